@@ -1,0 +1,1 @@
+"""The tiers as Ray actors that exchange token blocks over gRPC."""

@@ -1,0 +1,144 @@
+"""Between messages.py and tiers.proto, both ways. Pure functions; what comes off the wire is checked here, once.
+
+Every `…_from_proto` raises `InvalidValueError` naming the field, by its path in the message, that breaks a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.errors import InvalidValueError, require
+from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
+
+NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
+NUM_SEEDS = 2**63
+
+
+def work_batch_to_proto(work: Iterable[Work], release: Iterable[int] = ()) -> pb.WorkBatch:
+    return pb.WorkBatch(work=[_work_to_proto(item) for item in work], release=release)
+
+
+def work_batch_from_proto(batch: pb.WorkBatch) -> tuple[list[Work], list[int]]:
+    """The batch's work, and the ids of the sequences to release after it."""
+    return [_work_from_proto(item, f"work[{index}]") for index, item in enumerate(batch.work)], list(batch.release)
+
+
+def proposal_batch_to_proto(proposals: Iterable[Proposal]) -> pb.ProposalBatch:
+    return pb.ProposalBatch(proposals=[_proposal_to_proto(proposal) for proposal in proposals])
+
+
+def proposal_batch_from_proto(batch: pb.ProposalBatch) -> list[Proposal]:
+    return [_proposal_from_proto(item, f"proposals[{index}]") for index, item in enumerate(batch.proposals)]
+
+
+def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
+    return pb.SamplingParams(
+        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
+    )
+
+
+def sampling_from_proto(message: pb.SamplingParams, where: str = "sampling") -> SamplingParams:
+    try:
+        return SamplingParams(message.temperature, message.top_k, message.top_p, message.min_p)
+    except InvalidValueError as error:
+        raise InvalidValueError(f"{where}.{error.field}", error.value, error.rule) from None
+
+
+def tallies_to_proto(tallies: Iterable[Tally]) -> list[pb.Tally]:
+    return [pb.Tally(rounds=each.rounds, proposed=each.proposed, accepted=each.accepted) for each in tallies]
+
+
+def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies") -> tuple[Tally, ...]:
+    tallies = tuple(Tally(each.rounds, each.proposed, each.accepted) for each in messages)
+    for index, each in enumerate(tallies):
+        require(each.accepted <= each.proposed, f"{where}[{index}].accepted", each.accepted, "exceeds proposed")
+    return tallies
+
+
+def tokens_from_proto(values: Iterable[int], where: str) -> tuple[int, ...]:
+    tokens = tuple(values)
+    highest = max(tokens, default=0)
+    require(highest < NUM_TOKEN_IDS, where, highest, "is not a token id: must be below 2**31")
+    return tokens
+
+
+def origins_from_proto(origins: bytes, num_tokens: int, where: str) -> bytes:
+    require(len(origins) == num_tokens, where, origins, f"must hold one tier for each of {num_tokens} tokens")
+    require(max(origins, default=0) <= max(Tier), where, origins, f"must hold values of {[*map(int, Tier)]}")
+    return origins
+
+
+def seed_from_proto(seed: int, where: str = "seed") -> int:
+    require(seed < NUM_SEEDS, where, seed, "must be below 2**63")
+    return seed
+
+
+def _work_to_proto(work: Work) -> pb.Work:
+    return pb.Work(span=_span_to_proto(work.span), lookaheads=work.lookaheads, sample=work.sample)
+
+
+def _work_from_proto(message: pb.Work, where: str) -> Work:
+    require(message.HasField("span"), f"{where}.span", None, "must be present")
+    return Work(_span_from_proto(message.span, f"{where}.span"), tuple(message.lookaheads), message.sample)
+
+
+def _span_to_proto(span: Span) -> pb.Span:
+    spec = None if span.spec is None else _spec_to_proto(span.spec)
+    return pb.Span(sequence_id=span.sequence_id, start=span.start, tokens=span.tokens, spec=spec)
+
+
+def _span_from_proto(message: pb.Span, where: str) -> Span:
+    tokens = tokens_from_proto(message.tokens, f"{where}.tokens")
+    spec = _spec_from_proto(message.spec, f"{where}.spec") if message.HasField("spec") else None
+    require(spec is not None or message.start > 0, f"{where}.spec", None, "must be present where start is 0")
+    return Span(message.sequence_id, message.start, tokens, spec)
+
+
+def _spec_to_proto(spec: SequenceSpec) -> pb.SequenceSpec:
+    return pb.SequenceSpec(
+        sampling=sampling_to_proto(spec.sampling),
+        seed=spec.seed,
+        prompt_length=spec.prompt_length,
+        max_length=spec.max_length,
+        stop_token_ids=spec.stop_token_ids,
+    )
+
+
+def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
+    require(message.HasField("sampling"), f"{where}.sampling", None, "must be present")
+    require(message.prompt_length > 0, f"{where}.prompt_length", message.prompt_length, "must be 1 or more")
+    rule = f"must be at least prompt_length ({message.prompt_length})"
+    require(message.max_length >= message.prompt_length, f"{where}.max_length", message.max_length, rule)
+    return SequenceSpec(
+        sampling=sampling_from_proto(message.sampling, f"{where}.sampling"),
+        seed=seed_from_proto(message.seed, f"{where}.seed"),
+        prompt_length=message.prompt_length,
+        max_length=message.max_length,
+        stop_token_ids=tokens_from_proto(message.stop_token_ids, f"{where}.stop_token_ids"),
+    )
+
+
+def _proposal_to_proto(proposal: Proposal) -> pb.Proposal:
+    return pb.Proposal(
+        sequence_id=proposal.sequence_id,
+        start=proposal.start,
+        tokens=proposal.tokens,
+        origins=proposal.origins,
+        missing_from=proposal.missing_from,
+        snapshot_wanted=proposal.snapshot_wanted,
+        tallies=tallies_to_proto(proposal.tallies),
+    )
+
+
+def _proposal_from_proto(message: pb.Proposal, where: str) -> Proposal:
+    tokens = tokens_from_proto(message.tokens, f"{where}.tokens")
+    return Proposal(
+        sequence_id=message.sequence_id,
+        start=message.start,
+        tokens=tokens,
+        origins=origins_from_proto(message.origins, len(tokens), f"{where}.origins"),
+        missing_from=message.missing_from if message.HasField("missing_from") else None,
+        snapshot_wanted=message.snapshot_wanted,
+        tallies=tallies_from_proto(message.tallies, f"{where}.tallies"),
+    )

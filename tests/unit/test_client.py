@@ -1,0 +1,314 @@
+"""The SDK against a real gRPC server: what it sends and returns, how it fails, and that closing a stream cancels it."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
+from triforce_core.client import (
+    Acceptance,
+    CallCancelledError,
+    CallError,
+    Chunk,
+    Completion,
+    DeadlineExceededError,
+    InvalidRequestError,
+    Model,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    Stats,
+    TriForceClient,
+    UnavailableError,
+    Usage,
+)
+from triforce_core.errors import TriForceError
+
+USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2)
+STATS = pb.Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=pb.Acceptance(retrieval=0.75))
+THE_STATS = Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=Acceptance(None, 0.75))
+
+
+class ScriptedGeneration(GenerationServicer):
+    """Answers the same two tokens to everything, except that a prompt of `fail:CODE` fails and `hang` never ends."""
+
+    def __init__(self) -> None:
+        self.request = pb.GenerateRequest()
+        self.metadata: dict[str, str | bytes] = {}
+        self.time_remaining: float | None = None
+        self.ended = threading.Event()  # of the latest call, as gRPC tells the server
+
+    def note(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> None:
+        self.request, self.metadata = request, dict(context.invocation_metadata())
+        self.time_remaining = context.time_remaining()
+        self.ended = ended = threading.Event()
+        if not context.add_callback(ended.set):
+            ended.set()
+        if request.text.startswith("fail:"):
+            code = request.text.removeprefix("fail:")
+            context.abort(grpc.StatusCode[code], f"temperature: -1 must be 0 or more ({code})")
+
+    def Generate(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> pb.GenerateResponse:
+        self.note(request, context)
+        if request.text == "hang":
+            self.ended.wait(10)
+        return pb.GenerateResponse(
+            model="demo",
+            text="ab",
+            token_ids=[7, 8],
+            origins=b"\x00\x02",
+            finish_reason=pb.FINISH_REASON_STOP,
+            usage=USAGE,
+            stats=STATS,
+        )
+
+    def GenerateStream(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateChunk]:
+        self.note(request, context)
+        yield pb.GenerateChunk(text="a", token_ids=[7], origins=b"\x00")
+        if request.text == "hang":
+            self.ended.wait(10)
+        if request.text == "break":
+            context.abort(grpc.StatusCode.UNAVAILABLE, "the replica died")
+        yield pb.GenerateChunk(
+            text="b",
+            token_ids=[8],
+            origins=b"\x02",
+            finish_reason=pb.FINISH_REASON_LENGTH,
+            usage=USAGE,
+            stats=STATS,
+        )
+
+    def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
+        self.metadata = dict(context.invocation_metadata())
+        return pb.ListModelsResponse(models=[pb.Model(id="demo", context_length=32768)])
+
+
+def serve(servicer: ScriptedGeneration, port: int = 0) -> tuple[grpc.Server, int]:
+    server = grpc.server(ThreadPoolExecutor(max_workers=4))
+    add_GenerationServicer_to_server(servicer, server)
+    port = server.add_insecure_port(f"127.0.0.1:{port}")
+    server.start()
+    return server, port
+
+
+@pytest.fixture
+def servicer() -> ScriptedGeneration:
+    return ScriptedGeneration()
+
+
+@pytest.fixture
+def address(servicer: ScriptedGeneration) -> Iterator[str]:
+    server, port = serve(servicer)
+    yield f"127.0.0.1:{port}"
+    server.stop(grace=None).wait()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[TriForceClient]:
+    with TriForceClient(address, timeout_s=10) as client:
+        yield client
+
+
+def test_generate_returns_the_whole_completion(client: TriForceClient) -> None:
+    assert client.generate("abc") == Completion("demo", "ab", (7, 8), b"\x00\x02", "stop", Usage(3, 2), THE_STATS)
+
+
+def test_stream_returns_the_chunks_in_order(client: TriForceClient) -> None:
+    assert list(client.stream("abc")) == [
+        Chunk("a", (7,), b"\x00"),
+        Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS),
+    ]
+
+
+def test_models(client: TriForceClient) -> None:
+    assert client.models() == (Model("demo", 32768),)
+
+
+def test_every_argument_reaches_the_server(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    expected = pb.GenerateRequest(
+        model="demo",
+        token_ids=pb.TokenIds(values=[5, 6]),
+        sampling=pb.Sampling(temperature=0, top_k=4, top_p=0.9, min_p=0.1),
+        seed=0,
+        max_tokens=9,
+        stop=["\n\n", "END"],
+        timeout_s=5,
+        lookaheads=pb.Lookaheads(values=[0, 0]),
+    )
+    for call in (client.generate, lambda *args, **named: list(client.stream(*args, **named))):
+        call(
+            [5, 6],
+            max_tokens=9,
+            temperature=0,
+            top_p=0.9,
+            top_k=4,
+            min_p=0.1,
+            seed=0,
+            stop=["\n\n", "END"],
+            model="demo",
+            lookaheads=(0, 0),
+            timeout_s=5,
+        )
+        assert servicer.request == expected
+
+
+def test_what_is_left_out_stays_unset(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    client.generate("abc")
+    assert servicer.request == pb.GenerateRequest(text="abc", timeout_s=10)
+
+
+def test_one_stop_string_is_not_a_list_of_letters(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    client.generate("abc", stop="END")
+    assert list(servicer.request.stop) == ["END"]
+
+
+def test_an_empty_list_of_tokens_is_still_a_prompt(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    client.generate([])
+    assert servicer.request.WhichOneof("prompt") == "token_ids"
+
+
+def test_application_and_metadata_go_along(address: str, servicer: ScriptedGeneration) -> None:
+    with TriForceClient(address, application="chat", metadata=[("x-trace", "7")]) as client:
+        client.models()
+    assert {"application": "chat", "x-trace": "7"}.items() <= servicer.metadata.items()
+
+
+@pytest.mark.parametrize(
+    ("code", "kind"),
+    [
+        ("INVALID_ARGUMENT", InvalidRequestError),
+        ("OUT_OF_RANGE", InvalidRequestError),
+        ("FAILED_PRECONDITION", InvalidRequestError),
+        ("NOT_FOUND", NotFoundError),
+        ("RESOURCE_EXHAUSTED", OverloadedError),
+        ("UNAVAILABLE", UnavailableError),
+        ("DEADLINE_EXCEEDED", DeadlineExceededError),
+        ("CANCELLED", CallCancelledError),
+        ("INTERNAL", ServerError),
+        ("UNKNOWN", ServerError),
+        ("UNIMPLEMENTED", ServerError),
+    ],
+)
+def test_statuses_become_typed_errors(client: TriForceClient, code: str, kind: type[CallError]) -> None:
+    for call in (client.generate, lambda prompt: next(client.stream(prompt))):
+        with pytest.raises(CallError) as failure:
+            call(f"fail:{code}")
+        assert type(failure.value) is kind
+        assert failure.value.code is grpc.StatusCode[code]
+        assert str(failure.value) == f"temperature: -1 must be 0 or more ({code})"
+        assert isinstance(failure.value, TriForceError)
+
+
+def test_a_stream_that_breaks_keeps_what_came_before(client: TriForceClient) -> None:
+    stream = client.stream("break")
+    assert next(stream).text == "a"
+    with pytest.raises(UnavailableError, match="the replica died"):
+        next(stream)
+
+
+def test_nobody_at_the_address_is_unavailable() -> None:
+    server, port = serve(ScriptedGeneration())
+    server.stop(grace=None).wait()
+    with TriForceClient(f"127.0.0.1:{port}", timeout_s=5) as client, pytest.raises(UnavailableError):
+        client.generate("abc")
+
+
+def test_a_server_that_comes_back_is_found_again() -> None:
+    server, port = serve(ScriptedGeneration())
+    with TriForceClient(f"127.0.0.1:{port}", timeout_s=5) as client:
+        client.models()
+        server.stop(grace=None).wait()
+        with pytest.raises(UnavailableError):
+            client.models()
+        server, _ = serve(ScriptedGeneration(), port)
+        for _attempt in range(100):
+            try:
+                client.models()
+                break
+            except UnavailableError:
+                threading.Event().wait(0.05)
+        assert client.generate("abc").text == "ab"
+    server.stop(grace=None).wait()
+
+
+def test_the_deadline_of_the_call_ends_it(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    with pytest.raises(DeadlineExceededError):
+        client.generate("hang", timeout_s=0.5)
+    assert servicer.ended.wait(5)
+    stream = client.stream("hang", timeout_s=0.5)
+    assert next(stream).text == "a"
+    with pytest.raises(DeadlineExceededError):
+        next(stream)
+    assert servicer.ended.wait(5)
+
+
+def test_the_client_s_deadline_is_the_default(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    client.generate("abc")
+    assert servicer.time_remaining is not None
+    assert 5 < servicer.time_remaining < 11
+    client.generate("abc", timeout_s=100)
+    assert servicer.time_remaining > 50
+
+
+def test_closing_a_stream_cancels_the_call(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    stream = client.stream("hang")
+    assert next(stream).text == "a"
+    assert not servicer.ended.is_set()
+    stream.close()
+    assert servicer.ended.wait(5)
+    assert list(stream) == []
+
+
+def test_leaving_the_with_block_cancels_the_call(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    with client.stream("hang") as stream:
+        next(stream)
+    assert servicer.ended.wait(5)
+
+
+def test_dropping_a_stream_cancels_the_call(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    next(client.stream("hang"))
+    gc.collect()
+    assert servicer.ended.wait(5)
+
+
+def test_closing_from_another_thread_ends_the_loop(client: TriForceClient) -> None:
+    stream = client.stream("hang")
+    threading.Timer(0.2, stream.close).start()
+    assert [chunk.text for chunk in stream] == ["a"]
+
+
+def test_closing_the_client_ends_its_streams(address: str, servicer: ScriptedGeneration) -> None:
+    client = TriForceClient(address)
+    stream = client.stream("hang")
+    next(stream)
+    client.close()
+    with pytest.raises(CallCancelledError):
+        next(stream)
+    assert servicer.ended.wait(5)
+
+
+@pytest.mark.parametrize(
+    ("field", "arguments"),
+    [
+        ("prompt", {"prompt": [1, -1]}),
+        ("prompt", {"prompt": ["a"]}),
+        ("prompt", {"prompt": "\ud800"}),
+        ("temperature", {"temperature": "hot"}),
+        ("top_k", {"top_k": 1.5}),
+        ("seed", {"seed": 2**64}),
+        ("max_tokens", {"max_tokens": -1}),
+        ("lookaheads", {"lookaheads": (8, -3)}),
+        ("stop", {"stop": [3]}),
+    ],
+)
+def test_values_that_cannot_be_sent_are_named(client: TriForceClient, field: str, arguments: dict[str, object]) -> None:
+    for call in (client.generate, client.stream):
+        with pytest.raises(InvalidRequestError, match=rf"^{field}: "):
+            call(**{"prompt": "abc", **arguments})  # type: ignore[arg-type]

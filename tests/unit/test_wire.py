@@ -1,0 +1,148 @@
+"""The wire carries messages without loss, and refuses what breaks a rule by the name of the field."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors import wire
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.errors import InvalidValueError
+from triforce_core.messages import GREEDY, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
+
+ids = st.integers(0, 2**64 - 1)
+positions = st.integers(0, 2**32 - 1)
+token_tuples = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(tuple)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 100),
+    top_k=positions,
+    top_p=st.floats(0, 1, exclude_min=True),
+    min_p=st.floats(0, 1),
+)
+
+
+@st.composite
+def specs(draw: st.DrawFn) -> SequenceSpec:
+    prompt_length = draw(st.integers(1, 2**32 - 1))
+    return SequenceSpec(
+        sampling=draw(samplings),
+        seed=draw(st.integers(0, 2**63 - 1)),
+        prompt_length=prompt_length,
+        max_length=draw(st.integers(prompt_length, 2**32 - 1)),
+        stop_token_ids=draw(token_tuples),
+    )
+
+
+@st.composite
+def spans(draw: st.DrawFn) -> Span:
+    start = draw(positions)
+    spec = draw(specs() if start == 0 else st.none() | specs())
+    return Span(draw(ids), start, draw(token_tuples), spec)
+
+
+@st.composite
+def tallies(draw: st.DrawFn) -> Tally:
+    proposed = draw(positions)
+    return Tally(draw(positions), proposed, draw(st.integers(0, proposed)))
+
+
+@st.composite
+def proposals(draw: st.DrawFn) -> Proposal:
+    tokens = draw(token_tuples)
+    return Proposal(
+        sequence_id=draw(ids),
+        start=draw(positions),
+        tokens=tokens,
+        origins=bytes(draw(st.sampled_from(Tier)) for _ in tokens),
+        missing_from=draw(st.none() | positions),
+        snapshot_wanted=draw(st.booleans()),
+        tallies=tuple(draw(st.lists(tallies(), max_size=3))),
+    )
+
+
+works = st.builds(Work, spans(), st.lists(positions, max_size=3).map(tuple), st.booleans())
+
+
+@given(st.lists(works, max_size=3), st.lists(ids, max_size=3))
+def test_work_survives_the_wire(work: list[Work], release: list[int]) -> None:
+    sent = wire.work_batch_to_proto(work, release).SerializeToString()
+    assert wire.work_batch_from_proto(pb.WorkBatch.FromString(sent)) == (work, release)
+
+
+@given(st.lists(proposals(), max_size=3))
+def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
+    sent = wire.proposal_batch_to_proto(answers).SerializeToString()
+    assert wire.proposal_batch_from_proto(pb.ProposalBatch.FromString(sent)) == answers
+
+
+def test_missing_from_the_start_is_not_missing_nothing() -> None:
+    sent = [Proposal(1, 5, missing_from=0), Proposal(1, 5, missing_from=None)]
+    received = wire.proposal_batch_from_proto(wire.proposal_batch_to_proto(sent))
+    assert [each.missing_from for each in received] == [0, None]
+
+
+def test_a_token_costs_a_few_bytes() -> None:
+    """Packed: 128K tokens of a 128K vocabulary fit well into one gRPC message."""
+    span = Span(1, 1, tuple(range(131_072)))
+    assert wire.work_batch_to_proto([Work(span, (8, 3))]).ByteSize() < 3 * 131_072 + 64
+
+
+def good_work() -> pb.Work:
+    spec = SequenceSpec(GREEDY, seed=3, prompt_length=2, max_length=9, stop_token_ids=(0,))
+    return wire.work_batch_to_proto([Work(Span(7, 0, (4, 5), spec), (8, 3))]).work[0]
+
+
+def good_proposal() -> pb.Proposal:
+    return wire.proposal_batch_to_proto([Proposal(7, 2, (4, 5), b"\x00\x01", tallies=(Tally(1, 2, 1),))]).proposals[0]
+
+
+def test_the_good_examples_are_good() -> None:
+    """Or else the tests below would pass for the wrong reason."""
+    wire.work_batch_from_proto(pb.WorkBatch(work=[good_work()]))
+    wire.proposal_batch_from_proto(pb.ProposalBatch(proposals=[good_proposal()]))
+
+
+BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
+    ("span", lambda work: work.ClearField("span")),
+    ("span.spec", lambda work: work.span.ClearField("spec")),
+    ("span.tokens", lambda work: work.span.tokens.append(2**31)),
+    ("span.spec.sampling", lambda work: work.span.spec.ClearField("sampling")),
+    ("span.spec.sampling.temperature", lambda work: setattr(work.span.spec.sampling, "temperature", -1)),
+    ("span.spec.sampling.temperature", lambda work: setattr(work.span.spec.sampling, "temperature", math.nan)),
+    ("span.spec.sampling.top_p", lambda work: work.span.spec.sampling.ClearField("top_p")),
+    ("span.spec.sampling.min_p", lambda work: setattr(work.span.spec.sampling, "min_p", 2)),
+    ("span.spec.seed", lambda work: setattr(work.span.spec, "seed", 2**63)),
+    ("span.spec.prompt_length", lambda work: work.span.spec.ClearField("prompt_length")),
+    ("span.spec.max_length", lambda work: setattr(work.span.spec, "max_length", 1)),
+    ("span.spec.stop_token_ids", lambda work: work.span.spec.stop_token_ids.append(2**32 - 1)),
+]
+
+BAD_PROPOSALS: list[tuple[str, Callable[[pb.Proposal], object]]] = [
+    ("tokens", lambda proposal: proposal.tokens.append(2**31)),
+    ("origins", lambda proposal: proposal.ClearField("origins")),
+    ("origins", lambda proposal: setattr(proposal, "origins", b"\x00\x03")),
+    ("tallies[0].accepted", lambda proposal: setattr(proposal.tallies[0], "accepted", 3)),
+]
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_WORK)
+def test_bad_work_is_refused_by_name(field: str, spoil: Callable[[pb.Work], object]) -> None:
+    bad = good_work()
+    spoil(bad)
+    with pytest.raises(InvalidValueError) as refusal:
+        wire.work_batch_from_proto(pb.WorkBatch(work=[good_work(), bad]))
+    assert refusal.value.field == f"work[1].{field}"
+
+
+@pytest.mark.parametrize(("field", "spoil"), BAD_PROPOSALS)
+def test_bad_proposals_are_refused_by_name(field: str, spoil: Callable[[pb.Proposal], object]) -> None:
+    bad = good_proposal()
+    spoil(bad)
+    with pytest.raises(InvalidValueError) as refusal:
+        wire.proposal_batch_from_proto(pb.ProposalBatch(proposals=[good_proposal(), bad]))
+    assert refusal.value.field == f"proposals[1].{field}"

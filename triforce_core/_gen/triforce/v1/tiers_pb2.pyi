@@ -1,0 +1,178 @@
+from triforce_core._gen.triforce.v1 import generation_pb2 as _generation_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class WorkBatch(_message.Message):
+    __slots__ = ("work", "release")
+    WORK_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_FIELD_NUMBER: _ClassVar[int]
+    work: _containers.RepeatedCompositeFieldContainer[Work]
+    release: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, work: _Optional[_Iterable[_Union[Work, _Mapping]]] = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Work(_message.Message):
+    __slots__ = ("span", "lookaheads", "sample")
+    SPAN_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEADS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    span: Span
+    lookaheads: _containers.RepeatedScalarFieldContainer[int]
+    sample: bool
+    def __init__(self, span: _Optional[_Union[Span, _Mapping]] = ..., lookaheads: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ...) -> None: ...
+
+class Span(_message.Message):
+    __slots__ = ("sequence_id", "start", "tokens", "spec")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    spec: SequenceSpec
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., spec: _Optional[_Union[SequenceSpec, _Mapping]] = ...) -> None: ...
+
+class SequenceSpec(_message.Message):
+    __slots__ = ("sampling", "seed", "prompt_length", "max_length", "stop_token_ids")
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    sampling: SamplingParams
+    seed: int
+    prompt_length: int
+    max_length: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class SamplingParams(_message.Message):
+    __slots__ = ("temperature", "top_k", "top_p", "min_p")
+    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
+    TOP_K_FIELD_NUMBER: _ClassVar[int]
+    TOP_P_FIELD_NUMBER: _ClassVar[int]
+    MIN_P_FIELD_NUMBER: _ClassVar[int]
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ...) -> None: ...
+
+class ProposalBatch(_message.Message):
+    __slots__ = ("proposals",)
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    proposals: _containers.RepeatedCompositeFieldContainer[Proposal]
+    def __init__(self, proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ...) -> None: ...
+
+class Proposal(_message.Message):
+    __slots__ = ("sequence_id", "start", "tokens", "origins", "missing_from", "snapshot_wanted", "tallies")
+    SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    MISSING_FROM_FIELD_NUMBER: _ClassVar[int]
+    SNAPSHOT_WANTED_FIELD_NUMBER: _ClassVar[int]
+    TALLIES_FIELD_NUMBER: _ClassVar[int]
+    sequence_id: int
+    start: int
+    tokens: _containers.RepeatedScalarFieldContainer[int]
+    origins: bytes
+    missing_from: int
+    snapshot_wanted: bool
+    tallies: _containers.RepeatedCompositeFieldContainer[Tally]
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., missing_from: _Optional[int] = ..., snapshot_wanted: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ...) -> None: ...
+
+class Tally(_message.Message):
+    __slots__ = ("rounds", "proposed", "accepted")
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    rounds: int
+    proposed: int
+    accepted: int
+    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ...) -> None: ...
+
+class DecodeRequest(_message.Message):
+    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    SEED_FIELD_NUMBER: _ClassVar[int]
+    MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    LOOKAHEADS_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    sampling: SamplingParams
+    seed: int
+    max_tokens: int
+    stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    lookaheads: _generation_pb2.Lookaheads
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ...) -> None: ...
+
+class DecodeEvent(_message.Message):
+    __slots__ = ("token_ids", "origins", "finish_reason", "stats")
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    ORIGINS_FIELD_NUMBER: _ClassVar[int]
+    FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    STATS_FIELD_NUMBER: _ClassVar[int]
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    origins: bytes
+    finish_reason: _generation_pb2.FinishReason
+    stats: DecodeStats
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ...) -> None: ...
+
+class DecodeStats(_message.Message):
+    __slots__ = ("prompt_tokens", "prefill_s", "decode_s", "rounds", "tallies")
+    PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_S_FIELD_NUMBER: _ClassVar[int]
+    DECODE_S_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    TALLIES_FIELD_NUMBER: _ClassVar[int]
+    prompt_tokens: int
+    prefill_s: float
+    decode_s: float
+    rounds: int
+    tallies: _containers.RepeatedCompositeFieldContainer[Tally]
+    def __init__(self, prompt_tokens: _Optional[int] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ...) -> None: ...
+
+class StatusRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TierStatus(_message.Message):
+    __slots__ = ("tier", "ready", "live_sequences", "links")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    READY_FIELD_NUMBER: _ClassVar[int]
+    LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    LINKS_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    ready: bool
+    live_sequences: int
+    links: _containers.RepeatedCompositeFieldContainer[LinkCounters]
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ...) -> None: ...
+
+class LinkCounters(_message.Message):
+    __slots__ = ("link", "work_items", "work_tokens", "proposals", "proposed_tokens", "bytes_in", "bytes_out")
+    LINK_FIELD_NUMBER: _ClassVar[int]
+    WORK_ITEMS_FIELD_NUMBER: _ClassVar[int]
+    WORK_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSALS_FIELD_NUMBER: _ClassVar[int]
+    PROPOSED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_IN_FIELD_NUMBER: _ClassVar[int]
+    BYTES_OUT_FIELD_NUMBER: _ClassVar[int]
+    link: str
+    work_items: int
+    work_tokens: int
+    proposals: int
+    proposed_tokens: int
+    bytes_in: int
+    bytes_out: int
+    def __init__(self, link: _Optional[str] = ..., work_items: _Optional[int] = ..., work_tokens: _Optional[int] = ..., proposals: _Optional[int] = ..., proposed_tokens: _Optional[int] = ..., bytes_in: _Optional[int] = ..., bytes_out: _Optional[int] = ...) -> None: ...

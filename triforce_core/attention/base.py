@@ -1,0 +1,34 @@
+"""What a kernel is, and the log-sum-exp merge of partial results (Dao et al., Flash-Decoding)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Partial(NamedTuple):
+    """Attention of some queries over some of their keys."""
+
+    output: Tensor  # [heads, queries, head_dim], model dtype
+    lse: Tensor  # [heads, queries] float32: log of the sum of exp(scores), what the merge weighs by
+
+
+# kernel(query [heads, queries, head_dim], keys [kv_heads, keys, head_dim], values, scale, causal) -> Partial
+# `heads` is a multiple of `kv_heads`: query head h reads KV head h // (heads / kv_heads).
+# With `causal` the keys are those of the queries' own tokens, as many as there are queries.
+Kernel = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
+
+
+def merge(parts: list[Partial]) -> Tensor:
+    """Attention over the union of the parts' keys, [heads, queries, head_dim]: softmax-weighted by their log-sum-exps."""
+    if len(parts) == 1:
+        return parts[0].output
+    lse = torch.stack([p.lse for p in parts])  # [parts, heads, queries]
+    weights = lse.softmax(0).unsqueeze(-1)
+    merged = weights[0] * parts[0].output
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        merged += weight * part.output
+    return merged.to(parts[0].output.dtype)

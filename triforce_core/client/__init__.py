@@ -1,0 +1,41 @@
+"""The client SDK: a deployment's generation service over gRPC. Needs grpcio and protobuf, nothing else.
+
+from triforce_core.client import TriForceClient
+
+with TriForceClient("127.0.0.1:9000") as client:
+    for chunk in client.stream("Once upon a time", max_tokens=64, seed=1):
+        print(chunk.text, end="", flush=True)
+"""
+
+from triforce_core.client.client import ChunkStream, TriForceClient
+from triforce_core.client.errors import (
+    CallCancelledError,
+    CallError,
+    DeadlineExceededError,
+    InvalidRequestError,
+    NotFoundError,
+    OverloadedError,
+    ServerError,
+    UnavailableError,
+)
+from triforce_core.client.results import Acceptance, Chunk, Completion, FinishReason, Model, Stats, Usage
+
+__all__ = [
+    "Acceptance",
+    "CallCancelledError",
+    "CallError",
+    "Chunk",
+    "ChunkStream",
+    "Completion",
+    "DeadlineExceededError",
+    "FinishReason",
+    "InvalidRequestError",
+    "Model",
+    "NotFoundError",
+    "OverloadedError",
+    "ServerError",
+    "Stats",
+    "TriForceClient",
+    "UnavailableError",
+    "Usage",
+]

@@ -1,0 +1,171 @@
+"""The client: one channel to a deployment, blocking calls, typed results and errors. Safe to share between threads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Protocol, Self
+
+import grpc
+
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
+from triforce_core.client.errors import from_rpc_error
+from triforce_core.client.request import build_request
+from triforce_core.client.results import (
+    Chunk,
+    Completion,
+    Model,
+    chunk_from_proto,
+    completion_from_proto,
+    models_from_proto,
+)
+
+# A deployment that comes back is found again within seconds; gRPC's own backoff grows to two minutes.
+CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2000))
+
+
+class TriForceClient:
+    """A client of the generation service at `address` ("host:port").
+
+    `timeout_s` bounds every call, streams from the first to the last chunk, unless the call gives its own; None waits
+    for ever. `application` is the name of the Ray Serve application, needed where the proxy serves several; `metadata`
+    goes along with every call. Calls raise `CallError`s (`triforce_core.client.errors`).
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:9000",
+        *,
+        timeout_s: float | None = 600.0,
+        application: str | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        self.timeout_s = timeout_s
+        self._metadata = (*metadata, *([] if application is None else [("application", application)]))
+        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self._stub = GenerationStub(self._channel)
+
+    def generate(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        model: str = "",
+        lookaheads: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """The whole completion of `prompt`, a text or token ids. What is left out, the server decides.
+
+        `lookaheads` are the tokens to draft at the level below the target, then at each below that; (0, 0) turns
+        speculation off. They change the speed and never the output.
+        """
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        request = build_request(
+            prompt,
+            sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=stop,
+            model=model,
+            lookaheads=lookaheads,
+            timeout_s=timeout_s,
+        )
+        try:
+            response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return completion_from_proto(response)
+
+    def stream(
+        self,
+        prompt: str | Sequence[int],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        top_p: float | None = None,
+        top_k: int | None = None,
+        min_p: float | None = None,
+        seed: int | None = None,
+        stop: str | Sequence[str] = (),
+        model: str = "",
+        lookaheads: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+    ) -> ChunkStream:
+        """The completion as it is decoded; the arguments of `generate`. Closing or dropping the stream cancels it."""
+        timeout_s = self.timeout_s if timeout_s is None else timeout_s
+        request = build_request(
+            prompt,
+            sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
+            max_tokens=max_tokens,
+            seed=seed,
+            stop=stop,
+            model=model,
+            lookaheads=lookaheads,
+            timeout_s=timeout_s,
+        )
+        return ChunkStream(self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata))
+
+    def models(self) -> tuple[Model, ...]:
+        """The models that the deployment serves, the default one first."""
+        try:
+            response = self._stub.ListModels(pb.ListModelsRequest(), timeout=self.timeout_s, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        return models_from_proto(response)
+
+    def close(self) -> None:
+        """End the connection and every call on it."""
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class StreamingCall(Protocol):
+    """What `ChunkStream` needs of gRPC's call."""
+
+    def __next__(self) -> pb.GenerateChunk: ...
+
+    def cancel(self) -> object: ...
+
+
+class ChunkStream(Iterator[Chunk]):
+    """The chunks of one streamed completion. Closing it ends the call, and with it the generation on the server."""
+
+    def __init__(self, call: StreamingCall) -> None:
+        self._call = call
+        self._closed = False
+
+    def __next__(self) -> Chunk:
+        if self._closed:
+            raise StopIteration
+        try:
+            return chunk_from_proto(next(self._call))
+        except grpc.RpcError as error:
+            if self._closed:  # by another thread, while this one waited
+                raise StopIteration from None
+            raise from_rpc_error(error) from error
+
+    def close(self) -> None:
+        self._closed = True
+        self._call.cancel()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()

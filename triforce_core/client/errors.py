@@ -1,0 +1,64 @@
+"""What a call can fail with, and the one table from gRPC status to exception."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import grpc
+
+from triforce_core.errors import TriForceError
+
+
+class CallError(TriForceError):
+    """Base of the SDK's errors; `code` is the gRPC status behind it."""
+
+    def __init__(self, message: str, code: grpc.StatusCode) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class InvalidRequestError(CallError):
+    """A value of the request breaks a rule; the message names field, value and rule."""
+
+
+class NotFoundError(CallError):
+    """The deployment has no such model, or the proxy no such application."""
+
+
+class OverloadedError(CallError):
+    """The deployment is full; try again later."""
+
+
+class UnavailableError(CallError):
+    """Nothing answers at the address, or the replica died; try again."""
+
+
+class DeadlineExceededError(CallError):
+    """`timeout_s` passed before the call was done."""
+
+
+class CallCancelledError(CallError):
+    """The call was cancelled by the server, or because its client was closed."""
+
+
+class ServerError(CallError):
+    """The server failed, or answered with a status that it should not give."""
+
+
+ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
+    grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
+    grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
+    grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
+    grpc.StatusCode.UNAVAILABLE: UnavailableError,
+    grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
+    grpc.StatusCode.CANCELLED: CallCancelledError,
+}
+
+
+def from_rpc_error(error: grpc.RpcError) -> CallError:
+    """The typed error for a failed call; statuses outside the table are the server's fault."""
+    call = cast(grpc.Call, error)  # what a failed call raises is the call itself
+    code = call.code()
+    return ERROR_OF_STATUS.get(code, ServerError)(call.details() or code.name, code)

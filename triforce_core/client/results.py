@@ -1,0 +1,111 @@
+"""What the client returns: plain frozen values, built from the messages of generation.proto."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+
+FinishReason = Literal["stop", "length"]
+
+FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    prompt_tokens: int
+    completion_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """Accepted tokens over proposed ones, by the tier that proposed; None where it proposed nothing."""
+
+    draft: float | None
+    retrieval: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """How the output was made."""
+
+    prefill_s: float
+    ms_per_token: float
+    tokens_per_round: float  # emitted by one verification of the target; 1 is plain decoding
+    acceptance: Acceptance
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """A finished completion."""
+
+    model: str
+    text: str
+    token_ids: tuple[int, ...]
+    origins: bytes  # the tier that proposed each token: 0 draft, 1 retrieval, 2 target
+    finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
+    usage: Usage
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A piece of a completion. The last one has a finish reason, usage and stats."""
+
+    text: str  # may be empty while tokens come, and the other way round
+    token_ids: tuple[int, ...]
+    origins: bytes  # the tier that proposed each token: 0 draft, 1 retrieval, 2 target
+    finish_reason: FinishReason | None = None
+    usage: Usage | None = None
+    stats: Stats | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    id: str
+    context_length: int  # tokens of prompt and output together
+
+
+def completion_from_proto(message: pb.GenerateResponse) -> Completion:
+    return Completion(
+        model=message.model,
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        origins=message.origins,
+        finish_reason=FINISH_REASONS.get(message.finish_reason),
+        usage=_usage(message.usage),
+        stats=_stats(message.stats),
+    )
+
+
+def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
+    return Chunk(
+        text=message.text,
+        token_ids=tuple(message.token_ids),
+        origins=message.origins,
+        finish_reason=FINISH_REASONS.get(message.finish_reason),
+        usage=_usage(message.usage) if message.HasField("usage") else None,
+        stats=_stats(message.stats) if message.HasField("stats") else None,
+    )
+
+
+def models_from_proto(message: pb.ListModelsResponse) -> tuple[Model, ...]:
+    return tuple(Model(model.id, model.context_length) for model in message.models)
+
+
+def _usage(message: pb.Usage) -> Usage:
+    return Usage(message.prompt_tokens, message.completion_tokens)
+
+
+def _stats(message: pb.Stats) -> Stats:
+    acceptance = message.acceptance
+    return Stats(
+        prefill_s=message.prefill_s,
+        ms_per_token=message.ms_per_token,
+        tokens_per_round=message.tokens_per_round,
+        acceptance=Acceptance(
+            draft=acceptance.draft if acceptance.HasField("draft") else None,
+            retrieval=acceptance.retrieval if acceptance.HasField("retrieval") else None,
+        ),
+    )

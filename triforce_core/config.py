@@ -1,0 +1,144 @@
+"""All settings, one model, validated where they enter. `triforce config` prints them; unknown keys are refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from triforce_core.errors import InvalidValueError
+
+TIER_SETS = {"target": (False, False), "retrieval,target": (True, False), "draft,retrieval,target": (True, True)}
+TierSet = Literal["target", "retrieval,target", "draft,retrieval,target"]
+
+
+class Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class DraftSettings(Strict):
+    """The tiny model and its StreamingLLM cache; sizes in tokens."""
+
+    model: str = Field("demo", description="directory, hub id, or `demo` for the embedded drafter")
+    sinks: int = Field(4, ge=0)
+    window: int = Field(252, ge=1)
+    slack: int = Field(128, ge=1, description="how far the window may grow before it is moved")
+
+
+class RetrievalSettings(Strict):
+    """The self-drafter's sparse cache; sizes in tokens."""
+
+    budget: int = Field(1024, ge=2, description="tokens of the full cache that a snapshot holds")
+    chunk: int = Field(8, ge=1, description="tokens that are selected together")
+    recent: int = Field(64, ge=0, description="tokens before the snapshot's position that are always in it")
+    refresh_every: int = Field(64, ge=1, description="committed tokens after which a new snapshot is cut")
+    selector: Literal["mean_key"] = "mean_key"
+
+    @model_validator(mode="after")
+    def _chunks(self) -> RetrievalSettings:
+        if self.budget % self.chunk:
+            raise ValueError(f"budget {self.budget} must be a multiple of chunk {self.chunk}")
+        if self.budget < 2 * self.chunk:
+            raise ValueError(f"budget {self.budget} must hold two chunks of {self.chunk} tokens")
+        return self
+
+
+class TargetSettings(Strict):
+    """The model whose tokens are served, and its full KV cache."""
+
+    model: str = Field("demo", description="directory, hub id, or `demo` for the embedded target")
+    served_name: str | None = Field(None, description="the name that clients use; by default the last part of `model`")
+    context_length: int | None = Field(
+        None, ge=2, description="prompt + output tokens; by default what the model allows"
+    )
+    kv_pool_tokens: int | None = Field(None, ge=2, description="by default twice the context length")
+    prefill_chunk: int = Field(2048, ge=16, description="most prompt tokens that one forward pass takes")
+
+
+class SpeculationSettings(Strict):
+    """Which tiers take part and how far they look ahead, where a request does not say."""
+
+    tiers: TierSet = "draft,retrieval,target"
+    lookaheads: tuple[int, int] = Field(
+        (8, 3), description="tokens drafted by the retrieval tier, and by the draft tier"
+    )
+
+    @model_validator(mode="after")
+    def _bounded(self) -> SpeculationSettings:
+        if not all(0 <= n <= 64 for n in self.lookaheads):
+            raise ValueError(f"lookaheads {self.lookaheads} must each be between 0 and 64")
+        return self
+
+    @property
+    def effective(self) -> tuple[int, int]:
+        """The lookaheads with those of tiers that do not take part set to 0."""
+        retrieval, draft = TIER_SETS[self.tiers]
+        return self.lookaheads[0] * retrieval, self.lookaheads[1] * draft
+
+
+class ThreadSettings(Strict):
+    """CPU threads of each tier's process; they matter where tiers share cores."""
+
+    draft: int = Field(1, ge=1)
+    retrieval: int = Field(2, ge=1)
+    target: int = Field(2, ge=1)
+
+
+class ServerSettings(Strict):
+    """The HTTP and gRPC front, and the Ray resources of the tiers."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=1, le=65535)
+    grpc_port: int = Field(9000, ge=1, le=65535)
+    max_queued: int = Field(64, ge=1, description="requests beyond the live ones before 429 is answered")
+    request_timeout_s: float = Field(600.0, gt=0)
+    tier_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for each tier actor")
+    tier_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each tier actor")
+
+
+class Settings(Strict):
+    """Everything that shapes a pipeline and the server in front of it."""
+
+    target: TargetSettings = TargetSettings()
+    retrieval: RetrievalSettings = RetrievalSettings()
+    draft: DraftSettings = DraftSettings()
+    speculation: SpeculationSettings = SpeculationSettings()
+    server: ServerSettings = ServerSettings()
+    threads: ThreadSettings = ThreadSettings()
+    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    device: str = "cpu"
+    attention: str | None = Field(None, description="kernel by name; by default the best for the device")
+    max_sequences: int = Field(8, ge=1, description="requests decoded at the same time")
+
+
+def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
+    """Settings from a YAML file (or the defaults), with `overrides` merged in section by section.
+
+    Raises `InvalidValueError` naming field, value and rule.
+    """
+    data: Any = {}
+    if path is not None:
+        try:
+            data = yaml.safe_load(path.read_text()) or {}
+        except OSError as error:
+            raise InvalidValueError("config", str(path), f"cannot be read: {error.strerror}") from None
+        except yaml.YAMLError as error:
+            raise InvalidValueError("config", str(path), f"is not valid YAML: {error}") from None
+        if not isinstance(data, dict):
+            raise InvalidValueError("config", str(path), "must be a mapping of sections")
+    for section, value in overrides.items():
+        data[section] = {**data.get(section, {}), **value} if isinstance(value, dict) else value
+    try:
+        return Settings.model_validate(data)
+    except ValidationError as error:
+        raise invalid_value(error) from None
+
+
+def invalid_value(error: ValidationError) -> InvalidValueError:
+    """The first complaint of a pydantic error as one of ours."""
+    first = error.errors()[0]
+    field = ".".join(str(part) for part in first["loc"]) or "settings"
+    rule = first["msg"].removeprefix("Value error, ")
+    return InvalidValueError(field, first["input"], f"is refused: {rule}")

@@ -1,0 +1,153 @@
+"""The one loop: a verifying tier over a proposer, itself a proposer, so that tiers nest (architecture, section 2)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from triforce_core.messages import Claim, Proposal, Proposer, Span, Tally, Tier, Verdict, Work
+
+
+class Verifier(Protocol):
+    """A model that judges proposals."""
+
+    tier: Tier
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        """One verdict a claim, in order."""
+        ...
+
+    def release(self, sequence_ids: list[int]) -> None: ...
+
+
+@dataclass(slots=True)
+class Block:
+    """What this tier has so far in answer to `work`."""
+
+    work: Work
+    tokens: tuple[int, ...] = ()
+    origins: bytes = b""
+    missing_from: int | None = None
+    snapshot_wanted: bool = False
+    tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
+
+    @property
+    def span(self) -> Span:
+        return self.work.span.extended(self.tokens)
+
+    @property
+    def below(self) -> tuple[int, ...]:
+        return self.work.lookaheads[1:]
+
+    def add_tallies(self, tallies: list[Tally]) -> None:
+        self.tallies += [Tally()] * (len(tallies) - len(self.tallies))
+        for level, tally in enumerate(tallies):
+            self.tallies[level] += tally
+
+    def answer(self) -> Proposal:
+        return Proposal(
+            sequence_id=self.work.span.sequence_id,
+            start=self.work.span.end,
+            tokens=self.tokens,
+            origins=self.origins,
+            missing_from=self.missing_from,
+            snapshot_wanted=self.snapshot_wanted,
+            tallies=tuple(self.tallies),
+        )
+
+
+class SpeculativeDecoder:
+    """Collects proposals of the level below, verifies them, and asks again until a block is long enough to hand up.
+
+    With `wait_for_all` a round waits for every answer that it asked for (sequential mode); otherwise it takes what is
+    ready. Not thread-safe: one thread drives a decoder.
+    """
+
+    def __init__(self, proposer: Proposer, verifier: Verifier, *, wait_for_all: bool = True) -> None:
+        self.proposer, self.verifier, self.wait_for_all = proposer, verifier, wait_for_all
+        self.blocks: dict[int, Block] = {}
+        self.asked: set[int] = set()  # sequences that the level below still owes an answer
+        self.unasked: list[Proposal] = []  # the empty answers of sequences for which it is not asked
+
+    def submit(self, work: list[Work]) -> None:
+        blocks = [Block(w) for w in work]
+        self.blocks.update({b.work.span.sequence_id: b for b in blocks})
+        self._ask(blocks)
+
+    def _ask(self, blocks: list[Block]) -> None:
+        """Send the level below what it must continue; where it has no part, its answer is empty at once."""
+        asked = [b for b in blocks if b.work.sample and any(b.below)]
+        self.unasked += [
+            Proposal(b.span.sequence_id, b.span.end) for b in blocks if not (b.work.sample and any(b.below))
+        ]
+        self.asked |= {b.span.sequence_id for b in asked}
+        if asked:
+            self.proposer.submit([Work(b.span, b.below) for b in asked])
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        """Run one round over what is ready; returns the blocks that it completed, which may be none."""
+        ready = self._arrivals(timeout_s)
+        skipped = [(b, p) for b, p in ready if b.work.lookaheads[0] == 0]
+        verified = [(b, p) for b, p in ready if b.work.lookaheads[0] > 0]
+
+        done, again = [], []
+        for block, proposal in skipped:
+            self._pass_through(block, proposal)
+            done.append(block)
+        claims = [Claim(block.span, proposal.tokens, block.work.sample) for block, proposal in verified]
+        verdicts = self.verifier.verify(claims) if claims else []
+        for (block, proposal), verdict in zip(verified, verdicts, strict=True):
+            (done if self._extend(block, proposal, verdict) else again).append(block)
+        for block in done:
+            del self.blocks[block.work.span.sequence_id]
+        self._ask(again)
+        return [block.answer() for block in done]
+
+    def _arrivals(self, timeout_s: float) -> list[tuple[Block, Proposal]]:
+        """The proposals that are ready, each with the block that it continues; late ones are dropped."""
+        arrived, self.unasked = self._matched(self.unasked), []
+        while self.asked:
+            more = self._matched(self.proposer.collect(0.0 if arrived and not self.wait_for_all else timeout_s))
+            self.asked -= {p.sequence_id for _, p in more}
+            arrived += more
+            if not self.wait_for_all:
+                break
+        return arrived
+
+    def _matched(self, proposals: list[Proposal]) -> list[tuple[Block, Proposal]]:
+        pairs = [(self.blocks.get(p.sequence_id), p) for p in proposals]
+        return [(block, p) for block, p in pairs if block is not None and block.span.end == p.start]
+
+    def _pass_through(self, block: Block, proposal: Proposal) -> None:
+        """This tier is skipped: what comes from below goes up as it is."""
+        block.tokens, block.origins = proposal.tokens, proposal.origins
+        self._note_lacks(block, proposal)
+        block.add_tallies([Tally(), *proposal.tallies])
+
+    def _extend(self, block: Block, proposal: Proposal, verdict: Verdict) -> bool:
+        """Add what one verified round gave; True when the block can be handed up."""
+        own = bytes([self.verifier.tier]) * (len(verdict.tokens) - verdict.num_accepted)
+        block.tokens += verdict.tokens
+        block.origins += proposal.origins[: verdict.num_accepted] + own
+        self._note_lacks(block, proposal)
+        if verdict.missing_from is not None:
+            block.missing_from = verdict.missing_from
+        block.snapshot_wanted |= verdict.snapshot_wanted
+        rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
+        tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
+        block.add_tallies([tally, *proposal.tallies])
+        stuck = not verdict.tokens  # a prefill chunk, or this tier lacks something: only the level above can go on
+        return stuck or verdict.ended or block.missing_from is not None or len(block.tokens) >= block.work.lookaheads[0]
+
+    def _note_lacks(self, block: Block, proposal: Proposal) -> None:
+        """A lack below the start of our work can only be mended by the level above; later tokens we state ourselves."""
+        if proposal.missing_from is not None and proposal.missing_from < block.work.span.start:
+            block.missing_from = proposal.missing_from
+        block.snapshot_wanted |= proposal.snapshot_wanted
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.blocks.pop(sequence_id, None)
+        self.asked.difference_update(sequence_ids)
+        self.proposer.release(sequence_ids)
+        self.verifier.release(sequence_ids)

@@ -1,0 +1,164 @@
+"""The engine: submit → collect → advance, over all live requests at once."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+
+from triforce_core.engine.scheduler import Scheduler
+from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
+from triforce_core.errors import TooLargeError, require
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.selectors import Selector
+from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
+from triforce_core.messages import Proposal, Proposer, SequenceSpec
+
+
+class SnapshotPolicy:
+    """When a snapshot is cut, and of what; `sink` takes it to the retrieval tier."""
+
+    def __init__(
+        self, kv: FullKV, sink: SnapshotSink, chunks: ChunkSettings, selector: Selector, refresh_every: int
+    ) -> None:
+        self.kv, self.sink, self.chunks, self.selector, self.refresh_every = kv, sink, chunks, selector, refresh_every
+
+    def update(self, sequence: Sequence, *, wanted: bool) -> None:
+        """Cut and send one if the sequence has none, the last is old, or the tier asked for it."""
+        if not sequence.request.lookaheads[0] or self.sink.in_flight(sequence.sequence_id):
+            return
+        settled = len(sequence.tokens) - 1  # the newest token has no KV yet
+        last = sequence.snapshot_position
+        if wanted or last is None or settled - last >= self.refresh_every:
+            sequence.snapshot_position = settled
+            sequence.stats.snapshots += 1
+            self.sink.deliver(self.kv.cut(sequence.sequence_id, settled, self.chunks, self.selector))
+
+
+class Engine:
+    """One thread calls `run_once`; `submit` and `cancel` may be called from any.
+
+    `decoder` is the whole chain: its first level is the target, which hands up one verified block a round.
+    """
+
+    def __init__(self, decoder: Proposer, scheduler: Scheduler, snapshots: SnapshotPolicy, context_length: int) -> None:
+        self.decoder, self.scheduler, self.snapshots, self.context_length = (
+            decoder,
+            scheduler,
+            snapshots,
+            context_length,
+        )
+        self.ids = itertools.count(1)
+        self.lock = threading.Lock()
+        self.arrivals: deque[Sequence] = deque()
+        self.cancelled: deque[int] = deque()
+        self.woken = threading.Event()
+
+    # -- from any thread -----------------------------------------------------------------------------------------------
+
+    def submit(self, request: Request) -> int:
+        """Queue a request and return its sequence id. Raises `InvalidValueError` or `TooLargeError`."""
+        self.check(request)
+        spec = SequenceSpec(
+            sampling=request.sampling,
+            seed=request.seed,
+            prompt_length=len(request.prompt),
+            max_length=len(request.prompt) + request.max_tokens,
+            stop_token_ids=request.stop_token_ids,
+        )
+        with self.lock:
+            sequence = Sequence(next(self.ids), request, spec, [*request.prompt, *request.resume])
+            self.arrivals.append(sequence)
+        self.woken.set()
+        return sequence.sequence_id
+
+    def check(self, request: Request) -> None:
+        """Refuse what can never be served."""
+        length = len(request.prompt) + request.max_tokens
+        require(len(request.prompt) > 0, "prompt", "", "must hold at least one token")
+        require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
+        require(
+            len(request.resume) < request.max_tokens,
+            "resume_token_ids",
+            len(request.resume),
+            "must be fewer than max_tokens",
+        )
+        require(0 <= request.seed < 2**63, "seed", request.seed, "must be at least 0 and below 2**63")
+        counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
+        if length > self.context_length:
+            raise TooLargeError("prompt", counts, f"must fit the context of {self.context_length} tokens")
+        if length > self.scheduler.kv.allocator.num_slots:
+            raise TooLargeError(
+                "prompt", counts, f"must fit the KV pool of {self.scheduler.kv.allocator.num_slots} tokens"
+            )
+
+    def cancel(self, sequence_id: int) -> None:
+        """Stop a request; its last output says so. Unknown and finished ids are ignored."""
+        self.cancelled.append(sequence_id)
+        self.woken.set()
+
+    # -- the loop's own ------------------------------------------------------------------------------------------------
+
+    @property
+    def idle(self) -> bool:
+        return not (self.scheduler.live or self.scheduler.queue or self.arrivals or self.cancelled)
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until a request or a cancellation comes, at most `timeout_s` seconds; at once if there is work."""
+        if self.idle:
+            self.woken.wait(timeout_s)
+        self.woken.clear()
+
+    def run_once(self, timeout_s: float = 1.0) -> list[Output]:
+        """One turn of the loop; blocks up to `timeout_s` seconds for the tiers below."""
+        outputs = self._take_messages()
+        self.scheduler.admit()
+        self.decoder.submit(self.scheduler.next_work())
+        for proposal in self.decoder.collect(timeout_s):
+            sequence = self.scheduler.live.get(proposal.sequence_id)
+            if sequence is not None and (output := self._advance(sequence, proposal)):
+                outputs.append(output)
+        finished = [o.sequence_id for o in outputs if o.finish_reason]
+        for sequence_id in finished:
+            self.scheduler.remove(sequence_id)
+        if finished:
+            self.decoder.release(finished)
+        return outputs
+
+    def _take_messages(self) -> list[Output]:
+        while self.arrivals:
+            self.scheduler.queue.append(self.arrivals.popleft())
+        outputs = []
+        while self.cancelled:
+            if sequence := self.scheduler.remove(self.cancelled.popleft()):
+                outputs.append(Output(sequence.sequence_id, (), b"", FinishReason.CANCELLED, sequence.stats))
+        return outputs
+
+    def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
+        """Take the target's answer: a prompt chunk done, or tokens committed."""
+        sequence.waiting = False
+        if sequence.prefilling:
+            sequence.stats.prefill_s += sequence.lap()
+            assert proposal.missing_from is None, "the target holds what it was told"
+            sequence.prefilled = proposal.start
+            if not sequence.prefilling:
+                self.snapshots.update(sequence, wanted=False)
+            return None
+        sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
+        sequence.tokens += proposal.tokens
+        sequence.prefilled = len(sequence.tokens) - 1
+        stats = sequence.stats
+        stats.decode_s += sequence.lap()
+        stats.decoded += len(proposal.tokens)
+        for level, tally in enumerate(proposal.tallies):
+            stats.tallies[level] += tally
+        reason = self._finish_reason(sequence)
+        if reason is None:
+            self.snapshots.update(sequence, wanted=proposal.snapshot_wanted)
+        return Output(sequence.sequence_id, proposal.tokens, proposal.origins, reason, stats)
+
+    @staticmethod
+    def _finish_reason(sequence: Sequence) -> FinishReason | None:
+        if sequence.tokens[-1] in sequence.spec.stop_token_ids:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if len(sequence.tokens) >= sequence.spec.max_length else None

@@ -1,0 +1,91 @@
+"""The three tiers in one process: retrieval and target share one set of weights. For the command line and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from transformers import PreTrainedModel
+
+from triforce_core.attention import KERNELS, Kernel, default_kernel
+from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.engine import Engine, SnapshotPolicy
+from triforce_core.engine.scheduler import Scheduler
+from triforce_core.engine.sequence import Output, Request
+from triforce_core.errors import require
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.selectors import SELECTORS
+from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
+from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.messages import Proposer, Tier
+from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
+from triforce_core.models.runner import ModelRunner
+from triforce_core.roles import ModelProposer, ModelVerifier
+
+MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
+
+
+def kernel_for(settings: Settings) -> Kernel:
+    name = settings.attention or default_kernel(settings.device.split(":")[0])
+    require(name in KERNELS, "attention", name, f"must be one of {', '.join(KERNELS)}")
+    return KERNELS[name]
+
+
+def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
+    """The draft tier."""
+    window = WindowSettings(settings.draft.sinks, settings.draft.window, settings.draft.slack)
+    kv = StreamingKV(kv_geometry(model), settings.max_sequences, window, kernel_for(settings))
+    return ModelProposer(ModelRunner(model, kv))
+
+
+def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
+    """The retrieval tier's cache; its tail has room for what is decoded while the next snapshot is on its way."""
+    tail = 2 * settings.retrieval.refresh_every + MAX_BLOCK
+    return RetrievalKV(
+        kv_geometry(model), settings.max_sequences, settings.retrieval.budget, tail, kernel_for(settings)
+    )
+
+
+def retrieval_decoder(model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer) -> SpeculativeDecoder:
+    """The retrieval tier over whatever drafts for it."""
+    return SpeculativeDecoder(drafts, ModelVerifier(ModelRunner(model, kv), Tier.RETRIEVAL))
+
+
+def target_context(model: PreTrainedModel, settings: Settings) -> int:
+    """Prompt + output tokens that a request may have."""
+    allowed = context_length(model.config)
+    wanted = settings.target.context_length or allowed
+    require(wanted <= allowed, "target.context_length", wanted, f"must be at most the model's {allowed} positions")
+    return wanted
+
+
+def target_engine(model: PreTrainedModel, settings: Settings, below: Proposer, sink: SnapshotSink) -> Engine:
+    """The target tier over whatever proposes to it, with the engine that drives the chain."""
+    context = target_context(model, settings)
+    kv = FullKV(kv_geometry(model), settings.target.kv_pool_tokens or 2 * context, kernel_for(settings))
+    decoder = SpeculativeDecoder(below, ModelVerifier(ModelRunner(model, kv), Tier.TARGET))
+    scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
+    chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
+    selector = SELECTORS[settings.retrieval.selector]()
+    return Engine(
+        decoder, scheduler, SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every), context
+    )
+
+
+def local_engine(target: PreTrainedModel, drafter: PreTrainedModel, settings: Settings) -> Engine:
+    """The whole chain in this process."""
+    check_same_vocabulary(target.config, drafter.config)
+    sparse = retrieval_kv(target, settings)
+    inner = retrieval_decoder(target, sparse, draft_proposer(drafter, settings))
+    return target_engine(target, settings, inner, sparse)
+
+
+def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
+    """Submit requests and run the loop until all have finished, yielding what is committed as it comes."""
+    left = {engine.submit(request) for request in requests}
+    while left:
+        for output in engine.run_once():
+            if output.finish_reason:
+                left.discard(output.sequence_id)
+            yield output

@@ -1,0 +1,98 @@
+"""A live request inside the engine, and what it gives back."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"  # a stop token
+    LENGTH = "length"  # max_tokens
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a user wants continued. Token ids only: text is the business of whoever talks to the user."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    seed: int
+    lookaheads: tuple[int, int]  # tokens drafted by the retrieval tier, and by the draft tier; 0 skips a tier
+    stop_token_ids: tuple[int, ...] = ()
+    resume: tuple[int, ...] = ()  # output tokens that were already emitted elsewhere; they count as output
+
+
+@dataclass(slots=True)
+class Stats:
+    """What a request cost, as measured by the engine's clock, in seconds."""
+
+    queued_s: float = 0.0
+    prefill_s: float = 0.0
+    decode_s: float = 0.0
+    decoded: int = 0  # tokens
+    snapshots: int = 0
+    tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
+
+    @property
+    def tokens_per_round(self) -> float | None:
+        """Tokens that one pass of the target committed, on average."""
+        return self.decoded / self.tallies[0].rounds if self.tallies[0].rounds else None
+
+    @property
+    def ms_per_token(self) -> float | None:
+        return 1e3 * self.decode_s / self.decoded if self.decoded else None
+
+    @property
+    def acceptance(self) -> dict[str, float | None]:
+        """Of each drafting tier, how likely its next token is accepted by the tier above; None where it proposed none."""
+        return {"retrieval": self.tallies[0].acceptance, "draft": self.tallies[1].acceptance}
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """Newly committed tokens of one request; the last one of a request carries `finish_reason`."""
+
+    sequence_id: int
+    tokens: tuple[int, ...]
+    origins: bytes  # one Tier a token
+    finish_reason: FinishReason | None
+    stats: Stats
+
+
+@dataclass(slots=True)
+class Sequence:
+    """The engine's record of one live request."""
+
+    sequence_id: int
+    request: Request
+    spec: SequenceSpec
+    tokens: list[int]
+    prefilled: int = 0  # the target holds KV up to here, and more once decoding
+    stated: int = 0  # every tier is believed to have been told the tokens up to here
+    waiting: bool = False  # work was submitted and has not been answered
+    snapshot_position: int | None = None  # of the last snapshot that was cut
+    stats: Stats = field(default_factory=Stats)
+    clock: float = field(default_factory=time.perf_counter)
+
+    @property
+    def prefilling(self) -> bool:
+        return self.prefilled < len(self.tokens) - 1
+
+    @property
+    def speculative(self) -> bool:
+        return any(self.request.lookaheads)
+
+    def span(self, start: int, stop: int) -> Span:
+        return Span(self.sequence_id, start, tuple(self.tokens[start:stop]), self.spec if start == 0 else None)
+
+    def lap(self) -> float:
+        """Seconds since the last call."""
+        now = time.perf_counter()
+        elapsed, self.clock = now - self.clock, now
+        return elapsed

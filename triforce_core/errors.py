@@ -1,0 +1,38 @@
+"""Typed errors. Each boundary (HTTP, gRPC, command line) translates them with one table of its own."""
+
+from __future__ import annotations
+
+
+class TriForceError(Exception):
+    """Base of all errors that this project raises on purpose."""
+
+
+class InvalidValueError(TriForceError):
+    """A value that a user gave breaks a rule; the message names field, value and rule."""
+
+    def __init__(self, field: str, value: object, rule: str) -> None:
+        shown = repr(value)
+        super().__init__(f"{field}: {shown if len(shown) <= 80 else shown[:77] + '...'} {rule}")
+        self.field, self.value, self.rule = field, value, rule
+
+
+class TooLargeError(InvalidValueError):
+    """A prompt that the context window or the KV pool cannot hold, now or ever."""
+
+
+class UnknownModelError(InvalidValueError):
+    """A model name or directory that is not there."""
+
+
+class UnsupportedModelError(TriForceError):
+    """A model with a feature that this engine does not honour; refused by name rather than served wrongly."""
+
+
+class UnavailableError(TriForceError):
+    """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
+
+
+def require(condition: bool, field: str, value: object, rule: str) -> None:
+    """Raise `InvalidValueError` naming `field`, `value` and `rule` unless `condition` holds (NaN fails comparisons)."""
+    if not condition:
+        raise InvalidValueError(field, value, rule)

@@ -1,0 +1,221 @@
+"""The KV cache: a pool of slots a layer, sequences that own ranges of it, one attention path for all policies.
+
+The host prepares (align, roll back, allocate: lists and ints), the device runs (`attend`: writes and attention). A policy
+is one method, `place`: which tokens of a span must be forwarded, at which positions, into which slots, seeing which.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from triforce_core.attention import Kernel, Partial, merge
+from triforce_core.kv.ranges import Range, RangeAllocator
+from triforce_core.messages import SequenceSpec, Span
+
+
+@dataclass(frozen=True, slots=True)
+class KVGeometry:
+    """The shape of one model's KV."""
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One sequence's part of a forward pass: bring its KV up to `span`, with logits for its last `num_sampled` tokens."""
+
+    span: Span
+    num_sampled: int  # 0: a prefill chunk
+
+
+@dataclass(slots=True)
+class Held:
+    """What a tier holds of one sequence. `tokens` is the sequence as last stated; a policy adds what it keeps of its KV."""
+
+    spec: SequenceSpec
+    tokens: list[int] = field(default_factory=list)
+    cached: int = 0  # KV is held up to this position, where the policy says so
+    ranges: list[Range] = field(default_factory=list)  # slots of the pool that this sequence owns
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A policy's decision for one sequence: what is forwarded, where its KV goes, what it sees besides itself."""
+
+    tokens: list[int]
+    positions: range  # one a token: what the rotary embedding is told
+    writes: list[Range]  # slots for the new KV, in order
+    visible: list[Range]  # slots of the KV before it
+
+
+@dataclass(frozen=True, slots=True)
+class Lack:
+    """Why a sequence could not be forwarded, for its proposal to say. All defaults: there is no room for it here."""
+
+    missing_from: int | None = None
+    snapshot_wanted: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One sequence's part of a packed pass."""
+
+    sequence_id: int
+    first: int  # index of its first token in the packed batch
+    placed: Placement
+    num_sampled: int
+
+    @property
+    def stop(self) -> int:
+        return self.first + len(self.placed.tokens)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A prepared forward pass; travels to `attend` through the model as the keyword `kv`."""
+
+    cache: KVCache
+    rows: list[Row] = field(default_factory=list)
+    lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
+
+    @property
+    def num_tokens(self) -> int:
+        return self.rows[-1].stop if self.rows else 0
+
+
+class KVCache(ABC):
+    """Holds KV for one model; subclasses are the policies."""
+
+    def __init__(self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel) -> None:
+        shape = (geometry.num_kv_heads, pool_tokens, geometry.head_dim)
+        pools = [
+            torch.empty(2, *shape, dtype=geometry.dtype, device=geometry.device) for _ in range(geometry.num_layers)
+        ]
+        self.keys = [pool[0] for pool in pools]  # a layer: [kv_heads, pool_tokens, head_dim]
+        self.values = [pool[1] for pool in pools]
+        self.geometry, self.kernel = geometry, kernel
+        self.allocator = RangeAllocator(pool_tokens)
+        self.held: dict[int, Held] = {}
+
+    # -- host side -----------------------------------------------------------------------------------------------------
+
+    def prepare(self, forwards: list[Forward]) -> Batch:
+        """Align every sequence to its span and lay out one packed pass over what is missing."""
+        batch = Batch(self)
+        for forward in forwards:
+            sequence_id = forward.span.sequence_id
+            placed = self._align(forward)
+            if isinstance(placed, Lack):
+                batch.lacking[sequence_id] = placed
+                continue
+            if placed.tokens:
+                batch.rows.append(Row(sequence_id, batch.num_tokens, placed, forward.num_sampled))
+        return batch
+
+    def _align(self, forward: Forward) -> Placement | Lack:
+        """The align rule: keep the longest common prefix of what is held and what is stated, forward the rest."""
+        span = forward.span
+        held = self.held.get(span.sequence_id)
+        if held is None and span.start > 0:
+            return Lack(missing_from=0)
+        if held is None:
+            assert span.spec is not None, "a span from 0 carries the spec"
+            held = self.open(span.sequence_id, span.spec)
+        if held is None:
+            return Lack()
+        if span.start > len(held.tokens):
+            return Lack(missing_from=len(held.tokens))
+        common = common_prefix(held.tokens, span)
+        held.tokens[common:] = span.tokens[common - span.start :]
+        # A token whose logits are wanted is forwarded again even if its KV is held.
+        keep = min(held.cached, common, span.end - forward.num_sampled)
+        return self.place(span.sequence_id, held, keep, span.end, forward.num_sampled)
+
+    def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
+        """Make room for a new sequence; None when the pool has none."""
+        ranges = self.allocator.allocate(self.slots_for(spec))
+        if ranges is None:
+            return None
+        held = self.held[sequence_id] = self.new_held(spec, ranges)
+        return held
+
+    def release(self, sequence_id: int) -> None:
+        """Forget a sequence and give its slots back; unknown ids are ignored."""
+        if held := self.held.pop(sequence_id, None):
+            self.allocator.free(held.ranges)
+
+    def can_open(self, spec: SequenceSpec) -> bool:
+        return self.slots_for(spec) <= self.allocator.num_free
+
+    def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> Held:
+        return Held(spec, ranges=ranges)
+
+    @abstractmethod
+    def slots_for(self, spec: SequenceSpec) -> int:
+        """How many slots of the pool a sequence owns while it lives."""
+
+    @abstractmethod
+    def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:
+        """Say what to forward so that KV is held up to `end`, when KV up to `keep` agrees with the span."""
+
+    # -- device side ---------------------------------------------------------------------------------------------------
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+        """Store the new KV and attend. query [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim].
+
+        Returns [tokens, heads, head_dim]. Each row sees its visible slots, and its own tokens causally.
+        """
+        pool_keys, pool_values = self.keys[layer], self.values[layer]
+        output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        for row in batch.rows:
+            own = slice(row.first, row.stop)
+            first = row.first
+            for start, stop in row.placed.writes:
+                new = slice(first, first + stop - start)
+                pool_keys[:, start:stop] = keys[:, new]
+                pool_values[:, start:stop] = values[:, new]
+                first = new.stop
+            visible, parts = row.placed.visible, list[Partial]()
+            if row.stop - row.first == 1:  # sees all it may, itself included: no mask, often one range
+                visible = joined(visible, row.placed.writes)
+            else:
+                parts.append(self.kernel(query[:, own], keys[:, own], values[:, own], scale, True))
+            parts += [
+                self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, False)
+                for start, stop in visible
+            ]
+            output[own] = merge(parts).transpose(0, 1)
+        return output
+
+
+def common_prefix(tokens: list[int], span: Span) -> int:
+    """Up to which absolute position `tokens` agrees with the span; at least the span's start."""
+    if tuple(tokens[span.start : span.end]) == span.tokens:
+        return span.end
+    for offset, (ours, theirs) in enumerate(zip(tokens[span.start :], span.tokens, strict=False)):
+        if ours != theirs:
+            return span.start + offset
+    return min(len(tokens), span.end)
+
+
+def joined(ranges: list[Range], more: list[Range]) -> list[Range]:
+    """`ranges` followed by `more`, adjacent ones made one."""
+    out: list[Range] = []
+    for start, stop in [*ranges, *more]:
+        if out and out[-1][1] == start:
+            out[-1] = (out[-1][0], stop)
+        else:
+            out.append((start, stop))
+    return out

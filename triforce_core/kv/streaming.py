@@ -1,0 +1,74 @@
+"""The draft tier's cache: attention sinks and a recent window (StreamingLLM, Xiao et al. 2023), at slot positions.
+
+Tokens sit at consecutive positions 0, 1, 2 … of a small cache, whatever their place in the text. When it is full, the
+sinks stay and the last `window` tokens are forwarded anew right behind them: one small pass every `slack` tokens in place
+of rotating all keys at every step, and right for any rotary embedding. docs/decisions/0003-streaming-window.md
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from triforce_core.attention import Kernel
+from triforce_core.errors import require
+from triforce_core.kv.base import Held, KVCache, KVGeometry, Placement
+from triforce_core.kv.ranges import Range, sliced
+from triforce_core.messages import SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WindowSettings:
+    """Sizes in tokens."""
+
+    sinks: int = 4
+    window: int = 252
+    slack: int = 128  # how far the window may grow, speculated tokens included, before it is moved
+
+    def __post_init__(self) -> None:
+        require(self.sinks >= 0, "draft.sinks", self.sinks, "must be 0 or more tokens")
+        require(self.window >= 1, "draft.window", self.window, "must be at least 1 token")
+        require(self.slack >= 1, "draft.slack", self.slack, "must be at least 1 token")
+
+    @property
+    def capacity(self) -> int:
+        return self.sinks + self.window + self.slack
+
+
+@dataclass(slots=True)
+class StreamingHeld(Held):
+    """KV is held for positions below `sinks` and from `window_start` to `cached`."""
+
+    window_start: int = 0
+
+
+class StreamingKV(KVCache):
+    """Memory and attention cost are bounded by `settings.capacity` a sequence, whatever its length."""
+
+    def __init__(self, geometry: KVGeometry, max_sequences: int, settings: WindowSettings, kernel: Kernel) -> None:
+        super().__init__(geometry, max_sequences * settings.capacity, kernel)
+        self.settings = settings
+
+    def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> StreamingHeld:
+        return StreamingHeld(spec, ranges=ranges, window_start=self.settings.sinks)
+
+    def slots_for(self, spec: SequenceSpec) -> int:
+        return self.settings.capacity
+
+    def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
+        assert isinstance(held, StreamingHeld)
+        sinks, tokens = self.settings.sinks, held.tokens
+        num_sinks = min(keep, sinks)  # sinks whose KV is held and right
+        contiguous = held.window_start == sinks
+        if (keep < held.window_start and not contiguous) or sinks + end - held.window_start > self.settings.capacity:
+            held.window_start = max(sinks, end - max(self.settings.window, num_sampled))
+            kept, new = num_sinks, tokens[num_sinks:sinks] + tokens[held.window_start : end]
+        else:
+            kept = keep if contiguous else sinks + keep - held.window_start
+            new = tokens[keep:end]
+        held.cached = end
+        return Placement(
+            tokens=new,
+            positions=range(kept, kept + len(new)),
+            writes=sliced(held.ranges, kept, kept + len(new)),
+            visible=sliced(held.ranges, 0, kept),
+        )

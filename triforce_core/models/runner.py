@@ -1,0 +1,43 @@
+"""One model with one KV cache: aligns sequences to what is stated of them and runs packed forward passes."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triforce_core.kv.base import Batch, Forward, KVCache
+
+
+class ModelRunner:
+    """Several runners may share one model: only the KV cache is a runner's own."""
+
+    def __init__(self, model: PreTrainedModel, kv: KVCache) -> None:
+        self.model, self.kv = model, kv
+
+    @torch.inference_mode()
+    def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
+        """Bring every sequence up to its span in one pass.
+
+        Returns the sampled rows' logits, [Σ num_sampled, vocab] float32 in the order of `batch.rows`, and the batch,
+        whose `lacking` names the sequences that could not take part.
+        """
+        batch = self.kv.prepare(forwards)
+        if not batch.rows:
+            return torch.empty(0, self.model.config.vocab_size), batch
+        device = self.kv.geometry.device
+        token_ids = [token for row in batch.rows for token in row.placed.tokens]
+        positions = [position for row in batch.rows for position in row.placed.positions]
+        sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
+        output = self.model(
+            input_ids=torch.tensor([token_ids], device=device),
+            position_ids=torch.tensor([positions], device=device),
+            logits_to_keep=torch.tensor(sampled, dtype=torch.long, device=device),
+            use_cache=False,
+            kv=batch,
+        )
+        return output.logits[0].float(), batch
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.kv.release(sequence_id)

@@ -1,0 +1,124 @@
+"""What a model does in a tier: propose tokens of its own (the leaf), or judge those of the level below."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from triforce_core.kv.base import Forward, Lack, Row
+from triforce_core.messages import Claim, Proposal, SequenceSpec, Tally, Tier, Verdict, Work
+from triforce_core.models.runner import ModelRunner
+from triforce_core.sampling.draw import Draw, draw_tokens
+
+
+class ModelProposer:
+    """The leaf of the chain: drafts one token after another, for all waiting sequences at once."""
+
+    def __init__(self, runner: ModelRunner, tier: Tier = Tier.DRAFT) -> None:
+        self.runner, self.tier = runner, tier
+        self.waiting: dict[int, Work] = {}
+
+    def submit(self, work: list[Work]) -> None:
+        self.waiting.update({w.span.sequence_id: w for w in work})
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        """Draft for everything that waits; never blocks on anything but the model."""
+        work, self.waiting = list(self.waiting.values()), {}
+        drafted: list[tuple[int, ...]] = [()] * len(work)
+        lacks: dict[int, Lack] = {}
+        active = [i for i, w in enumerate(work) if w.lookaheads[0]]
+        while active:
+            forwards = [Forward(work[i].span.extended(drafted[i]), num_sampled=1) for i in active]
+            logits, batch = self.runner.forward(forwards)
+            lacks.update(batch.lacking)
+            tokens = dict(draw_rows(self.runner, logits, batch.rows))
+            unfinished = []
+            for i in active:
+                span = work[i].span
+                if span.sequence_id not in tokens:
+                    continue
+                drafted[i] += tuple(tokens[span.sequence_id])
+                spec = self.runner.kv.held[span.sequence_id].spec
+                length = span.end + len(drafted[i])
+                if (
+                    len(drafted[i]) < work[i].lookaheads[0]
+                    and length < spec.max_length - 1
+                    and not ends(drafted[i], spec)
+                ):
+                    unfinished.append(i)
+            active = unfinished
+        return [self._answer(w, tokens, lacks.get(w.span.sequence_id)) for w, tokens in zip(work, drafted, strict=True)]
+
+    def _answer(self, work: Work, tokens: tuple[int, ...], lack: Lack | None) -> Proposal:
+        return Proposal(
+            sequence_id=work.span.sequence_id,
+            start=work.span.end,
+            tokens=tokens,
+            origins=bytes([self.tier]) * len(tokens),
+            missing_from=lack.missing_from if lack else None,
+            tallies=(Tally(),),
+        )
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.waiting.pop(sequence_id, None)
+        self.runner.release(sequence_ids)
+
+
+class ModelVerifier:
+    """Judges proposals by shared noise: a token is accepted if and only if it is the one that this tier draws itself."""
+
+    def __init__(self, runner: ModelRunner, tier: Tier) -> None:
+        self.runner, self.tier = runner, tier
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        forwards = [Forward(c.span.extended(c.proposed), len(c.proposed) + 1 if c.sample else 0) for c in claims]
+        logits, batch = self.runner.forward(forwards)
+        own = dict(draw_rows(self.runner, logits, batch.rows))
+        verdicts = []
+        for claim in claims:
+            sequence_id = claim.span.sequence_id
+            if lack := batch.lacking.get(sequence_id):
+                verdicts.append(Verdict(missing_from=lack.missing_from, snapshot_wanted=lack.snapshot_wanted))
+            elif not claim.sample:
+                verdicts.append(Verdict())
+            else:
+                verdicts.append(judge(own[sequence_id], claim, self.runner.kv.held[sequence_id].spec))
+        return verdicts
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.runner.release(sequence_ids)
+
+
+def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
+    """Keep the verifier's own tokens up to the first that was not proposed, a stop token, or the length limit."""
+    kept: list[int] = []
+    for position, token in enumerate(own):
+        kept.append(token)
+        ended = token in spec.stop_token_ids or claim.span.end + len(kept) >= spec.max_length
+        if ended or position >= len(claim.proposed) or claim.proposed[position] != token:
+            break
+    agreed = len(kept) - 1 + (claim.proposed[len(kept) - 1 : len(kept)] == (kept[-1],))
+    return Verdict(tuple(kept), agreed, ended)
+
+
+def ends(tokens: tuple[int, ...], spec: SequenceSpec) -> bool:
+    return bool(tokens) and tokens[-1] in spec.stop_token_ids
+
+
+def draw_rows(runner: ModelRunner, logits: Tensor, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
+    """The runner's own token at each sampled position, by sequence id."""
+    sampled = [row for row in rows if row.num_sampled]
+    draws = []
+    for row in sampled:
+        spec, end = runner.kv.held[row.sequence_id].spec, len(runner.kv.held[row.sequence_id].tokens)
+        first = end - row.num_sampled + 1
+        draws += [Draw(spec.sampling, spec.seed, position) for position in range(first, end + 1)]
+    with torch.inference_mode():
+        tokens = draw_tokens(logits, draws)
+    taken = 0
+    for row in sampled:
+        yield row.sequence_id, tokens[taken : taken + row.num_sampled]
+        taken += row.num_sampled

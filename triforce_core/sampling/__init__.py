@@ -1,0 +1,1 @@
+"""Pure functions from logits to tokens: warping, shared noise, drawing."""

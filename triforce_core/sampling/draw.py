@@ -1,0 +1,54 @@
+"""Draw one token a row under shared noise (architecture, section 3)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triforce_core.messages import SamplingParams
+from triforce_core.sampling.noise import gumbel, row_keys
+from triforce_core.sampling.warp import warp
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Which token is drawn: the one at absolute `position` of the request with this seed."""
+
+    sampling: SamplingParams
+    seed: int
+    position: int
+
+
+def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
+    """Logits [rows, vocab] → warped logits plus the noise of each row, float64; rows at temperature 0 get no noise.
+
+    Its argmax is the drawn token. Noise is evaluated only where warping left a token alive.
+    """
+    warped = warp(logits.float(), [d.sampling for d in draws])
+    perturbed = warped.double()
+    noisy = [i for i, d in enumerate(draws) if d.sampling.temperature]
+    if not noisy:
+        return perturbed
+    device = logits.device
+    seeds = torch.tensor([draws[i].seed for i in noisy], device=device)
+    positions = torch.tensor([draws[i].position for i in noisy], device=device)
+    first, second = row_keys(seeds, positions)
+    rows = torch.tensor(noisy, device=device)
+    if all(draws[i].sampling == SamplingParams(draws[i].sampling.temperature) for i in noisy):  # nothing excluded
+        vocabulary = torch.arange(logits.shape[-1], device=device)
+        perturbed[rows] += gumbel(first[:, None], second[:, None], vocabulary)
+        return perturbed
+    local, token_ids = perturbed[rows].isfinite().nonzero(as_tuple=True)
+    perturbed[rows[local], token_ids] += gumbel(first[local], second[local], token_ids)
+    return perturbed
+
+
+def draw_tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
+    """The token of each row, [rows] → list of vocabulary ids; the lowest id wins a tie. One host sync."""
+    if not draws:
+        return []
+    if any(d.sampling.temperature for d in draws):
+        logits = perturbed_logits(logits, draws)
+    return logits.argmax(-1).tolist()  # type: ignore[no-any-return]

@@ -1,0 +1,37 @@
+"""Shared noise: every tier adds the same Gumbel noise to the same token at the same position of a request.
+
+Drawing `argmax(logit / T + g)` with standard Gumbel g samples the softmax exactly (Gumbel 1954; Maddison et al. 2014).
+As g depends only on (seed, position, vocabulary id), the drawn token depends on nothing else but the law itself.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+MASK = 0xFFFFFFFF
+
+
+def mix(x: Tensor) -> Tensor:
+    """A bijective 32-bit hash with low bias (the `lowbias32` constants), int64 in and out, values below 2**32.
+
+    Every product stays below 2**63 because the factors are 32 and 31 bits wide, so CPU and GPU agree bit for bit.
+    """
+    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
+    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
+    return x ^ (x >> 15)
+
+
+def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """Two 32-bit words for each (seed, position), [rows] int64 each; between them they carry all 63 bits of the seed."""
+    low, high = seeds & MASK, (seeds >> 32) & MASK
+    first = mix(mix(mix(low) ^ high) ^ positions)
+    second = mix(mix(mix(high ^ 0x9E3779B9) ^ low) ^ (positions ^ 0x85EBCA6B))
+    return first, second
+
+
+def gumbel(first: Tensor, second: Tensor, token_ids: Tensor) -> Tensor:
+    """Standard Gumbel noise of each vocabulary id under its row's keys; int64 inputs that broadcast, float64 out."""
+    bits = mix(mix(token_ids ^ first) ^ second)
+    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
+    return -torch.log(-torch.log(uniform))
