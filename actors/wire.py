@@ -46,13 +46,14 @@ def sampling_from_proto(message: pb.SamplingParams, where: str = "sampling") -> 
 
 
 def tallies_to_proto(tallies: Iterable[Tally]) -> list[pb.Tally]:
-    return [pb.Tally(rounds=each.rounds, proposed=each.proposed, accepted=each.accepted) for each in tallies]
+    return [pb.Tally(**each._asdict()) for each in tallies]
 
 
 def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies") -> tuple[Tally, ...]:
-    tallies = tuple(Tally(each.rounds, each.proposed, each.accepted) for each in messages)
+    tallies = tuple(Tally(each.rounds, each.proposed, each.accepted, each.rejected) for each in messages)
     for index, each in enumerate(tallies):
-        require(each.accepted <= each.proposed, f"{where}[{index}].accepted", each.accepted, "exceeds proposed")
+        judged = each.accepted + each.rejected
+        require(judged <= each.proposed, f"{where}[{index}]", each, "judged more tokens than were proposed")
     return tallies
 
 

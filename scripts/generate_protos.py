@@ -10,7 +10,7 @@ import shutil
 from importlib import resources
 from pathlib import Path
 
-from grpc_tools import protoc
+from grpc_tools import protoc  # type: ignore[import-untyped]
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PROTOS = REPOSITORY / "protos"

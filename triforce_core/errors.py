@@ -16,6 +16,15 @@ class InvalidValueError(TriForceError):
         self.field, self.value, self.rule = field, value, rule
 
 
+    @classmethod
+    def parsed(cls, text: str) -> InvalidValueError:
+        """The error whose message is `text`, as it came back over a wire."""
+        field, _, rest = text.partition(": ")
+        error = cls(field, None, rest)
+        error.args = (text,)
+        return error
+
+
 class TooLargeError(InvalidValueError):
     """A prompt that the context window or the KV pool cannot hold, now or ever."""
 

@@ -20,7 +20,7 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Accepted tokens over proposed ones, by the tier that proposed; None where it proposed nothing."""
+    """Accepted tokens over judged ones, by the tier that proposed them; None where none was judged."""
 
     draft: float | None
     retrieval: float | None
@@ -28,11 +28,11 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How the output was made."""
+    """How the output was made; None where nothing was decoded."""
 
     prefill_s: float
-    ms_per_token: float
-    tokens_per_round: float  # emitted by one verification of the target; 1 is plain decoding
+    ms_per_token: float | None
+    tokens_per_round: float | None  # emitted by one verification of the target; 1 is plain decoding
     acceptance: Acceptance
 
 
@@ -102,8 +102,8 @@ def _stats(message: pb.Stats) -> Stats:
     acceptance = message.acceptance
     return Stats(
         prefill_s=message.prefill_s,
-        ms_per_token=message.ms_per_token,
-        tokens_per_round=message.tokens_per_round,
+        ms_per_token=message.ms_per_token if message.HasField("ms_per_token") else None,
+        tokens_per_round=message.tokens_per_round if message.HasField("tokens_per_round") else None,
         acceptance=Acceptance(
             draft=acceptance.draft if acceptance.HasField("draft") else None,
             retrieval=acceptance.retrieval if acceptance.HasField("retrieval") else None,

@@ -30,15 +30,21 @@ class RetrievalKV(KVCache):
     def __init__(self, geometry: KVGeometry, max_sequences: int, budget: int, tail_tokens: int, kernel: Kernel) -> None:
         super().__init__(geometry, max_sequences * (budget + tail_tokens), kernel)
         self.budget, self.tail_tokens = budget, tail_tokens
-        self.arrived: dict[int, Snapshot] = {}
+        self.arrived: dict[int, Snapshot] = {}  # not installed yet, oldest first
+        self.max_sequences = max_sequences
         self.lock = threading.Lock()
 
     def deliver(self, snapshot: Snapshot) -> None:
-        """Take a snapshot; an older version than one already here is dropped."""
+        """Take a snapshot; an older version than one already here is dropped.
+
+        One may come before its sequence is stated here, or after it was released: what nobody installs is pushed out.
+        """
         with self.lock:
             waiting = self.arrived.get(snapshot.sequence_id)
             if waiting is None or waiting.version < snapshot.version:
                 self.arrived[snapshot.sequence_id] = snapshot
+            while len(self.arrived) > self.max_sequences:
+                del self.arrived[next(iter(self.arrived))]
 
     def in_flight(self, sequence_id: int) -> bool:
         """Never: in one process a delivered snapshot is there."""

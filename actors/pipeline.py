@@ -1,0 +1,72 @@
+"""One pipeline as its owner sees it: three tier actors, a stream of tokens out of the top."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import grpc
+import grpc.aio
+import ray
+from ray.util.placement_group import PlacementGroup
+
+from actors.links import CHANNEL_OPTIONS
+from actors.placement import TierActors, place_tiers
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
+from triforce_core.config import Settings
+from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError
+
+
+class Pipeline:
+    """Lives on one asyncio loop. Its actors die with the process that made it, as Ray actors do."""
+
+    def __init__(self, actors: TierActors) -> None:
+        self.actors = actors
+        self.channel: grpc.aio.Channel | None = None
+
+    @classmethod
+    async def start(cls, settings: Settings, group: PlacementGroup, first_bundle: int = 0) -> Pipeline:
+        """Place the tiers, load them side by side, and return when the target serves."""
+        pipeline = cls(place_tiers(settings, group, first_bundle))
+        starts = [actor.start.remote() for actor in pipeline.actors.all().values()]
+        address = (await asyncio.gather(*starts))[-1]
+        pipeline.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        return pipeline
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncIterator[pb.DecodeEvent]:
+        """The request's tokens as they are committed; closing the iterator stops the request.
+
+        Raises `InvalidValueError` or `UnavailableError`.
+        """
+        assert self.channel is not None
+        call = TargetStub(self.channel).Decode(request)
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error) from None
+        finally:
+            call.cancel()
+
+    async def status(self) -> list[pb.TierStatus]:
+        """Of each tier, draft first. Raises if one is dead."""
+        packed = await asyncio.gather(*(actor.status.remote() for actor in self.actors.all().values()))
+        return [pb.TierStatus.FromString(status) for status in packed]
+
+    async def stop(self) -> None:
+        """End the actors."""
+        if self.channel is not None:
+            await self.channel.close()
+        for actor in self.actors.all().values():
+            ray.kill(actor)
+
+
+def from_status(error: grpc.aio.AioRpcError) -> Exception:
+    """The typed error that a tier's gRPC status stands for."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidValueError.parsed(details)
+    if error.code() is grpc.StatusCode.OUT_OF_RANGE:
+        return TooLargeError.parsed(details)
+    return UnavailableError(f"the target tier answered {error.code().name}: {details}")

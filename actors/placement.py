@@ -1,0 +1,58 @@
+"""Placing the three tiers: one bundle of a placement group each, Ray's resources as the settings say."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
+from triforce_core.config import ServerSettings, Settings
+from triforce_core.messages import Tier
+
+# Several tiers share the cores of a small machine; threads that spin while they wait would starve one another.
+ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+
+
+@dataclass(frozen=True, slots=True)
+class TierActors:
+    """Handles of one pipeline's actors."""
+
+    draft: ActorHandle
+    retrieval: ActorHandle
+    target: ActorHandle
+
+    def all(self) -> dict[Tier, ActorHandle]:
+        return {Tier.DRAFT: self.draft, Tier.RETRIEVAL: self.retrieval, Tier.TARGET: self.target}
+
+
+def tier_bundle(server: ServerSettings) -> dict[str, float]:
+    """The Ray resources of one tier."""
+    bundle = {"CPU": server.tier_cpus, "GPU": server.tier_gpus}
+    return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+
+
+def place_tiers(settings: Settings, group: PlacementGroup, first_bundle: int = 0) -> TierActors:
+    """Create the actors in three consecutive bundles of `group`; they start loading when asked for their address."""
+
+    def actor(cls: type[TierActor], bundle: int, *args: Any) -> ActorHandle:
+        return (  # type: ignore[no-any-return]
+            ray.remote(cls)
+            .options(
+                num_cpus=settings.server.tier_cpus,
+                num_gpus=settings.server.tier_gpus,
+                max_concurrency=4,
+                max_restarts=-1,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+                runtime_env={"env_vars": ENVIRONMENT},
+            )
+            .remote(settings, *args)
+        )
+
+    draft = actor(DraftActor, first_bundle)
+    retrieval = actor(RetrievalActor, first_bundle + 1, draft)
+    return TierActors(draft, retrieval, actor(TargetActor, first_bundle + 2, retrieval))

@@ -1,0 +1,161 @@
+"""The top of a pipeline as a service: requests in, committed tokens out, with the thread that drives the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from actors.wire import sampling_from_proto, tallies_to_proto
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.sequence import FinishReason, Output, Request, Stats
+from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
+
+log = logging.getLogger(__name__)
+
+FINISH_REASONS = {FinishReason.STOP: gen.FINISH_REASON_STOP, FinishReason.LENGTH: gen.FINISH_REASON_LENGTH}
+POLL_S = 0.2
+
+
+class EngineThread:
+    """Runs the engine's loop and hands each output to its request's callback, which must not block."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.callbacks: dict[int, Callable[[Output | None], None]] = {}
+        self.lock = threading.Lock()
+        self.failed: BaseException | None = None
+        self.stopping = threading.Event()
+        self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self.thread.start()
+
+    def submit(self, request: Request, callback: Callable[[Output | None], None]) -> int:
+        """Queue a request; `callback` gets its outputs, and None should the engine fail."""
+        with self.lock:
+            if self.failed is not None:
+                raise UnavailableError("the target tier has failed")
+            sequence_id = self.engine.submit(request)
+            self.callbacks[sequence_id] = callback
+        return sequence_id
+
+    def cancel(self, sequence_id: int) -> None:
+        with self.lock:
+            if self.callbacks.pop(sequence_id, None):
+                self.engine.cancel(sequence_id)
+
+    def _run(self) -> None:
+        try:
+            while not self.stopping.is_set():
+                self.engine.wait(POLL_S)
+                if not self.engine.idle:
+                    self._dispatch(self.engine.run_once())
+        except Exception as error:
+            log.exception("the engine failed")
+            with self.lock:
+                self.failed = error
+                callbacks, self.callbacks = list(self.callbacks.values()), {}
+            for callback in callbacks:
+                callback(None)
+
+    def _dispatch(self, outputs: list[Output]) -> None:
+        with self.lock:
+            for output in outputs:
+                last = output.finish_reason is not None
+                callback = self.callbacks.pop(output.sequence_id, None) if last else self.callbacks.get(output.sequence_id)
+                if callback is not None:
+                    callback(output)
+
+    def stop(self) -> None:
+        self.stopping.set()
+        self.thread.join(timeout=10)
+
+
+class TargetServer(TargetServicer):
+    """Token-level generation; see tiers.proto."""
+
+    def __init__(self, engine: Engine, default_lookaheads: tuple[int, int]) -> None:
+        self.engine_thread, self.default_lookaheads = EngineThread(engine), default_lookaheads
+
+    async def Decode(
+        self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.DecodeEvent]:
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
+        try:
+            wanted = request_from_proto(request, self.default_lookaheads)
+            sequence_id = self.engine_thread.submit(
+                wanted, lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output) and None
+            )
+        except TooLargeError as error:
+            await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
+        except InvalidValueError as error:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+        except UnavailableError as error:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+        try:
+            while True:
+                output = await outputs.get()
+                if output is None:
+                    await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
+                yield event_to_proto(output, len(wanted.prompt))
+                if output.finish_reason:
+                    return
+        finally:
+            self.engine_thread.cancel(sequence_id)
+
+    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:
+        return self.status()
+
+    def status(self) -> pb.TierStatus:
+        return pb.TierStatus(
+            tier="target",
+            ready=self.engine_thread.failed is None,
+            live_sequences=len(self.engine_thread.callbacks),
+        )
+
+    def stop(self) -> None:
+        self.engine_thread.stop()
+
+
+def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int]) -> Request:
+    """Raises `InvalidValueError` naming the field."""
+    lookaheads = tuple(message.lookaheads.values) if message.HasField("lookaheads") else default_lookaheads
+    require(len(lookaheads) == 2, "lookaheads", lookaheads, "must hold two numbers: retrieval and draft")
+    require(all(n <= 64 for n in lookaheads), "lookaheads", lookaheads, "must each be at most 64")
+    return Request(
+        prompt=tuple(message.prompt_token_ids),
+        resume=tuple(message.resume_token_ids),
+        max_tokens=message.max_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        seed=message.seed,
+        lookaheads=(lookaheads[0], lookaheads[1]),
+        stop_token_ids=tuple(message.stop_token_ids),
+    )
+
+
+def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
+    event = pb.DecodeEvent(token_ids=output.tokens, origins=output.origins)
+    if output.finish_reason is not None:
+        event.finish_reason = FINISH_REASONS.get(output.finish_reason, gen.FINISH_REASON_UNSPECIFIED)
+        event.stats.CopyFrom(stats_to_proto(output.stats, prompt_tokens))
+    return event
+
+
+def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
+    return pb.DecodeStats(
+        prompt_tokens=prompt_tokens,
+        queued_s=stats.queued_s,
+        prefill_s=stats.prefill_s,
+        decode_s=stats.decode_s,
+        rounds=stats.tallies[0].rounds,
+        decoded=stats.decoded,
+        tallies=tallies_to_proto(stats.tallies),
+        snapshots=stats.snapshots,
+    )

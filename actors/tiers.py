@@ -1,0 +1,118 @@
+"""The three tier actors. Ray places, restarts and monitors them; tokens pass between them over gRPC only.
+
+Each is a plain class, made an actor in placement.py. `start` is idempotent: it loads the model once and returns the
+address at which the tier serves, on a port that is new after every restart.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+
+import ray
+import torch
+from ray.actor import ActorHandle
+
+from actors.handover import ObjectStoreSink, PackedSnapshot, unpack
+from actors.links import RemoteProposer
+from actors.serving import GrpcServer, TierServer
+from actors.target_server import TargetServer
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
+from triforce_core.config import Settings
+from triforce_core.engine.local import draft_proposer, retrieval_decoder, retrieval_kv, target_engine
+from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.messages import Tier
+from triforce_core.models.load import load_model
+
+LINK_TIMEOUT_S = 10.0  # a tier that answers no work within this is taken for dead
+CONNECT_TIMEOUT_S = 30.0
+
+
+class TierActor(ABC):
+    """What the three have in common: one gRPC server, started once."""
+
+    tier: Tier
+
+    def __init__(self, settings: Settings) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        self.settings = settings
+        self.server: GrpcServer | None = None
+
+    def start(self) -> str:
+        """Load, serve, and return the address. Safe to call again."""
+        if self.server is None:
+            torch.set_num_threads(getattr(self.settings.threads, self.tier.name.lower()))
+            host = self.settings.server.tier_host
+            self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
+        return self.server.address
+
+    @abstractmethod
+    def serve(self, host: str) -> GrpcServer: ...
+
+    @abstractmethod
+    def tier_status(self) -> pb.TierStatus: ...
+
+    def status(self) -> bytes:
+        """A serialized TierStatus: Ray cannot pickle protobuf messages."""
+        return self.tier_status().SerializeToString()
+
+
+class DraftActor(TierActor):
+    """The tiny model with its StreamingLLM window."""
+
+    tier = Tier.DRAFT
+
+    def serve(self, host: str) -> GrpcServer:
+        model = load_model(self.settings.draft.model, "drafter", self.settings.dtype, self.settings.device)
+        self.tier_server = TierServer(draft_proposer(model, self.settings), Tier.DRAFT, above=Tier.RETRIEVAL)
+        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+
+    def tier_status(self) -> pb.TierStatus:
+        return self.tier_server.status()
+
+
+class RetrievalActor(TierActor):
+    """The target's weights over sparse snapshots of its KV."""
+
+    tier = Tier.RETRIEVAL
+
+    def __init__(self, settings: Settings, draft: ActorHandle) -> None:
+        super().__init__(settings)
+        self.draft = draft
+
+    def serve(self, host: str) -> GrpcServer:
+        model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
+        self.kv: RetrievalKV = retrieval_kv(model, self.settings)
+        self.link = RemoteProposer(lambda: ray.get(self.draft.start.remote()), timeout_s=LINK_TIMEOUT_S)
+        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        self.tier_server = TierServer(retrieval_decoder(model, self.kv, self.link), Tier.RETRIEVAL, above=Tier.TARGET)
+        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+
+    def take_snapshot(self, packed: PackedSnapshot) -> None:
+        """Called by the target's hand-over, with an object that Ray has fetched by then."""
+        self.kv.deliver(unpack(packed, self.settings.device))
+
+    def tier_status(self) -> pb.TierStatus:
+        return self.tier_server.status()
+
+
+class TargetActor(TierActor):
+    """The target with its full KV, and the engine that drives the chain."""
+
+    tier = Tier.TARGET
+
+    def __init__(self, settings: Settings, retrieval: ActorHandle) -> None:
+        super().__init__(settings)
+        self.retrieval = retrieval
+
+    def serve(self, host: str) -> GrpcServer:
+        model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
+        self.link = RemoteProposer(lambda: ray.get(self.retrieval.start.remote()), timeout_s=LINK_TIMEOUT_S)
+        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        engine = target_engine(model, self.settings, self.link, ObjectStoreSink(self.retrieval))
+        self.target_server = TargetServer(engine, self.settings.speculation.effective)
+        return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
+
+    def tier_status(self) -> pb.TierStatus:
+        return self.target_server.status()
