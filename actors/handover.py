@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import ray
@@ -37,7 +38,7 @@ INTEGERS = {2: torch.int16, 4: torch.int32}
 
 def pack(snapshot: Snapshot) -> PackedSnapshot:
     def as_integers(tensor: Tensor) -> NDArray[np.integer]:
-        return tensor.cpu().view(INTEGERS[tensor.dtype.itemsize]).numpy()  # type: ignore[no-any-return]
+        return tensor.cpu().view(INTEGERS[tensor.dtype.itemsize]).numpy()
 
     name = str(snapshot.keys.dtype).removeprefix("torch.")
     keys, values = as_integers(snapshot.keys), as_integers(snapshot.values)
@@ -49,13 +50,15 @@ def unpack(packed: PackedSnapshot, device: str) -> Snapshot:
         # A copy: what comes out of the object store is read-only and pins its memory there.
         return torch.from_numpy(array.copy()).view(getattr(torch, packed.dtype)).to(device)
 
-    return Snapshot(packed.sequence_id, packed.version, packed.position, as_floats(packed.keys), as_floats(packed.values))
+    return Snapshot(
+        packed.sequence_id, packed.version, packed.position, as_floats(packed.keys), as_floats(packed.values)
+    )
 
 
 class ObjectStoreSink:
     """A `SnapshotSink`: one thread puts snapshots into the object store and has the retrieval actor take them."""
 
-    def __init__(self, receiver: ActorHandle) -> None:
+    def __init__(self, receiver: ActorHandle[Any]) -> None:
         self.receiver = receiver
         self.sending: dict[int, Future[None]] = {}  # by sequence id
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
@@ -72,7 +75,9 @@ class ObjectStoreSink:
         try:
             ray.get(self.receiver.take_snapshot.remote(ray.put(pack(snapshot))), timeout=TIMEOUT_S)
         except Exception as error:  # the retrieval tier is gone or late: it will ask again
-            log.warning("snapshot %d of sequence %d was not delivered: %s", snapshot.version, snapshot.sequence_id, error)
+            log.warning(
+                "snapshot %d of sequence %d was not delivered: %s", snapshot.version, snapshot.sequence_id, error
+            )
 
     def close(self) -> None:
         self.executor.shutdown(wait=False, cancel_futures=True)

@@ -1,7 +1,7 @@
 """The upper end of a link: a tier in another process, as a Proposer.
 
 Every Work gets an answer. Where the peer is dead, hung or not there yet the answer is an empty proposal, so that the
-level above goes on with one plain step; the link is rebuilt in the background, and what the peer then lacks it says itself.
+level above goes on with one plain step; the link is rebuilt in the background, and what the peer then lacks it says.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class RemoteProposer:
                             call.cancel()
                         self.arrived.put(batch)
             except Exception as error:  # whatever it is, the answer is to try again
-                log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)  # type: ignore[attr-defined]
+                log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)
             self.ready.clear()
             stream.close()
             self.arrived.put(stream)

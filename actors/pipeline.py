@@ -30,8 +30,8 @@ class Pipeline:
         """Place the tiers, load them side by side, and return when the target serves."""
         pipeline = cls(place_tiers(settings, group, first_bundle))
         starts = [actor.start.remote() for actor in pipeline.actors.all().values()]
-        address = (await asyncio.gather(*starts))[-1]
-        pipeline.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        addresses: list[str] = await asyncio.gather(*starts)
+        pipeline.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)
         return pipeline
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncIterator[pb.DecodeEvent]:
@@ -51,13 +51,13 @@ class Pipeline:
 
     async def status(self) -> list[pb.TierStatus]:
         """Of each tier, draft first. Raises if one is dead."""
-        packed = await asyncio.gather(*(actor.status.remote() for actor in self.actors.all().values()))
+        packed: list[bytes] = await asyncio.gather(*(actor.status.remote() for actor in self.actors.all().values()))
         return [pb.TierStatus.FromString(status) for status in packed]
 
     async def stop(self) -> None:
         """End the actors."""
         if self.channel is not None:
-            await self.channel.close()
+            await self.channel.close(grace=None)
         for actor in self.actors.all().values():
             ray.kill(actor)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +23,11 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"
 class TierActors:
     """Handles of one pipeline's actors."""
 
-    draft: ActorHandle
-    retrieval: ActorHandle
-    target: ActorHandle
+    draft: ActorHandle[Any]
+    retrieval: ActorHandle[Any]
+    target: ActorHandle[Any]
 
-    def all(self) -> dict[Tier, ActorHandle]:
+    def all(self) -> dict[Tier, ActorHandle[Any]]:
         return {Tier.DRAFT: self.draft, Tier.RETRIEVAL: self.retrieval, Tier.TARGET: self.target}
 
 
@@ -37,22 +38,26 @@ def tier_bundle(server: ServerSettings) -> dict[str, float]:
 
 
 def place_tiers(settings: Settings, group: PlacementGroup, first_bundle: int = 0) -> TierActors:
-    """Create the actors in three consecutive bundles of `group`; they start loading when asked for their address."""
+    """Create the actors in three consecutive bundles of `group`; they start loading when asked for their address.
 
-    def actor(cls: type[TierActor], bundle: int, *args: Any) -> ActorHandle:
-        return (  # type: ignore[no-any-return]
-            ray.remote(cls)
-            .options(
-                num_cpus=settings.server.tier_cpus,
-                num_gpus=settings.server.tier_gpus,
-                max_concurrency=4,
-                max_restarts=-1,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-                runtime_env={"env_vars": ENVIRONMENT},
-            )
-            .remote(settings, *args)
-        )
+    They know one another by name, so that a restarted one finds the others again.
+    """
+    pipeline = uuid.uuid4().hex[:8]
+    names = {tier: f"triforce-{pipeline}-{tier.name.lower()}" for tier in Tier}
+
+    def actor(cls: type[TierActor], bundle: int, *args: Any) -> ActorHandle[Any]:
+        remote: Any = ray.remote(cls)
+        handle: ActorHandle[Any] = remote.options(
+            name=names[cls.tier],
+            num_cpus=settings.server.tier_cpus,
+            num_gpus=settings.server.tier_gpus,
+            max_concurrency=4,
+            max_restarts=-1,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
+            runtime_env={"env_vars": ENVIRONMENT},
+        ).remote(settings, *args)
+        return handle
 
     draft = actor(DraftActor, first_bundle)
-    retrieval = actor(RetrievalActor, first_bundle + 1, draft)
-    return TierActors(draft, retrieval, actor(TargetActor, first_bundle + 2, retrieval))
+    retrieval = actor(RetrievalActor, first_bundle + 1, names[Tier.DRAFT])
+    return TierActors(draft, retrieval, actor(TargetActor, first_bundle + 2, names[Tier.RETRIEVAL]))

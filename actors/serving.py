@@ -66,7 +66,7 @@ class Link:
 
 
 class TierServer(TierServicer):
-    """Serves one Proposer. One worker thread drives it, as the Proposer contract wants; the gRPC loop only moves messages."""
+    """Serves one Proposer. One worker thread drives it, as a Proposer wants; the gRPC loop only moves messages."""
 
     def __init__(self, proposer: Proposer, tier: Tier, above: Tier) -> None:
         self.proposer, self.tier = proposer, tier

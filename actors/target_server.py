@@ -69,7 +69,9 @@ class EngineThread:
         with self.lock:
             for output in outputs:
                 last = output.finish_reason is not None
-                callback = self.callbacks.pop(output.sequence_id, None) if last else self.callbacks.get(output.sequence_id)
+                callback = (
+                    self.callbacks.pop(output.sequence_id, None) if last else self.callbacks.get(output.sequence_id)
+                )
                 if callback is not None:
                     callback(output)
 
@@ -88,11 +90,13 @@ class TargetServer(TargetServicer):
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DecodeEvent]:
         loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
+
+        def deliver(output: Output | None) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
-            sequence_id = self.engine_thread.submit(
-                wanted, lambda output: loop.call_soon_threadsafe(outputs.put_nowait, output) and None
-            )
+            sequence_id = self.engine_thread.submit(wanted, deliver)
         except TooLargeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidValueError as error:

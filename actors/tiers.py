@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 
 import ray
 import torch
-from ray.actor import ActorHandle
 
 from actors.handover import ObjectStoreSink, PackedSnapshot, unpack
 from actors.links import RemoteProposer
@@ -27,6 +26,11 @@ from triforce_core.models.load import load_model
 
 LINK_TIMEOUT_S = 10.0  # a tier that answers no work within this is taken for dead
 CONNECT_TIMEOUT_S = 30.0
+
+
+def address_of(name: str) -> str:
+    """Where the tier actor of this name serves now; waits while Ray restarts it."""
+    return str(ray.get(ray.get_actor(name).start.remote()))
 
 
 class TierActor(ABC):
@@ -77,14 +81,14 @@ class RetrievalActor(TierActor):
 
     tier = Tier.RETRIEVAL
 
-    def __init__(self, settings: Settings, draft: ActorHandle) -> None:
+    def __init__(self, settings: Settings, draft: str) -> None:
         super().__init__(settings)
         self.draft = draft
 
     def serve(self, host: str) -> GrpcServer:
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
         self.kv: RetrievalKV = retrieval_kv(model, self.settings)
-        self.link = RemoteProposer(lambda: ray.get(self.draft.start.remote()), timeout_s=LINK_TIMEOUT_S)
+        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=LINK_TIMEOUT_S)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
         self.tier_server = TierServer(retrieval_decoder(model, self.kv, self.link), Tier.RETRIEVAL, above=Tier.TARGET)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
@@ -102,15 +106,15 @@ class TargetActor(TierActor):
 
     tier = Tier.TARGET
 
-    def __init__(self, settings: Settings, retrieval: ActorHandle) -> None:
+    def __init__(self, settings: Settings, retrieval: str) -> None:
         super().__init__(settings)
         self.retrieval = retrieval
 
     def serve(self, host: str) -> GrpcServer:
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
-        self.link = RemoteProposer(lambda: ray.get(self.retrieval.start.remote()), timeout_s=LINK_TIMEOUT_S)
+        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=LINK_TIMEOUT_S)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
-        engine = target_engine(model, self.settings, self.link, ObjectStoreSink(self.retrieval))
+        engine = target_engine(model, self.settings, self.link, ObjectStoreSink(ray.get_actor(self.retrieval)))
         self.target_server = TargetServer(engine, self.settings.speculation.effective)
         return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
 

@@ -94,7 +94,9 @@ class ServerSettings(Strict):
     grpc_port: int = Field(9000, ge=1, le=65535)
     max_queued: int = Field(64, ge=1, description="requests beyond the live ones before 429 is answered")
     request_timeout_s: float = Field(600.0, gt=0)
-    tier_host: str = Field("127.0.0.1", description="where tier actors serve one another; `node` is the Ray node's address")
+    tier_host: str = Field(
+        "127.0.0.1", description="where tier actors serve one another; `node` is the Ray node's address"
+    )
     tier_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for each tier actor")
     tier_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each tier actor")
 

@@ -90,7 +90,8 @@ class SpeculativeDecoder:
         skipped = [(b, p) for b, p in ready if b.work.lookaheads[0] == 0]
         verified = [(b, p) for b, p in ready if b.work.lookaheads[0] > 0]
 
-        done, again = [], []
+        done: list[Block] = []
+        again: list[Block] = []
         for block, proposal in skipped:
             self._pass_through(block, proposal)
             done.append(block)

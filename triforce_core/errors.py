@@ -15,7 +15,6 @@ class InvalidValueError(TriForceError):
         super().__init__(f"{field}: {shown if len(shown) <= 80 else shown[:77] + '...'} {rule}")
         self.field, self.value, self.rule = field, value, rule
 
-
     @classmethod
     def parsed(cls, text: str) -> InvalidValueError:
         """The error whose message is `text`, as it came back over a wire."""

@@ -73,8 +73,8 @@ class Span:
 class Work:
     """Continue `span`.
 
-    `lookaheads[0]` is how many tokens this level drafts before it hands up its block, `lookaheads[1:]` the same for each
-    level below; 0 skips a level. Rounds are never cut, so a block may be longer by what the last round accepted.
+    `lookaheads[0]` is how many tokens this level drafts before it hands up its block, `lookaheads[1:]` the same for
+    each level below; 0 skips a level. Rounds are never cut: a block may be longer by what the last round accepted.
     """
 
     span: Span

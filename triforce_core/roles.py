@@ -68,7 +68,7 @@ class ModelProposer:
 
 
 class ModelVerifier:
-    """Judges proposals by shared noise: a token is accepted if and only if it is the one that this tier draws itself."""
+    """Judges by shared noise: a token is accepted if and only if it is the one that this tier draws itself."""
 
     def __init__(self, runner: ModelRunner, tier: Tier) -> None:
         self.runner, self.tier = runner, tier

@@ -23,7 +23,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
 
 
 def merge(parts: list[Partial]) -> Tensor:
-    """Attention over the union of the parts' keys, [heads, queries, head_dim]: softmax-weighted by their log-sum-exps."""
+    """Attention over the union of the parts' keys, [heads, queries, head_dim], each weighted by its log-sum-exp."""
     if len(parts) == 1:
         return parts[0].output
     lse = torch.stack([p.lse for p in parts])  # [parts, heads, queries]

@@ -1,1 +1,1 @@
-"""The engine: live requests, continuous batching, admission, snapshots. It drives the chain of tiers as one proposer."""
+"""The engine: live requests, continuous batching, admission, snapshots, over the chain of tiers as one proposer."""

@@ -50,7 +50,7 @@ class Stats:
 
     @property
     def acceptance(self) -> dict[str, float | None]:
-        """Of each drafting tier, how likely its next token is accepted by the tier above; None where it proposed none."""
+        """How likely a drafting tier's next token is accepted by the tier above; None where it proposed none."""
         return {"retrieval": self.tallies[0].acceptance, "draft": self.tallies[1].acceptance}
 
 

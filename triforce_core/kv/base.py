@@ -1,7 +1,8 @@
 """The KV cache: a pool of slots a layer, sequences that own ranges of it, one attention path for all policies.
 
-The host prepares (align, roll back, allocate: lists and ints), the device runs (`attend`: writes and attention). A policy
-is one method, `place`: which tokens of a span must be forwarded, at which positions, into which slots, seeing which.
+The host prepares (align, roll back, allocate: lists and ints), the device runs (`attend`: writes and attention). A
+policy is one method, `place`: which tokens of a span must be forwarded, at which positions, into which slots, seeing
+which.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class KVGeometry:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One sequence's part of a forward pass: bring its KV up to `span`, with logits for its last `num_sampled` tokens."""
+    """One sequence's part of a pass: bring its KV up to `span`, with logits for its last `num_sampled` tokens."""
 
     span: Span
     num_sampled: int  # 0: a prefill chunk
@@ -42,7 +43,7 @@ class Forward:
 
 @dataclass(slots=True)
 class Held:
-    """What a tier holds of one sequence. `tokens` is the sequence as last stated; a policy adds what it keeps of its KV."""
+    """What a tier holds of one sequence: `tokens`, as last stated, and what the policy keeps of their KV."""
 
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)

@@ -81,7 +81,7 @@ class RetrievalKV(KVCache):
         )
 
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
-        """Copy a newer snapshot into the pool, if one arrived: the only tensor work outside `attend`, once a refresh."""
+        """Copy a newer snapshot into the pool, if one arrived: the only tensor work outside `attend`."""
         with self.lock:
             snapshot = self.arrived.pop(sequence_id, None)
         if snapshot is None or snapshot.version <= held.version:

@@ -32,7 +32,8 @@ class MeanKey:
     def scores(self, queries: Tensor, landmarks: Tensor) -> Tensor:
         last = queries[:, -1].float().unflatten(0, (landmarks.shape[0], -1))  # [kv_heads, group, head_dim]
         scale = float(queries.shape[-1]) ** -0.5
-        return ((last @ landmarks.mT) * scale).softmax(-1).mean(1)
+        shares: Tensor = ((last @ landmarks.mT) * scale).softmax(-1)
+        return shares.mean(1)
 
 
 SELECTORS: dict[str, type[Selector]] = {"mean_key": MeanKey}

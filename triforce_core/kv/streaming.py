@@ -1,8 +1,8 @@
 """The draft tier's cache: attention sinks and a recent window (StreamingLLM, Xiao et al. 2023), at slot positions.
 
 Tokens sit at consecutive positions 0, 1, 2 … of a small cache, whatever their place in the text. When it is full, the
-sinks stay and the last `window` tokens are forwarded anew right behind them: one small pass every `slack` tokens in place
-of rotating all keys at every step, and right for any rotary embedding. docs/decisions/0003-streaming-window.md
+sinks stay and the last `window` tokens are forwarded anew right behind them: one small pass every `slack` tokens in
+place of rotating all keys at every step, and right for any rotary embedding. docs/decisions/0003-streaming-window.md
 """
 
 from __future__ import annotations

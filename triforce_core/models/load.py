@@ -5,14 +5,21 @@ What a model needs and we do not honour is refused here, by name.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import (
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedModel,
+)
 from transformers.configuration_utils import PretrainedConfig
+from transformers.utils import logging as transformers_logging
 
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
 from triforce_core.kv.base import Batch, KVGeometry
@@ -103,7 +110,8 @@ def load_model(name: str, role: str, dtype: str, device: str) -> PreTrainedModel
     """Weights in `dtype` on `device`, in inference mode. Safetensors only, no remote code."""
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     load_config(name, role)
-    model = AutoModelForCausalLM.from_pretrained(
+    transformers_logging.disable_progress_bar()
+    model: Any = AutoModelForCausalLM.from_pretrained(
         resolve(name, role),
         dtype=DTYPES[dtype],
         attn_implementation=ATTENTION,
@@ -137,18 +145,32 @@ def load_tokenizer(name: str) -> Any:
 
 
 def stop_token_ids(name: str) -> tuple[int, ...]:
-    """The target's end-of-sequence ids, from generation_config.json where there is one, else from the configuration."""
-    path = Path(resolve(name, "target")) / "generation_config.json"
-    found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+    try:
+        found = GenerationConfig.from_pretrained(resolve(name, "target")).eos_token_id
+    except OSError:
+        found = None
     found = load_config(name, "target").eos_token_id if found is None else found
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
+def check_pair(target: str, drafter: str) -> None:
+    """Refuse a pair that cannot work, before any weights are loaded: tiers exchange token ids.
+
+    Where the drafter brings a tokenizer, it must be the target's; where it brings none, the sizes must agree.
+    """
+    configs = load_config(target, "target"), load_config(drafter, "drafter")
+    sizes = [config.vocab_size for config in configs]
+    require(sizes[0] == sizes[1], "drafter", drafter, f"has {sizes[1]} tokens: must have the target's {sizes[0]}")
+    try:
+        theirs = AutoTokenizer.from_pretrained(resolve(drafter, "drafter"), trust_remote_code=False).get_vocab()
+    except (OSError, ValueError, KeyError):
+        return
+    same = theirs == load_tokenizer(target).get_vocab()
+    require(same, "drafter", drafter, f"has a vocabulary other than that of the target {target!r}")
+
+
 def check_same_vocabulary(target: PretrainedConfig, drafter: PretrainedConfig) -> None:
-    """Tiers exchange token ids, so these must mean the same everywhere."""
-    require(
-        drafter.vocab_size == target.vocab_size,
-        "drafter.vocab_size",
-        drafter.vocab_size,
-        f"must be the target's, {target.vocab_size}",
-    )
+    """The part of `check_pair` that loaded models allow."""
+    rule = f"must be the target's, {target.vocab_size}"
+    require(drafter.vocab_size == target.vocab_size, "drafter.vocab_size", drafter.vocab_size, rule)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -14,6 +16,7 @@ class ModelRunner:
 
     def __init__(self, model: PreTrainedModel, kv: KVCache) -> None:
         self.model, self.kv = model, kv
+        self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
     @torch.inference_mode()
     def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
@@ -22,6 +25,7 @@ class ModelRunner:
         Returns the sampled rows' logits, [Σ num_sampled, vocab] float32 in the order of `batch.rows`, and the batch,
         whose `lacking` names the sequences that could not take part.
         """
+        started = time.perf_counter()
         batch = self.kv.prepare(forwards)
         if not batch.rows:
             return torch.empty(0, self.model.config.vocab_size), batch
@@ -36,7 +40,10 @@ class ModelRunner:
             use_cache=False,
             kv=batch,
         )
-        return output.logits[0].float(), batch
+        logits = output.logits[0].float()
+        self.passes += 1
+        self.seconds += time.perf_counter() - started
+        return logits, batch
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:

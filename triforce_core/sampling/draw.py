@@ -51,4 +51,4 @@ def draw_tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
         return []
     if any(d.sampling.temperature for d in draws):
         logits = perturbed_logits(logits, draws)
-    return logits.argmax(-1).tolist()  # type: ignore[no-any-return]
+    return logits.argmax(-1).tolist()

@@ -31,7 +31,8 @@ def truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
     top_k = logits.new_tensor([min(p.top_k, vocab) or vocab for p in params])[:, None]
-    top_p = logits.new_tensor([p.top_p for p in params])[:, None]
+    # The sum of all probabilities rounds to 1 before the last of them: off must be more than that.
+    top_p = logits.new_tensor([p.top_p if p.top_p < 1 else torch.inf for p in params])[:, None]
     min_p = logits.new_tensor([p.min_p for p in params])[:, None]
 
     ranks = torch.arange(vocab, device=logits.device)

@@ -1,0 +1,166 @@
+"""`triforce bench decode`: plain decoding against TriForce on the same held-out text, in one process and one run."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from triforce_core.bench.prompts import held_out_tokens
+from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.local import local_engine, run_to_end
+from triforce_core.engine.sequence import Request, Stats
+from triforce_core.messages import SamplingParams
+from triforce_core.models.load import DTYPES, check_pair, load_model, load_tokenizer, resolve
+from triforce_core.models.runner import ModelRunner
+from triforce_core.roles import ModelProposer, ModelVerifier
+
+Report = Callable[[str], None]
+Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tier
+
+
+class Measurement:
+    """One request through one engine: its tokens, its figures, the passes of each tier while it decoded."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        before: Steps = {}
+        tokens: list[int] = []
+        for output in run_to_end(engine, [request]):
+            if not tokens:  # the prompt's passes are not decoding steps
+                before = counters(engine)
+            tokens += output.tokens
+            self.stats: Stats = output.stats
+        self.tokens = tokens
+        self.steps = {
+            tier: (passes - before[tier][0], seconds - before[tier][1])
+            for tier, (passes, seconds) in counters(engine).items()
+        }
+
+    @property
+    def ms_per_token(self) -> float:
+        assert self.stats.ms_per_token is not None
+        return self.stats.ms_per_token
+
+
+def counters(engine: Engine) -> Steps:
+    """Of each tier's runner, down the chain."""
+    runners: dict[str, ModelRunner] = {}
+    level: Any = engine.decoder
+    while isinstance(level, SpeculativeDecoder):
+        assert isinstance(level.verifier, ModelVerifier)
+        runners[level.verifier.tier.name.lower()] = level.verifier.runner
+        level = level.proposer
+    assert isinstance(level, ModelProposer)
+    runners[level.tier.name.lower()] = level.runner
+    return {tier: (runner.passes, runner.seconds) for tier, runner in runners.items()}
+
+
+def step_ms(runs: list[Measurement], tier: str) -> float | None:
+    passes, seconds = (sum(values) for values in zip(*(run.steps[tier] for run in runs), strict=True))
+    return 1e3 * seconds / passes if passes else None
+
+
+def repeated_share(tokens: list[int], n: int = 16) -> float:
+    """Share of the output's n-grams that stood in it before: near 1, the text runs in circles and drafting is easy."""
+    grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
+    return 1 - len(set(grams)) / len(grams) if grams else 0.0
+
+
+def bench_decode(
+    settings: Settings,
+    *,
+    context: int,
+    output: int,
+    sampling: SamplingParams,
+    seed: int,
+    repeats: int,
+    first_file: int,
+    with_transformers: bool,
+    report: Report,
+) -> dict[str, Any]:
+    """Run it and return the figures; one prefill a run, the two modes in alternating order."""
+    torch.set_num_threads(settings.threads.target)
+    load_before = os.getloadavg()[0]
+    check_pair(settings.target.model, settings.draft.model)
+    target = load_model(settings.target.model, "target", settings.dtype, settings.device)
+    drafter = load_model(settings.draft.model, "drafter", settings.dtype, settings.device)
+    prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
+    engine = local_engine(target, drafter, settings)
+
+    def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:
+        return Measurement(engine, Request(prompt, max_tokens, sampling, seed, lookaheads))
+
+    run(settings.speculation.effective, min(output, 32))  # warm-up: memory, threads, caches
+    plain: list[Measurement] = []
+    speculative: list[Measurement] = []
+    for repeat in range(repeats):
+        modes = [(plain, (0, 0), "plain"), (speculative, settings.speculation.effective, "TriForce")]
+        for runs, lookaheads, name in modes if repeat % 2 == 0 else reversed(modes):
+            runs.append(run(lookaheads))
+            report(f"{name} {repeat + 1}/{repeats}: {runs[-1].ms_per_token:.2f} ms a token")
+    last = speculative[-1].stats
+    plain_ms = statistics.median(r.ms_per_token for r in plain)
+    triforce_ms = statistics.median(r.ms_per_token for r in speculative)
+    result: dict[str, Any] = {
+        "context": context,
+        "output": output,
+        "dtype": settings.dtype,
+        "temperature": sampling.temperature,
+        "lookaheads": list(settings.speculation.effective),
+        "budget": settings.retrieval.budget,
+        "chunk": settings.retrieval.chunk,
+        "threads": settings.threads.target,
+        "autoregressive_ms_per_token": plain_ms,
+        "triforce_ms_per_token": triforce_ms,
+        "speedup": plain_ms / triforce_ms,
+        "noise": (max(r.ms_per_token for r in plain) - min(r.ms_per_token for r in plain)) / plain_ms,
+        "identical": all(r.tokens == plain[0].tokens for r in [*plain, *speculative]),
+        "tokens_per_round": last.tokens_per_round,
+        "acceptance": last.acceptance,
+        "repeated_16gram_share": repeated_share(plain[0].tokens),
+        "step_ms": {
+            "draft": step_ms(speculative, "draft"),
+            "retrieval": step_ms(speculative, "retrieval"),
+            "target": step_ms(speculative, "target"),
+            "plain": step_ms(plain, "target"),
+        },
+        "prefill_s": statistics.median(r.stats.prefill_s for r in [*plain, *speculative]),
+    }
+    if with_transformers:
+        result["transformers"] = transformers_decode(settings, list(prompt), output, report)
+    result["load_average"] = [load_before, os.getloadavg()[0]]
+    return result
+
+
+def transformers_decode(settings: Settings, prompt: list[int], output: int, report: Report) -> dict[str, float]:
+    """transformers' own greedy `generate` with SDPA on the same prompt and dtype: prefill seconds, ms a token."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
+        resolve(settings.target.model, "target"), dtype=DTYPES[settings.dtype], attn_implementation="sdpa"
+    )
+    model = model.to(settings.device).eval()  # type: ignore[arg-type]
+    ids = torch.tensor([prompt], device=settings.device)
+
+    def seconds(new_tokens: int) -> float:
+        started = time.perf_counter()
+        with torch.inference_mode():
+            model.generate(  # type: ignore[operator]
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=new_tokens,
+                min_new_tokens=new_tokens,
+                do_sample=False,
+                pad_token_id=0,
+            )
+        return time.perf_counter() - started
+
+    prefill = min(seconds(1) for _ in range(2))
+    whole = seconds(output)
+    report(f"transformers generate: prefill {prefill:.2f} s, {1e3 * (whole - prefill) / (output - 1):.2f} ms a token")
+    return {"prefill_s": prefill, "ms_per_token": 1e3 * (whole - prefill) / (output - 1)}
