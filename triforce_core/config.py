@@ -127,12 +127,16 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
             data = yaml.safe_load(path.read_text()) or {}
         except OSError as error:
             raise InvalidValueError("config", str(path), f"cannot be read: {error.strerror}") from None
-        except yaml.YAMLError as error:
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
             raise InvalidValueError("config", str(path), f"is not valid YAML: {error}") from None
         if not isinstance(data, dict):
             raise InvalidValueError("config", str(path), "must be a mapping of sections")
     for section, value in overrides.items():
-        data[section] = {**data.get(section, {}), **value} if isinstance(value, dict) else value
+        given = data.get(section)
+        if isinstance(value, dict) and isinstance(given, dict):
+            data[section] = given | value
+        elif given is None or not isinstance(value, dict):  # what is no mapping stays, for the model to refuse
+            data[section] = value
     try:
         return Settings.model_validate(data)
     except ValidationError as error:

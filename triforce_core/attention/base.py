@@ -18,17 +18,22 @@ class Partial(NamedTuple):
 
 # kernel(query [heads, queries, head_dim], keys [kv_heads, keys, head_dim], values, scale, causal) -> Partial
 # `heads` is a multiple of `kv_heads`: query head h reads KV head h // (heads / kv_heads).
-# With `causal` the keys are those of the queries' own tokens, as many as there are queries.
+# With `causal` the last keys are those of the queries' own tokens, one a query, and no query sees those after its own.
 Kernel = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
 
 
-def merge(parts: list[Partial]) -> Tensor:
-    """Attention over the union of the parts' keys, [heads, queries, head_dim], each weighted by its log-sum-exp."""
+def merge_partials(parts: list[Partial]) -> Partial:
+    """Attention over the union of the parts' keys, each part weighted by its log-sum-exp."""
     if len(parts) == 1:
-        return parts[0].output
-    lse = torch.stack([p.lse for p in parts])  # [parts, heads, queries]
-    weights = lse.softmax(0).unsqueeze(-1)
-    merged = weights[0] * parts[0].output
+        return parts[0]
+    lses = torch.stack([p.lse for p in parts])  # [parts, heads, queries]
+    weights = lses.softmax(0).unsqueeze(-1)
+    output = weights[0] * parts[0].output
     for weight, part in zip(weights[1:], parts[1:], strict=True):
-        merged += weight * part.output
-    return merged.to(parts[0].output.dtype)
+        output += weight * part.output
+    return Partial(output.to(parts[0].output.dtype), lses.logsumexp(0))
+
+
+def merge(parts: list[Partial]) -> Tensor:
+    """The merged output alone, [heads, queries, head_dim]."""
+    return merge_partials(parts).output

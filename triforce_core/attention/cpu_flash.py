@@ -6,21 +6,52 @@ bfloat16 and float32, on views of a larger buffer and without copying them.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
-from triforce_core.attention.base import Partial
+from triforce_core.attention.base import Partial, merge_partials
+
+MAX_MASKED_QUERIES = 32  # with more, a mask over all keys costs more than a second call and a merge
 
 
 def cpu_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
     """See `Kernel` for the shapes. Grouped query heads are folded into queries, so that KV is read once a group."""
+    queries, num_keys = query.shape[1], keys.shape[1]
+    if not causal or queries == 1:
+        return folded(query, keys, values, scale, None)
+    if queries <= MAX_MASKED_QUERIES:
+        group = query.shape[0] // keys.shape[0]
+        return folded(query, keys, values, scale, future_mask(group, queries, num_keys, query.dtype))
+    past = num_keys - queries
+    own = square(query, keys[:, past:], values[:, past:], scale)
+    return merge_partials([folded(query, keys[:, :past], values[:, :past], scale, None), own]) if past else own
+
+
+def folded(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Partial:
     heads, queries, head_dim = query.shape
-    group = heads // keys.shape[0]
-    if causal and group > 1:  # folding would mix positions; the keys here are only the queries' own
-        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
-    elif group > 1:
-        query = query.reshape(keys.shape[0], group * queries, head_dim)
+    query = query.reshape(keys.shape[0], -1, head_dim)
     output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        query[None], keys[None], values[None], 0.0, causal, scale=scale
+        query[None], keys[None], values[None], 0.0, False, attn_mask=mask, scale=scale
     )
     return Partial(output.reshape(heads, queries, head_dim), lse.reshape(heads, queries))
+
+
+def square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial:
+    """Causal, as many keys as queries; folding would mix their positions, so the group's KV is repeated instead."""
+    group = query.shape[0] // keys.shape[0]
+    if group > 1:
+        keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query[None], keys[None], values[None], 0.0, True, scale=scale
+    )
+    return Partial(output[0], lse[0])
+
+
+@lru_cache(maxsize=4)  # the layers of a pass ask for the same one
+def future_mask(group: int, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
+    """[1, 1, group * queries, keys]: 0 where a query may look, -inf on its own tokens after it."""
+    mask = torch.zeros(queries, keys, dtype=dtype)
+    mask[:, keys - queries :].fill_(-torch.inf).triu_(1)
+    return mask.repeat(group, 1)[None, None]

@@ -14,7 +14,8 @@ def reference(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal:
     grouped = query.reshape(keys.shape[0], -1, queries, head_dim)  # [kv_heads, group, queries, head_dim]
     scores = grouped.float() @ keys.float().mT.unsqueeze(1) * scale
     if causal:
-        future = torch.ones(queries, queries, dtype=torch.bool, device=query.device).triu(1)
+        future = torch.ones(queries, keys.shape[1], dtype=torch.bool, device=query.device)
+        future = future.triu(keys.shape[1] - queries + 1)
         scores = scores.masked_fill(future, -torch.inf)
     lse = scores.logsumexp(-1)
     output = (scores - lse.unsqueeze(-1)).exp() @ values.float().unsqueeze(1)

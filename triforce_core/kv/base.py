@@ -188,14 +188,19 @@ class KVCache(ABC):
                 pool_keys[:, start:stop] = keys[:, new]
                 pool_values[:, start:stop] = values[:, new]
                 first = new.stop
-            visible, parts = row.placed.visible, list[Partial]()
-            if row.stop - row.first == 1:  # sees all it may, itself included: no mask, often one range
-                visible = joined(visible, row.placed.writes)
+            ranges = joined(row.placed.visible, row.placed.writes)
+            parts: list[Partial] = []
+            if len(row.placed.writes) == 1:  # the new tokens end the last range: one causal call serves both
+                start, stop = ranges.pop()
+                parts.append(
+                    self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, True)
+                )
             else:
+                ranges = row.placed.visible
                 parts.append(self.kernel(query[:, own], keys[:, own], values[:, own], scale, True))
             parts += [
                 self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, False)
-                for start, stop in visible
+                for start, stop in ranges
             ]
             output[own] = merge(parts).transpose(0, 1)
         return output

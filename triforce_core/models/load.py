@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AttentionInterface,
@@ -28,6 +29,7 @@ ATTENTION = "triforce"
 DEMO_WEIGHTS = Path(__file__).parent.parent / "demo" / "weights"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # their frequencies do not depend on the current length
+UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # what models may ask of attention
 
 
 def attention_through_kv(
@@ -40,12 +42,15 @@ def attention_through_kv(
     dropout: float = 0.0,
     *,
     kv: Batch,
-    **_: Any,
+    **asked: Any,
 ) -> tuple[Tensor, None]:
     """What transformers calls in place of its own attention: query [1, heads, tokens, head_dim], key and value alike.
 
     Returns [1, tokens, heads, head_dim]. The keys come rotated to the positions that the batch gave.
     """
+    for keyword in UNSUPPORTED_KEYWORDS:
+        if asked.get(keyword) is not None:
+            raise UnsupportedModelError(f"attention with {keyword} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return kv.cache.attend(layer, query[0], key[0], value[0], scale, kv).unsqueeze(0), None
@@ -111,14 +116,50 @@ def load_model(name: str, role: str, dtype: str, device: str) -> PreTrainedModel
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     load_config(name, role)
     transformers_logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        resolve(name, role),
-        dtype=DTYPES[dtype],
-        attn_implementation=ATTENTION,
-        use_safetensors=True,
-        trust_remote_code=False,
-    )
-    return model.to(device).eval()  # type: ignore[no-any-return]
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            resolve(name, role),
+            dtype=DTYPES[dtype],
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError, SafetensorError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnknownModelError(role, name, f"holds no weights that load ({reason})") from None
+    except KeyError as error:  # an architecture with attention classes of its own looks ours up among them
+        raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
+    model.to(device).eval()
+    check_attention(model, name)
+    return model  # type: ignore[no-any-return]
+
+
+class FirstToken:
+    """Stands for a batch and its cache in a pass over one token, which attends to itself alone."""
+
+    def __init__(self) -> None:
+        self.cache = self
+        self.layers: list[int] = []
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+        self.layers.append(layer)
+        return values.repeat_interleave(query.shape[0] // values.shape[0], 0).transpose(0, 1)
+
+
+@torch.inference_mode()
+def check_attention(model: PreTrainedModel, name: str) -> None:
+    """Raise `UnsupportedModelError` unless each layer attends through our seam and asks nothing more of it.
+
+    What the configuration does not show (learned sinks, attention of the model's own) shows in a pass over one token.
+    """
+    first = FirstToken()
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    try:
+        model(input_ids=token, position_ids=token, use_cache=False, kv=first)
+    except (UnsupportedModelError, TypeError) as error:
+        raise UnsupportedModelError(f"model {name!r}: {error}") from None
+    if first.layers != list(range(model.config.num_hidden_layers)):
+        raise UnsupportedModelError(f"model {name!r}: not all layers use attention that can be replaced")
 
 
 def kv_geometry(model: PreTrainedModel) -> KVGeometry:
