@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import grpc
 
@@ -26,10 +27,11 @@ RETRY_S = 0.5
 
 
 class Stream:
-    """One life of a link: what goes out on it, and when it has ended."""
+    """One life of a link: what goes out on it, and the call that carries it."""
 
     def __init__(self) -> None:
         self.outgoing: queue.SimpleQueue[pb.WorkBatch | None] = queue.SimpleQueue()
+        self.call: Any = None  # the gRPC call, once made
         self.open = True
 
     def __iter__(self) -> Iterator[pb.WorkBatch]:
@@ -37,8 +39,19 @@ class Stream:
             yield batch
 
     def close(self) -> None:
+        """End it, from either side's thread, also when the peer hangs."""
         self.open = False
         self.outgoing.put(None)
+        if self.call is not None:
+            self.call.cancel()
+
+
+class Pending(NamedTuple):
+    """Work that the peer owes an answer to."""
+
+    work: Work
+    stream: Stream
+    deadline: float  # monotonic seconds
 
 
 class RemoteProposer:
@@ -50,8 +63,8 @@ class RemoteProposer:
 
     def __init__(self, resolve: Callable[[], str], *, timeout_s: float) -> None:
         self.resolve, self.timeout_s = resolve, timeout_s
-        self.stream: Stream | None = None  # None while there is no peer
-        self.pending: dict[int, tuple[Work, float]] = {}  # by sequence id, with the deadline (monotonic seconds)
+        self.stream: Stream | None = None  # the latest; None before the first
+        self.pending: dict[int, Pending] = {}  # by sequence id
         self.unsent: list[Work] = []  # answered empty at the next collect
         self.arrived: queue.SimpleQueue[pb.ProposalBatch | Stream] = queue.SimpleQueue()  # a Stream: it has ended
         self.ready, self.closed = threading.Event(), threading.Event()
@@ -68,42 +81,42 @@ class RemoteProposer:
             self.unsent += work
             return
         deadline = time.monotonic() + self.timeout_s
-        self.pending.update({w.span.sequence_id: (w, deadline) for w in work})
+        self.pending.update({w.span.sequence_id: Pending(w, stream, deadline) for w in work})
         stream.outgoing.put(work_batch_to_proto(work))
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         proposals, self.unsent = [empty_answer(w) for w in self.unsent], []
         until = time.monotonic() + timeout_s
         while True:
-            wait_s = 0.0 if proposals else min([until, *(d for _, d in self.pending.values())]) - time.monotonic()
+            next_deadline = min((p.deadline for p in self.pending.values()), default=until)
+            wait_s = 0.0 if proposals else min(until, next_deadline) - time.monotonic()
             try:
                 proposals += self._take(self.arrived.get(timeout=wait_s) if wait_s > 0 else self.arrived.get_nowait())
             except queue.Empty:
-                if any(deadline <= time.monotonic() for _, deadline in self.pending.values()):
+                for stream in {p.stream for p in self.pending.values() if p.deadline <= time.monotonic()}:
                     log.warning("a tier did not answer within %.1f s: its link is dropped", self.timeout_s)
-                    proposals += self._give_up()
+                    stream.close()
+                    proposals += self._give_up(stream)
                 if proposals or time.monotonic() >= until:
                     return proposals
 
     def _take(self, arrived: pb.ProposalBatch | Stream) -> list[Proposal]:
         if isinstance(arrived, Stream):
-            return self._give_up() if arrived is self.stream else []
+            return self._give_up(arrived)
         proposals = []
         for proposal in proposal_batch_from_proto(arrived):
-            work, _ = self.pending.get(proposal.sequence_id, (None, 0.0))
-            if work is not None and work.span.end == proposal.start:
+            pending = self.pending.get(proposal.sequence_id)
+            if pending is not None and pending.work.span.end == proposal.start:
                 del self.pending[proposal.sequence_id]
                 proposals.append(proposal)
         return proposals
 
-    def _give_up(self) -> list[Proposal]:
-        """The stream has ended or must end: what is pending is answered empty."""
-        if self.stream is not None:
-            self.stream.close()
-            self.stream = None
-        answers = [empty_answer(work) for work, _ in self.pending.values()]
-        self.pending.clear()
-        return answers
+    def _give_up(self, stream: Stream) -> list[Proposal]:
+        """The stream has ended: what was sent over it and not answered is answered empty."""
+        lost = [p for p in self.pending.values() if p.stream is stream]
+        for pending in lost:
+            del self.pending[pending.work.span.sequence_id]
+        return [empty_answer(p.work) for p in lost]
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
@@ -123,13 +136,11 @@ class RemoteProposer:
             stream = Stream()
             try:
                 with grpc.insecure_channel(self.resolve(), options=CHANNEL_OPTIONS) as channel:
-                    call = TierStub(channel).Propose(iter(stream))
-                    call.initial_metadata()  # sent by the peer as soon as it serves us
+                    stream.call = TierStub(channel).Propose(iter(stream))
+                    stream.call.initial_metadata()  # sent by the peer as soon as it serves us
                     self.stream = stream
                     self.ready.set()
-                    for batch in call:
-                        if not stream.open:
-                            call.cancel()
+                    for batch in stream.call:
                         self.arrived.put(batch)
             except Exception as error:  # whatever it is, the answer is to try again
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)

@@ -24,7 +24,6 @@ from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import Tier
 from triforce_core.models.load import load_model
 
-LINK_TIMEOUT_S = 10.0  # a tier that answers no work within this is taken for dead
 CONNECT_TIMEOUT_S = 30.0
 
 
@@ -88,7 +87,7 @@ class RetrievalActor(TierActor):
     def serve(self, host: str) -> GrpcServer:
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
         self.kv: RetrievalKV = retrieval_kv(model, self.settings)
-        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=LINK_TIMEOUT_S)
+        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=self.settings.server.link_timeout_s)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
         self.tier_server = TierServer(retrieval_decoder(model, self.kv, self.link), Tier.RETRIEVAL, above=Tier.TARGET)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
@@ -112,7 +111,7 @@ class TargetActor(TierActor):
 
     def serve(self, host: str) -> GrpcServer:
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
-        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=LINK_TIMEOUT_S)
+        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=self.settings.server.link_timeout_s)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
         engine = target_engine(model, self.settings, self.link, ObjectStoreSink(ray.get_actor(self.retrieval)))
         self.target_server = TargetServer(engine, self.settings.speculation.effective)

@@ -97,6 +97,9 @@ class ServerSettings(Strict):
     tier_host: str = Field(
         "127.0.0.1", description="where tier actors serve one another; `node` is the Ray node's address"
     )
+    link_timeout_s: float = Field(
+        10.0, gt=0, description="a tier that does not answer work within this is taken for dead"
+    )
     tier_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for each tier actor")
     tier_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each tier actor")
 

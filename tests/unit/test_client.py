@@ -37,7 +37,10 @@ THE_STATS = Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, accepta
 
 
 class ScriptedGeneration(GenerationServicer):
-    """Answers the same two tokens to everything, except that a prompt of `fail:CODE` fails and `hang` never ends."""
+    """Answers the same two tokens to everything but some prompts.
+
+    `fail:CODE` fails, `break` fails half way, `hang` never ends, `empty` has no output.
+    """
 
     def __init__(self) -> None:
         self.request = pb.GenerateRequest()
@@ -59,6 +62,8 @@ class ScriptedGeneration(GenerationServicer):
         self.note(request, context)
         if request.text == "hang":
             self.ended.wait(10)
+        if request.text == "empty":
+            return pb.GenerateResponse(model="demo", stats=pb.Stats(prefill_s=0.5))
         return pb.GenerateResponse(
             model="demo",
             text="ab",
@@ -125,6 +130,10 @@ def test_stream_returns_the_chunks_in_order(client: TriForceClient) -> None:
         Chunk("a", (7,), b"\x00"),
         Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS),
     ]
+
+
+def test_figures_that_do_not_exist_are_none(client: TriForceClient) -> None:
+    assert client.generate("empty").stats == Stats(0.5, None, None, Acceptance(None, None))
 
 
 def test_models(client: TriForceClient) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
+from google.protobuf.message import Message
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -47,8 +48,8 @@ def spans(draw: st.DrawFn) -> Span:
 
 @st.composite
 def tallies(draw: st.DrawFn) -> Tally:
-    proposed = draw(positions)
-    return Tally(draw(positions), proposed, draw(st.integers(0, proposed)))
+    accepted, rejected, unjudged = draw(positions), draw(positions), draw(positions)
+    return Tally(draw(positions), accepted + rejected + unjudged, accepted, rejected)
 
 
 @st.composite
@@ -80,6 +81,22 @@ def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
     assert wire.proposal_batch_from_proto(pb.ProposalBatch.FromString(sent)) == answers
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (Work.__dataclass_fields__, pb.Work),
+        (Span.__dataclass_fields__, pb.Span),
+        (SequenceSpec.__dataclass_fields__, pb.SequenceSpec),
+        (SamplingParams.__dataclass_fields__, pb.SamplingParams),
+        (Proposal.__dataclass_fields__, pb.Proposal),
+        (Tally._fields, pb.Tally),
+    ],
+)
+def test_no_field_is_left_behind(fields: Iterable[str], message: type[Message]) -> None:
+    """The strategies above might forget a new field too."""
+    assert [*fields] == [field.name for field in message.DESCRIPTOR.fields]
+
+
 def test_missing_from_the_start_is_not_missing_nothing() -> None:
     sent = [Proposal(1, 5, missing_from=0), Proposal(1, 5, missing_from=None)]
     received = wire.proposal_batch_from_proto(wire.proposal_batch_to_proto(sent))
@@ -98,7 +115,9 @@ def good_work() -> pb.Work:
 
 
 def good_proposal() -> pb.Proposal:
-    return wire.proposal_batch_to_proto([Proposal(7, 2, (4, 5), b"\x00\x01", tallies=(Tally(1, 2, 1),))]).proposals[0]
+    return wire.proposal_batch_to_proto([Proposal(7, 2, (4, 5), b"\x00\x01", tallies=(Tally(1, 2, 1, 1),))]).proposals[
+        0
+    ]
 
 
 def test_the_good_examples_are_good() -> None:
@@ -126,7 +145,7 @@ BAD_PROPOSALS: list[tuple[str, Callable[[pb.Proposal], object]]] = [
     ("tokens", lambda proposal: proposal.tokens.append(2**31)),
     ("origins", lambda proposal: proposal.ClearField("origins")),
     ("origins", lambda proposal: setattr(proposal, "origins", b"\x00\x03")),
-    ("tallies[0].accepted", lambda proposal: setattr(proposal.tallies[0], "accepted", 3)),
+    ("tallies[0]", lambda proposal: setattr(proposal.tallies[0], "accepted", 2)),
 ]
 
 
