@@ -87,7 +87,9 @@ class RetrievalActor(TierActor):
     def serve(self, host: str) -> GrpcServer:
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
         self.kv: RetrievalKV = retrieval_kv(model, self.settings)
-        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=self.settings.server.link_timeout_s)
+        # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
+        timeout_s = self.settings.server.link_timeout_s / 2
+        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
         self.tier_server = TierServer(retrieval_decoder(model, self.kv, self.link), Tier.RETRIEVAL, above=Tier.TARGET)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
