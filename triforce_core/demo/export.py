@@ -1,0 +1,81 @@
+"""Writes the pair as plain `transformers` folders: safetensors in bfloat16, configuration, tokenizer.
+
+python -m triforce_core.demo.export FOLDER
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedTokenizerFast
+
+from triforce_core.demo.checkpoint import latest_checkpoint
+from triforce_core.demo.corpus import EOS, load_corpus
+from triforce_core.demo.modeling import build_model
+from triforce_core.demo.settings import DEFAULT_SETTINGS, MODELS, DemoSettings, ModelName, load_settings
+from triforce_core.errors import UnavailableError
+
+
+def export_pair(settings: DemoSettings, folder: Path) -> None:
+    """Write the newest checkpoints to `target` and `drafter` in `folder`, and what they saw to `training.json` there.
+
+    Raises:
+        UnavailableError: a model has no whole checkpoint yet.
+    """
+    states = {name: latest_checkpoint(settings.run_dir, name) for name in MODELS}
+    for name, state in states.items():
+        if state is None:
+            raise UnavailableError(f"{settings.run_dir}: no whole checkpoint of the {name}")
+        _export_model(settings, name, state, folder / name)
+    corpus = load_corpus(settings.corpus_dir)
+    training: dict[str, Any] = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "seed": settings.seed,
+        **{name: _history(state) for name, state in states.items() if state is not None},
+        "corpus": {"tokens": len(corpus.train), "digest": corpus.digest, "packages": list(corpus.packages)},
+    }
+    (folder / "training.json").write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
+
+
+def _export_model(settings: DemoSettings, name: ModelName, state: dict[str, Any], folder: Path) -> None:
+    model = build_model(settings.geometry(name), max_positions=settings.max_positions, seed=settings.seed)
+    model.load_state_dict(state["model"])
+    model.generation_config = GenerationConfig(bos_token_id=EOS, eos_token_id=EOS)
+    model.to(torch.bfloat16)  # type: ignore[arg-type]
+    model.save_pretrained(folder)
+    word = "<eos>"
+    file = str(settings.tokenizer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_file=file, bos_token=word, eos_token=word)
+    tokenizer.save_pretrained(folder)
+
+
+def _history(state: dict[str, Any]) -> dict[str, Any]:
+    progress = state["progress"]
+    return {
+        "parameters": sum(tensor.numel() for key, tensor in state["model"].items() if key != "lm_head.weight"),
+        "tokens_seen": progress["tokens_seen"],
+        "trained_context": progress["trained_context"],
+        "steps": progress["step"],
+        "active_hours": round(progress["seconds"] / 3600, 2),
+        "last_stage": progress["stage"],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--settings", type=Path, default=DEFAULT_SETTINGS)
+    parser.add_argument("--cache-dir", type=Path)
+    parser.add_argument("--tokenizer", type=Path)
+    args = parser.parse_args()
+    settings = load_settings(args.settings, cache_dir=args.cache_dir, tokenizer=args.tokenizer)
+    export_pair(settings, args.folder)
+
+
+if __name__ == "__main__":
+    main()
