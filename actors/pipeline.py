@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 import grpc
 import grpc.aio
@@ -34,7 +34,7 @@ class Pipeline:
         pipeline.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)
         return pipeline
 
-    async def decode(self, request: pb.DecodeRequest) -> AsyncIterator[pb.DecodeEvent]:
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request.
 
         Raises `InvalidValueError` or `UnavailableError`.
@@ -53,6 +53,16 @@ class Pipeline:
         """Of each tier, draft first. Raises if one is dead."""
         packed: list[bytes] = await asyncio.gather(*(actor.status.remote() for actor in self.actors.all().values()))
         return [pb.TierStatus.FromString(status) for status in packed]
+
+    async def check(self, timeout_s: float) -> None:
+        """Raise `UnavailableError` unless the target answers within `timeout_s` seconds that it can serve."""
+        assert self.channel is not None
+        try:
+            status = await TargetStub(self.channel).Status(pb.StatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error) from None
+        if not status.ready:
+            raise UnavailableError("the target tier has failed")
 
     async def stop(self) -> None:
         """End the actors."""

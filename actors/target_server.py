@@ -11,17 +11,20 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from actors.wire import sampling_from_proto, tallies_to_proto
+from actors.wire import sampling_from_proto, stats_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.sequence import FinishReason, Output, Request, Stats
+from triforce_core.engine.sequence import FinishReason, Output, Request
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
 
 log = logging.getLogger(__name__)
 
-FINISH_REASONS = {FinishReason.STOP: gen.FINISH_REASON_STOP, FinishReason.LENGTH: gen.FINISH_REASON_LENGTH}
+FINISH_REASONS: dict[FinishReason | None, gen.FinishReason] = {
+    FinishReason.STOP: gen.FINISH_REASON_STOP,
+    FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
+}
 POLL_S = 0.2
 
 
@@ -145,21 +148,9 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
 
 
 def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
-    event = pb.DecodeEvent(token_ids=output.tokens, origins=output.origins)
-    if output.finish_reason is not None:
-        event.finish_reason = FINISH_REASONS.get(output.finish_reason, gen.FINISH_REASON_UNSPECIFIED)
-        event.stats.CopyFrom(stats_to_proto(output.stats, prompt_tokens))
-    return event
-
-
-def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
-    return pb.DecodeStats(
-        prompt_tokens=prompt_tokens,
-        queued_s=stats.queued_s,
-        prefill_s=stats.prefill_s,
-        decode_s=stats.decode_s,
-        rounds=stats.tallies[0].rounds,
-        decoded=stats.decoded,
-        tallies=tallies_to_proto(stats.tallies),
-        snapshots=stats.snapshots,
+    return pb.DecodeEvent(
+        token_ids=output.tokens,
+        origins=output.origins,
+        finish_reason=FINISH_REASONS.get(output.finish_reason, gen.FINISH_REASON_UNSPECIFIED),
+        stats=stats_to_proto(output.stats, prompt_tokens),
     )

@@ -2,27 +2,28 @@
 
 Each is a plain class, made an actor in placement.py. `start` is idempotent: it loads the model once and returns the
 address at which the tier serves, on a port that is new after every restart.
+
+Whoever places the actors imports this module too; what loads torch is imported where the actors do their work.
 """
 
 from __future__ import annotations
 
 import logging
+import threading
 from abc import ABC, abstractmethod
+from typing import TYPE_CHECKING
 
 import ray
-import torch
 
-from actors.handover import ObjectStoreSink, PackedSnapshot, unpack
 from actors.links import RemoteProposer
 from actors.serving import GrpcServer, TierServer
-from actors.target_server import TargetServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
 from triforce_core.config import Settings
-from triforce_core.engine.local import draft_proposer, retrieval_decoder, retrieval_kv, target_engine
-from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import Tier
-from triforce_core.models.load import load_model
+
+if TYPE_CHECKING:
+    from actors.handover import PackedSnapshot
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -41,14 +42,18 @@ class TierActor(ABC):
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings = settings
         self.server: GrpcServer | None = None
+        self.starting = threading.Lock()
 
     def start(self) -> str:
-        """Load, serve, and return the address. Safe to call again."""
-        if self.server is None:
-            torch.set_num_threads(getattr(self.settings.threads, self.tier.name.lower()))
-            host = self.settings.server.tier_host
-            self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
-        return self.server.address
+        """Load, serve, and return the address. Safe to call again, and while it runs."""
+        with self.starting:  # the owner of the pipeline calls it, and so does the tier above
+            if self.server is None:
+                import torch
+
+                torch.set_num_threads(getattr(self.settings.threads, self.tier.name.lower()))
+                host = self.settings.server.tier_host
+                self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
+            return self.server.address
 
     @abstractmethod
     def serve(self, host: str) -> GrpcServer: ...
@@ -67,6 +72,9 @@ class DraftActor(TierActor):
     tier = Tier.DRAFT
 
     def serve(self, host: str) -> GrpcServer:
+        from triforce_core.engine.local import draft_proposer
+        from triforce_core.models.load import load_model
+
         model = load_model(self.settings.draft.model, "drafter", self.settings.dtype, self.settings.device)
         self.tier_server = TierServer(draft_proposer(model, self.settings), Tier.DRAFT, above=Tier.RETRIEVAL)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
@@ -85,8 +93,11 @@ class RetrievalActor(TierActor):
         self.draft = draft
 
     def serve(self, host: str) -> GrpcServer:
+        from triforce_core.engine.local import retrieval_decoder, retrieval_kv
+        from triforce_core.models.load import load_model
+
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
-        self.kv: RetrievalKV = retrieval_kv(model, self.settings)
+        self.kv = retrieval_kv(model, self.settings)
         # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
         timeout_s = self.settings.server.link_timeout_s / 2
         self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s)
@@ -96,6 +107,8 @@ class RetrievalActor(TierActor):
 
     def take_snapshot(self, packed: PackedSnapshot) -> None:
         """Called by the target's hand-over, with an object that Ray has fetched by then."""
+        from actors.handover import unpack
+
         self.kv.deliver(unpack(packed, self.settings.device))
 
     def tier_status(self) -> pb.TierStatus:
@@ -112,6 +125,11 @@ class TargetActor(TierActor):
         self.retrieval = retrieval
 
     def serve(self, host: str) -> GrpcServer:
+        from actors.handover import ObjectStoreSink
+        from actors.target_server import TargetServer
+        from triforce_core.engine.local import target_engine
+        from triforce_core.models.load import load_model
+
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
         self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=self.settings.server.link_timeout_s)
         self.link.wait_ready(CONNECT_TIMEOUT_S)

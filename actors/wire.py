@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.engine.sequence import Stats
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
@@ -55,6 +56,30 @@ def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies") -> 
         judged = each.accepted + each.rejected
         require(judged <= each.proposed, f"{where}[{index}]", each, "judged more tokens than were proposed")
     return tallies
+
+
+def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
+    return pb.DecodeStats(
+        prompt_tokens=prompt_tokens,
+        queued_s=stats.queued_s,
+        prefill_s=stats.prefill_s,
+        decode_s=stats.decode_s,
+        rounds=stats.tallies[0].rounds,
+        decoded=stats.decoded,
+        tallies=tallies_to_proto(stats.tallies),
+        snapshots=stats.snapshots,
+    )
+
+
+def stats_from_proto(message: pb.DecodeStats) -> Stats:
+    return Stats(
+        queued_s=message.queued_s,
+        prefill_s=message.prefill_s,
+        decode_s=message.decode_s,
+        decoded=message.decoded,
+        snapshots=message.snapshots,
+        tallies=list(tallies_from_proto(message.tallies)),
+    )
 
 
 def tokens_from_proto(values: Iterable[int], where: str) -> tuple[int, ...]:

@@ -70,9 +70,11 @@ class SpeculativeDecoder:
         self.unasked: list[Proposal] = []  # the empty answers of sequences for which it is not asked
 
     def submit(self, work: list[Work]) -> None:
-        blocks = [Block(w) for w in work]
-        self.blocks.update({b.work.span.sequence_id: b for b in blocks})
-        self._ask(blocks)
+        blocks = {w.span.sequence_id: Block(w) for w in work}
+        self.blocks.update(blocks)
+        self.asked -= blocks.keys()  # replaced work is not waited for
+        self.unasked = [p for p in self.unasked if p.sequence_id not in blocks]
+        self._ask(list(blocks.values()))
 
     def _ask(self, blocks: list[Block]) -> None:
         """Send the level below what it must continue; where it has no part, its answer is empty at once."""
@@ -108,9 +110,11 @@ class SpeculativeDecoder:
         """The proposals that are ready, each with the block that it continues; late ones are dropped."""
         arrived, self.unasked = self._matched(self.unasked), []
         while self.asked:
-            more = self._matched(self.proposer.collect(0.0 if arrived and not self.wait_for_all else timeout_s))
-            self.asked -= {p.sequence_id for _, p in more}
-            arrived += more
+            answers = self.proposer.collect(0.0 if arrived and not self.wait_for_all else timeout_s)
+            for block, proposal in self._matched(answers):
+                if proposal.sequence_id in self.asked:  # not again, should an answer be repeated
+                    self.asked.remove(proposal.sequence_id)
+                    arrived.append((block, proposal))
             if not self.wait_for_all:
                 break
         return arrived
@@ -122,7 +126,7 @@ class SpeculativeDecoder:
     def _pass_through(self, block: Block, proposal: Proposal) -> None:
         """This tier is skipped: what comes from below goes up as it is."""
         block.tokens, block.origins = proposal.tokens, proposal.origins
-        self._note_lacks(block, proposal)
+        block.missing_from, block.snapshot_wanted = proposal.missing_from, proposal.snapshot_wanted
         block.add_tallies([Tally(), *proposal.tallies])
 
     def _extend(self, block: Block, proposal: Proposal, verdict: Verdict) -> bool:
@@ -130,21 +134,16 @@ class SpeculativeDecoder:
         own = bytes([self.verifier.tier]) * (len(verdict.tokens) - verdict.num_accepted)
         block.tokens += verdict.tokens
         block.origins += proposal.origins[: verdict.num_accepted] + own
-        self._note_lacks(block, proposal)
-        if verdict.missing_from is not None:
-            block.missing_from = verdict.missing_from
-        block.snapshot_wanted |= verdict.snapshot_wanted
+        lacks = [p for p in (proposal.missing_from, verdict.missing_from) if p is not None]
+        block.missing_from = min(lacks, default=None)
+        block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
         block.add_tallies([tally, *proposal.tallies])
         stuck = not verdict.tokens  # a prefill chunk, or this tier lacks something: only the level above can go on
-        return stuck or verdict.ended or block.missing_from is not None or len(block.tokens) >= block.work.lookaheads[0]
-
-    def _note_lacks(self, block: Block, proposal: Proposal) -> None:
-        """A lack below the start of our work can only be mended by the level above; later tokens we state ourselves."""
-        if proposal.missing_from is not None and proposal.missing_from < block.work.span.start:
-            block.missing_from = proposal.missing_from
-        block.snapshot_wanted |= proposal.snapshot_wanted
+        # What is missing from the start of our work on the next round states; what is before it, the level above must.
+        lacking = block.missing_from is not None and block.missing_from < block.work.span.start
+        return stuck or verdict.ended or lacking or len(block.tokens) >= block.work.lookaheads[0]
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class TriForceError(Exception):
     """Base of all errors that this project raises on purpose."""
@@ -14,6 +16,9 @@ class InvalidValueError(TriForceError):
         shown = repr(value)
         super().__init__(f"{field}: {shown if len(shown) <= 80 else shown[:77] + '...'} {rule}")
         self.field, self.value, self.rule = field, value, rule
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Ray carries errors between processes
+        return type(self).parsed, (str(self),)
 
     @classmethod
     def parsed(cls, text: str) -> InvalidValueError:

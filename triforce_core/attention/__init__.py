@@ -3,6 +3,8 @@
 from triforce_core.attention.base import Kernel, Partial, merge
 from triforce_core.attention.cpu_flash import cpu_flash
 from triforce_core.attention.reference import reference
+from triforce_core.config import Settings
+from triforce_core.errors import require
 
 KERNELS: dict[str, Kernel] = {"cpu_flash": cpu_flash, "reference": reference}
 
@@ -12,4 +14,11 @@ def default_kernel(device_type: str) -> str:
     return "cpu_flash" if device_type == "cpu" else "reference"
 
 
-__all__ = ["KERNELS", "Kernel", "Partial", "default_kernel", "merge"]
+def kernel_for(settings: Settings) -> Kernel:
+    """The kernel that the settings name, or the default. Raises `InvalidValueError`."""
+    name = settings.attention or default_kernel(settings.device.split(":")[0])
+    require(name in KERNELS, "attention", name, f"must be one of {', '.join(KERNELS)}")
+    return KERNELS[name]
+
+
+__all__ = ["KERNELS", "Kernel", "Partial", "default_kernel", "kernel_for", "merge"]

@@ -152,11 +152,14 @@ class ChunkStream(Iterator[Chunk]):
         if self._closed:
             raise StopIteration
         try:
-            return chunk_from_proto(next(self._call))
+            message = next(self._call)
+            while not message.ByteSize():  # how Ray Serve's proxy begins an error
+                message = next(self._call)
         except grpc.RpcError as error:
             if self._closed:  # by another thread, while this one waited
                 raise StopIteration from None
             raise from_rpc_error(error) from error
+        return chunk_from_proto(message)
 
     def close(self) -> None:
         self._closed = True

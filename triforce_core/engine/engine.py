@@ -6,9 +6,9 @@ import itertools
 import threading
 from collections import deque
 
+from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
-from triforce_core.errors import TooLargeError, require
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
@@ -41,13 +41,8 @@ class Engine:
     `decoder` is the whole chain: its first level is the target, which hands up one verified block a round.
     """
 
-    def __init__(self, decoder: Proposer, scheduler: Scheduler, snapshots: SnapshotPolicy, context_length: int) -> None:
-        self.decoder, self.scheduler, self.snapshots, self.context_length = (
-            decoder,
-            scheduler,
-            snapshots,
-            context_length,
-        )
+    def __init__(self, decoder: Proposer, scheduler: Scheduler, snapshots: SnapshotPolicy, limits: Limits) -> None:
+        self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
         self.ids = itertools.count(1)
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
@@ -58,7 +53,7 @@ class Engine:
 
     def submit(self, request: Request) -> int:
         """Queue a request and return its sequence id. Raises `InvalidValueError` or `TooLargeError`."""
-        self.check(request)
+        self.limits.check(request)
         spec = SequenceSpec(
             sampling=request.sampling,
             seed=request.seed,
@@ -71,26 +66,6 @@ class Engine:
             self.arrivals.append(sequence)
         self.woken.set()
         return sequence.sequence_id
-
-    def check(self, request: Request) -> None:
-        """Refuse what can never be served."""
-        length = len(request.prompt) + request.max_tokens
-        require(len(request.prompt) > 0, "prompt", "", "must hold at least one token")
-        require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
-        require(
-            len(request.resume) < request.max_tokens,
-            "resume_token_ids",
-            len(request.resume),
-            "must be fewer than max_tokens",
-        )
-        require(0 <= request.seed < 2**63, "seed", request.seed, "must be at least 0 and below 2**63")
-        counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
-        if length > self.context_length:
-            raise TooLargeError("prompt", counts, f"must fit the context of {self.context_length} tokens")
-        if length > self.scheduler.kv.allocator.num_slots:
-            raise TooLargeError(
-                "prompt", counts, f"must fit the KV pool of {self.scheduler.kv.allocator.num_slots} tokens"
-            )
 
     def cancel(self, sequence_id: int) -> None:
         """Stop a request; its last output says so. Unknown and finished ids are ignored."""

@@ -6,30 +6,24 @@ from collections.abc import Iterator
 
 from transformers import PreTrainedModel
 
-from triforce_core.attention import KERNELS, Kernel, default_kernel
+from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine, SnapshotPolicy
+from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
-from triforce_core.errors import require
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
-from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
+from triforce_core.models.load import check_same_vocabulary, kv_geometry
 from triforce_core.models.runner import ModelRunner
 from triforce_core.roles import ModelProposer, ModelVerifier
 
 MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
-
-
-def kernel_for(settings: Settings) -> Kernel:
-    name = settings.attention or default_kernel(settings.device.split(":")[0])
-    require(name in KERNELS, "attention", name, f"must be one of {', '.join(KERNELS)}")
-    return KERNELS[name]
 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
@@ -52,24 +46,16 @@ def retrieval_decoder(model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer)
     return SpeculativeDecoder(drafts, ModelVerifier(ModelRunner(model, kv), Tier.RETRIEVAL))
 
 
-def target_context(model: PreTrainedModel, settings: Settings) -> int:
-    """Prompt + output tokens that a request may have."""
-    allowed = context_length(model.config)
-    wanted = settings.target.context_length or allowed
-    require(wanted <= allowed, "target.context_length", wanted, f"must be at most the model's {allowed} positions")
-    return wanted
-
-
 def target_engine(model: PreTrainedModel, settings: Settings, below: Proposer, sink: SnapshotSink) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain."""
-    context = target_context(model, settings)
-    kv = FullKV(kv_geometry(model), settings.target.kv_pool_tokens or 2 * context, kernel_for(settings))
+    limits = target_limits(model.config, settings)
+    kv = FullKV(kv_geometry(model), limits.kv_pool_tokens, kernel_for(settings))
     decoder = SpeculativeDecoder(below, ModelVerifier(ModelRunner(model, kv), Tier.TARGET))
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
     return Engine(
-        decoder, scheduler, SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every), context
+        decoder, scheduler, SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every), limits
     )
 
 

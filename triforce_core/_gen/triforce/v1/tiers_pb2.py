@@ -29,7 +29,7 @@ DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triforce/v1/ti
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
-_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triforce.v1.tiers_pb2', _globals)
+_builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triforce_core._gen.triforce.v1.tiers_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKBATCH']._serialized_start=70

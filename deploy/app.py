@@ -1,0 +1,236 @@
+"""The Ray Serve application, and `run`, which serves it from this machine alone.
+
+Ray is imported only inside: what `run` puts into the environment must be there before that.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from triforce_core.config import Settings
+from triforce_core.errors import InvalidValueError, UnavailableError, require
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+
+APPLICATION = "triforce"
+DOOR_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
+SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
+DRAIN_S = 20.0
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "one machine only": Ray binds its own ports to the loopback
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Events go from process to process over gRPC and not as Ray objects, and nothing of ours blocks a loop: together a
+    # third of the CPU time that the doors take for each event, and half of the time to the first.
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0",
+    "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+
+def build_app(args: Settings) -> Application:
+    """The application that these settings describe; a builder for `serve run deploy.app:build_app`, too."""
+    from ray import serve
+
+    from actors.placement import ENVIRONMENT as QUIET_CORES
+    from actors.placement import tier_bundle
+    from deploy.gateway import Gateway
+    from deploy.replica import PipelineReplica
+
+    options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": QUIET_CORES}}
+    places = args.server.max_queued + args.max_sequences
+    pipeline: Any = serve.deployment(
+        PipelineReplica,
+        name="pipeline",
+        ray_actor_options=options,
+        placement_group_bundles=[{"CPU": DOOR_CPUS}, *[tier_bundle(args.server)] * 3],
+        max_ongoing_requests=places + SPARE_CALLS,
+        max_constructor_retry_count=2,
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    gateway: Any = serve.deployment(
+        serve.ingress()(Gateway),
+        name="gateway",
+        ray_actor_options=options,
+        max_ongoing_requests=2 * places + SPARE_CALLS,
+        max_queued_requests=places,
+        backpressure_config={"status_code": 429, "retry_after_s": 1},
+        graceful_shutdown_wait_loop_s=0.2,
+    )
+    application: Application = gateway.bind(args, pipeline.bind(args))
+    return application
+
+
+def run(settings: Settings) -> None:
+    """Serve until SIGINT or SIGTERM; then let requests in flight finish, and stop everything that was started.
+
+    Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
+    """
+    began = time.monotonic()
+    check_ports(settings)
+    check_models(settings)
+    try:
+        # Handlers twice, because ray.init installs its own.
+        with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
+            tell(f"ready after {time.monotonic() - began:.0f} s\n\n{directions(settings, logs)}\n")
+            while True:
+                signal.pause()
+    except KeyboardInterrupt:
+        tell("stopped")
+
+
+def tell(text: str) -> None:
+    print(text, flush=True)
+
+
+def directions(settings: Settings, logs: Path) -> str:
+    """How to call what is served, and where to look when something is wrong."""
+    from deploy.service import served_name
+
+    server = settings.server
+    host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
+    url = f"http://{host}:{server.port}"
+    body = f'{{"model": "{served_name(settings)}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
+    return "\n".join(
+        (
+            f"  HTTP   {url}/v1 (OpenAI's completions), {url}/health, {url}/status",
+            f"  gRPC   {host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
+            f"  try    curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'",
+            f"  logs   {logs}",
+            "  stop   Ctrl-C",
+        )
+    )
+
+
+def check_ports(settings: Settings) -> None:
+    """Raise `InvalidValueError` unless both ports can be bound."""
+    server = settings.server
+    require(server.grpc_port != server.port, "server.grpc_port", server.grpc_port, "must not be server.port")
+    for field, host, port in (("port", server.host, server.port), ("grpc_port", "0.0.0.0", server.grpc_port)):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except socket.gaierror as error:
+                raise InvalidValueError(
+                    "server.host", host, f"is no address of this machine: {error.strerror}"
+                ) from None
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise InvalidValueError(f"server.{field}", port, f"must be free on {host}: {reason.lower()}") from None
+
+
+def check_models(settings: Settings) -> None:
+    """Refuse what the tiers would refuse, where the configurations show it: one line now, not a failed start later."""
+    from triforce_core.attention import kernel_for
+    from triforce_core.engine.limits import target_limits
+    from triforce_core.models.files import check_pair, load_config
+
+    check_pair(settings.target.model, settings.draft.model)
+    target_limits(load_config(settings.target.model, "target"), settings)
+    kernel_for(settings)
+
+
+@contextmanager
+def on_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
+    """Handle SIGINT and SIGTERM, the ways in which people and machines end a server."""
+    before = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for each, previous in before.items():
+            signal.signal(each, previous)
+
+
+def interrupt(signum: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def local_ray(settings: Settings) -> Iterator[Path]:
+    """A Ray of our own on this machine, for this process and its children only; gives the folder of its logs."""
+    prepare_environment()
+    import ray
+
+    tell("starting Ray")
+    cpus = max(os.cpu_count() or 1, math.ceil(2 * DOOR_CPUS + 3 * settings.server.tier_cpus))
+    context: Any = ray.init(
+        address="local",
+        num_cpus=cpus,
+        include_dashboard=False,
+        namespace=APPLICATION,
+        logging_level=logging.WARNING,
+        log_to_driver=False,  # Serve's proxy prints a traceback for every client that goes away
+    )
+    try:
+        gpus, wanted = ray.cluster_resources().get("GPU", 0), settings.server.tier_gpus
+        require(3 * wanted <= gpus, "server.tier_gpus", wanted, f"for each of three tiers, and {gpus:g} are here")
+        yield Path(context.address_info["session_dir"]) / "logs"
+    finally:
+        with on_signals(signal.SIG_IGN):  # to be interrupted here would leave processes behind
+            ray.shutdown()
+
+
+def prepare_environment() -> None:
+    """What Ray reads when it is imported, and hands on to its processes. The user's own settings come first."""
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
+        # Whoever reaches Ray's ports can run code. A token that is nowhere but in our processes keeps others out.
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
+
+@contextmanager
+def application(settings: Settings) -> Iterator[None]:
+    """The application on Ray Serve, ready. Raises `UnavailableError` if it does not come up."""
+    from ray import serve
+
+    from deploy.grpc_api import SERVICER
+
+    tell(f"starting three tiers ({settings.dtype}, {settings.device})")
+    server = settings.server
+    logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process
+    serve.start(
+        proxy_location="HeadOnly",
+        http_options={"host": server.host, "port": server.port},
+        grpc_options={"port": server.grpc_port, "grpc_servicer_functions": [SERVICER]},
+    )
+    try:
+        handle = serve.run(build_app(settings), name=APPLICATION, route_prefix="/")
+    except RuntimeError as error:
+        raise UnavailableError(f"the tiers did not come up: {failure(error)}") from None
+    try:
+        yield
+    finally:
+        with on_signals(signal.SIG_IGN):
+            tell(f"stopping: requests in flight have {DRAIN_S:g} s to finish")
+            if True:
+                handle.drain.remote(DRAIN_S).result(timeout_s=DRAIN_S + 5)
+            serve.delete(APPLICATION)
+
+
+def failure(error: RuntimeError) -> str:
+    """The reason behind a failed start: one of our errors where the replica's traceback has one, else its last line."""
+    from ray import serve
+
+    application = serve.status().applications.get(APPLICATION)
+    messages = [each.message for each in application.deployments.values()] if application else []
+    lines = [line for line in "\n".join([str(error), *messages]).splitlines() if line.strip()]
+    ours = [line for line in lines if line.startswith("triforce_core.errors.")]
+    return (ours or lines)[-1].removeprefix("triforce_core.errors.")

@@ -1,0 +1,110 @@
+"""The gRPC door: generation.proto over `Service`, for the SDK. Served by Ray Serve's gRPC proxy."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+
+from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
+from deploy.service import Ask, Done, Part, Service
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core.engine.sequence import FinishReason, Stats
+from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError, UnknownModelError, require
+from triforce_core.messages import SamplingParams
+
+SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationServicer_to_server"
+
+STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
+    InvalidValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
+    FinishReason.STOP: pb.FINISH_REASON_STOP,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+
+
+def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
+    """The one translation from error to gRPC."""
+    code = entry_for(STATUSES, error)
+    return (grpc.StatusCode.INTERNAL, internal_error(error)) if code is None else (code, str(error))
+
+
+def ask_from(request: pb.GenerateRequest) -> Ask:
+    """Raises `InvalidValueError` naming the field."""
+    prompt = request.WhichOneof("prompt")
+    require(prompt is not None, "prompt", None, "must be a text or token ids")
+
+    def given(field: str, default: float) -> float:
+        return getattr(request.sampling, field) if request.sampling.HasField(field) else default
+
+    sampling = SamplingParams(
+        temperature=given("temperature", 1.0),
+        top_k=int(given("top_k", 0)),
+        top_p=given("top_p", 1.0),
+        min_p=given("min_p", 0.0),
+    )
+    return Ask(
+        prompt=request.text if prompt == "text" else tuple(request.token_ids.values),
+        sampling=sampling,
+        max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
+        seed=request.seed if request.HasField("seed") else None,
+        stop=tuple(request.stop),
+        model=request.model,
+        lookaheads=tuple(request.lookaheads.values) if request.HasField("lookaheads") else None,
+        resume=tuple(request.resume_token_ids),
+        timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+    )
+
+
+async def generate(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
+    """The whole completion."""
+    response = pb.GenerateResponse(model=service.model.name)
+    async with aclosing(generate_stream(service, request)) as chunks:
+        async for chunk in chunks:
+            response.text += chunk.text
+            response.token_ids.extend(chunk.token_ids)
+            response.origins += chunk.origins
+    response.finish_reason = chunk.finish_reason
+    response.usage.CopyFrom(chunk.usage)
+    response.stats.CopyFrom(chunk.stats)
+    return response
+
+
+async def generate_stream(service: Service, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateChunk, None]:
+    """The completion as it comes."""
+    async with aclosing(service.complete(ask_from(request))) as parts:
+        async for part in parts:
+            yield chunk_of(part)
+
+
+def chunk_of(part: Part) -> pb.GenerateChunk:
+    chunk = pb.GenerateChunk(text=part.piece.text, token_ids=part.piece.tokens, origins=part.piece.origins)
+    if part.done:
+        finish(chunk, part, part.done)
+    return chunk
+
+
+def finish(chunk: pb.GenerateChunk, part: Part, done: Done) -> None:
+    chunk.finish_reason = FINISH_REASONS[done.finish_reason]
+    chunk.usage.prompt_tokens, chunk.usage.completion_tokens = part.prompt_tokens, done.completion_tokens
+    chunk.stats.CopyFrom(stats_of(done.stats))
+
+
+def stats_of(stats: Stats) -> pb.Stats:
+    return pb.Stats(
+        prefill_s=stats.prefill_s,
+        ms_per_token=stats.ms_per_token,
+        tokens_per_round=stats.tokens_per_round,
+        acceptance=pb.Acceptance(**stats.acceptance),
+    )
+
+
+def list_models(service: Service) -> pb.ListModelsResponse:
+    model = service.model
+    return pb.ListModelsResponse(models=[pb.Model(id=model.name, context_length=model.limits.context_length)])

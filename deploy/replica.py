@@ -1,0 +1,104 @@
+"""A replica owns one pipeline: its tier actors live in the replica's placement group, and die with it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing
+from typing import Any
+
+import ray.exceptions
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+from ray.util import get_current_placement_group
+
+from actors.pipeline import Pipeline
+from actors.wire import sampling_to_proto
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import Settings
+from triforce_core.errors import TriForceError, UnavailableError
+from triforce_core.messages import GREEDY
+
+CHECK_TIMEOUT_S = 5.0
+WARM_UP_TOKENS = 16
+
+
+class PipelineReplica:
+    """Messages come and go as bytes: Ray cannot pickle protobuf's."""
+
+    async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        group = get_current_placement_group()
+        assert group is not None, "deployed with one bundle for the replica and one for each tier"
+        self.pipeline = await Pipeline.start(settings, group, first_bundle=1)
+        await self.warm_up()
+
+    async def warm_up(self) -> None:
+        """One short request through all tiers: a replica that is ready has run every kind of step."""
+        request = pb.DecodeRequest(
+            request_id="warm-up",
+            prompt_token_ids=range(WARM_UP_TOKENS),
+            sampling=sampling_to_proto(GREEDY),
+            max_tokens=WARM_UP_TOKENS,
+            lookaheads=gen.Lookaheads(values=[2, 2]),
+        )
+        async for _ in self.pipeline.decode(request):
+            pass
+
+    async def decode(self, request: bytes) -> AsyncIterator[bytes]:
+        """A DecodeRequest in, DecodeEvents out; a call that is cancelled stops its request."""
+        async with aclosing(self.pipeline.decode(pb.DecodeRequest.FromString(request))) as events:
+            async for event in events:
+                yield event.SerializeToString()
+
+    async def status(self) -> list[bytes]:
+        """A TierStatus of each tier, draft first."""
+        return [status.SerializeToString() for status in await self.pipeline.status()]
+
+    async def check_health(self) -> None:
+        """Serve replaces the replica, and with it the pipeline, when this fails."""
+        await self.pipeline.check(CHECK_TIMEOUT_S)
+
+    async def __del__(self) -> None:
+        if hasattr(self, "pipeline"):
+            await self.pipeline.stop()
+
+
+class RemotePipelines:
+    """The replicas as `deploy.service` wants them. What Ray raises for a lost replica becomes `UnavailableError`."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self.handle = handle
+        self.streaming = handle.options(stream=True)
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        response: Any = self.streaming.decode.remote(request.SerializeToString())
+        try:
+            async for event in response:
+                yield pb.DecodeEvent.FromString(event)
+        except Exception as error:
+            raise lost(error) from error
+        finally:
+            response.cancel()
+
+    async def status(self) -> list[pb.TierStatus]:
+        try:
+            return [pb.TierStatus.FromString(status) for status in await self.handle.status.remote()]
+        except Exception as error:
+            raise lost(error) from error
+
+    async def check(self) -> None:
+        try:
+            await self.handle.check_health.remote()
+        except Exception as error:
+            raise lost(error) from error
+
+
+def lost(error: Exception) -> Exception:
+    """The error as callers should see it."""
+    if isinstance(error, TriForceError):
+        return error
+    if isinstance(error, ray.exceptions.RayTaskError):  # an error of the replica's code: nobody's but ours
+        return error
+    if isinstance(error, ray.exceptions.RayError | RayServeException):
+        return UnavailableError("the replica that served the request is gone; try again")
+    return error

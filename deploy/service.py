@@ -1,0 +1,250 @@
+"""Completions of text, whichever door they came through: admission, tokens in, tokens out, text.
+
+`Service` owns what the doors share. It reaches a pipeline through the `Pipelines` protocol and knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import hashlib
+import json
+import secrets
+import time
+from collections.abc import AsyncGenerator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import triforce_core
+from actors.wire import sampling_to_proto, stats_from_proto
+from deploy.errors import DeadlineError, OverloadedError
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import Settings
+from triforce_core.engine.limits import Limits, target_limits
+from triforce_core.engine.sequence import FinishReason, Request, Stats
+from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
+from triforce_core.messages import SamplingParams
+from triforce_core.models.files import load_config, load_tokenizer, stop_token_ids
+from triforce_core.text import OutputText, Piece, TokenText
+
+FINISH_REASONS = {gen.FINISH_REASON_STOP: FinishReason.STOP, gen.FINISH_REASON_LENGTH: FinishReason.LENGTH}
+MAX_STOP_STRINGS = 16
+MAX_LOOKAHEAD = 64
+RANDOM_SEED_BITS = 53  # such a seed survives JSON readers that know only doubles
+
+
+class Pipelines(Protocol):
+    """What decodes."""
+
+    def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        """A request's tokens as they are committed; closing the generator stops the request."""
+        ...
+
+    async def status(self) -> list[pb.TierStatus]:
+        """Of each tier of a pipeline, draft first. Raises `UnavailableError`."""
+        ...
+
+    async def check(self) -> None:
+        """Raise `UnavailableError` unless a pipeline can serve."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ask:
+    """What a client wants, as every door understands it."""
+
+    prompt: str | tuple[int, ...]
+    sampling: SamplingParams
+    max_tokens: int | None  # None: what the context leaves
+    seed: int | None = None  # None: one is drawn
+    stop: tuple[str, ...] = ()
+    model: str = ""  # empty: the default one
+    lookaheads: tuple[int, ...] | None = None  # None: as the settings say
+    resume: tuple[int, ...] = ()  # output tokens that the client has
+    timeout_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """What is known at the end."""
+
+    finish_reason: FinishReason
+    completion_tokens: int
+    stats: Stats
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece of a completion; the last one has `done`."""
+
+    piece: Piece
+    seed: int
+    prompt_tokens: int
+    done: Done | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The target as clients know it."""
+
+    name: str
+    limits: Limits
+    stop_token_ids: tuple[int, ...]
+    tokenizer: Any
+    fingerprint: str  # the same output for the same seed can be expected while it stays the same
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @classmethod
+    def load(cls, settings: Settings) -> ServedModel:
+        target = settings.target.model
+        what = [triforce_core.__version__, target, settings.dtype, settings.device, settings.attention]
+        return cls(
+            name=served_name(settings),
+            limits=target_limits(load_config(target, "target"), settings),
+            stop_token_ids=stop_token_ids(target),
+            tokenizer=load_tokenizer(target),
+            fingerprint="fp_" + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:10],
+        )
+
+
+def served_name(settings: Settings) -> str:
+    return settings.target.served_name or settings.target.model.rstrip("/").rpartition("/")[2]
+
+
+class Service:
+    """One for each process that clients talk to. All methods belong to one asyncio loop."""
+
+    def __init__(self, settings: Settings, model: ServedModel, pipelines: Pipelines) -> None:
+        self.settings, self.model, self.pipelines = settings, model, pipelines
+        self.meaning = TokenText(model.tokenizer)
+        self.max_token_characters = max(map(len, model.tokenizer.get_vocab()))
+        # A tokenizer must not be used by two threads at a time: the thread's own is a copy.
+        self.encoder = copy.deepcopy(model.tokenizer)
+        self.encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self.room = settings.server.max_queued + settings.max_sequences
+        self.in_flight = 0
+        self.draining = False
+
+    async def drain(self, timeout_s: float) -> None:
+        """Take no more requests; return when those in flight are done, or after `timeout_s` seconds."""
+        self.draining = True
+        until = asyncio.get_running_loop().time() + timeout_s
+        while self.in_flight and asyncio.get_running_loop().time() < until:
+            await asyncio.sleep(0.05)
+
+    async def complete(self, ask: Ask) -> AsyncGenerator[Part, None]:
+        """The completion as it is decoded; closing the generator stops it.
+
+        Raises `InvalidValueError` and its kin, `OverloadedError`, `DeadlineError` and `UnavailableError`, those that
+        concern the request itself before the first part.
+        """
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        if self.in_flight >= self.room:
+            raise OverloadedError(f"all {self.room} places are taken; try again later")
+        self.in_flight += 1
+        try:
+            self.check_model(ask.model)
+            limit_s = self.settings.server.request_timeout_s
+            if ask.timeout_s is not None:
+                require(ask.timeout_s > 0, "timeout_s", ask.timeout_s, "must be above 0")
+                limit_s = min(limit_s, ask.timeout_s)
+            deadline = asyncio.get_running_loop().time() + limit_s
+            try:
+                async with asyncio.timeout_at(deadline):
+                    request = await self.request(ask)
+                async with aclosing(self.parts(ask, request, deadline)) as parts:
+                    async for part in parts:
+                        yield part
+            except TimeoutError:
+                raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
+        finally:
+            self.in_flight -= 1
+
+    def check_model(self, name: str) -> None:
+        if name not in ("", self.model.name):
+            raise UnknownModelError("model", name, f"is not served here; {self.model.name!r} is")
+
+    async def request(self, ask: Ask) -> Request:
+        """What the pipeline is asked for, checked: whatever it would refuse is refused here."""
+        require(len(ask.stop) <= MAX_STOP_STRINGS, "stop", len(ask.stop), f"must be at most {MAX_STOP_STRINGS} strings")
+        require(all(ask.stop), "stop", "", "must not hold an empty string")
+        lookaheads = self.settings.speculation.effective if ask.lookaheads is None else ask.lookaheads
+        check_lookaheads("lookaheads", lookaheads)
+        prompt = await self.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        limits = self.model.limits
+        request = Request(
+            prompt=prompt,
+            max_tokens=max(1, limits.context_length - len(prompt)) if ask.max_tokens is None else ask.max_tokens,
+            sampling=ask.sampling,
+            seed=secrets.randbits(RANDOM_SEED_BITS) if ask.seed is None else ask.seed,
+            lookaheads=(lookaheads[0], lookaheads[1]),
+            stop_token_ids=self.model.stop_token_ids,
+            resume=ask.resume,
+        )
+        limits.check(request)
+        return request
+
+    async def encode(self, text: str) -> tuple[int, ...]:
+        """The text's tokens, special ones as the tokenizer adds them."""
+        require(text != "", "prompt", text, "must not be empty")
+        context = self.model.limits.context_length
+        if len(text) > context * self.max_token_characters:
+            rule = (
+                f"cannot fit the context of {context} tokens, none of which is longer than {self.max_token_characters}"
+            )
+            raise TooLargeError("prompt", f"{len(text)} characters", rule)
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
+        loop = asyncio.get_running_loop()
+        tokens = await loop.run_in_executor(self.encoding, lambda: self.encoder(text)["input_ids"])
+        return tuple(tokens)
+
+    async def parts(self, ask: Ask, request: Request, deadline: float) -> AsyncGenerator[Part, None]:
+        """Decode, and turn tokens into text until the output ends."""
+        output = OutputText(self.meaning, stop=ask.stop, end_tokens=request.stop_token_ids, resumed=request.resume)
+        prompt_tokens = len(request.prompt)
+        if output.stopped:  # the client has all of it already
+            done = Done(FinishReason.STOP, output.num_tokens, Stats())
+            yield Part(output.finish(), request.seed, prompt_tokens, done)
+            return
+        async with aclosing(self.pipelines.decode(request_to_proto(request))) as events:
+            while True:
+                async with asyncio.timeout_at(deadline):
+                    event = await anext(events, None)
+                if event is None:
+                    raise UnavailableError("the pipeline ended the request before its end")
+                piece = output.feed(event.token_ids, event.origins)
+                finish_reason = FINISH_REASONS.get(event.finish_reason)
+                if output.stopped or finish_reason is not None:
+                    break
+                if piece.text or piece.tokens:
+                    yield Part(piece, request.seed, prompt_tokens)
+            rest = output.finish()
+        last = Piece(piece.text + rest.text, piece.tokens + rest.tokens, piece.origins + rest.origins)
+        reason = FinishReason.STOP if output.stopped or finish_reason is None else finish_reason
+        done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
+        yield Part(last, request.seed, prompt_tokens, done)
+
+
+def check_lookaheads(field: str, lookaheads: Sequence[int]) -> None:
+    require(len(lookaheads) == 2, field, lookaheads, "must be two numbers: of the retrieval and of the draft tier")
+    bounded = all(0 <= n <= MAX_LOOKAHEAD for n in lookaheads)
+    require(bounded, field, lookaheads, f"must each be at least 0 and at most {MAX_LOOKAHEAD}")
+
+
+def request_to_proto(request: Request) -> pb.DecodeRequest:
+    return pb.DecodeRequest(
+        prompt_token_ids=request.prompt,
+        resume_token_ids=request.resume,
+        sampling=sampling_to_proto(request.sampling),
+        seed=request.seed,
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        lookaheads=gen.Lookaheads(values=request.lookaheads),
+    )

@@ -1,0 +1,218 @@
+"""The cases of the exactness tests, and the wiring that runs one: three tiers with models of their own, and counters.
+
+Cases are data: they may be run in one process, as here, or by three actors.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from tests.pairwise import all_pairs
+from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.attention import KERNELS
+from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder, Verifier
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.local import draft_proposer, retrieval_decoder, run_to_end, target_engine
+from triforce_core.engine.sequence import Request
+from triforce_core.kv.base import Held, Lack, Placement
+from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
+from triforce_core.messages import Claim, Proposer, SamplingParams, Tally, Tier, Verdict
+from triforce_core.models.load import ATTENTION, kv_geometry, load_model
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One point of the covering set. Sizes in tokens; noise is relative to the spread of each weight matrix."""
+
+    temperature: float
+    top_p: float
+    lookaheads: tuple[int, int]
+    budget: int
+    chunk: int
+    batch: int
+    retrieval_noise: float
+    draft_noise: float
+    refresh: tuple[int, int]  # refresh_every, tail
+    window: int  # of the draft tier
+    model: str = "llama"
+
+    def __str__(self) -> str:
+        return "-".join(str(getattr(self, name)).replace(" ", "") for name in self.__dataclass_fields__)
+
+    @property
+    def seed(self) -> int:
+        return sum(ord(c) * 31**i for i, c in enumerate(str(self))) % 2**40
+
+    @property
+    def settings(self) -> Settings:
+        return Settings.model_validate(
+            {
+                "dtype": "float32",
+                "max_sequences": 5,
+                "target": {"prefill_chunk": 300, "kv_pool_tokens": 16_384},
+                "retrieval": {
+                    "budget": self.budget,
+                    "chunk": self.chunk,
+                    "recent": self.budget // 4,
+                    "refresh_every": self.refresh[0],
+                },
+                "draft": {"sinks": 4, "window": self.window, "slack": 20},
+            }
+        )
+
+    def requests(self, num_tokens: int, prompts: Tokens) -> list[Request]:
+        """`prompts` is a text to cut prompts from, at least three times the budget long."""
+        retrieval, draft = self.lookaheads
+        if self.batch == 1:
+            lengths, lookaheads = [self.budget + 3 * self.chunk + 17], [self.lookaheads]
+        else:
+            lengths = [self.budget + 2 * self.chunk + 5, 1, 2 * self.budget + 3, self.budget // 2 + 1, 7]
+            lookaheads = [self.lookaheads, (retrieval, draft), (0, 0), (retrieval, 0), (0, draft)]
+            lookaheads[1] = (max(1, retrieval // 2), draft + 1)
+        first = range(0, 5 * 11, 11)
+        return [
+            Request(
+                prompt=prompts[first[i] : first[i] + lengths[i]],
+                max_tokens=num_tokens,
+                sampling=SamplingParams(self.temperature, top_p=self.top_p),
+                seed=self.seed + i,
+                lookaheads=lookaheads[i],
+            )
+            for i in range(self.batch)
+        ]
+
+
+FACTORS: dict[str, Any] = {
+    "temperature": [0.0, 0.6, 1.0, 1.3],
+    "top_p": [0.9, 1.0],
+    "lookaheads": [(1, 1), (4, 2), (8, 3), (16, 4)],
+    "budget": [64, 128, 1024],
+    "chunk": [1, 8, 32],
+    "batch": [1, 5],
+    "retrieval_noise": [0.0, 0.05, 0.15, 0.4],
+    "draft_noise": [0.0, 0.1, 0.4],
+    "refresh": [(16, 200), (1000, 40)],  # the second refreshes only because the tail is full
+    "window": [60, 3000],
+}
+COVERING = [Case(**row) for row in all_pairs(FACTORS, seed=0)]
+DEMO = [
+    Case(0.0, 1.0, (8, 3), 128, 8, 1, 0.0, 0.1, (16, 200), 60, "demo"),
+    Case(1.0, 0.9, (4, 2), 64, 8, 5, 0.02, 0.05, (1000, 40), 252, "demo"),
+    Case(0.6, 1.0, (16, 4), 1024, 32, 1, 0.02, 0.1, (16, 200), 60, "demo"),
+    Case(1.3, 1.0, (1, 1), 128, 1, 5, 0.0, 0.05, (16, 200), 60, "demo"),
+]
+
+
+@dataclass
+class Outcome:
+    """What a run gave: each request's tokens, and what happened on the way."""
+
+    tokens: list[Tokens]
+    tallies: list[list[Tally]]  # of each request: at the target, the retrieval and the draft level
+    events: Counter[str] = field(default_factory=Counter)
+
+    def acceptances(self, level: Tier) -> list[float]:
+        """Of each request for which the level judged at least ten tokens."""
+        found = [levels[Tier.TARGET - level] for levels in self.tallies]
+        return [t.acceptance for t in found if t.acceptance is not None and t.accepted + t.rejected >= 10]
+
+
+def models(case: Case) -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    """Target, retrieval and drafter: the latter two are the target with noise on its weights."""
+    if case.model == "demo":
+        target = load_model("demo", "target", "float32", "cpu")
+    else:
+        target = random_model(case.model)
+        target.set_attn_implementation(ATTENTION)
+    retrieval = with_noise(target, case.retrieval_noise, seed=1) if case.retrieval_noise else target
+    return target, retrieval, with_noise(target, case.draft_noise, seed=2) if case.draft_noise else target
+
+
+class CountingVerifier:
+    """Counts what became of the proposals that a level judged."""
+
+    def __init__(self, verifier: Verifier, events: Counter[str]) -> None:
+        self.verifier, self.tier, self.events = verifier, verifier.tier, events
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        verdicts = self.verifier.verify(claims)
+        for claim, verdict in zip(claims, verdicts, strict=True):
+            proposed, accepted = len(claim.proposed), verdict.num_accepted
+            if proposed and verdict.tokens:
+                if accepted == proposed:
+                    kind = "full acceptance with a bonus token" if len(verdict.tokens) > proposed else "full acceptance"
+                else:
+                    kind = "partial acceptance" if accepted else "zero acceptance"
+                self.events[f"{self.tier.name}: {kind}"] += 1
+        return verdicts
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.verifier.release(sequence_ids)
+
+
+class CountingRetrievalKV(RetrievalKV):
+    """Counts refreshes in mid-stream and full tails."""
+
+    events: Counter[str]
+
+    def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:
+        assert isinstance(held, RetrievalHeld)
+        before = held.version
+        placed = super().place(sequence_id, held, keep, end, num_sampled)
+        self.events["RETRIEVAL: refresh in mid-stream"] += 0 < before < held.version
+        self.events["RETRIEVAL: full tail"] += isinstance(placed, Lack) and placed.snapshot_wanted and before > 0
+        return placed
+
+
+def engine_for(case: Case, events: Counter[str]) -> Engine:
+    """The chain of engine/local.py, with models of each tier's own, the case's tail, and counters."""
+    target, retrieval, drafter = models(case)
+    settings = case.settings
+    kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"])
+    kv.events = events
+    inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings))
+    engine = target_engine(target, settings, counted(inner, events), kv)
+    counted(engine.decoder, events)
+    return engine
+
+
+def counted(decoder: Proposer, events: Counter[str]) -> SpeculativeDecoder:
+    assert isinstance(decoder, SpeculativeDecoder)
+    decoder.verifier = CountingVerifier(decoder.verifier, events)
+    return decoder
+
+
+def finish(engine: Engine, requests: list[Request]) -> Outcome:
+    """Run requests together to their ends."""
+    got: dict[int, Tokens] = {}
+    tallies: dict[int, list[Tally]] = {}
+    for output in run_to_end(engine, requests):
+        got[output.sequence_id] = got.get(output.sequence_id, ()) + output.tokens
+        tallies[output.sequence_id] = output.stats.tallies
+    return Outcome([got[i] for i in sorted(got)], [tallies[i] for i in sorted(got)])
+
+
+def speculate(case: Case, num_tokens: int, prompts: Tokens) -> Outcome:
+    """The case's requests in one batch, through all tiers."""
+    events: Counter[str] = Counter()
+    outcome = finish(engine_for(case, events), case.requests(num_tokens, prompts))
+    outcome.events = events
+    return outcome
+
+
+def decode_plainly(case: Case, num_tokens: int, prompts: Tokens) -> list[Tokens]:
+    """The same requests, each alone, with no tier but the target taking part."""
+    engine = engine_for(case, Counter())
+    plain = [Request(r.prompt, r.max_tokens, r.sampling, r.seed, (0, 0)) for r in case.requests(num_tokens, prompts)]
+    return [finish(engine, [request]).tokens[0] for request in plain]
+
+
+def random_prompts(case: Case) -> Tokens:
+    return random_tokens(3 * case.budget + 100, seed=case.seed % 1000)

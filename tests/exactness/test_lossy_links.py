@@ -1,0 +1,126 @@
+"""Real models and caches over links that delay, lose and repeat, with tiers that restart: plain decoding's tokens."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.exactness.cases import CountingRetrievalKV, Tokens, finish
+from tests.lossy_link import LossyLink
+from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.attention import KERNELS
+from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.local import draft_proposer, target_engine
+from triforce_core.engine.sequence import Request
+from triforce_core.kv.snapshot import Snapshot
+from triforce_core.messages import Proposer, SamplingParams, Tier
+from triforce_core.models.load import ATTENTION, kv_geometry
+from triforce_core.models.runner import ModelRunner
+from triforce_core.roles import ModelProposer, ModelVerifier
+
+VOCAB, BUDGET, TAIL = 50, 48, 14
+SETTINGS = Settings.model_validate(
+    {
+        "dtype": "float32",
+        "max_sequences": 3,
+        "target": {"prefill_chunk": 50, "kv_pool_tokens": 500},
+        "retrieval": {"budget": BUDGET, "chunk": 8, "recent": 8, "refresh_every": 10},
+        "draft": {"sinks": 2, "window": 20, "slack": 7},
+    }
+)
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
+    model = random_model(vocab_size=VOCAB, initializer_range=0.3, **sizes)
+    model.set_attn_implementation(ATTENTION)
+    return model
+
+
+class LossyChain:
+    """Three tiers of which the lower two are elsewhere; also the sink that takes snapshots there, late or never."""
+
+    def __init__(self, target: PreTrainedModel, rng: random.Random, events: Counter[str], wait_for_all: bool) -> None:
+        self.rng, self.events, self.wait_for_all = rng, events, wait_for_all
+        self.faults, self.patience = rng.choice([0.0, 0.03, 0.15]), rng.choice([4, 20])
+        self.retrieval = with_noise(target, rng.choice([0.0, 0.1]), seed=rng.randrange(100))
+        self.drafter = with_noise(target, rng.choice([0.02, 0.2]), seed=rng.randrange(100))
+        self.on_the_way: dict[int, tuple[int, Snapshot]] = {}
+        self.kv: CountingRetrievalKV
+        self.drafts: ModelProposer
+        engine = self.engine = target_engine(target, SETTINGS, self.link(self.make_retrieval), self)
+        assert isinstance(engine.decoder, SpeculativeDecoder)
+        engine.decoder.wait_for_all = wait_for_all
+
+    def link(self, make_peer) -> LossyLink:  # type: ignore[no-untyped-def]
+        return LossyLink(make_peer, self.rng, self.events, faults=self.faults, patience=self.patience)
+
+    def make_retrieval(self) -> Proposer:
+        self.kv = CountingRetrievalKV(kv_geometry(self.retrieval), 3, BUDGET, TAIL, KERNELS["cpu_flash"])
+        self.kv.events = self.events
+        verifier = ModelVerifier(ModelRunner(self.retrieval, self.kv), Tier.RETRIEVAL)
+        return SpeculativeDecoder(self.link(self.make_drafts), verifier, wait_for_all=self.wait_for_all)
+
+    def make_drafts(self) -> Proposer:
+        self.drafts = draft_proposer(self.drafter, SETTINGS)
+        return self.drafts
+
+    def deliver(self, snapshot: Snapshot) -> None:
+        self.on_the_way[snapshot.sequence_id] = self.rng.choice([0, 0, 2, 6]), snapshot
+
+    def in_flight(self, sequence_id: int) -> bool:
+        """Asked once a round for each request, so this is also the clock."""
+        turns, snapshot = self.on_the_way.pop(sequence_id, (0, None))
+        if turns and snapshot:
+            self.on_the_way[sequence_id] = turns - 1, snapshot
+        elif snapshot and self.rng.random() >= self.faults:
+            self.kv.deliver(snapshot)
+        return sequence_id in self.on_the_way
+
+    def requests(self) -> list[Request]:
+        rng = self.rng
+        return [
+            Request(
+                random_tokens(rng.choice([1, 20, 60, 150]), seed=rng.randrange(1000), vocab=VOCAB),
+                max_tokens=rng.choice([3, 50, 50]),
+                sampling=SamplingParams(rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([0.9, 1.0])),
+                seed=rng.randrange(1000),
+                lookaheads=(rng.choice([0, 1, 4, 8, 8]), rng.choice([0, 1, 3])),
+            )
+            for _ in range(rng.randint(1, 4))
+        ]
+
+
+def plain(engine: Engine, request: Request) -> Tokens:
+    alone = Request(request.prompt, request.max_tokens, request.sampling, request.seed, (0, 0))
+    return finish(engine, [alone]).tokens[0]
+
+
+@pytest.mark.parametrize("wait_for_all", [True, False])
+def test_faults_change_no_token(target: PreTrainedModel, wait_for_all: bool) -> None:
+    events: Counter[str] = Counter()
+    accepted = 0
+    for run in range(25):
+        chain = LossyChain(target, random.Random(run), events, wait_for_all)
+        requests = chain.requests()
+        outcome = finish(chain.engine, requests)
+        assert outcome.tokens == [plain(chain.engine, r) for r in requests], f"run {run}"
+        accepted += sum(levels[0].accepted for levels in outcome.tallies)
+        caches = [chain.engine.scheduler.kv, chain.kv, chain.drafts.runner.kv]
+        assert not any(kv.held for kv in caches), "a tier keeps a sequence that has ended"
+        assert all(kv.allocator.num_free == kv.allocator.num_slots for kv in caches)
+    print(f"\n{accepted} accepted", *(f"{n:7d}  {name}" for name, n in sorted(events.items())), sep="\n")
+    assert accepted > 300
+    mishaps = ["work lost", "answer lost", "answer twice", "answer late or repeated", "gave up waiting"]
+    expected = [
+        *(f"link: {m}" for m in [*mishaps, "peer restarted"]),
+        "RETRIEVAL: refresh in mid-stream",
+        "RETRIEVAL: full tail",
+    ]
+    assert not [e for e in expected if events[e] < 20]

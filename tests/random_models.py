@@ -1,0 +1,95 @@
+"""Small models with random weights, each beside the same weights under transformers' own attention.
+
+A larger initialisation than usual makes attention matter and keeps greedy decoding from repeating one token.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from triforce_core.models.load import ATTENTION
+
+FAMILIES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "qwen2": (Qwen2Config, Qwen2ForCausalLM, {}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
+}
+
+
+class Pair(NamedTuple):
+    ours: PreTrainedModel  # attention goes through our caches
+    theirs: PreTrainedModel  # the same weights with transformers' own attention
+
+
+def random_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
+    """Two layers, four query heads on two KV heads, 64 wide, float32; `overrides` go into the configuration."""
+    config_class, model_class, special = FAMILIES[family]
+    values = {
+        "vocab_size": 256,
+        "hidden_size": 64,
+        "intermediate_size": 128,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 8192,
+        "initializer_range": 0.15,
+        "tie_word_embeddings": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "pad_token_id": None,
+    }
+    config = config_class(**(values | special | overrides))
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return model_class(config).eval()
+
+
+def random_pair(family: str = "llama", *, seed: int = 0, **overrides: Any) -> Pair:
+    theirs = random_model(family, seed=seed, **overrides)
+    theirs.set_attn_implementation("eager")
+    ours = copy.deepcopy(theirs)
+    ours.set_attn_implementation(ATTENTION)
+    return Pair(ours, theirs)
+
+
+def with_noise(model: PreTrainedModel, scale: float, *, seed: int = 0) -> PreTrainedModel:
+    """A drafter: a copy whose weight matrices moved by Gaussian noise of `scale` times their own spread."""
+    noisy = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in noisy.parameters():
+            if weight.dim() == 2:
+                noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+                weight.add_(scale * weight.std() * noise)
+    return noisy
+
+
+def random_tokens(count: int, *, seed: int, vocab: int = 256) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(vocab, (count,), generator=generator).tolist())
+
+
+@torch.inference_mode()
+def plain_logits(model: PreTrainedModel, tokens: tuple[int, ...], mask: Tensor | None = None) -> Tensor:
+    """One ordinary pass of transformers over all tokens, [tokens, vocab] float32; `mask` is added to the scores."""
+    input_ids = torch.tensor([tokens])
+    positions = torch.arange(len(tokens))[None]
+    output = model(input_ids=input_ids, position_ids=positions, attention_mask=mask, use_cache=False)
+    return output.logits[0].float()

@@ -1,0 +1,56 @@
+"""What can be known to be wrong is said in one line before anything is started."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.serve.conftest import free_ports
+
+
+def refusal(tmp_path: Path, config: str) -> str:
+    """What `triforce serve` says when it refuses these settings."""
+    path = tmp_path / "config.yaml"
+    path.write_text(config)
+    command = [sys.executable, "-m", "triforce_core.cli", "serve", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "starting" not in done.stdout
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.stderr
+
+
+@pytest.mark.parametrize("name", ["port", "grpc_port"])
+def test_a_port_in_use(tmp_path: Path, name: str) -> None:
+    [other] = free_ports(1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ports = {"port": other, "grpc_port": other, name: port}
+        said = refusal(tmp_path, f"server: {{port: {ports['port']}, grpc_port: {ports['grpc_port']}}}")
+    assert f"server.{name}: {port} must be free" in said
+    assert "address already in use" in said
+
+
+def test_one_port_for_both_doors(tmp_path: Path) -> None:
+    [port] = free_ports(1)
+    assert "server.grpc_port" in refusal(tmp_path, f"server: {{port: {port}, grpc_port: {port}}}")
+
+
+def test_a_host_that_is_not_here(tmp_path: Path) -> None:
+    port, grpc_port = free_ports(2)
+    said = refusal(tmp_path, f"server: {{host: 192.0.2.77, port: {port}, grpc_port: {grpc_port}}}")
+    assert "192.0.2.77" in said
+
+
+def test_a_model_that_is_not_there(tmp_path: Path) -> None:
+    port, grpc_port = free_ports(2)
+    said = refusal(tmp_path, f"target: {{model: {tmp_path}/none}}\nserver: {{port: {port}, grpc_port: {grpc_port}}}")
+    assert "target" in said
+    assert "none" in said
+    assert "is not a directory with a config.json" in said

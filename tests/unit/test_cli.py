@@ -1,0 +1,170 @@
+"""The command line as users meet it: what it prints, and one line with exit code 2 for what they do wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from triforce_core.bench.machine import quiet_machine
+from triforce_core.cli import main
+from triforce_core.config import load_settings
+from triforce_core.errors import InvalidValueError, UnavailableError
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    """Commands set the number of threads: put it back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["triforce", *arguments])
+    try:
+        main()
+    except SystemExit as stopped:
+        return int(stopped.code or 0)
+    return 0
+
+
+@pytest.fixture
+def prompt(tmp_path: Path) -> str:
+    path = tmp_path / "prompt.py"
+    path.write_text("def fibonacci(n):\n    if n < 2:\n        return n\n" * 20)
+    return str(path)
+
+
+FAST = ("--max-tokens", "24", "--dtype", "float32", "--threads", "1", "--json")
+
+
+def generated(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> dict[str, object]:
+    assert run(monkeypatch, "generate", *FAST, *arguments) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def test_generate_is_the_same_whatever_the_tiers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--top-p", "0.9", "--seed", "3")
+    plain, two, three = (
+        generated(monkeypatch, capsys, *arguments, "--tiers", tiers)
+        for tiers in ("target", "retrieval,target", "draft,retrieval,target")
+    )
+    assert plain["token_ids"] == two["token_ids"] == three["token_ids"]
+    assert plain["text"] == two["text"] == three["text"]
+    assert plain["usage"]["completion_tokens"] == len(plain["token_ids"]) <= 24
+    assert plain["stats"]["tokens_per_round"] == 1
+    assert plain["stats"]["acceptance"] == {"draft": None, "retrieval": None}
+    assert three["stats"]["tokens_per_round"] > 1
+    assert three["stats"]["acceptance"]["retrieval"] is not None
+    assert three["stats"]["acceptance"]["draft"] is not None
+
+
+def test_another_seed_gives_another_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    one, other = (generated(monkeypatch, capsys, "--prompt-file", prompt, "--seed", seed) for seed in ("1", "2"))
+    assert one["token_ids"] != other["token_ids"]
+
+
+def test_the_text_streams_as_it_would_be_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    arguments = ("generate", *FAST[:-1], "--prompt-file", prompt)
+    assert run(monkeypatch, *arguments) == 0
+    shown = capsys.readouterr().out
+    assert run(monkeypatch, *arguments, "--json") == 0
+    assert json.loads(capsys.readouterr().out)["text"] in shown
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--prompt-file", "/nowhere/at/all"], ["prompt-file", "/nowhere/at/all", "No such file"]),
+        (["--temperature", "-1"], ["temperature", "-1", "between 0 and"]),
+        (["--top-p", "0"], ["top_p", "0", "above 0"]),
+        (["--budget", "63", "--chunk", "8"], ["budget", "63", "multiple of chunk 8"]),
+        (["--lookaheads", "8"], ["lookaheads", "8", "two whole numbers"]),
+        (["--lookaheads", "65,1"], ["lookaheads", "65", "between 0 and 64"]),
+        (["--tiers", "draft"], ["tiers", "draft", "retrieval,target"]),
+        (["--target", "/nowhere"], ["target", "/nowhere", "config.json"]),
+        (["--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
+        (["--max-tokens", "many"], ["max-tokens", "integer"]),
+        (["--max-tokens", "0"], ["max_tokens", "0", "at least 1"]),
+        (["--max-tokens", "9000"], ["prompt", "9000 output tokens", "context of 8192"]),
+        (["--seed", "-1"], ["seed", "-1", "at least 0"]),
+        (["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml", "No such file"]),
+        (["--no-such-option"], ["--no-such-option"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompt: str,
+    arguments: list[str],
+    named: list[str],
+) -> None:
+    assert run(monkeypatch, "generate", "--prompt-file", prompt, *arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    for part in named:
+        assert part in captured.err
+
+
+def test_an_empty_and_a_binary_prompt_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for content, rule in ((b"", "must not be empty"), (b"\xff\xfe\x00", "not UTF-8")):
+        path = tmp_path / "prompt"
+        path.write_bytes(content)
+        assert run(monkeypatch, "generate", "--prompt-file", str(path)) == 2
+        assert rule in capsys.readouterr().err
+
+
+def test_config_prints_what_config_reads(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("retrieval: {budget: 256}\nspeculation: {lookaheads: [5, 2]}\n")
+    assert run(monkeypatch, "config", "--config", str(path)) == 0
+    printed = capsys.readouterr().out
+    path.write_text(printed)
+    assert load_settings(path).retrieval.budget == yaml.safe_load(printed)["retrieval"]["budget"] == 256
+    assert load_settings(path).speculation.lookaheads == (5, 2)
+    assert run(monkeypatch, "config", "--config", str(path), "--json") == 0
+    assert json.loads(capsys.readouterr().out)["speculation"]["lookaheads"] == [5, 2]
+
+
+def test_bench_decode_reports_what_it_promises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ("--context", "200", "--output", "24", "--dtype", "float32", "--threads", "1", "--force", "--json")
+    assert run(monkeypatch, "bench", "decode", *small) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert result["identical"] is True
+    assert result["speedup"] == pytest.approx(result["autoregressive_ms_per_token"] / result["triforce_ms_per_token"])
+    assert set(result["step_ms"]) == {"draft", "retrieval", "target", "plain"}
+    assert all(ms > 0 for ms in result["step_ms"].values())
+    assert result["tokens_per_round"] > 1
+    assert 0 <= result["repeated_16gram_share"] < 1
+    assert result["noise"] >= 0
+
+
+def test_two_benchmarks_never_run_at_once_nor_on_a_busy_machine() -> None:
+    with (
+        quiet_machine(0, force=True),
+        pytest.raises(UnavailableError, match="another benchmark"),
+        quiet_machine(0, force=True),
+    ):
+        pass
+    with pytest.raises(InvalidValueError, match="load average"), quiet_machine(-1, force=False):
+        pass

@@ -1,0 +1,115 @@
+"""Settings: what is refused names the field, the value and the rule, whether it comes from a file or from a caller."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from triforce_core.config import Settings, load_settings
+from triforce_core.errors import InvalidValueError
+from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.kv.streaming import WindowSettings
+from triforce_core.messages import SamplingParams
+
+BAD: list[tuple[str, list[str]]] = [
+    ("retreival: {budget: 64}", ["retreival", "budget", "Extra inputs are not permitted"]),
+    ("retrieval: {buget: 64}", ["retrieval.buget", "64", "Extra inputs are not permitted"]),
+    ("retrieval: {budget: 100, chunk: 32}", ["retrieval", "budget 100", "must be a multiple of chunk 32"]),
+    ("retrieval: {budget: 32, chunk: 32}", ["retrieval", "budget 32", "must hold two chunks of 32"]),
+    ("retrieval: {chunk: 0}", ["retrieval.chunk", "0", "greater than or equal to 1"]),
+    ("retrieval: {selector: best}", ["retrieval.selector", "'best'", "mean_key"]),
+    ("retrieval: [1, 2]", ["retrieval", "[1, 2]", "valid dictionary"]),
+    ("draft: {window: wide}", ["draft.window", "'wide'", "valid integer"]),
+    ("draft: {sinks: -1}", ["draft.sinks", "-1", "greater than or equal to 0"]),
+    ("speculation: {lookaheads: [65, 1]}", ["speculation", "(65, 1)", "between 0 and 64"]),
+    ("speculation: {tiers: 'target,draft'}", ["speculation.tiers", "'target,draft'", "draft,retrieval,target"]),
+    ("server: {port: 70000}", ["server.port", "70000", "less than or equal to 65535"]),
+    ("dtype: float8", ["dtype", "'float8'", "bfloat16"]),
+    ("max_sequences: 0", ["max_sequences", "0", "greater than or equal to 1"]),
+    ("- a list", ["config", "settings.yaml", "must be a mapping of sections"]),
+    ("target: {model: [", ["config", "settings.yaml", "is not valid YAML"]),
+]
+
+
+@pytest.mark.parametrize(("text", "named"), BAD, ids=[text for text, _ in BAD])
+def test_a_bad_file_is_refused_by_field_value_and_rule(text: str, named: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    with pytest.raises(InvalidValueError) as refusal:
+        load_settings(path)
+    for part in named:
+        assert part in str(refusal.value)
+
+
+def missing(path: Path) -> None:
+    """No such file."""
+
+
+def directory(path: Path) -> None:
+    path.mkdir()
+
+
+def binary(path: Path) -> None:
+    path.write_bytes(b"\xff\xfe\x00\x01")
+
+
+@pytest.mark.parametrize("make", [missing, directory, binary])
+def test_an_unreadable_file(make: Callable[[Path], None], tmp_path: Path) -> None:
+    make(tmp_path / "settings.yaml")
+    with pytest.raises(InvalidValueError, match=r"config: '.*settings\.yaml' "):
+        load_settings(tmp_path / "settings.yaml")
+
+
+def test_overrides_merge_into_sections_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("retrieval: {budget: 128, chunk: 16}\ndtype: float32\ntarget:\n")
+    settings = load_settings(path, retrieval={"chunk": 32}, target={"prefill_chunk": 64}, dtype="float16")
+    assert (settings.retrieval.budget, settings.retrieval.chunk) == (128, 32)
+    assert (settings.target.prefill_chunk, settings.dtype) == (64, "float16")
+    assert settings.draft == Settings().draft
+
+
+def test_overrides_are_validated_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("retrieval: {budget: 96}\ndraft: 7")
+    with pytest.raises(InvalidValueError, match="budget 96 must be a multiple of chunk 64"):
+        load_settings(path, retrieval={"chunk": 64}, draft={"sinks": 1})
+
+
+def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
+    path = tmp_path / "settings.yaml"
+    path.write_text("# nothing yet\n")
+    assert load_settings(path) == load_settings() == Settings()
+
+
+@pytest.mark.parametrize(
+    ("tiers", "effective"), [("target", (0, 0)), ("retrieval,target", (8, 0)), ("draft,retrieval,target", (8, 3))]
+)
+def test_tiers_that_do_not_take_part_look_ahead_by_0(tiers: str, effective: tuple[int, int]) -> None:
+    assert load_settings(speculation={"tiers": tiers, "lookaheads": (8, 3)}).speculation.effective == effective
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ChunkSettings(budget=100, chunk=8), r"retrieval\.budget: 100 must be a multiple of the chunk, 8"),
+        (lambda: ChunkSettings(budget=8, chunk=8), r"retrieval\.budget: 8 must hold two chunks of 8"),
+        (lambda: ChunkSettings(chunk=0), r"retrieval\.chunk: 0 must be at least 1"),
+        (lambda: ChunkSettings(recent=-1), r"retrieval\.recent: -1 must be 0 or more"),
+        (lambda: WindowSettings(sinks=-1), r"draft\.sinks: -1 must be 0 or more"),
+        (lambda: WindowSettings(window=0), r"draft\.window: 0 must be at least 1"),
+        (lambda: WindowSettings(slack=0), r"draft\.slack: 0 must be at least 1"),
+        (lambda: SamplingParams(temperature=-0.1), r"temperature: -0\.1 must be between 0 and 100"),
+        (lambda: SamplingParams(temperature=float("nan")), r"temperature: nan must be between"),
+        (lambda: SamplingParams(top_k=-1), r"top_k: -1 must be 0"),
+        (lambda: SamplingParams(top_p=0), r"top_p: 0 must be above 0"),
+        (lambda: SamplingParams(top_p=1.01), r"top_p: 1\.01 must be above 0 and at most 1"),
+        (lambda: SamplingParams(min_p=2), r"min_p: 2 must be between 0 and 1"),
+    ],
+)
+def test_values_are_checked_where_they_are_made(make: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        make()

@@ -1,0 +1,219 @@
+"""The loop itself, message by message: what is asked, what is judged, what goes up."""
+
+from __future__ import annotations
+
+import pytest
+
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.messages import GREEDY, Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work
+
+SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=1000)
+Tokens = tuple[int, ...]
+
+
+def work(sequence_id: int = 1, tokens: Tokens = (10, 11), lookaheads: Tokens = (4, 2), *, start: int = 0) -> Work:
+    return Work(Span(sequence_id, start, tokens, None if start else SPEC), lookaheads)
+
+
+class Below:
+    """A proposer whose answers the test gives by hand."""
+
+    def __init__(self) -> None:
+        self.asked: list[Work] = []
+        self.answers: list[list[Proposal]] = []
+        self.released: list[int] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.asked += work
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        assert self.answers, "waits for an answer that nobody owes"
+        return self.answers.pop(0)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.released += sequence_ids
+
+
+class Counting:
+    """A verifier whose own next token is always the position that it stands at."""
+
+    tier = Tier.RETRIEVAL
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.verdict: Verdict | None = None  # given in place of a judgement
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        self.claims += claims
+        return [self.verdict or self.judge(c) for c in claims]
+
+    def judge(self, claim: Claim) -> Verdict:
+        accepted = 0
+        while claim.proposed[accepted : accepted + 1] == (claim.span.end + accepted,):
+            accepted += 1
+        return Verdict(tuple(range(claim.span.end, claim.span.end + accepted + 1)), accepted)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        """Holds nothing."""
+
+
+@pytest.fixture
+def below() -> Below:
+    return Below()
+
+
+@pytest.fixture
+def verifier() -> Counting:
+    return Counting()
+
+
+@pytest.fixture
+def decoder(below: Below, verifier: Counting) -> SpeculativeDecoder:
+    return SpeculativeDecoder(below, verifier)
+
+
+def drafted(start: int, tokens: Tokens, sequence_id: int = 1) -> Proposal:
+    return Proposal(sequence_id, start, tokens, bytes([Tier.DRAFT]) * len(tokens), tallies=(Tally(),))
+
+
+def test_rounds_go_on_until_the_block_is_long_enough(
+    decoder: SpeculativeDecoder, below: Below, verifier: Counting
+) -> None:
+    decoder.submit([work(lookaheads=(4, 2))])
+    below.answers = [[drafted(2, (2, 99))], [drafted(4, (4, 5))]]
+    assert decoder.collect(1.0) == [], "one token accepted, one of its own: two of four"
+    (block,) = decoder.collect(1.0)
+    assert block.tokens == (2, 3, 4, 5, 6), "rounds are not cut"
+    assert (block.start, block.sequence_id) == (2, 1)
+    assert list(block.origins) == [Tier.DRAFT, Tier.RETRIEVAL, Tier.DRAFT, Tier.DRAFT, Tier.RETRIEVAL]
+    assert block.tallies == (Tally(rounds=2, proposed=4, accepted=3, rejected=1), Tally())
+    assert [(w.span.start, w.span.tokens, w.lookaheads) for w in below.asked] == [
+        (0, (10, 11), (2,)),
+        (0, (10, 11, 2, 3), (2,)),
+    ], "each round states what the tier has decided"
+    assert below.asked[0].span.spec == SPEC
+
+
+@pytest.mark.parametrize("wait_for_all", [True, False])
+def test_a_repeated_answer_counts_once(below: Below, verifier: Counting, wait_for_all: bool) -> None:
+    decoder = SpeculativeDecoder(below, verifier, wait_for_all=wait_for_all)
+    decoder.submit([work(1), work(2)])
+    below.answers = [[drafted(2, (2, 3)), drafted(2, (2, 3))], [drafted(2, (2, 3)), drafted(2, (), sequence_id=2)]]
+    for _ in range(1 if wait_for_all else 2):
+        decoder.collect(1.0)
+    assert [(c.span.sequence_id, c.proposed) for c in verifier.claims] == [(1, (2, 3)), (2, ())]
+
+
+def test_answers_to_other_positions_are_dropped(decoder: SpeculativeDecoder, below: Below, verifier: Counting) -> None:
+    decoder.submit([work()])
+    below.answers = [[drafted(1, (7,)), drafted(3, (7,)), drafted(2, (7,), sequence_id=9)], [], [drafted(2, (2,))]]
+    decoder.collect(1.0)
+    assert [c.proposed for c in verifier.claims] == [(2,)]
+
+
+def test_what_is_ready_need_not_wait(below: Below, verifier: Counting) -> None:
+    decoder = SpeculativeDecoder(below, verifier, wait_for_all=False)
+    decoder.submit([work(1, lookaheads=(1, 2)), work(2, lookaheads=(1, 2)), work(3, lookaheads=(1, 0))])
+    below.answers = [[], [drafted(2, (2,), sequence_id=2)], [drafted(2, (5,))]]
+    assert [[p.sequence_id for p in decoder.collect(1.0)] for _ in range(3)] == [[3], [2], [1]]
+
+
+@pytest.mark.parametrize("lookaheads", [(2, 0), (1, 2)])
+def test_later_work_replaces_earlier_and_is_all_that_is_waited_for(
+    decoder: SpeculativeDecoder, below: Below, lookaheads: Tokens
+) -> None:
+    """Also when the later work skips the level that still owes an answer to the earlier."""
+    decoder.submit([work(lookaheads=(4, 2))])
+    decoder.submit([work(tokens=(10, 11, 2), lookaheads=lookaheads)])
+    below.answers = [[drafted(2, (7, 7))], [drafted(3, (3,))]] if lookaheads[1] else []
+    blocks = decoder.collect(1.0) + ([] if lookaheads[1] else decoder.collect(1.0))
+    assert [(b.start, b.tokens) for b in blocks] == [(3, (3, 4))]
+
+
+def test_earlier_work_that_asked_nobody_leaves_no_answer_behind(decoder: SpeculativeDecoder, below: Below) -> None:
+    decoder.submit([work(lookaheads=(4, 0))])
+    decoder.submit([work(lookaheads=(1, 2))])
+    below.answers = [[drafted(2, (2, 3))]]
+    (block,) = decoder.collect(1.0)
+    assert block.tokens == (2, 3, 4)
+
+
+def test_a_released_sequence_is_not_waited_for(decoder: SpeculativeDecoder, below: Below) -> None:
+    decoder.submit([work(1), work(2)])
+    decoder.release([1, 77])
+    decoder.release([1])
+    assert below.released == [1, 77, 1]
+    below.answers = [[drafted(2, (2, 3)), drafted(2, (2, 3, 4), sequence_id=2)]]
+    assert [p.sequence_id for p in decoder.collect(1.0)] == [2]
+
+
+def test_a_skipped_level_passes_on_what_comes_from_below(
+    decoder: SpeculativeDecoder, below: Below, verifier: Counting
+) -> None:
+    decoder.submit([work(lookaheads=(0, 2))])
+    below.answers = [[drafted(2, (8, 9))]]
+    (block,) = decoder.collect(1.0)
+    assert (block.tokens, block.origins) == ((8, 9), bytes([Tier.DRAFT] * 2))
+    assert block.tallies == (Tally(), Tally())
+    assert verifier.claims == []
+
+
+def test_a_prefill_chunk_goes_no_further(decoder: SpeculativeDecoder, below: Below, verifier: Counting) -> None:
+    verifier.verdict = Verdict()
+    decoder.submit([Work(Span(1, 0, (1, 2, 3), SPEC), (1, 8, 3), sample=False)])
+    (block,) = decoder.collect(1.0)
+    assert (block.start, block.tokens) == (3, ())
+    assert below.asked == []
+    assert not verifier.claims[0].sample
+
+
+# Lacks: (from below, the tier's own) → (said above, rounds). The work starts at 20 and ends at 22.
+LACKS = {
+    "nothing": (None, None, None, 2),
+    "the level below, before our work": (5, None, 5, 1),
+    "the level below, within our work: the next round states it": (20, None, None, 2),
+    "this tier": (None, 7, 7, 1),
+    "both: the lower is said": (5, 7, 5, 1),
+    "both, the other way round": (8, 7, 7, 1),
+}
+
+
+@pytest.mark.parametrize("name", LACKS)
+def test_what_is_missing_goes_up_unless_we_can_state_it(
+    name: str, decoder: SpeculativeDecoder, below: Below, verifier: Counting
+) -> None:
+    from_below, own, said, rounds = LACKS[name]
+    verifier.verdict = Verdict(missing_from=own) if own is not None else None
+    decoder.submit([work(start=20, lookaheads=(2, 1))])
+    below.answers = [[Proposal(1, 22, missing_from=from_below)], [drafted(23, (0,))]]
+    blocks = decoder.collect(1.0) or decoder.collect(1.0)
+    assert len(below.asked) == rounds
+    assert blocks[0].missing_from == said
+
+
+def test_a_lack_of_the_last_round_goes_up_even_if_it_is_within_our_work(
+    decoder: SpeculativeDecoder, below: Below
+) -> None:
+    """No further round will state it: without this, a lost statement would never be made again."""
+    decoder.submit([work(start=20, lookaheads=(1, 1))])
+    below.answers = [[Proposal(1, 22, missing_from=20)]]
+    assert decoder.collect(1.0)[0].missing_from == 20
+
+
+@pytest.mark.parametrize("by", ["below", "this tier"])
+def test_a_wanted_snapshot_is_asked_for_above(
+    by: str, decoder: SpeculativeDecoder, below: Below, verifier: Counting
+) -> None:
+    decoder.submit([work(lookaheads=(1, 1))])
+    below.answers = [[Proposal(1, 2, snapshot_wanted=by == "below")]]
+    verifier.verdict = Verdict(snapshot_wanted=True) if by == "this tier" else None
+    assert decoder.collect(1.0)[0].snapshot_wanted
+
+
+def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, below: Below, verifier: Counting) -> None:
+    decoder.submit([work(lookaheads=(8, 2))])
+    below.answers = [[drafted(2, (2, 3))]]
+    verifier.verdict = Verdict((2, 3), num_accepted=2, ended=True)
+    (block,) = decoder.collect(1.0)
+    assert block.tokens == (2, 3)
+    assert block.tallies[0] == Tally(rounds=1, proposed=2, accepted=2, rejected=0)

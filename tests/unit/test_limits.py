@@ -1,0 +1,55 @@
+"""What can never be served is refused before it is queued, by field, value and rule."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from triforce_core.engine.limits import Limits
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import InvalidValueError, TooLargeError
+from triforce_core.messages import GREEDY
+
+LIMITS = Limits(context_length=100, kv_pool_tokens=80, vocab_size=50)
+GOOD = Request(prompt=(1, 2, 3), max_tokens=10, sampling=GREEDY, seed=0, lookaheads=(8, 3))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt": ()}, "prompt: '' must hold at least one token"),
+        ({"prompt": (1, 50, 2)}, "prompt: 50 is not a token id: must be at least 0 and below 50"),
+        ({"prompt": (1, -1)}, "prompt: -1 is not a token id"),
+        ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
+        ({"seed": -1}, "seed: -1 must be at least 0"),
+        ({"seed": 2**63}, f"seed: {2**63} must be at least 0 and below"),
+        ({"resume": (1,) * 10}, "resume_token_ids: 10 must be fewer than max_tokens"),
+        ({"resume": (99,)}, "resume_token_ids: 99 is not a token id"),
+    ],
+)
+def test_a_bad_request(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError) as refusal:
+        LIMITS.check(replace(GOOD, **changes))
+    assert message in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "limits", "named"),
+    [
+        (91, 10, LIMITS, ["91 prompt + 10 output tokens", "context of 100"]),
+        (71, 10, LIMITS, ["71 prompt + 10 output tokens", "KV pool of 80"]),
+        (1, 100, replace(LIMITS, kv_pool_tokens=1000), ["1 prompt + 100 output tokens", "context of 100"]),
+    ],
+)
+def test_what_is_too_large(prompt: int, max_tokens: int, limits: Limits, named: list[str]) -> None:
+    with pytest.raises(TooLargeError) as refusal:
+        limits.check(replace(GOOD, prompt=(1,) * prompt, max_tokens=max_tokens))
+    for part in named:
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize("changes", [{}, {"prompt": (49,) * 70}, {"seed": 2**63 - 1}, {"resume": (0,) * 9}], ids=str)
+def test_what_fits_passes(changes: dict[str, Any]) -> None:
+    LIMITS.check(replace(GOOD, **changes))

@@ -1,0 +1,195 @@
+"""What the loader refuses, and that it says why: a model served wrongly would be worse than one not served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import (
+    BloomConfig,
+    BloomForCausalLM,
+    FalconConfig,
+    FalconForCausalLM,
+    Gemma2Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+)
+
+from tests.random_models import FAMILIES, random_model
+from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError
+from triforce_core.models.load import (
+    check_same_vocabulary,
+    check_supported,
+    context_length,
+    kv_geometry,
+    load_config,
+    load_model,
+    load_tokenizer,
+    stop_token_ids,
+)
+
+TINY: dict[str, Any] = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+}
+
+
+def rope(kind: str, **values: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 1e4, "original_max_position_embeddings": 128, **values}
+
+
+REFUSED: dict[str, tuple[PretrainedConfig, str, str]] = {
+    "Mistral as published": (MistralConfig(**TINY), "sliding_window", "4096"),
+    "Qwen2 with its window on": (
+        Qwen2Config(**TINY, use_sliding_window=True, sliding_window=512, max_window_layers=1),
+        "sliding_window",
+        "512",
+    ),
+    "Gemma 2": (Gemma2Config(**TINY), "sliding_window", "4096"),
+    "Gemma 2 without windows": (
+        Gemma2Config(**TINY, sliding_window=None, layer_types=["full_attention"] * 2),
+        "attn_logit_softcapping",
+        "50.0",
+    ),
+    "dynamic RoPE": (LlamaConfig(**TINY, rope_parameters=rope("dynamic", factor=2.0)), "rope_type", "dynamic"),
+    "longrope": (
+        LlamaConfig(
+            **TINY, rope_parameters=rope("longrope", factor=2.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
+        ),
+        "rope_type",
+        "longrope",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_features_that_are_not_honoured_are_refused_by_name(name: str, tmp_path: Path) -> None:
+    config, feature, value = REFUSED[name]
+    config.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError) as refusal:
+        load_config(str(tmp_path), "target")
+    for part in (str(tmp_path), feature, value):
+        assert part in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(**TINY, sliding_window=None),
+        Qwen2Config(**TINY),  # has a sliding_window, and use_sliding_window off
+        LlamaConfig(**TINY, rope_parameters=rope("linear", factor=2.0)),
+        LlamaConfig(**TINY, rope_parameters=rope("yarn", factor=2.0)),
+        LlamaConfig(**TINY, rope_parameters=rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
+    ],
+    ids=["mistral", "qwen2", "linear", "yarn", "llama3"],
+)
+def test_features_that_are_off_or_honoured_pass(config: PretrainedConfig) -> None:
+    check_supported(config, "a model")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_loads_and_says_the_shape_of_its_kv(family: str, tmp_path: Path) -> None:
+    random_model(family).save_pretrained(tmp_path)
+    model = load_model(str(tmp_path), "target", "bfloat16", "cpu")
+    geometry = kv_geometry(model)
+    assert (geometry.num_layers, geometry.num_kv_heads, geometry.head_dim) == (2, 2, 16)
+    assert geometry.bytes_per_token == 2 * 2 * 2 * 16 * 2
+    assert context_length(model.config) == 8192
+    assert not model.training
+
+
+UNSEEN = {
+    "attention sinks that only the weights show": lambda: GptOssForCausalLM(
+        GptOssConfig(
+            **TINY,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            sliding_window=None,
+            layer_types=["full_attention"] * 2,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+        )
+    ),
+    "attention that bypasses our caches": lambda: BloomForCausalLM(
+        BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
+    ),
+    "attention classes of its own": lambda: FalconForCausalLM(
+        FalconConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_the_configuration_does_not_show_is_refused_too(name: str, tmp_path: Path) -> None:
+    UNSEEN[name]().save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModelError, match=str(tmp_path)):
+        load_model(str(tmp_path), "target", "float32", "cpu")
+
+
+def nothing(path: Path) -> None:
+    """An empty directory."""
+
+
+def no_weights(path: Path) -> None:
+    random_model().config.save_pretrained(path)
+
+
+def broken_weights(path: Path) -> None:
+    no_weights(path)
+    (path / "model.safetensors").write_bytes(b"not safetensors")
+
+
+def broken_config(path: Path) -> None:
+    (path / "config.json").write_text("{")
+
+
+def unknown_type(path: Path) -> None:
+    (path / "config.json").write_text('{"model_type": "nobody-knows"}')
+
+
+@pytest.mark.parametrize("damage", [nothing, no_weights, broken_weights, broken_config, unknown_type])
+@pytest.mark.parametrize("role", ["target", "drafter"])
+def test_a_directory_that_holds_no_model(damage: Callable[[Path], None], role: str, tmp_path: Path) -> None:
+    damage(tmp_path)
+    with pytest.raises(UnknownModelError) as refusal:
+        load_model(str(tmp_path), role, "float32", "cpu")
+    assert str(refusal.value).startswith(f"{role}: ")
+    assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["/no/such/directory", "./no-such-directory", "~/no-such-directory"])
+def test_a_missing_directory_is_never_looked_for_on_the_hub(name: str) -> None:
+    with pytest.raises(UnknownModelError, match=r"is not a directory with a config\.json"):
+        load_config(name, "target")
+
+
+def test_an_unknown_dtype() -> None:
+    with pytest.raises(InvalidValueError, match=r"dtype: 'int8' must be one of float32, bfloat16, float16"):
+        load_model("demo", "target", "int8", "cpu")
+
+
+def test_a_drafter_with_another_vocabulary() -> None:
+    with pytest.raises(InvalidValueError, match=r"drafter\.vocab_size: 300 must be the target's, 256"):
+        check_same_vocabulary(LlamaConfig(vocab_size=256), LlamaConfig(vocab_size=300))
+    check_same_vocabulary(LlamaConfig(vocab_size=256), Qwen2Config(vocab_size=256))
+
+
+def test_the_demo_pair() -> None:
+    """One vocabulary, and a tokenizer that gives text back."""
+    target, drafter = load_config("demo", "target"), load_config("demo", "drafter")
+    check_same_vocabulary(target, drafter)
+    tokenizer = load_tokenizer("demo")
+    assert len(tokenizer) <= target.vocab_size
+    assert all(0 <= token < target.vocab_size for token in stop_token_ids("demo"))
+    text = "def greet(name: str) -> None:\n    print(f'héllo {name} ☃')\n"
+    assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text

@@ -1,0 +1,50 @@
+"""What a pipeline can serve, known from its settings and the target's configuration: no weights, no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from transformers.configuration_utils import PretrainedConfig
+
+from triforce_core.config import Settings
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import TooLargeError, require
+from triforce_core.models.files import context_length
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a pipeline can serve, whatever else it serves at the time."""
+
+    context_length: int  # tokens of prompt and output together
+    kv_pool_tokens: int
+    vocab_size: int
+
+    def check(self, request: Request) -> None:
+        """Raise `InvalidValueError` or `TooLargeError` for what can never be served."""
+        require(len(request.prompt) > 0, "prompt", "", "must hold at least one token")
+        require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
+        num_resumed = len(request.resume)
+        require(num_resumed < request.max_tokens, "resume_token_ids", num_resumed, "must be fewer than max_tokens")
+        require(0 <= request.seed < 2**63, "seed", request.seed, "must be at least 0 and below 2**63")
+        self.check_tokens("prompt", request.prompt)
+        self.check_tokens("resume_token_ids", request.resume)
+        length = len(request.prompt) + request.max_tokens
+        counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
+        if length > self.context_length:
+            raise TooLargeError("prompt", counts, f"must fit the context of {self.context_length} tokens")
+        if length > self.kv_pool_tokens:
+            raise TooLargeError("prompt", counts, f"must fit the KV pool of {self.kv_pool_tokens} tokens")
+
+    def check_tokens(self, field: str, tokens: tuple[int, ...]) -> None:
+        if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
+            wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
+            require(False, field, wrong, f"is not a token id: must be at least 0 and below {self.vocab_size}")
+
+
+def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
+    """What a target with this configuration can serve."""
+    allowed = context_length(config)
+    context = settings.target.context_length or allowed
+    require(context <= allowed, "target.context_length", context, f"must be at most the model's {allowed} positions")
+    return Limits(context, settings.target.kv_pool_tokens or 2 * context, config.vocab_size)

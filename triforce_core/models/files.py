@@ -1,0 +1,112 @@
+"""What a model's files say of it without its weights: configuration, tokenizer, where its output ends.
+
+What a model needs and we do not honour is refused here, by name. This part loads in half the time of load.py: processes
+that run no model need no more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+from transformers.configuration_utils import PretrainedConfig
+
+from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
+
+DEMO_WEIGHTS = Path(__file__).parent.parent / "demo" / "weights"
+SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # their frequencies do not depend on the current length
+
+
+def resolve(name: str, role: str) -> str:
+    """`demo` names the embedded pair; anything else is a directory or, failing that, a hub id for transformers.
+
+    `role` is `target` or `drafter`, and the field that an error names.
+    """
+    if name == "demo":
+        return str(DEMO_WEIGHTS / role)
+    path = Path(name).expanduser()
+    if path.exists() or name.startswith(("/", ".", "~")):
+        if not (path / "config.json").is_file():
+            raise UnknownModelError(role, name, "is not a directory with a config.json")
+        return str(path)
+    return name
+
+
+def load_config(name: str, role: str) -> PretrainedConfig:
+    """The model's configuration, checked for what this engine supports."""
+    path = resolve(name, role)
+    try:
+        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise UnknownModelError(
+            role, name, f"is neither a model directory nor a hub id that loads ({reason})"
+        ) from None
+    check_supported(config, name)
+    return config  # type: ignore[no-any-return]
+
+
+def check_supported(config: PretrainedConfig, name: str) -> None:
+    """Raise `UnsupportedModelError` for a feature that would make the output differ from the model's own."""
+
+    def refuse(feature: str, value: object) -> None:
+        raise UnsupportedModelError(f"model {name!r}: {feature} = {value!r} is not supported")
+
+    if getattr(config, "is_encoder_decoder", False):
+        refuse("is_encoder_decoder", True)
+    window = getattr(config, "sliding_window", None)
+    if window is not None and getattr(config, "use_sliding_window", True):
+        refuse("sliding_window", window)
+    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
+    if kinds:
+        refuse("layer_types", sorted(kinds))
+    rope = getattr(config, "rope_parameters", None) or {}
+    kind = rope.get("rope_type", "default")
+    if kind not in SUPPORTED_ROPE:
+        refuse("rope_type", kind)
+    for feature in ("attn_logit_softcapping", "attention_chunk_size", "kv_lora_rank", "sinks"):
+        if getattr(config, feature, None):
+            refuse(feature, getattr(config, feature))
+
+
+def context_length(config: PretrainedConfig) -> int:
+    """The most tokens, prompt and output together, that the model's positions allow."""
+    return int(config.max_position_embeddings)
+
+
+def load_tokenizer(name: str) -> Any:
+    """The target's tokenizer, as transformers loads it."""
+    return AutoTokenizer.from_pretrained(resolve(name, "target"), trust_remote_code=False)
+
+
+def stop_token_ids(name: str) -> tuple[int, ...]:
+    """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+    try:
+        found = GenerationConfig.from_pretrained(resolve(name, "target")).eos_token_id
+    except OSError:
+        found = None
+    found = load_config(name, "target").eos_token_id if found is None else found
+    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+
+
+def check_pair(target: str, drafter: str) -> None:
+    """Refuse a pair that cannot work, before any weights are loaded: tiers exchange token ids.
+
+    Where the drafter brings a tokenizer, it must be the target's; where it brings none, the sizes must agree.
+    """
+    configs = load_config(target, "target"), load_config(drafter, "drafter")
+    sizes = [config.vocab_size for config in configs]
+    require(sizes[0] == sizes[1], "drafter", drafter, f"has {sizes[1]} tokens: must have the target's {sizes[0]}")
+    try:
+        theirs = AutoTokenizer.from_pretrained(resolve(drafter, "drafter"), trust_remote_code=False).get_vocab()
+    except (OSError, ValueError, KeyError):
+        return
+    same = theirs == load_tokenizer(target).get_vocab()
+    require(same, "drafter", drafter, f"has a vocabulary other than that of the target {target!r}")
+
+
+def check_same_vocabulary(target: PretrainedConfig, drafter: PretrainedConfig) -> None:
+    """The part of `check_pair` that loaded models allow."""
+    rule = f"must be the target's, {target.vocab_size}"
+    require(drafter.vocab_size == target.vocab_size, "drafter.vocab_size", drafter.vocab_size, rule)
