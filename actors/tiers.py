@@ -48,9 +48,6 @@ class TierActor(ABC):
         """Load, serve, and return the address. Safe to call again, and while it runs."""
         with self.starting:  # the owner of the pipeline calls it, and so does the tier above
             if self.server is None:
-                import torch
-
-                torch.set_num_threads(getattr(self.settings.threads, self.tier.name.lower()))
                 host = self.settings.server.tier_host
                 self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
             return self.server.address
@@ -102,7 +99,8 @@ class RetrievalActor(TierActor):
         timeout_s = self.settings.server.link_timeout_s / 2
         self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
-        self.tier_server = TierServer(retrieval_decoder(model, self.kv, self.link), Tier.RETRIEVAL, above=Tier.TARGET)
+        decoder = retrieval_decoder(model, self.kv, self.link, self.settings)
+        self.tier_server = TierServer(decoder, Tier.RETRIEVAL, above=Tier.TARGET)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
 
     def take_snapshot(self, packed: PackedSnapshot) -> None:

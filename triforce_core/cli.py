@@ -64,7 +64,7 @@ def settings_from(
         "retrieval": {"budget": budget, "chunk": chunk},
         "target": {"model": target},
         "draft": {"model": drafter},
-        "threads": {"draft": threads, "retrieval": threads, "target": threads},
+        "threads": {"decode": threads, "prefill": threads},
         "server": {"port": port},
     }
     given = {name: {k: v for k, v in values.items() if v is not None} for name, values in sections.items()}
@@ -118,13 +118,10 @@ def generate(
     text = read_prompt(prompt_file)
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 
-    import torch
-
     from triforce_core.engine.local import local_engine, run_to_end
     from triforce_core.engine.sequence import Request
     from triforce_core.models.load import check_pair, load_model, load_tokenizer, stop_token_ids
 
-    torch.set_num_threads(settings.threads.target)
     check_pair(settings.target.model, settings.draft.model)
     tokenizer = load_tokenizer(settings.target.model)
     prompt = tuple(tokenizer(text)["input_ids"])

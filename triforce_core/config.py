@@ -79,11 +79,12 @@ class SpeculationSettings(Strict):
 
 
 class ThreadSettings(Strict):
-    """CPU threads of each tier's process; they matter where tiers share cores."""
+    """CPU threads of a forward pass, in every tier. By default what torch sees fit, but one to decode with a tiny
+    model, whose operators are so short that handing parts of them out costs more than it saves.
+    """
 
-    draft: int = Field(1, ge=1)
-    retrieval: int = Field(2, ge=1)
-    target: int = Field(2, ge=1)
+    decode: int | None = Field(None, ge=1, description="of a pass over few tokens")
+    prefill: int | None = Field(None, ge=1, description="of a pass over many")
 
 
 class ServerSettings(Strict):

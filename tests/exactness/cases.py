@@ -108,6 +108,9 @@ DEMO = [
     Case(0.6, 1.0, (16, 4), 1024, 32, 1, 0.02, 0.1, (16, 200), 60, "demo"),
     Case(1.3, 1.0, (1, 1), 128, 1, 5, 0.0, 0.05, (16, 200), 60, "demo"),
 ]
+# Drafters that are the target: where the budget and the window hold the whole text, all that they propose is accepted.
+PERFECT = Case(1.0, 1.0, (4, 2), 1024, 8, 5, 0.0, 0.0, (16, 200), 3000)
+CASES = [*COVERING, *DEMO, PERFECT]
 
 
 @dataclass
@@ -177,7 +180,7 @@ def engine_for(case: Case, events: Counter[str]) -> Engine:
     settings = case.settings
     kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"])
     kv.events = events
-    inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings))
+    inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings), settings)
     engine = target_engine(target, settings, counted(inner, events), kv)
     counted(engine.decoder, events)
     return engine

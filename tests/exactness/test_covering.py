@@ -9,16 +9,26 @@ from __future__ import annotations
 import functools
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from tests.conftest import HeldOut
-from tests.exactness.cases import COVERING, DEMO, FACTORS, Case, Outcome, decode_plainly, random_prompts, speculate
+from tests.exactness.cases import (
+    CASES,
+    COVERING,
+    FACTORS,
+    PERFECT,
+    Case,
+    Outcome,
+    decode_plainly,
+    random_prompts,
+    speculate,
+)
 from tests.pairwise import pairs_of
 from triforce_core.messages import Tier
 
 Prompts = Callable[[Case], tuple[int, ...]]
-CASES = [*COVERING, *DEMO]
 LENGTHS = [60, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]  # output tokens
 EVENTS = [
     *(
@@ -65,7 +75,7 @@ def test_everything_that_can_happen_happened(num_tokens: int, prompts: Prompts) 
         acceptances = [a for o in outcomes for a in o.acceptances(level)]
         print(f"acceptance at the {level.name} level: {min(acceptances):.3f} to {max(acceptances):.3f}")
         assert min(acceptances) < 0.2
-        assert max(acceptances) > 0.9
+        assert max(acceptances) > 0.95
 
 
 def test_the_set_covers_every_pair() -> None:
@@ -77,7 +87,7 @@ def test_the_set_covers_every_pair() -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_drafters_that_are_the_target_and_see_everything_are_always_accepted(temperature: float) -> None:
     """Nothing but a tier's cache could then make it differ: through snapshots, refreshes and growth, none does."""
-    case = Case(temperature, 1.0, (4, 2), 1024, 8, 5, 0.0, 0.0, (16, 200), 3000)
+    case = replace(PERFECT, temperature=temperature)
     outcome = speculate(case, 200, random_prompts(case))
     for request, levels in zip(case.requests(200, random_prompts(case)), outcome.tallies, strict=True):
         if len(request.prompt) + 200 <= case.budget:

@@ -62,7 +62,7 @@ def test_the_engines_samples_follow_the_targets_law(params: SamplingParams, look
 
     settings = Settings.model_validate({"dtype": "float32", "max_sequences": 128, "retrieval": {"budget": 64}})
     kv = RetrievalKV(kv_geometry(target), 128, 64, 32, KERNELS["cpu_flash"])
-    inner = retrieval_decoder(with_noise(target, 0.3), kv, draft_proposer(with_noise(target, 0.6), settings))
+    inner = retrieval_decoder(with_noise(target, 0.3), kv, draft_proposer(with_noise(target, 0.6), settings), settings)
     engine = target_engine(target, settings, inner, kv)
     outcome = finish(engine, [Request(PROMPT, 3, params, seed, lookaheads) for seed in range(4000)])
     fit = p_value(outcome.tokens, law)

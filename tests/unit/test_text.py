@@ -32,7 +32,7 @@ def meaning(kind: str) -> TokenText:
 
 
 def llama_tokenizer() -> PreTrainedTokenizerFast:
-    """The kind that Llama 2 has: ▁ for spaces, the first of them stripped, and bytes for what is not in the vocabulary."""
+    """Llama 2's kind: ▁ for spaces, the first of them stripped, and bytes for what is not in the vocabulary."""
     words = ["▁", "▁▁", "▁the", "▁a", "end", "END", "▁END", "\n", "é", "€", *string.ascii_letters]
     tokens = ["<eos>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
     backend = BackendTokenizer(models.BPE({t: i for i, t in enumerate(tokens)}, [], byte_fallback=True))

@@ -19,7 +19,7 @@ from triforce_core.engine.local import local_engine, run_to_end
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import DTYPES, check_pair, load_model, load_tokenizer, resolve
-from triforce_core.models.runner import ModelRunner
+from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.roles import ModelProposer, ModelVerifier
 
 Report = Callable[[str], None]
@@ -86,13 +86,13 @@ def bench_decode(
     report: Report,
 ) -> dict[str, Any]:
     """Run it and return the figures; one prefill a run, the two modes in alternating order."""
-    torch.set_num_threads(settings.threads.target)
     load_before = os.getloadavg()[0]
     check_pair(settings.target.model, settings.draft.model)
     target = load_model(settings.target.model, "target", settings.dtype, settings.device)
     drafter = load_model(settings.draft.model, "drafter", settings.dtype, settings.device)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
     engine = local_engine(target, drafter, settings)
+    threads = threads_for(target, settings)
 
     def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:
         return Measurement(engine, Request(prompt, max_tokens, sampling, seed, lookaheads))
@@ -116,7 +116,7 @@ def bench_decode(
         "lookaheads": list(settings.speculation.effective),
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
-        "threads": settings.threads.target,
+        "threads": {"decode": threads.decode, "prefill": threads.prefill},
         "autoregressive_ms_per_token": plain_ms,
         "triforce_ms_per_token": triforce_ms,
         "speedup": plain_ms / triforce_ms,

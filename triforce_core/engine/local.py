@@ -20,7 +20,7 @@ from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
 from triforce_core.models.load import check_same_vocabulary, kv_geometry
-from triforce_core.models.runner import ModelRunner
+from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.roles import ModelProposer, ModelVerifier
 
 MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
@@ -30,7 +30,7 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     """The draft tier."""
     window = WindowSettings(settings.draft.sinks, settings.draft.window, settings.draft.slack)
     kv = StreamingKV(kv_geometry(model), settings.max_sequences, window, kernel_for(settings))
-    return ModelProposer(ModelRunner(model, kv))
+    return ModelProposer(ModelRunner(model, kv, threads_for(model, settings)))
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
@@ -41,16 +41,22 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     )
 
 
-def retrieval_decoder(model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer) -> SpeculativeDecoder:
+def retrieval_decoder(
+    model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer, settings: Settings
+) -> SpeculativeDecoder:
     """The retrieval tier over whatever drafts for it."""
-    return SpeculativeDecoder(drafts, ModelVerifier(ModelRunner(model, kv), Tier.RETRIEVAL))
+    return SpeculativeDecoder(
+        drafts, ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
+    )
 
 
 def target_engine(model: PreTrainedModel, settings: Settings, below: Proposer, sink: SnapshotSink) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain."""
     limits = target_limits(model.config, settings)
     kv = FullKV(kv_geometry(model), limits.kv_pool_tokens, kernel_for(settings))
-    decoder = SpeculativeDecoder(below, ModelVerifier(ModelRunner(model, kv), Tier.TARGET))
+    decoder = SpeculativeDecoder(
+        below, ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
+    )
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
@@ -63,7 +69,7 @@ def local_engine(target: PreTrainedModel, drafter: PreTrainedModel, settings: Se
     """The whole chain in this process."""
     check_same_vocabulary(target.config, drafter.config)
     sparse = retrieval_kv(target, settings)
-    inner = retrieval_decoder(target, sparse, draft_proposer(drafter, settings))
+    inner = retrieval_decoder(target, sparse, draft_proposer(drafter, settings), settings)
     return target_engine(target, settings, inner, sparse)
 
 

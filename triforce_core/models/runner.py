@@ -3,19 +3,39 @@
 from __future__ import annotations
 
 import time
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, Forward, KVCache
+
+MANY_TOKENS = 64  # from here on a pass is worth all prefill threads
+TINY_PARAMETERS = 100_000_000
+ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
+
+
+class Threads(NamedTuple):
+    """CPU threads of a pass over few tokens, and of one over many."""
+
+    decode: int
+    prefill: int
+
+
+def threads_for(model: PreTrainedModel, settings: Settings) -> Threads:
+    """What the settings say of this model's passes, the defaults filled in."""
+    decode = 1 if model.num_parameters() < TINY_PARAMETERS else ALL_THREADS
+    return Threads(settings.threads.decode or decode, settings.threads.prefill or ALL_THREADS)
 
 
 class ModelRunner:
     """Several runners may share one model: only the KV cache is a runner's own."""
 
-    def __init__(self, model: PreTrainedModel, kv: KVCache) -> None:
+    def __init__(self, model: PreTrainedModel, kv: KVCache, threads: Threads | None = None) -> None:
         self.model, self.kv = model, kv
+        self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
     @torch.inference_mode()
@@ -30,6 +50,8 @@ class ModelRunner:
         if not batch.rows:
             return torch.empty(0, self.model.config.vocab_size), batch
         device = self.kv.geometry.device
+        if self.threads is not None and batch.num_tokens >= MANY_TOKENS:
+            torch.set_num_threads(self.threads.prefill)
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
@@ -41,6 +63,8 @@ class ModelRunner:
             kv=batch,
         )
         logits = output.logits[0].float()
+        if self.threads is not None:  # what follows, sampling and selecting chunks, is small work again
+            torch.set_num_threads(self.threads.decode)
         self.passes += 1
         self.seconds += time.perf_counter() - started
         return logits, batch
