@@ -18,7 +18,8 @@ from triforce_core.kv.snapshot import Snapshot
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 60.0
+TIMEOUT_S = 30.0
+MAX_WAITING = 16  # snapshots, on their way and queued
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,8 @@ class ObjectStoreSink:
 
     def deliver(self, snapshot: Snapshot) -> None:
         self.sending = {i: future for i, future in self.sending.items() if not future.done()}
+        while len(self.sending) >= MAX_WAITING:  # the receiver hangs: what is oldest is wanted least
+            self.sending.pop(next(iter(self.sending))).cancel()
         self.sending[snapshot.sequence_id] = self.executor.submit(self._send, snapshot)
 
     def in_flight(self, sequence_id: int) -> bool:
@@ -78,6 +81,3 @@ class ObjectStoreSink:
             log.warning(
                 "snapshot %d of sequence %d was not delivered: %s", snapshot.version, snapshot.sequence_id, error
             )
-
-    def close(self) -> None:
-        self.executor.shutdown(wait=False, cancel_futures=True)

@@ -18,12 +18,13 @@ import grpc
 from actors.wire import proposal_batch_from_proto, work_batch_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
+from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Proposal, Work
 
 log = logging.getLogger(__name__)
 
 CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
-RETRY_S = 0.5
+RETRY_S, MAX_RETRY_S = 0.5, 30.0  # doubled with each deadline missed in a row
 
 
 class Stream:
@@ -46,6 +47,9 @@ class Stream:
             self.call.cancel()
 
 
+Arrival = tuple[Stream, pb.ProposalBatch] | Stream  # a batch and what it came over, or a stream that has ended
+
+
 class Pending(NamedTuple):
     """Work that the peer owes an answer to."""
 
@@ -66,7 +70,8 @@ class RemoteProposer:
         self.stream: Stream | None = None  # the latest; None before the first
         self.pending: dict[int, Pending] = {}  # by sequence id
         self.unsent: list[Work] = []  # answered empty at the next collect
-        self.arrived: queue.SimpleQueue[pb.ProposalBatch | Stream] = queue.SimpleQueue()  # a Stream: it has ended
+        self.arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.retry_s = RETRY_S
         self.ready, self.closed = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._keep_stream, name="link", daemon=True)
         self.thread.start()
@@ -95,20 +100,29 @@ class RemoteProposer:
             except queue.Empty:
                 for stream in {p.stream for p in self.pending.values() if p.deadline <= time.monotonic()}:
                     log.warning("a tier did not answer within %.1f s: its link is dropped", self.timeout_s)
+                    self.retry_s = min(2 * self.retry_s, MAX_RETRY_S)
                     stream.close()
                     proposals += self._give_up(stream)
                 if proposals or time.monotonic() >= until:
                     return proposals
 
-    def _take(self, arrived: pb.ProposalBatch | Stream) -> list[Proposal]:
+    def _take(self, arrived: Arrival) -> list[Proposal]:
         if isinstance(arrived, Stream):
             return self._give_up(arrived)
+        stream, batch = arrived
+        try:
+            received = proposal_batch_from_proto(batch)
+        except InvalidValueError as error:
+            log.warning("a tier sent what is no proposal: its link is dropped (%s)", error)
+            stream.close()
+            return self._give_up(stream)
         proposals = []
-        for proposal in proposal_batch_from_proto(arrived):
+        for proposal in received:
             pending = self.pending.get(proposal.sequence_id)
             if pending is not None and pending.work.span.end == proposal.start:
                 del self.pending[proposal.sequence_id]
                 proposals.append(proposal)
+                self.retry_s = RETRY_S
         return proposals
 
     def _give_up(self, stream: Stream) -> list[Proposal]:
@@ -141,13 +155,13 @@ class RemoteProposer:
                     self.stream = stream
                     self.ready.set()
                     for batch in stream.call:
-                        self.arrived.put(batch)
+                        self.arrived.put((stream, batch))
             except Exception as error:  # whatever it is, the answer is to try again
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)
             self.ready.clear()
             stream.close()
             self.arrived.put(stream)
-            self.closed.wait(RETRY_S)
+            self.closed.wait(self.retry_s)
 
 
 def empty_answer(work: Work) -> Proposal:

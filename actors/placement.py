@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import uuid
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,8 @@ from triforce_core.messages import Tier
 
 # Several tiers share the cores of a small machine; threads that spin while they wait would starve one another.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
+# Ray gives an actor with a share of a CPU one thread; how many are used is ours to say (settings, `threads`).
+ENVIRONMENT["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,7 @@ def place_tiers(settings: Settings, group: PlacementGroup, first_bundle: int = 0
             num_cpus=settings.server.tier_cpus,
             num_gpus=settings.server.tier_gpus,
             max_concurrency=4,
-            max_restarts=-1,
+            max_restarts=0 if cls is TargetActor else -1,  # without a target there is nothing to go on with
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
             runtime_env={"env_vars": ENVIRONMENT},
         ).remote(settings, *args)

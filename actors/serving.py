@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 
 SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.server.max_pending_requests", 10_000)]
 POLL_S = 0.2
+MAX_FAILURES = 5
 T = TypeVar("T")
 
 
@@ -73,6 +75,7 @@ class TierServer(TierServicer):
         self.inbox: queue.SimpleQueue[tuple[Link, list[Work], list[int]]] = queue.SimpleQueue()
         self.owners: dict[int, Link] = {}
         self.unanswered: set[int] = set()
+        self.ends: dict[int, int] = {}  # where the last work of each sequence ended
         self.counters = pb.LinkCounters(link=f"{above.name.lower()}>{tier.name.lower()}")
         self.stopping = threading.Event()
         self.worker = threading.Thread(target=self._work, name=f"{tier.name.lower()}-worker", daemon=True)
@@ -86,6 +89,7 @@ class TierServer(TierServicer):
         await context.send_initial_metadata(())
         link = Link(asyncio.get_running_loop())
         reader = asyncio.create_task(self._read(link, request_iterator))
+        sending: asyncio.Task[pb.ProposalBatch] | None = None
         try:
             while not reader.done():
                 sending = asyncio.create_task(link.outgoing.get())
@@ -102,6 +106,8 @@ class TierServer(TierServicer):
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
         finally:
             reader.cancel()
+            if sending is not None:
+                sending.cancel()
             self.inbox.put((link, [], sorted(link.sequence_ids)))
 
     async def _read(self, link: Link, batches: AsyncIterator[pb.WorkBatch]) -> None:
@@ -128,17 +134,19 @@ class TierServer(TierServicer):
     # -- worker thread -------------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
+        failures = 0
         while not self.stopping.is_set():
             try:
                 self._take_messages(block=not self.unanswered)
                 if self.unanswered:
                     self._send(self.proposer.collect(POLL_S))
+                failures = 0
             except Exception:
-                # What was asked is answered empty by the other end's deadline; the tier forgets and goes on.
-                log.exception("%s tier: a round failed", self.tier.name.lower())
-                self.proposer.release(list(self.owners))
-                self.owners.clear()
-                self.unanswered.clear()
+                failures += 1
+                log.exception("%s tier: a round failed, %d in a row", self.tier.name.lower(), failures)
+                if failures == MAX_FAILURES:  # a broken device never heals: a new process may
+                    os._exit(1)
+                self._abandon()
 
     def _take_messages(self, *, block: bool) -> None:
         try:
@@ -146,6 +154,7 @@ class TierServer(TierServicer):
             while True:
                 self.owners.update({w.span.sequence_id: link for w in work})
                 self.unanswered |= {w.span.sequence_id for w in work}
+                self.ends.update({w.span.sequence_id: w.span.end for w in work})
                 if work:
                     self.proposer.submit(work)
                 if released:
@@ -157,8 +166,17 @@ class TierServer(TierServicer):
     def _release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
             self.owners.pop(sequence_id, None)
+            self.ends.pop(sequence_id, None)
         self.unanswered.difference_update(sequence_ids)
         self.proposer.release(sequence_ids)
+
+    def _abandon(self) -> None:
+        """After a failed round: answer empty at once, so that nobody waits for us, and forget all sequences."""
+        self._send([Proposal(i, self.ends[i]) for i in self.unanswered])
+        held = list(self.owners)
+        self.owners.clear()
+        self.ends.clear()
+        self.proposer.release(held)
 
     def _send(self, proposals: list[Proposal]) -> None:
         by_link: dict[Link, list[Proposal]] = {}

@@ -9,6 +9,7 @@ Whoever places the actors imports this module too; what loads torch is imported 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
 from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
@@ -131,7 +132,14 @@ class TargetActor(TierActor):
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
         self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=self.settings.server.link_timeout_s)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
-        engine = target_engine(model, self.settings, self.link, ObjectStoreSink(ray.get_actor(self.retrieval)))
+        engine = target_engine(
+            model,
+            self.settings,
+            self.link,
+            ObjectStoreSink(ray.get_actor(self.retrieval)),
+            wait_for_all=False,  # nobody waits for a batch-mate whose tiers are slow
+            first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
+        )
         self.target_server = TargetServer(engine, self.settings.speculation.effective)
         return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
 

@@ -50,6 +50,7 @@ def build_app(args: Settings) -> Application:
     from deploy.gateway import Gateway
     from deploy.replica import PipelineReplica
 
+    check_models(args)
     options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": {**QUIET_CORES, **ONE_LOOP}}}
     places = args.server.max_queued + args.max_sequences
     pipeline: Any = serve.deployment(

@@ -122,12 +122,13 @@ def generate(
     from triforce_core.engine.sequence import Request
     from triforce_core.models.load import check_pair, load_model, load_tokenizer, stop_token_ids
 
-    check_pair(settings.target.model, settings.draft.model)
+    drafting = settings.speculation.effective[1] > 0
+    check_pair(settings.target.model, settings.draft.model if drafting else None)
     tokenizer = load_tokenizer(settings.target.model)
     prompt = tuple(tokenizer(text)["input_ids"])
     engine = local_engine(
         load_model(settings.target.model, "target", settings.dtype, settings.device),
-        load_model(settings.draft.model, "drafter", settings.dtype, settings.device),
+        load_model(settings.draft.model, "drafter", settings.dtype, settings.device) if drafting else None,
         settings,
     )
     stops = stop_token_ids(settings.target.model)

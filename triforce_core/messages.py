@@ -25,13 +25,15 @@ class Tier(IntEnum):
 class SamplingParams:
     """How the next token's law is warped before a token is drawn from it; the defaults leave the model's own law."""
 
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0 is greedy, and so is anything below 1e-4
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
         require(0 <= self.temperature <= 100, "temperature", self.temperature, "must be between 0 and 100")
+        if self.temperature < 1e-4:  # logits divided by less would overflow
+            object.__setattr__(self, "temperature", 0.0)
         require(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be between 0 and 1")

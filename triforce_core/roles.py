@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
 from triforce_core.kv.base import Forward, Lack, Row
-from triforce_core.messages import Claim, Proposal, SequenceSpec, Tally, Tier, Verdict, Work
+from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.draw import Draw, draw_tokens
 
@@ -30,7 +32,7 @@ class ModelProposer:
         lacks: dict[int, Lack] = {}
         active = [i for i, w in enumerate(work) if w.lookaheads[0]]
         while active:
-            forwards = [Forward(work[i].span.extended(drafted[i]), num_sampled=1) for i in active]
+            forwards = [Forward(statement(work[i].span, drafted[i]), num_sampled=1) for i in active]
             logits, batch = self.runner.forward(forwards)
             lacks.update(batch.lacking)
             tokens = dict(draw_rows(self.runner, logits, batch.rows))
@@ -67,6 +69,23 @@ class ModelProposer:
         self.runner.release(sequence_ids)
 
 
+class NoProposer:
+    """The leaf where there is no drafter: every answer is empty."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Work] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.waiting += work
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        work, self.waiting = self.waiting, []
+        return [Proposal(w.span.sequence_id, w.span.end) for w in work]
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.waiting = [w for w in self.waiting if w.span.sequence_id not in sequence_ids]
+
+
 class ModelVerifier:
     """Judges by shared noise: a token is accepted if and only if it is the one that this tier draws itself."""
 
@@ -74,6 +93,7 @@ class ModelVerifier:
         self.runner, self.tier = runner, tier
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
+        claims = [self._sound(claim) for claim in claims]
         forwards = [Forward(c.span.extended(c.proposed), len(c.proposed) + 1 if c.sample else 0) for c in claims]
         logits, batch = self.runner.forward(forwards)
         own = dict(draw_rows(self.runner, logits, batch.rows))
@@ -91,6 +111,15 @@ class ModelVerifier:
     def release(self, sequence_ids: list[int]) -> None:
         self.runner.release(sequence_ids)
 
+    def _sound(self, claim: Claim) -> Claim:
+        """The claim without proposed tokens that cannot be: outside the vocabulary, or beyond the request's length."""
+        held = self.runner.kv.held.get(claim.span.sequence_id)
+        spec = held.spec if held is not None else claim.span.spec
+        room = max(0, spec.max_length - claim.span.end) if spec is not None else 0
+        vocab_size = self.runner.model.config.vocab_size
+        known = takewhile(lambda token: 0 <= token < vocab_size, claim.proposed[:room])
+        return replace(claim, proposed=tuple(known))
+
 
 def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
     """Keep the verifier's own tokens up to the first that was not proposed, a stop token, or the length limit."""
@@ -102,6 +131,11 @@ def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
             break
     agreed = len(kept) - 1 + (claim.proposed[len(kept) - 1 : len(kept)] == (kept[-1],))
     return Verdict(tuple(kept), agreed, ended)
+
+
+def statement(span: Span, drafted: tuple[int, ...]) -> Span:
+    """The span itself at first; then only what was drafted after it, for the span may be a whole prompt."""
+    return Span(span.sequence_id, span.end, drafted) if drafted and span.end else span.extended(drafted)
 
 
 def ends(tokens: tuple[int, ...], spec: SequenceSpec) -> bool:

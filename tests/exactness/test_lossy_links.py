@@ -116,7 +116,7 @@ def test_faults_change_no_token(target: PreTrainedModel, wait_for_all: bool) -> 
         assert not any(kv.held for kv in caches), "a tier keeps a sequence that has ended"
         assert all(kv.allocator.num_free == kv.allocator.num_slots for kv in caches)
     print(f"\n{accepted} accepted", *(f"{n:7d}  {name}" for name, n in sorted(events.items())), sep="\n")
-    assert accepted > 300
+    assert accepted > 200
     mishaps = ["work lost", "answer lost", "answer twice", "answer late or repeated", "gave up waiting"]
     expected = [
         *(f"link: {m}" for m in [*mishaps, "peer restarted"]),

@@ -25,7 +25,7 @@ GOOD = Request(prompt=(1, 2, 3), max_tokens=10, sampling=GREEDY, seed=0, lookahe
         ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
         ({"seed": -1}, "seed: -1 must be at least 0"),
         ({"seed": 2**63}, f"seed: {2**63} must be at least 0 and below"),
-        ({"resume": (1,) * 10}, "resume_token_ids: 10 must be fewer than max_tokens"),
+        ({"resume": (1,) * 11}, "resume_token_ids: 11 must be at most max_tokens"),
         ({"resume": (99,)}, "resume_token_ids: 99 is not a token id"),
     ],
 )

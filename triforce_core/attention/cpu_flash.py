@@ -13,7 +13,8 @@ from torch import Tensor
 
 from triforce_core.attention.base import Partial, merge_partials
 
-MAX_MASKED_QUERIES = 32  # with more, a mask over all keys costs more than a second call and a merge
+# With more, a mask over all keys costs more than a second call and a merge.
+MAX_MASKED_QUERIES, MAX_MASK = 32, 2**20
 
 
 def cpu_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
@@ -21,8 +22,8 @@ def cpu_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal:
     queries, num_keys = query.shape[1], keys.shape[1]
     if not causal or queries == 1:
         return folded(query, keys, values, scale, None)
-    if queries <= MAX_MASKED_QUERIES:
-        group = query.shape[0] // keys.shape[0]
+    group = query.shape[0] // keys.shape[0]
+    if queries <= MAX_MASKED_QUERIES and group * queries * num_keys <= MAX_MASK:
         return folded(query, keys, values, scale, future_mask(group, queries, num_keys, query.dtype))
     past = num_keys - queries
     own = square(query, keys[:, past:], values[:, past:], scale)
@@ -49,7 +50,7 @@ def square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial
     return Partial(output[0], lse[0])
 
 
-@lru_cache(maxsize=4)  # the layers of a pass ask for the same one
+@lru_cache(maxsize=16)  # the layers of a pass ask for the same ones, one a sequence
 def future_mask(group: int, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
     """[1, 1, group * queries, keys]: 0 where a query may look, -inf on its own tokens after it."""
     mask = torch.zeros(queries, keys, dtype=dtype)

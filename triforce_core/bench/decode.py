@@ -17,6 +17,7 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.local import local_engine, run_to_end
 from triforce_core.engine.sequence import Request, Stats
+from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import DTYPES, check_pair, load_model, load_tokenizer, resolve
 from triforce_core.models.runner import ModelRunner, threads_for
@@ -57,13 +58,14 @@ def counters(engine: Engine) -> Steps:
         assert isinstance(level.verifier, ModelVerifier)
         runners[level.verifier.tier.name.lower()] = level.verifier.runner
         level = level.proposer
-    assert isinstance(level, ModelProposer)
-    runners[level.tier.name.lower()] = level.runner
+    if isinstance(level, ModelProposer):
+        runners[level.tier.name.lower()] = level.runner
     return {tier: (runner.passes, runner.seconds) for tier, runner in runners.items()}
 
 
 def step_ms(runs: list[Measurement], tier: str) -> float | None:
-    passes, seconds = (sum(values) for values in zip(*(run.steps[tier] for run in runs), strict=True))
+    steps = [run.steps.get(tier, (0, 0.0)) for run in runs]
+    passes, seconds = (sum(values) for values in zip(*steps, strict=True))
     return 1e3 * seconds / passes if passes else None
 
 
@@ -87,9 +89,11 @@ def bench_decode(
 ) -> dict[str, Any]:
     """Run it and return the figures; one prefill a run, the two modes in alternating order."""
     load_before = os.getloadavg()[0]
-    check_pair(settings.target.model, settings.draft.model)
+    require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
+    drafting = settings.speculation.effective[1] > 0
+    check_pair(settings.target.model, settings.draft.model if drafting else None)
     target = load_model(settings.target.model, "target", settings.dtype, settings.device)
-    drafter = load_model(settings.draft.model, "drafter", settings.dtype, settings.device)
+    drafter = load_model(settings.draft.model, "drafter", settings.dtype, settings.device) if drafting else None
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
     engine = local_engine(target, drafter, settings)
     threads = threads_for(target, settings)

@@ -38,12 +38,20 @@ class SnapshotPolicy:
 class Engine:
     """One thread calls `run_once`; `submit` and `cancel` may be called from any.
 
-    `decoder` is the whole chain: its first level is the target, which hands up one verified block a round.
+    `decoder` is the whole chain: its first level is the target, which hands up one verified block a round. Sequence ids
+    count up from `first_sequence_id`; where tiers may still hold those of an engine before this one, begin elsewhere.
     """
 
-    def __init__(self, decoder: Proposer, scheduler: Scheduler, snapshots: SnapshotPolicy, limits: Limits) -> None:
+    def __init__(
+        self,
+        decoder: Proposer,
+        scheduler: Scheduler,
+        snapshots: SnapshotPolicy,
+        limits: Limits,
+        first_sequence_id: int = 1,
+    ) -> None:
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
-        self.ids = itertools.count(1)
+        self.ids = itertools.count(first_sequence_id)
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
         self.cancelled: deque[int] = deque()
@@ -101,12 +109,16 @@ class Engine:
         return outputs
 
     def _take_messages(self) -> list[Output]:
-        while self.arrivals:
-            self.scheduler.queue.append(self.arrivals.popleft())
         outputs = []
+        while self.arrivals:
+            sequence = self.arrivals.popleft()
+            if sequence.request.resume and (reason := self._finish_reason(sequence)):  # there is nothing left to do
+                outputs.append(Output(sequence.sequence_id, (), b"", reason, sequence.stats))
+            else:
+                self.scheduler.queue.append(sequence)
         while self.cancelled:
-            if sequence := self.scheduler.remove(self.cancelled.popleft()):
-                outputs.append(Output(sequence.sequence_id, (), b"", FinishReason.CANCELLED, sequence.stats))
+            if removed := self.scheduler.remove(self.cancelled.popleft()):
+                outputs.append(Output(removed.sequence_id, (), b"", FinishReason.CANCELLED, removed.stats))
         return outputs
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
@@ -125,12 +137,11 @@ class Engine:
         stats = sequence.stats
         stats.decode_s += sequence.lap()
         stats.decoded += len(proposal.tokens)
-        for level, tally in enumerate(proposal.tallies):
-            stats.tallies[level] += tally
+        stats.add(proposal.tallies)
         reason = self._finish_reason(sequence)
         if reason is None:
             self.snapshots.update(sequence, wanted=proposal.snapshot_wanted)
-        return Output(sequence.sequence_id, proposal.tokens, proposal.origins, reason, stats)
+        return Output(sequence.sequence_id, proposal.tokens, proposal.origins, reason, stats.copy())
 
     @staticmethod
     def _finish_reason(sequence: Sequence) -> FinishReason | None:

@@ -25,7 +25,7 @@ class Limits:
         require(len(request.prompt) > 0, "prompt", "", "must hold at least one token")
         require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
         num_resumed = len(request.resume)
-        require(num_resumed < request.max_tokens, "resume_token_ids", num_resumed, "must be fewer than max_tokens")
+        require(num_resumed <= request.max_tokens, "resume_token_ids", num_resumed, "must be at most max_tokens")
         require(0 <= request.seed < 2**63, "seed", request.seed, "must be at least 0 and below 2**63")
         self.check_tokens("prompt", request.prompt)
         self.check_tokens("resume_token_ids", request.resume)

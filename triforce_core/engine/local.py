@@ -13,15 +13,16 @@ from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
+from triforce_core.errors import require
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
-from triforce_core.models.load import check_same_vocabulary, kv_geometry
+from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
 from triforce_core.models.runner import ModelRunner, threads_for
-from triforce_core.roles import ModelProposer, ModelVerifier
+from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
 
 MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
 
@@ -29,6 +30,9 @@ MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     """The draft tier."""
     window = WindowSettings(settings.draft.sinks, settings.draft.window, settings.draft.slack)
+    positions = context_length(model.config)
+    rule = f"tokens of sinks, window and slack must fit the drafter's {positions} positions"
+    require(window.capacity <= positions, "draft", window.capacity, rule)
     kv = StreamingKV(kv_geometry(model), settings.max_sequences, window, kernel_for(settings))
     return ModelProposer(ModelRunner(model, kv, threads_for(model, settings)))
 
@@ -50,26 +54,38 @@ def retrieval_decoder(
     )
 
 
-def target_engine(model: PreTrainedModel, settings: Settings, below: Proposer, sink: SnapshotSink) -> Engine:
+def target_engine(
+    model: PreTrainedModel,
+    settings: Settings,
+    below: Proposer,
+    sink: SnapshotSink,
+    *,
+    wait_for_all: bool = True,
+    first_sequence_id: int = 1,
+) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain."""
     limits = target_limits(model.config, settings)
     kv = FullKV(kv_geometry(model), limits.kv_pool_tokens, kernel_for(settings))
     decoder = SpeculativeDecoder(
-        below, ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
+        below,
+        ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET),
+        wait_for_all=wait_for_all,
     )
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
-    return Engine(
-        decoder, scheduler, SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every), limits
-    )
+    policy = SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every)
+    return Engine(decoder, scheduler, policy, limits, first_sequence_id)
 
 
-def local_engine(target: PreTrainedModel, drafter: PreTrainedModel, settings: Settings) -> Engine:
-    """The whole chain in this process."""
-    check_same_vocabulary(target.config, drafter.config)
+def local_engine(target: PreTrainedModel, drafter: PreTrainedModel | None, settings: Settings) -> Engine:
+    """The whole chain in this process; without a drafter nothing is drafted below the retrieval tier."""
     sparse = retrieval_kv(target, settings)
-    inner = retrieval_decoder(target, sparse, draft_proposer(drafter, settings), settings)
+    drafts: Proposer = NoProposer()
+    if drafter is not None:
+        check_same_vocabulary(target.config, drafter.config)
+        drafts = draft_proposer(drafter, settings)
+    inner = retrieval_decoder(target, sparse, drafts, settings)
     return target_engine(target, settings, inner, sparse)
 
 

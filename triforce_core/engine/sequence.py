@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from itertools import zip_longest
 
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally
 
@@ -39,6 +40,14 @@ class Stats:
     snapshots: int = 0
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
 
+    def add(self, tallies: tuple[Tally, ...]) -> None:
+        """Count one answer of the target; what a tier says beyond the three levels is nothing to us."""
+        self.tallies = [mine + more for mine, more in zip_longest(self.tallies, tallies[:3], fillvalue=Tally())]
+
+    def copy(self) -> Stats:
+        """As it stands now."""
+        return replace(self, tallies=list(self.tallies))
+
     @property
     def tokens_per_round(self) -> float | None:
         """Tokens that one pass of the target committed, on average."""
@@ -51,7 +60,10 @@ class Stats:
     @property
     def acceptance(self) -> dict[str, float | None]:
         """How likely a drafting tier's next token is accepted by the tier above; None where it proposed none."""
-        return {"retrieval": self.tallies[0].acceptance, "draft": self.tallies[1].acceptance}
+        target, retrieval = self.tallies[0], self.tallies[1]
+        if not retrieval.rounds:  # it had no part: what the target judged came from the draft tier
+            return {"retrieval": None, "draft": target.acceptance}
+        return {"retrieval": target.acceptance, "draft": retrieval.acceptance}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +95,6 @@ class Sequence:
     @property
     def prefilling(self) -> bool:
         return self.prefilled < len(self.tokens) - 1
-
-    @property
-    def speculative(self) -> bool:
-        return any(self.request.lookaheads)
 
     def span(self, start: int, stop: int) -> Span:
         return Span(self.sequence_id, start, tuple(self.tokens[start:stop]), self.spec if start == 0 else None)

@@ -42,6 +42,7 @@ class RetrievalKV(KVCache):
         with self.lock:
             waiting = self.arrived.get(snapshot.sequence_id)
             if waiting is None or waiting.version < snapshot.version:
+                self.arrived.pop(snapshot.sequence_id, None)  # to stand last
                 self.arrived[snapshot.sequence_id] = snapshot
             while len(self.arrived) > self.max_sequences:
                 del self.arrived[next(iter(self.arrived))]

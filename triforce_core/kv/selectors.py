@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 
@@ -27,12 +28,12 @@ class MeanKey:
     """
 
     def landmarks(self, keys: Tensor) -> Tensor:
-        return keys.float().mean(2)
+        return keys.mean(2, dtype=torch.float32).to(keys.dtype)
 
     def scores(self, queries: Tensor, landmarks: Tensor) -> Tensor:
         last = queries[:, -1].float().unflatten(0, (landmarks.shape[0], -1))  # [kv_heads, group, head_dim]
         scale = float(queries.shape[-1]) ** -0.5
-        shares: Tensor = ((last @ landmarks.mT) * scale).softmax(-1)
+        shares: Tensor = ((last @ landmarks.float().mT) * scale).softmax(-1)
         return shares.mean(1)
 
 

@@ -38,7 +38,7 @@ def load_config(name: str, role: str) -> PretrainedConfig:
     path = resolve(name, role)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except Exception as error:  # of the many kinds that configurations raise for wrong values
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError(
             role, name, f"is neither a model directory nor a hub id that loads ({reason})"
@@ -77,7 +77,11 @@ def context_length(config: PretrainedConfig) -> int:
 
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer, as transformers loads it."""
-    return AutoTokenizer.from_pretrained(resolve(name, "target"), trust_remote_code=False)
+    try:
+        return AutoTokenizer.from_pretrained(resolve(name, "target"), trust_remote_code=False)
+    except Exception as error:  # tokenizers raise bare ones
+        reason = str(error).strip().split("\n")[0]
+        raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason})") from None
 
 
 def stop_token_ids(name: str) -> tuple[int, ...]:
@@ -90,13 +94,15 @@ def stop_token_ids(name: str) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
-def check_pair(target: str, drafter: str) -> None:
-    """Refuse a pair that cannot work, before any weights are loaded: tiers exchange token ids.
+def check_pair(target: str, drafter: str | None) -> None:
+    """Refuse a pair that cannot work, before any weights are loaded: tiers exchange token ids. None: no drafter.
 
     Where the drafter brings a tokenizer, it must be the target's; where it brings none, the sizes must agree.
     """
-    configs = load_config(target, "target"), load_config(drafter, "drafter")
-    sizes = [config.vocab_size for config in configs]
+    target_config = load_config(target, "target")
+    if drafter is None:
+        return
+    sizes = [target_config.vocab_size, load_config(drafter, "drafter").vocab_size]
     require(sizes[0] == sizes[1], "drafter", drafter, f"has {sizes[1]} tokens: must have the target's {sizes[0]}")
     try:
         theirs = AutoTokenizer.from_pretrained(resolve(drafter, "drafter"), trust_remote_code=False).get_vocab()

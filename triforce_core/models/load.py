@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
-from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
+from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, require
 from triforce_core.kv.base import Batch, KVGeometry
 from triforce_core.models.files import (
     check_pair,
@@ -63,6 +63,8 @@ def attention_through_kv(
 
     Returns [1, tokens, heads, head_dim]. The keys come rotated to the positions that the batch gave.
     """
+    if attention_mask is not None or not getattr(module, "is_causal", True):
+        raise UnsupportedModelError("attention that is not plainly causal is not supported")
     for keyword in UNSUPPORTED_KEYWORDS:
         if asked.get(keyword) is not None:
             raise UnsupportedModelError(f"attention with {keyword} is not supported")
@@ -80,32 +82,51 @@ def load_model(name: str, role: str, dtype: str, device: str) -> PreTrainedModel
     load_config(name, role)
     transformers_logging.disable_progress_bar()
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             resolve(name, role),
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
             use_safetensors=True,
             trust_remote_code=False,
+            output_loading_info=True,
         )
-    except (OSError, ValueError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError(role, name, f"holds no weights that load ({reason})") from None
     except KeyError as error:  # an architecture with attention classes of its own looks ours up among them
         raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
-    model.to(device).eval()
+    model, info = loaded
+    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
+    if absent:
+        raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
+    model.to(torch_device(device)).eval()
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
+
+
+def torch_device(name: str) -> torch.device:
+    """Raises `InvalidValueError` for a device that is not here."""
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InvalidValueError("device", name, "must be cpu, cuda or cuda:N") from None
+    here = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+    require(here, "device", name, "is not available on this machine")
+    return device
 
 
 class FirstToken:
     """Stands for a batch and its cache in a pass over one token, which attends to itself alone."""
 
-    def __init__(self) -> None:
+    def __init__(self, geometry: KVGeometry) -> None:
         self.cache = self
+        self.shape = (geometry.num_kv_heads, 1, geometry.head_dim)
         self.layers: list[int] = []
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
         self.layers.append(layer)
+        if keys.shape != self.shape or values.shape != self.shape:
+            raise UnsupportedModelError(f"KV of shape {tuple(keys.shape)} where its configuration says {self.shape}")
         return values.repeat_interleave(query.shape[0] // values.shape[0], 0).transpose(0, 1)
 
 
@@ -115,11 +136,11 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
 
     What the configuration does not show (learned sinks, attention of the model's own) shows in a pass over one token.
     """
-    first = FirstToken()
+    first = FirstToken(kv_geometry(model))
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
     try:
         model(input_ids=token, position_ids=token, use_cache=False, kv=first)
-    except (UnsupportedModelError, TypeError) as error:
+    except Exception as error:  # the code of any architecture may run here
         raise UnsupportedModelError(f"model {name!r}: {error}") from None
     if first.layers != list(range(model.config.num_hidden_layers)):
         raise UnsupportedModelError(f"model {name!r}: not all layers use attention that can be replaced")
