@@ -29,6 +29,7 @@ APPLICATION = "triforce"
 DOOR_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
 SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
 DRAIN_S = 20.0
+HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "one machine only": Ray binds its own ports to the loopback
@@ -60,6 +61,7 @@ def build_app(args: Settings) -> Application:
         placement_group_bundles=[{"CPU": DOOR_CPUS}, *[tier_bundle(args.server)] * 3],
         max_ongoing_requests=places + SPARE_CALLS,
         max_constructor_retry_count=2,
+        health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.2,
     )
     gateway: Any = serve.deployment(

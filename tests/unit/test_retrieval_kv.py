@@ -112,6 +112,18 @@ def test_a_full_tail_wants_a_snapshot_and_one_mends_it(pair: Pair) -> None:
     assert_logits(ask(runner, Statement(1, text))[1], plain_logits(pair.theirs, text)[-1:])
 
 
+def test_a_lack_does_not_pretend_to_hold_what_was_stated(pair: Pair) -> None:
+    """Another text that did not fit was never forwarded: cut short, it is not mistaken for the text before it."""
+    runner, kv = retrieval_runner(pair)
+    text, other = random_tokens(60, seed=10), random_tokens(60, seed=11)
+    kv.deliver(snapshot_of(pair, text[:20]))
+    ask(runner, Statement(1, text[:40]))
+    turned = text[:30] + other[30:]
+    assert ask(runner, Statement(1, turned)) == {1: Lack(snapshot_wanted=True)}
+    for end in (35, 40):
+        assert_logits(ask(runner, Statement(1, turned[:end]))[1], plain_logits(pair.theirs, turned[:end])[-1:])
+
+
 def test_the_old_version_serves_until_the_new_one_is_there_and_never_returns(pair: Pair) -> None:
     """Versions are told apart by what they hide; what is in the tail is forwarded again under a new one."""
     text = random_tokens(60, seed=5)

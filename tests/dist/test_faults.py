@@ -1,0 +1,123 @@
+"""Drafting tiers that die or hang in mid-stream: the tokens stay the same, and the tiers come back."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from actors.pipeline import Pipeline
+from actors.placement import tier_bundle
+from actors.wire import sampling_to_proto
+from deploy.app import prepare_environment
+from tests.conftest import HeldOut
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import load_settings
+from triforce_core.messages import SamplingParams, Tier
+
+NUM_TOKENS = 240
+LINK_TIMEOUT_S = 2.0
+
+
+@contextmanager
+def pipeline() -> Iterator[tuple[asyncio.Runner, Pipeline]]:
+    prepare_environment()
+    import ray
+    from ray.util import placement_group
+
+    settings = load_settings(
+        dtype="float32",
+        max_sequences=2,
+        retrieval={"budget": 256, "refresh_every": 24, "recent": 32},
+        server={"link_timeout_s": LINK_TIMEOUT_S},
+    )
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        group = placement_group([tier_bundle(settings.server)] * 3)
+        ray.get(group.ready(), timeout=60)
+        with asyncio.Runner() as runner:
+            tiers = runner.run(Pipeline.start(settings, group))
+            yield runner, tiers
+            runner.run(tiers.stop())
+    finally:
+        ray.shutdown()
+
+
+async def decode(tiers: Pipeline, prompt: tuple[int, ...], fault: Any = None) -> tuple[list[int], list[bytes]]:
+    """The tokens and the origins of each block; after ten blocks the fault happens."""
+    request = pb.DecodeRequest(
+        prompt_token_ids=prompt,
+        sampling=sampling_to_proto(SamplingParams(0.8)),
+        seed=3,
+        max_tokens=NUM_TOKENS,
+        lookaheads=gen.Lookaheads(values=[8, 3]),
+    )
+    tokens: list[int] = []
+    origins: list[bytes] = []
+    async for event in tiers.decode(request):
+        tokens += event.token_ids
+        origins.append(event.origins)
+        if len(origins) == 10 and fault is not None:
+            fault()
+    return tokens, origins
+
+
+def pid_of(tiers: Pipeline, tier: Tier) -> int:
+    import ray
+
+    return int(ray.get(tiers.actors.all()[tier].__ray_call__.remote(lambda _: os.getpid()), timeout=30))
+
+
+def proposed_by(tier: Tier, blocks: list[bytes]) -> int:
+    """How many of the committed tokens came from this tier."""
+    return sum(block.count(tier) for block in blocks)
+
+
+def wait_for_drafts(runner: asyncio.Runner, tiers: Pipeline, prompt: tuple[int, ...]) -> None:
+    until = time.monotonic() + 60
+    while not any(Tier.DRAFT in block for block in runner.run(decode(tiers, prompt))[1]):
+        assert time.monotonic() < until, "the drafting tiers do not come back"
+
+
+def test_killed_and_hung_tiers_change_no_token(held_out: HeldOut) -> None:
+    prompt = held_out("inspect.py", 600)
+    with pipeline() as (runner, tiers):
+        expected, undisturbed = runner.run(decode(tiers, prompt))
+        assert len(expected) == NUM_TOKENS
+        assert {origin for block in undisturbed for origin in block} == {0, 1, 2}
+        for tier in (Tier.DRAFT, Tier.RETRIEVAL):
+            pid = pid_of(tiers, tier)
+            tokens, origins = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
+            assert tokens == expected, f"{tier.name} killed"
+            assert proposed_by(tier, origins) < proposed_by(tier, undisturbed), "some rounds went without it"
+            wait_for_drafts(runner, tiers, prompt)
+            assert pid_of(tiers, tier) != pid
+        for tier in (Tier.DRAFT, Tier.RETRIEVAL):
+            pid = pid_of(tiers, tier)
+            began = time.monotonic()
+            try:
+                tokens, _ = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGSTOP)))
+                elapsed = time.monotonic() - began
+            finally:
+                os.kill(pid, signal.SIGCONT)
+            assert tokens == expected, f"{tier.name} hung"
+            assert elapsed > LINK_TIMEOUT_S / 2, "it did hang"
+            wait_for_drafts(runner, tiers, prompt)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running() -> Iterator[None]:
+    import psutil
+
+    before = {p.pid for p in psutil.Process().children(recursive=True)}
+    yield
+    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
+    _, alive = psutil.wait_procs(left, timeout=10)
+    assert not alive, alive

@@ -1,0 +1,281 @@
+"""Three real actors against the same chain in this process: the same tokens, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import pytest
+
+from actors.pipeline import Pipeline
+from actors.placement import tier_bundle
+from actors.wire import sampling_to_proto, stats_from_proto
+from deploy.app import prepare_environment
+from tests.conftest import HeldOut
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.local import local_engine, run_to_end
+from triforce_core.engine.sequence import Request, Stats
+from triforce_core.errors import InvalidValueError, TooLargeError
+from triforce_core.messages import SamplingParams
+
+T = TypeVar("T")
+MAX_SEQUENCES = 3
+# Small enough that snapshots select, are refreshed in mid-stream, and prompts come in several chunks.
+SETTINGS: Settings = load_settings(
+    dtype="float32",
+    max_sequences=MAX_SEQUENCES,
+    retrieval={"budget": 256, "chunk": 8, "refresh_every": 24, "recent": 32},
+    target={"prefill_chunk": 500, "kv_pool_tokens": 9000},
+)
+
+
+@dataclass
+class Decoded:
+    """What came of a request."""
+
+    tokens: list[int] = field(default_factory=list)
+    origins: bytes = b""
+    finish_reason: int = gen.FINISH_REASON_UNSPECIFIED
+    stats: list[Stats] = field(default_factory=list)  # of each event
+
+
+class Tiers:
+    """A pipeline and the loop that it lives on."""
+
+    def __init__(self, pipeline: Pipeline, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
+        self.pipeline, self.run = pipeline, run
+
+    def decode(self, *requests: pb.DecodeRequest) -> list[Decoded]:
+        """All of them at once."""
+
+        async def every() -> list[Decoded]:
+            return await asyncio.gather(*(self.collect(request) for request in requests))
+
+        decoded: list[Decoded] = self.run(every())
+        return decoded
+
+    async def collect(self, request: pb.DecodeRequest) -> Decoded:
+        decoded = Decoded()
+        async for event in self.pipeline.decode(request):
+            decoded.tokens += event.token_ids
+            decoded.origins += event.origins
+            decoded.finish_reason = event.finish_reason
+            decoded.stats.append(stats_from_proto(event.stats))
+        return decoded
+
+    def status(self) -> dict[str, pb.TierStatus]:
+        return {status.tier: status for status in self.run(self.pipeline.status())}
+
+    def links(self) -> dict[str, pb.LinkCounters]:
+        return {link.link: link for status in self.status().values() for link in status.links}
+
+    def live(self) -> dict[str, int]:
+        return {tier: status.live_sequences for tier, status in self.status().items()}
+
+    def wait_idle(self, timeout_s: float = 5.0) -> None:
+        until = time.monotonic() + timeout_s
+        while any((live := self.live()).values()):
+            assert time.monotonic() < until, f"still held after {timeout_s} s: {live}"
+            time.sleep(0.02)
+
+
+@pytest.fixture(scope="module")
+def tiers() -> Iterator[Tiers]:
+    prepare_environment()
+    import ray
+    from ray.util import placement_group
+
+    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    try:
+        group = placement_group([tier_bundle(SETTINGS.server)] * 3)
+        ray.get(group.ready(), timeout=60)
+        with asyncio.Runner() as runner:
+            pipeline = runner.run(Pipeline.start(SETTINGS, group))
+            yield Tiers(pipeline, runner.run)
+            runner.run(pipeline.stop())
+    finally:
+        ray.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_running(tiers: Tiers) -> Iterator[None]:
+    yield
+    tiers.wait_idle()
+    tiers.run(tiers.pipeline.check(5.0))
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    """The same chain in this process."""
+    from triforce_core.models.load import load_model
+
+    target, drafter = (load_model("demo", role, SETTINGS.dtype, SETTINGS.device) for role in ("target", "drafter"))
+    return local_engine(target, drafter, SETTINGS)
+
+
+def request(
+    prompt: tuple[int, ...],
+    *,
+    max_tokens: int = 60,
+    seed: int = 0,
+    temperature: float = 0.8,
+    lookaheads: tuple[int, int] = (8, 3),
+    resume: tuple[int, ...] = (),
+) -> pb.DecodeRequest:
+    return pb.DecodeRequest(
+        prompt_token_ids=prompt,
+        resume_token_ids=resume,
+        sampling=sampling_to_proto(SamplingParams(temperature, top_p=0.95 if seed % 2 else 1.0)),
+        seed=seed,
+        max_tokens=max_tokens,
+        lookaheads=gen.Lookaheads(values=lookaheads),
+    )
+
+
+def in_one_process(engine: Engine, message: pb.DecodeRequest) -> list[int]:
+    """The request's tokens without speculation and without actors."""
+    sampling = SamplingParams(message.sampling.temperature, top_p=message.sampling.top_p)
+    plain = Request(tuple(message.prompt_token_ids), message.max_tokens, sampling, message.seed, (0, 0))
+    return [token for output in run_to_end(engine, [plain]) for token in output.tokens]
+
+
+@pytest.mark.parametrize("lookaheads", [(0, 0), (8, 0), (8, 3), (16, 4), (0, 5), (1, 1)])
+@pytest.mark.parametrize(("seed", "temperature", "length"), [(0, 0.0, 1500), (1, 0.6, 700), (2, 1.0, 40)])
+def test_three_actors_give_the_tokens_of_one_process(
+    tiers: Tiers,
+    engine: Engine,
+    held_out: HeldOut,
+    lookaheads: tuple[int, int],
+    seed: int,
+    temperature: float,
+    length: int,
+) -> None:
+    asked = request(held_out("inspect.py", length), seed=seed, temperature=temperature, lookaheads=lookaheads)
+    [decoded] = tiers.decode(asked)
+    assert decoded.tokens == in_one_process(engine, asked)
+    assert len(decoded.origins) == len(decoded.tokens) == 60
+    assert decoded.finish_reason == gen.FINISH_REASON_LENGTH
+    last = decoded.stats[-1]
+    assert [stats.decoded for stats in decoded.stats] == sorted(stats.decoded for stats in decoded.stats)
+    assert last.decoded == 60
+    assert (last.acceptance["retrieval"] is not None) == (lookaheads[0] > 0)
+    assert (last.acceptance["draft"] is not None) == (lookaheads[1] > 0)
+    if lookaheads == (8, 3):
+        assert last.snapshots > 1, "refreshed in mid-stream"
+        assert set(decoded.origins) >= {0, 1}
+        assert last.tokens_per_round is not None
+        assert last.tokens_per_round > 2
+
+
+def test_requests_decoded_together_are_decoded_as_alone(tiers: Tiers, engine: Engine, held_out: HeldOut) -> None:
+    """More than fit at once, of unequal lengths, with mixed lookaheads."""
+    asked = [
+        request(held_out("turtle.py", 30 + 350 * n), seed=n, temperature=0.3 * n, lookaheads=lookaheads)
+        for n, lookaheads in enumerate([(8, 3), (0, 0), (4, 2), (8, 0), (2, 6)])
+    ]
+    assert len(asked) > MAX_SEQUENCES
+    together = tiers.decode(*asked)
+    for message, decoded in zip(asked, together, strict=True):
+        assert decoded.tokens == in_one_process(engine, message)
+
+
+def test_the_tiers_are_three_processes_and_their_links_carry_the_blocks(tiers: Tiers, held_out: HeldOut) -> None:
+    import ray
+
+    pids = ray.get([actor.__ray_call__.remote(lambda _: os.getpid()) for actor in tiers.pipeline.actors.all().values()])
+    assert len({*pids, os.getpid()}) == 4
+    before = tiers.links()
+    assert before.keys() == {"target>retrieval", "retrieval>draft"}
+    [decoded] = tiers.decode(request(held_out("inspect.py", 600)))
+    after = tiers.links()
+    rounds = decoded.stats[-1].tallies[0].rounds
+    for name, least in (("target>retrieval", rounds), ("retrieval>draft", rounds)):
+        grown = {
+            f.name: getattr(after[name], f.name) - getattr(before[name], f.name)
+            for f, _ in after[name].ListFields()[1:]
+        }
+        assert grown["proposals"] >= least
+        assert grown["work_items"] >= least
+        assert min(grown.values()) > 0, grown
+    upper = after["target>retrieval"].proposed_tokens - before["target>retrieval"].proposed_tokens
+    assert upper >= decoded.origins.count(0) + decoded.origins.count(1)
+    [plain] = tiers.decode(request(held_out("inspect.py", 600), lookaheads=(0, 0)))
+    assert plain.tokens == decoded.tokens
+    assert tiers.links()["target>retrieval"].work_items == after["target>retrieval"].work_items
+
+
+@pytest.mark.parametrize("after_events", [0, 1, 3])
+def test_a_request_that_is_closed_frees_every_tier(tiers: Tiers, held_out: HeldOut, after_events: int) -> None:
+    asked = request(held_out("inspect.py", 3000), max_tokens=5000)
+
+    async def some() -> dict[str, int]:
+        events: AsyncGenerator[pb.DecodeEvent, None]
+        async with aclosing(tiers.pipeline.decode(asked)) as events:
+            if not after_events:  # while the prompt is being read
+                with pytest.raises(TimeoutError):
+                    await asyncio.wait_for(anext(events), 0.2)
+            for _ in range(after_events):
+                await anext(events)
+            return {status.tier: status.live_sequences for status in await tiers.pipeline.status()}
+
+    live = tiers.run(some())
+    if after_events:
+        assert live == {"draft": 1, "retrieval": 1, "target": 1}
+    tiers.wait_idle()
+
+
+def test_what_was_received_can_be_resumed(tiers: Tiers, held_out: HeldOut) -> None:
+    prompt = held_out("inspect.py", 900)
+    [whole] = tiers.decode(request(prompt, seed=5))
+    for received in (1, 23, 59):
+        [rest] = tiers.decode(request(prompt, seed=5, resume=tuple(whole.tokens[:received])))
+        assert rest.tokens == whole.tokens[received:]
+
+
+def test_resuming_what_was_received_whole_ends_at_once(tiers: Tiers, held_out: HeldOut) -> None:
+    """A replica may die between its last token and its last word."""
+    prompt = held_out("inspect.py", 300)
+    [whole] = tiers.decode(request(prompt, max_tokens=20))
+    [rest] = tiers.decode(request(prompt, max_tokens=20, resume=tuple(whole.tokens)))
+    assert rest.tokens == []
+    assert rest.finish_reason == gen.FINISH_REASON_LENGTH
+    ending = request(prompt, max_tokens=20, resume=tuple(whole.tokens[:5]))
+    ending.stop_token_ids.append(whole.tokens[4])
+    [rest] = tiers.decode(ending)
+    assert rest.tokens == []
+    assert rest.finish_reason == gen.FINISH_REASON_STOP
+
+
+BAD: list[tuple[pb.DecodeRequest, type[Exception], str]] = [
+    (request(()), InvalidValueError, "prompt: '' must hold at least one token"),
+    (request((4096,)), InvalidValueError, "prompt: 4096 is not a token id: must be at least 0 and below 4096"),
+    (request((1,), resume=(5000,)), InvalidValueError, "resume_token_ids: 5000 is not a token id"),
+    (request((1,), max_tokens=0), InvalidValueError, "max_tokens: 0 must be at least 1"),
+    (
+        request((1,), max_tokens=2, resume=(1, 2, 3)),
+        InvalidValueError,
+        "resume_token_ids: 3 must be at most max_tokens",
+    ),
+    (request((1,), lookaheads=(65, 0)), InvalidValueError, "lookaheads: (65, 0) must each be at most 64"),
+    (request((1,) * 8192, max_tokens=1), TooLargeError, "must fit the context of 8192 tokens"),
+    (pb.DecodeRequest(prompt_token_ids=[1], max_tokens=1), InvalidValueError, "sampling.top_p: 0.0 must be above 0"),
+]
+
+
+@pytest.mark.parametrize(("asked", "error", "words"), BAD, ids=[words[:30] for _, _, words in BAD])
+def test_a_bad_request_is_refused_by_name(
+    tiers: Tiers, asked: pb.DecodeRequest, error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error) as refused:
+        tiers.decode(asked)
+    assert type(refused.value) is error
+    assert words in str(refused.value)
+    assert len(tiers.decode(request((1, 2, 3), max_tokens=4))[0].tokens) == 4
