@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator
 
 import grpc
@@ -16,6 +17,8 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError
+
+log = logging.getLogger(__name__)
 
 
 class Pipeline:
@@ -79,4 +82,5 @@ def from_status(error: grpc.aio.AioRpcError) -> Exception:
         return InvalidValueError.parsed(details)
     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
         return TooLargeError.parsed(details)
-    return UnavailableError(f"the target tier answered {error.code().name}: {details}")
+    log.warning("the target tier answered %s: %s", error.code().name, details)
+    return UnavailableError("the target tier cannot serve; try again")

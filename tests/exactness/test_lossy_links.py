@@ -18,7 +18,7 @@ from triforce_core.engine.engine import Engine
 from triforce_core.engine.local import draft_proposer, target_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.snapshot import Snapshot
-from triforce_core.messages import Proposer, SamplingParams, Tier
+from triforce_core.messages import Proposal, Proposer, SamplingParams, Tally, Tier, Work
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
 from triforce_core.roles import ModelProposer, ModelVerifier
@@ -124,3 +124,52 @@ def test_faults_change_no_token(target: PreTrainedModel, wait_for_all: bool) -> 
         "RETRIEVAL: full tail",
     ]
     assert not [e for e in expected if events[e] < 20]
+
+
+class Liar:
+    """A proposer that answers anything: tokens that are none, blocks without end, lacks and tallies out of the air."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.waiting: list[Work] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.waiting += work
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        work, self.waiting = self.waiting, []
+        return [self.lie(w) for w in work]
+
+    def lie(self, work: Work) -> Proposal:
+        rng = self.rng
+        tokens = tuple(rng.randrange(-2, VOCAB + 2) for _ in range(rng.choice([0, 1, 5, 200])))
+        return Proposal(
+            work.span.sequence_id,
+            work.span.end,
+            tokens,
+            bytes(len(tokens)),
+            missing_from=rng.choice([None, 0, rng.randint(0, work.span.end)]),
+            snapshot_wanted=rng.random() < 0.5,
+            tallies=(Tally(rounds=9),) * rng.randint(0, 5),
+        )
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.waiting = [w for w in self.waiting if w.span.sequence_id not in sequence_ids]
+
+    def deliver(self, snapshot: Snapshot) -> None:
+        """Of no interest."""
+
+    def in_flight(self, sequence_id: int) -> bool:
+        return False
+
+
+def test_lies_change_no_token(target: PreTrainedModel) -> None:
+    """What a tier proposes is checked before the model sees it: a broken drafter costs time only."""
+    for run in range(10):
+        liar = Liar(random.Random(run))
+        engine = target_engine(target, SETTINGS, liar, liar)
+        requests = [
+            Request(random_tokens(n, seed=run + n, vocab=VOCAB), 30, SamplingParams(0.8), run, (4, 2))
+            for n in (1, 9, 70)
+        ]
+        assert finish(engine, requests).tokens == [plain(engine, r) for r in requests]
