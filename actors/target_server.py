@@ -53,7 +53,7 @@ class EngineThread:
     def cancel(self, sequence_id: int) -> None:
         with self.lock:
             if self.callbacks.pop(sequence_id, None):
-                pass
+                self.engine.cancel(sequence_id)
 
     def _run(self) -> None:
         try:
