@@ -165,4 +165,5 @@ class RemoteProposer:
 
 
 def empty_answer(work: Work) -> Proposal:
-    return Proposal(work.span.sequence_id, work.span.end)
+    """In place of a peer's: nothing proposed, and the peer must not be believed to hold what we stated."""
+    return Proposal(work.span.sequence_id, work.span.end, missing_from=work.span.start)
