@@ -94,7 +94,9 @@ class RetrievalActor(TierActor):
         from triforce_core.engine.local import retrieval_decoder, retrieval_kv
         from triforce_core.models.load import load_model
 
-        model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
+        own = self.settings.retrieval.model
+        name, role = (own, "self-drafter") if own else (self.settings.target.model, "target")
+        model = load_model(name, role, self.settings.dtype, self.settings.device)
         self.kv = retrieval_kv(model, self.settings)
         # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
         timeout_s = self.settings.server.link_timeout_s / 2

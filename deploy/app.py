@@ -141,9 +141,11 @@ def check_models(settings: Settings) -> None:
     """Refuse what the tiers would refuse, where the configurations show it: one line now, not a failed start later."""
     from triforce_core.attention import kernel_for
     from triforce_core.engine.limits import target_limits
-    from triforce_core.models.files import check_pair, load_config
+    from triforce_core.models.files import check_pair, check_self_drafter, load_config
 
     check_pair(settings.target.model, settings.draft.model)
+    if settings.retrieval.model:
+        check_self_drafter(settings.target.model, settings.retrieval.model)
     target_limits(load_config(settings.target.model, "target"), settings)
     kernel_for(settings)
 

@@ -28,8 +28,11 @@ class DraftSettings(Strict):
 
 
 class RetrievalSettings(Strict):
-    """The self-drafter's sparse cache; sizes in tokens."""
+    """The self-drafter and its sparse cache; sizes in tokens."""
 
+    model: str | None = Field(
+        None, description="the self-drafter's weights, such as a quantised copy of the target's; by default the target's"
+    )
     budget: int = Field(1024, ge=2, description="tokens of the full cache that a snapshot holds")
     chunk: int = Field(8, ge=1, description="tokens that are selected together")
     recent: int = Field(64, ge=0, description="tokens before the snapshot's position that are always in it")
@@ -125,16 +128,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
 
     Raises `InvalidValueError` naming field, value and rule.
     """
-    data: Any = {}
-    if path is not None:
-        try:
-            data = yaml.safe_load(path.read_text()) or {}
-        except OSError as error:
-            raise InvalidValueError("config", str(path), f"cannot be read: {error.strerror}") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise InvalidValueError("config", str(path), f"is not valid YAML: {error}") from None
-        if not isinstance(data, dict):
-            raise InvalidValueError("config", str(path), "must be a mapping of sections")
+    data = {} if path is None else read_mapping(path, "config")
     for section, value in overrides.items():
         given = data.get(section)
         if isinstance(value, dict) and isinstance(given, dict):
@@ -145,6 +139,22 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
         return Settings.model_validate(data)
     except ValidationError as error:
         raise invalid_value(error) from None
+
+
+def read_mapping(path: Path, field: str) -> dict[str, Any]:
+    """What a YAML file maps to what; an empty file maps nothing.
+
+    Raises `InvalidValueError` naming the setting that named the file.
+    """
+    try:
+        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except OSError as error:
+        raise InvalidValueError(field, str(path), f"cannot be read: {error.strerror}") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise InvalidValueError(field, str(path), f"is not valid YAML: {error}") from None
+    if not isinstance(data, dict):
+        raise InvalidValueError(field, str(path), "must be a mapping of sections")
+    return data
 
 
 def invalid_value(error: ValidationError) -> InvalidValueError:

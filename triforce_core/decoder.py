@@ -30,10 +30,19 @@ class Block:
     missing_from: int | None = None
     snapshot_wanted: bool = False
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
+    told: int | None = None  # the level below is believed to hold the sequence up to here; None: only the work's start
 
     @property
     def span(self) -> Span:
         return self.work.span.extended(self.tokens)
+
+    def state_below(self) -> Work:
+        """What the level below must continue, stating only what it was not told in this block's earlier rounds."""
+        span, start = self.span, self.work.span.start
+        if self.told is not None and self.told > start:
+            span = Span(span.sequence_id, self.told, span.tokens[self.told - start :])
+        self.told = span.end
+        return Work(span, self.below)
 
     @property
     def below(self) -> tuple[int, ...]:
@@ -84,7 +93,7 @@ class SpeculativeDecoder:
         ]
         self.asked |= {b.span.sequence_id for b in asked}
         if asked:
-            self.proposer.submit([Work(b.span, b.below) for b in asked])
+            self.proposer.submit([b.state_below() for b in asked])
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """Run one round over what is ready; returns the blocks that it completed, which may be none."""
@@ -136,6 +145,8 @@ class SpeculativeDecoder:
         block.origins += proposal.origins[: verdict.num_accepted] + own
         lacks = [p for p in (proposal.missing_from, verdict.missing_from) if p is not None]
         block.missing_from = min(lacks, default=None)
+        if proposal.missing_from is not None:
+            block.told = proposal.missing_from
         block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))

@@ -6,17 +6,12 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
-import pytest
-
 from actors.pipeline import Pipeline
-from actors.placement import tier_bundle
 from actors.wire import sampling_to_proto
-from deploy.app import prepare_environment
 from tests.conftest import HeldOut
+from tests.dist.conftest import StartPipeline
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -26,28 +21,12 @@ NUM_TOKENS = 240
 LINK_TIMEOUT_S = 2.0
 
 
-@contextmanager
-def pipeline() -> Iterator[tuple[asyncio.Runner, Pipeline]]:
-    prepare_environment()
-    import ray
-    from ray.util import placement_group
-
-    settings = load_settings(
-        dtype="float32",
-        max_sequences=2,
-        retrieval={"budget": 256, "refresh_every": 24, "recent": 32},
-        server={"link_timeout_s": LINK_TIMEOUT_S},
-    )
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        group = placement_group([tier_bundle(settings.server)] * 3)
-        ray.get(group.ready(), timeout=60)
-        with asyncio.Runner() as runner:
-            tiers = runner.run(Pipeline.start(settings, group))
-            yield runner, tiers
-            runner.run(tiers.stop())
-    finally:
-        ray.shutdown()
+SETTINGS = load_settings(
+    dtype="float32",
+    max_sequences=2,
+    retrieval={"budget": 256, "refresh_every": 24, "recent": 32},
+    server={"link_timeout_s": LINK_TIMEOUT_S},
+)
 
 
 async def decode(tiers: Pipeline, prompt: tuple[int, ...], fault: Any = None) -> tuple[list[int], list[bytes]]:
@@ -86,9 +65,9 @@ def wait_for_drafts(runner: asyncio.Runner, tiers: Pipeline, prompt: tuple[int, 
         assert time.monotonic() < until, "the drafting tiers do not come back"
 
 
-def test_killed_and_hung_tiers_change_no_token(held_out: HeldOut) -> None:
+def test_killed_and_hung_tiers_change_no_token(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
     prompt = held_out("inspect.py", 600)
-    with pipeline() as (runner, tiers):
+    with start_pipeline(SETTINGS) as (runner, tiers):
         expected, undisturbed = runner.run(decode(tiers, prompt))
         assert len(expected) == NUM_TOKENS
         assert {origin for block in undisturbed for origin in block} == {0, 1, 2}
@@ -110,14 +89,3 @@ def test_killed_and_hung_tiers_change_no_token(held_out: HeldOut) -> None:
             assert tokens == expected, f"{tier.name} hung"
             assert elapsed > LINK_TIMEOUT_S / 2, "it did hang"
             wait_for_drafts(runner, tiers, prompt)
-
-
-@pytest.fixture(autouse=True)
-def nothing_left_running() -> Iterator[None]:
-    import psutil
-
-    before = {p.pid for p in psutil.Process().children(recursive=True)}
-    yield
-    left = [p for p in psutil.Process().children(recursive=True) if p.pid not in before]
-    _, alive = psutil.wait_procs(left, timeout=10)
-    assert not alive, alive

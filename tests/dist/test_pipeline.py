@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
 
 import pytest
 
-from actors.pipeline import Pipeline
-from actors.placement import tier_bundle
-from actors.wire import sampling_to_proto, stats_from_proto
-from deploy.app import prepare_environment
+from actors.wire import sampling_to_proto
 from tests.conftest import HeldOut
+from tests.dist.conftest import StartPipeline
+from tests.dist.decoding import Tiers
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.local import local_engine, run_to_end
-from triforce_core.engine.sequence import Request, Stats
+from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError, TooLargeError
 from triforce_core.messages import SamplingParams
 
-T = TypeVar("T")
 MAX_SEQUENCES = 3
 # Small enough that snapshots select, are refreshed in mid-stream, and prompts come in several chunks.
 SETTINGS: Settings = load_settings(
@@ -37,72 +32,10 @@ SETTINGS: Settings = load_settings(
 )
 
 
-@dataclass
-class Decoded:
-    """What came of a request."""
-
-    tokens: list[int] = field(default_factory=list)
-    origins: bytes = b""
-    finish_reason: int = gen.FINISH_REASON_UNSPECIFIED
-    stats: list[Stats] = field(default_factory=list)  # of each event
-
-
-class Tiers:
-    """A pipeline and the loop that it lives on."""
-
-    def __init__(self, pipeline: Pipeline, run: Callable[[Coroutine[Any, Any, Any]], Any]) -> None:
-        self.pipeline, self.run = pipeline, run
-
-    def decode(self, *requests: pb.DecodeRequest) -> list[Decoded]:
-        """All of them at once."""
-
-        async def every() -> list[Decoded]:
-            return await asyncio.gather(*(self.collect(request) for request in requests))
-
-        decoded: list[Decoded] = self.run(every())
-        return decoded
-
-    async def collect(self, request: pb.DecodeRequest) -> Decoded:
-        decoded = Decoded()
-        async for event in self.pipeline.decode(request):
-            decoded.tokens += event.token_ids
-            decoded.origins += event.origins
-            decoded.finish_reason = event.finish_reason
-            decoded.stats.append(stats_from_proto(event.stats))
-        return decoded
-
-    def status(self) -> dict[str, pb.TierStatus]:
-        return {status.tier: status for status in self.run(self.pipeline.status())}
-
-    def links(self) -> dict[str, pb.LinkCounters]:
-        return {link.link: link for status in self.status().values() for link in status.links}
-
-    def live(self) -> dict[str, int]:
-        return {tier: status.live_sequences for tier, status in self.status().items()}
-
-    def wait_idle(self, timeout_s: float = 5.0) -> None:
-        until = time.monotonic() + timeout_s
-        while any((live := self.live()).values()):
-            assert time.monotonic() < until, f"still held after {timeout_s} s: {live}"
-            time.sleep(0.02)
-
-
 @pytest.fixture(scope="module")
-def tiers() -> Iterator[Tiers]:
-    prepare_environment()
-    import ray
-    from ray.util import placement_group
-
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-    try:
-        group = placement_group([tier_bundle(SETTINGS.server)] * 3)
-        ray.get(group.ready(), timeout=60)
-        with asyncio.Runner() as runner:
-            pipeline = runner.run(Pipeline.start(SETTINGS, group))
-            yield Tiers(pipeline, runner.run)
-            runner.run(pipeline.stop())
-    finally:
-        ray.shutdown()
+def tiers(start_pipeline: StartPipeline) -> Iterator[Tiers]:
+    with start_pipeline(SETTINGS) as (runner, pipeline):
+        yield Tiers(pipeline, runner.run)
 
 
 @pytest.fixture(autouse=True)

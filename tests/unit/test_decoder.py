@@ -89,7 +89,7 @@ def test_rounds_go_on_until_the_block_is_long_enough(
     assert block.tallies == (Tally(rounds=2, proposed=4, accepted=3, rejected=1), Tally())
     assert [(w.span.start, w.span.tokens, w.lookaheads) for w in below.asked] == [
         (0, (10, 11), (2,)),
-        (0, (10, 11, 2, 3), (2,)),
+        (2, (2, 3), (2,)),
     ], "each round states what the tier has decided"
     assert below.asked[0].span.spec == SPEC
 
@@ -217,3 +217,19 @@ def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, bel
     (block,) = decoder.collect(1.0)
     assert block.tokens == (2, 3)
     assert block.tallies[0] == Tally(rounds=1, proposed=2, accepted=2, rejected=0)
+
+
+def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, below: Below) -> None:
+    """A block's first statement may be a whole prompt: it is sent once, and again from where the level below asks."""
+    decoder.submit([work(tokens=(10, 11), lookaheads=(9, 1))])
+    for start in (2, 4, 6):
+        below.answers.append([drafted(start, (start,))])
+        assert decoder.collect(1.0) == []
+    below.answers.append([Proposal(1, 8, missing_from=3)])
+    assert decoder.collect(1.0) == []
+    below.answers.append([Proposal(1, 9, missing_from=0)])
+    decoder.collect(1.0)
+    stated = [(w.span.start, w.span.tokens, w.span.spec is not None) for w in below.asked]
+    assert stated[:4] == [(0, (10, 11), True), (2, (2, 3), False), (4, (4, 5), False), (6, (6, 7), False)]
+    assert stated[4] == (3, (3, 4, 5, 6, 7, 8), False)
+    assert stated[5] == (0, (10, 11, 2, 3, 4, 5, 6, 7, 8, 9), True)

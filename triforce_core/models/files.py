@@ -21,7 +21,7 @@ SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # their frequencies do
 def resolve(name: str, role: str) -> str:
     """`demo` names the embedded pair; anything else is a directory or, failing that, a hub id for transformers.
 
-    `role` is `target` or `drafter`, and the field that an error names.
+    `role` is `target`, `drafter` or `self-drafter`, and the field that an error names.
     """
     if name == "demo":
         return str(DEMO_WEIGHTS / role)
@@ -75,6 +75,13 @@ def context_length(config: PretrainedConfig) -> int:
     return int(config.max_position_embeddings)
 
 
+def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
+    """How many layers and KV heads, and the dimension of a head."""
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return config.num_hidden_layers, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
+
+
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer, as transformers loads it."""
     try:
@@ -110,6 +117,17 @@ def check_pair(target: str, drafter: str | None) -> None:
         return
     same = theirs == load_tokenizer(target).get_vocab()
     require(same, "drafter", drafter, f"has a vocabulary other than that of the target {target!r}")
+
+
+def check_self_drafter(target: str, name: str) -> None:
+    """Refuse weights for the retrieval tier that the target's KV would not fit."""
+    ours, theirs = load_config(target, "target"), load_config(name, "self-drafter")
+    for what, one, other in (
+        ("a vocabulary of {} tokens", ours.vocab_size, theirs.vocab_size),
+        ("KV of {} (layers, KV heads, dimension)", kv_shape(ours), kv_shape(theirs)),
+    ):
+        rule = f"has {what.format(other)}: must have the target's {one}"
+        require(one == other, "retrieval.model", name, rule)
 
 
 def check_same_vocabulary(target: PretrainedConfig, drafter: PretrainedConfig) -> None:

@@ -20,6 +20,7 @@ from triforce_core.models.files import (
     check_same_vocabulary,
     check_supported,
     context_length,
+    kv_shape,
     load_config,
     load_tokenizer,
     resolve,
@@ -148,12 +149,5 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
 
 def kv_geometry(model: PreTrainedModel) -> KVGeometry:
     """The shape of the model's KV, from its configuration."""
-    config = model.config
-    heads = config.num_attention_heads
-    return KVGeometry(
-        num_layers=config.num_hidden_layers,
-        num_kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
-        device=model.device,
-    )
+    layers, kv_heads, head_dim = kv_shape(model.config)
+    return KVGeometry(layers, kv_heads, head_dim, model.dtype, model.device)
