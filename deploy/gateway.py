@@ -11,7 +11,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
-from deploy.openai_api import http_app
+from deploy.openai_api.routes import http_app
 from deploy.replica import RemotePipelines
 from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb

@@ -28,7 +28,7 @@ from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
 from triforce_core.messages import SamplingParams
 from triforce_core.models.files import load_config, load_tokenizer, stop_token_ids
-from triforce_core.text import OutputText, Piece, TokenText
+from triforce_core.text import OutputText, Piece, TokenText, joined
 
 FINISH_REASONS = {gen.FINISH_REASON_STOP: FinishReason.STOP, gen.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 MAX_STOP_STRINGS = 16
@@ -225,8 +225,7 @@ class Service:
                     break
                 if piece.text or piece.tokens:
                     yield Part(piece, request.seed, prompt_tokens)
-            rest = output.finish()
-        last = Piece(piece.text + rest.text, piece.tokens + rest.tokens, piece.origins + rest.origins)
+            last = joined([piece, output.finish()])
         reason = FinishReason.STOP if output.stopped or finish_reason is None else finish_reason
         done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
         yield Part(last, request.seed, prompt_tokens, done)

@@ -31,7 +31,8 @@ class RetrievalSettings(Strict):
     """The self-drafter and its sparse cache; sizes in tokens."""
 
     model: str | None = Field(
-        None, description="the self-drafter's weights, such as a quantised copy of the target's; by default the target's"
+        None,
+        description="the self-drafter's weights, such as a quantised copy of the target's; by default the target's",
     )
     budget: int = Field(1024, ge=2, description="tokens of the full cache that a snapshot holds")
     chunk: int = Field(8, ge=1, description="tokens that are selected together")

@@ -134,6 +134,15 @@ class Piece:
     origins: bytes  # one Tier a token
 
 
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """What these pieces, one after the other, add to the output."""
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.tokens),
+        b"".join(piece.origins for piece in pieces),
+    )
+
+
 @dataclass(slots=True)
 class Held:
     """A token that may yet be cut off, and the characters that it completes."""

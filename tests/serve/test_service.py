@@ -15,8 +15,9 @@ import grpc
 import pytest
 from starlette.testclient import TestClient
 
-from deploy import grpc_api, openai_api
-from deploy.openai_api import http_app
+from deploy import grpc_api
+from deploy.openai_api import routes
+from deploy.openai_api.routes import http_app
 from deploy.service import Ask, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -177,7 +178,7 @@ def test_a_stop_string_ends_the_request_of_the_pipeline() -> None:
 
 
 def test_a_silent_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(openai_api, "IDLE_S", 0.05)
+    monkeypatch.setattr(routes, "IDLE_S", 0.05)
     client, service, _ = served(0.3, event(ids("a")), 0.2, event(ids(" b"), gen.FINISH_REASON_LENGTH))
     answer = ask(client, stream=True)
     assert answer.text.count(": waiting\n\n") >= 4

@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
+from transformers import PreTrainedTokenizerFast
 
+from tests.random_models import random_model
 from triforce_core.bench.machine import quiet_machine
-from triforce_core.cli import main
+from triforce_core.cli import app, main
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.models.load import load_tokenizer
 
 
 @pytest.fixture(autouse=True)
@@ -75,14 +82,72 @@ def test_another_seed_gives_another_text(
     assert one["token_ids"] != other["token_ids"]
 
 
+def streamed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """The text that is shown, without the legend below it."""
+    assert run(monkeypatch, "generate", *FAST[:-1], *arguments) == 0
+    return capsys.readouterr().out.removesuffix("\n").rpartition("\n")[0]
+
+
+def byte_model(folder: Path, *, eos: int | None = None) -> str:
+    """Random weights over the 256 bytes: its text is full of characters of several tokens, broken and whole."""
+    alphabet = {character: token for token, character in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(alphabet, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    random_model(eos_token_id=eos).save_pretrained(folder)
+    return str(folder)
+
+
 def test_the_text_streams_as_it_would_be_in_json(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    prompt = tmp_path / "prompt"
+    prompt.write_text("größe = 'Überprüfung – 你好 🙂'\n\tprint(größe)\n" * 20, encoding="utf-8")
+    random_bytes = ("--target", byte_model(tmp_path / "model"), "--tiers", "retrieval,target", "--max-tokens", "200")
+    for arguments in (), random_bytes:
+        given = ("--prompt-file", str(prompt), *arguments)
+        text = generated(monkeypatch, capsys, *given)["text"]
+        assert streamed(monkeypatch, capsys, *given) == text
+    characters = set(text)  # of the random bytes
+    assert characters & set("\t\r\a\b\v\f")
+    assert any("\x80" <= character < "\N{REPLACEMENT CHARACTER}" for character in characters)
+    assert "\N{REPLACEMENT CHARACTER}" in characters
+
+
+def test_half_a_character_at_the_end_is_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, tmp_path: Path
+) -> None:
+    model = byte_model(tmp_path / "model")
+    arguments = ("--prompt-file", prompt, "--tiers", "target", "--target", model)
+    tokens, decode = generated(monkeypatch, capsys, *arguments)["token_ids"], load_tokenizer(model).decode
+    length = next(n for n in range(8, 24) if decode(tokens[:n]).endswith("\N{REPLACEMENT CHARACTER}"))
+    cut = (*arguments, "--max-tokens", str(length))
+    assert generated(monkeypatch, capsys, *cut)["text"] == decode(tokens[:length])
+    assert streamed(monkeypatch, capsys, *cut) == decode(tokens[:length])
+
+
+def test_the_end_of_sequence_token_is_no_part_of_the_output(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, tmp_path: Path
+) -> None:
+    arguments = ("--prompt-file", prompt, "--tiers", "retrieval,target", "--target")
+    endless = generated(monkeypatch, capsys, *arguments, byte_model(tmp_path / "endless"))
+    tokens = endless["token_ids"]
+    assert (endless["finish_reason"], len(tokens)) == ("length", 24)
+    length = next(i for i, token in enumerate(tokens) if i >= 8 and token not in tokens[:i])
+    ending = byte_model(tmp_path / "ending", eos=tokens[length])
+    ended = generated(monkeypatch, capsys, *arguments, ending)
+    assert (ended["finish_reason"], ended["token_ids"]) == ("stop", tokens[:length])
+    assert ended["usage"]["completion_tokens"] == length
+    assert ended["text"] == load_tokenizer(ending).decode(tokens[:length])
+    assert streamed(monkeypatch, capsys, *arguments, ending) == ended["text"]
+
+
+def test_a_single_token_has_no_time_between_tokens_to_tell(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:
-    arguments = ("generate", *FAST[:-1], "--prompt-file", prompt)
-    assert run(monkeypatch, *arguments) == 0
-    shown = capsys.readouterr().out
-    assert run(monkeypatch, *arguments, "--json") == 0
-    assert json.loads(capsys.readouterr().out)["text"] in shown
+    assert run(monkeypatch, "generate", *FAST[:-1], "--prompt-file", prompt, "--max-tokens", "1") == 0
+    assert "prefill" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -96,6 +161,7 @@ def test_the_text_streams_as_it_would_be_in_json(
         (["--lookaheads", "65,1"], ["lookaheads", "65", "between 0 and 64"]),
         (["--tiers", "draft"], ["tiers", "draft", "retrieval,target"]),
         (["--target", "/nowhere"], ["target", "/nowhere", "config.json"]),
+        (["--threads", "0"], ["threads", "0", "greater than or equal to 1"]),
         (["--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
         (["--max-tokens", "many"], ["max-tokens", "integer"]),
         (["--max-tokens", "0"], ["max_tokens", "0", "at least 1"]),
@@ -128,6 +194,46 @@ def test_an_empty_and_a_binary_prompt_are_refused(
         path.write_bytes(content)
         assert run(monkeypatch, "generate", "--prompt-file", str(path)) == 2
         assert rule in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["train", "--settings", "/nowhere.yaml"], ["settings", "/nowhere.yaml", "No such file"]),
+        (["train", "--settings", "prompt.py"], ["seed", "Field required"]),
+        (["train", "--tokenizer", "/nowhere.json"], ["tokenizer", "/nowhere.json"]),
+        (["train", "--device", "nowhere"], ["device", "nowhere", "must be cpu"]),
+        (["train", "--threads", "0"], ["threads", "0", "at least 1"]),
+        (["export", "weights"], ["no whole checkpoint of the target"]),
+        (["evaluate", "/nowhere"], ["weights", "/nowhere"]),
+        (["evaluate", "."], ["weights", "has no training.json"]),
+    ],
+)
+def test_the_demo_s_bad_input_is_one_line_and_exit_code_2(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    prompt: str,
+    arguments: list[str],
+    named: list[str],
+) -> None:
+    monkeypatch.chdir(Path(prompt).parent)
+    assert run(monkeypatch, "demo", *arguments, "--cache-dir", "cache") == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.count("\n") == 1, captured.err
+    for part in named:
+        assert part in captured.err
+
+
+def test_an_interrupted_command_exits_with_130(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(app, "load_settings", interrupt)
+    assert run(monkeypatch, "config") == 130
+    assert capsys.readouterr() == ("", "")
 
 
 def test_config_prints_what_config_reads(

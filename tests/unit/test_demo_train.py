@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ import torch
 import yaml
 from rich.console import Console
 
+from triforce_core.cli import main
 from triforce_core.demo import weights_dir
 from triforce_core.demo.batches import BatchSource
 from triforce_core.demo.checkpoint import checkpoints, latest_checkpoint, read_checkpoint, save_checkpoint
 from triforce_core.demo.corpus import Package, build_corpus
+from triforce_core.demo.evaluate import EvaluationPlan
 from triforce_core.demo.recall import RecallTasks
 from triforce_core.demo.report import Clock
 from triforce_core.demo.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
@@ -84,18 +87,27 @@ def test_a_batch_is_a_function_of_seed_stage_and_step(tmp_path: Path) -> None:
     assert max(int(one.batch(step).positions.max()) for step in range(20)) < settings.max_positions
 
 
-def test_resumed_after_sigkill_the_loss_curve_is_the_same(tmp_path: Path) -> None:
-    path = tiny_settings(tmp_path / "killed", steps=4000)
-    command = [sys.executable, "-m", "triforce_core.demo.train", "--settings", str(path), "--resume", "--threads", "1"]
-    killed = load_settings(path)
-    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=Path(__file__).parents[2], env={**os.environ})
+@contextmanager
+def training(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """`triforce demo train --resume` with these settings, once it has written two checkpoints; killed in the end."""
+    command = [sys.executable, "-m", "triforce_core.cli", "demo", "train", "--settings", str(path), "--resume"]
+    run_dir, repository = load_settings(path).run_dir, Path(__file__).parents[2]
+    process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True, cwd=repository)
     try:
         deadline = time.monotonic() + 60
-        while len(checkpoints(killed.run_dir, "target")) < 2 and time.monotonic() < deadline:
+        while len(checkpoints(run_dir, "target")) < 2 and time.monotonic() < deadline:
             time.sleep(0.02)
+        yield process
     finally:
         process.kill()
-        process.wait()
+        process.communicate()
+
+
+def test_resumed_after_sigkill_the_loss_curve_is_the_same(tmp_path: Path) -> None:
+    path = tiny_settings(tmp_path / "killed", steps=4000)
+    killed = load_settings(path)
+    with training(path):
+        pass
     state = latest_checkpoint(killed.run_dir, "target")
     assert state is not None
     done = state["progress"]["step"]
@@ -111,6 +123,19 @@ def test_resumed_after_sigkill_the_loss_curve_is_the_same(tmp_path: Path) -> Non
     assert common > done
     assert ours[:common] == theirs[:common]
     assert [line["step"] for line in ours] == list(range(1, len(ours) + 1))
+
+
+def test_sigterm_stops_at_a_step_with_a_checkpoint_of_it(tmp_path: Path) -> None:
+    path = tiny_settings(tmp_path, steps=100_000, checkpoint_minutes=0.002)
+    with training(path) as process:
+        process.terminate()
+        said, _ = process.communicate(timeout=30)
+    assert process.returncode == 0
+    assert "stopped; go on with --resume" in said
+    settings = load_settings(path)
+    state = latest_checkpoint(settings.run_dir, "target")
+    assert state is not None
+    assert state["progress"]["step"] == len(curve(settings, "target"))
 
 
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_it_used(tmp_path: Path) -> None:
@@ -169,3 +194,37 @@ def test_a_pause_of_the_process_is_not_active_time() -> None:
     assert [clock.active(1.0) for _ in range(6)] == [1.0] * 6
     assert clock.active(3600.0) == 4.0
     assert clock.active(1.0) == 1.0
+
+
+def test_the_commands_train_export_and_measure_a_pair(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def command(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["triforce", "demo", *arguments, "--settings", str(path)])
+        with pytest.raises(SystemExit) as stopped:
+            main()
+        assert not stopped.value.code
+        return capsys.readouterr().out
+
+    def small_plan(context: int) -> EvaluationPlan:
+        few = {"documents": 2, "probes": 1, "questions": 1, "distractors": 1, "free_outputs": 1, "free_tokens": 24}
+        return EvaluationPlan(context=context, acceptance_context=context, **few)
+
+    path = tiny_settings(tmp_path, steps=2)
+    settings = load_settings(path)
+    source = "".join(f"def function_{n}(x):\n    return x + {n}\n" for n in range(400))
+    names = [f"text_{n}.py" for n in range(60)]
+    for name in names:
+        (tmp_path / name).write_text(f"# {name}\n{source}")
+    (settings.corpus_dir / "corpus.json").unlink()
+    build_corpus(settings.corpus, TOKENIZER, settings.corpus_dir, [Package("a", "1", "MIT", tmp_path, tuple(names))])
+    monkeypatch.setattr(EvaluationPlan, "of_context", small_plan)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGTERM stays what it is to pytest
+    weights = str(tmp_path / "weights")
+    command("train", "--threads", "1")
+    command("export", weights)
+    figures = json.loads(command("evaluate", weights, "--context", "512", "--threads", "1", "--card", "--json"))
+    assert list(figures["loss_by_position"]) == ["0-512"]
+    assert set(figures["acceptance"]) == {"retrieval", "draft"}
+    assert figures["tokens_seen"] == 2 * 128
+    assert json.loads((tmp_path / "weights" / "evaluation.json").read_text()) == figures

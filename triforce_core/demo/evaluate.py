@@ -1,13 +1,10 @@
 """The figures of a pair of weights: does it use a long context, and how often do the cheap tiers agree with it?
 
-    python -m triforce_core.demo.evaluate WEIGHTS [--context 16384] [--card]
-
 Everything is measured on held-out files, which training never sees, and on fresh recall tasks.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -24,12 +21,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triforce_core.demo.acceptance import measure_acceptance
-from triforce_core.demo.card import write_card
 from triforce_core.demo.corpus import Corpus, build_corpus
 from triforce_core.demo.recall import RecallTasks, recall_probe
-from triforce_core.demo.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
+from triforce_core.demo.settings import DemoSettings
 from triforce_core.errors import require
-from triforce_core.models.load import load_model
+from triforce_core.models.load import load_model, torch_device
 
 Tick = Callable[[], None]
 _SCORED = 1024  # tokens at the end of each window that are scored with little and with much context
@@ -49,6 +45,11 @@ class EvaluationPlan:
     free_outputs: int = 8
     free_tokens: int = 256
 
+    @classmethod
+    def of_context(cls, context: int) -> EvaluationPlan:
+        """The usual one with windows of `context` tokens."""
+        return cls(context=context, acceptance_context=min(context, cls.acceptance_context))
+
 
 def evaluate(
     weights: Path,
@@ -59,13 +60,21 @@ def evaluate(
     threads: int | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
-    """The figures of the pair in `weights`, under the keys of the model card's table."""
+    """The figures of the pair in `weights`, under the keys of the model card's table.
+
+    Raises:
+        InvalidValueError: no exported pair is there, the held-out files are too short for the plan, there is no such
+            device, or less than one thread.
+    """
+    history = weights / "training.json"
+    require(history.is_file(), "weights", str(weights), "has no training.json: must be what `demo export` wrote")
+    training = json.loads(history.read_text(encoding="utf-8"))
     if threads is not None:
+        require(threads >= 1, "threads", threads, "must be at least 1")
         torch.set_num_threads(threads)
     corpus = build_corpus(settings.corpus, settings.tokenizer, settings.corpus_dir)
-    training = json.loads((weights / "training.json").read_text(encoding="utf-8"))
     target = AutoModelForCausalLM.from_pretrained(weights / "target", dtype=torch.bfloat16).eval()
-    target.to(device)
+    target.to(torch_device(device))
     windows = held_out_windows(corpus, plan.context, plan.documents)
     distances = [d for d in plan.recall_distances if d <= plan.context]
     steps = 2 * len(windows) + plan.probes * len(distances) + plan.free_outputs
@@ -193,27 +202,3 @@ def _acceptance(weights: Path, windows: Sequence[Tensor], plan: EvaluationPlan, 
     drafter = load_model(str(weights / "drafter"), "drafter", "bfloat16", device)
     documents = [window[: plan.acceptance_context].tolist() for window in windows]
     return measure_acceptance(target, drafter, documents, on_document=tick)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("--settings", type=Path, default=DEFAULT_SETTINGS)
-    parser.add_argument("--cache-dir", type=Path)
-    parser.add_argument("--context", type=int, default=EvaluationPlan.context)
-    parser.add_argument("--card", action="store_true", help="write README.md and evaluation.json beside the weights")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int)
-    args = parser.parse_args()
-    tokenizer = args.weights / "target" / "tokenizer.json"
-    settings = load_settings(args.settings, cache_dir=args.cache_dir, tokenizer=tokenizer)
-    plan = EvaluationPlan(context=args.context, acceptance_context=min(args.context, EvaluationPlan.acceptance_context))
-    console = Console(stderr=True)
-    figures = evaluate(args.weights, settings, plan, device=args.device, threads=args.threads, console=console)
-    if args.card:
-        write_card(args.weights, figures)
-    print(json.dumps(figures, indent=1))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,11 +1,7 @@
-"""Writes the pair as plain `transformers` folders: safetensors in bfloat16, configuration, tokenizer.
-
-python -m triforce_core.demo.export FOLDER
-"""
+"""Writes the pair as plain `transformers` folders: safetensors in bfloat16, configuration, tokenizer."""
 
 from __future__ import annotations
 
-import argparse
 import json
 from datetime import UTC, datetime
 from pathlib import Path
@@ -17,7 +13,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerFast
 from triforce_core.demo.checkpoint import latest_checkpoint
 from triforce_core.demo.corpus import EOS, load_corpus
 from triforce_core.demo.modeling import build_model
-from triforce_core.demo.settings import DEFAULT_SETTINGS, MODELS, DemoSettings, ModelName, load_settings
+from triforce_core.demo.settings import MODELS, DemoSettings, ModelName
 from triforce_core.errors import UnavailableError
 
 
@@ -64,18 +60,3 @@ def _history(state: dict[str, Any]) -> dict[str, Any]:
         "active_hours": round(progress["seconds"] / 3600, 2),
         "last_stage": progress["stage"],
     }
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--settings", type=Path, default=DEFAULT_SETTINGS)
-    parser.add_argument("--cache-dir", type=Path)
-    parser.add_argument("--tokenizer", type=Path)
-    args = parser.parse_args()
-    settings = load_settings(args.settings, cache_dir=args.cache_dir, tokenizer=args.tokenizer)
-    export_pair(settings, args.folder)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from triforce_core.config import invalid_value, read_mapping
 
 ModelName = Literal["target", "drafter"]
 MODELS: tuple[ModelName, ...] = ("target", "drafter")  # in the order in which they are trained
@@ -136,9 +137,16 @@ class DemoSettings(_Strict):
 def load_settings(
     path: Path = DEFAULT_SETTINGS, *, cache_dir: Path | None = None, tokenizer: Path | None = None
 ) -> DemoSettings:
-    """Settings of a file, the caller's word before the file's; the tokenizer in it is relative to the file."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    values["tokenizer"] = str(tokenizer or (path.parent / values["tokenizer"]).resolve())
-    if cache_dir is not None:
-        values["cache_dir"] = str(cache_dir)
-    return DemoSettings.model_validate(values)
+    """Settings of a file, the caller's word before the file's; the tokenizer in it is relative to the file.
+
+    Raises `InvalidValueError` naming field, value and rule.
+    """
+    values = read_mapping(path, "settings")
+    named = tokenizer or values.get("tokenizer")
+    if isinstance(named, str):
+        named = (path.parent / named).resolve()
+    values |= {"tokenizer": named} | ({} if cache_dir is None else {"cache_dir": cache_dir})
+    try:
+        return DemoSettings.model_validate(values)
+    except ValidationError as error:
+        raise invalid_value(error) from None

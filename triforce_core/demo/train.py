@@ -1,16 +1,12 @@
 """The trainer of the demo pair: stages one after the other, resumable at every checkpoint, on a CPU or a GPU.
 
-    python -m triforce_core.demo.train --resume --minutes 60 --threads 2
-
 The target learns from text and recall tasks at rising sequence lengths; then the drafter learns the target's
 distributions. Nothing random is kept between steps, so a resumed run gives the loss curve that it would have given.
 """
 
 from __future__ import annotations
 
-import argparse
 import ctypes
-import signal
 import sys
 import threading
 import time
@@ -24,18 +20,16 @@ from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from triforce_core.demo.batches import Batch, BatchSource
-from triforce_core.demo.card import write_card
 from triforce_core.demo.checkpoint import latest_checkpoint, save_checkpoint
 from triforce_core.demo.corpus import Corpus, Tokens, build_corpus
-from triforce_core.demo.evaluate import evaluate
-from triforce_core.demo.export import export_pair
 from triforce_core.demo.generations import written_by_target
 from triforce_core.demo.learner import Learner
 from triforce_core.demo.modeling import build_model, distillation_losses, logits, token_losses
 from triforce_core.demo.recall import RecallTasks
 from triforce_core.demo.report import Clock, StageReport, truncate_curve
-from triforce_core.demo.settings import DEFAULT_SETTINGS, MODELS, DemoSettings, ModelName, Stage, load_settings
-from triforce_core.errors import TriForceError
+from triforce_core.demo.settings import MODELS, DemoSettings, ModelName, Stage
+from triforce_core.errors import TriForceError, require
+from triforce_core.models.load import torch_device
 
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids, positions, labels), each [rows, length] → loss of each label, [rows, length] float32."""
@@ -63,11 +57,13 @@ def train(
     Raises:
         CannotResumeError: with `resume`, what lies there has another corpus or geometry, or is damaged throughout;
             without, something lies there.
+        InvalidValueError: there is no such device, or less than one thread.
     """
-    console = console or Console()
+    console, where = console or Console(), torch_device(device)
     if threads is not None:
+        require(threads >= 1, "threads", threads, "must be at least 1")
         torch.set_num_threads(threads)
-    if device == "cpu":
+    if where.type == "cpu":
         _keep_freed_memory()
     if not resume and any(settings.run_dir.glob("*.ckpt")):
         raise CannotResumeError(f"{settings.run_dir}: a run lies here already; resume it or delete it")
@@ -75,7 +71,7 @@ def train(
     corpus = build_corpus(settings.corpus, settings.tokenizer, settings.corpus_dir)
     console.print(f"corpus: {len(corpus.train):,} tokens of {len(corpus.packages)} packages, {corpus.digest[:12]}")
     budget_s = float("inf") if minutes is None else 60 * minutes
-    run = _Run(settings, corpus, torch.device(device), console, budget_s, stop or threading.Event())
+    run = _Run(settings, corpus, where, console, budget_s, stop or threading.Event())
     done = run.all_stages()
     if not done:
         console.print("stopped; go on with --resume")
@@ -257,28 +253,3 @@ def _keep_freed_memory() -> None:
         mmap_max, trim_threshold, top_pad = -4, -1, -2  # of malloc.h
         for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
             mallopt(option, value)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--settings", type=Path, default=DEFAULT_SETTINGS)
-    parser.add_argument("--cache-dir", type=Path, help="where corpus and checkpoints live, in place of the settings'")
-    parser.add_argument("--tokenizer", type=Path, help="tokenizer.json, in place of the settings'")
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--minutes", type=float, help="of active time")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--threads", type=int)
-    parser.add_argument("--export", type=Path, help="once every stage is done, write weights, figures and card there")
-    args = parser.parse_args()
-    settings = load_settings(args.settings, cache_dir=args.cache_dir, tokenizer=args.tokenizer)
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    shared = {"device": args.device, "threads": args.threads}
-    done = train(settings, resume=args.resume, minutes=args.minutes, stop=stop, **shared)
-    if done and args.export is not None:
-        export_pair(settings, args.export)
-        write_card(args.export, evaluate(args.export, settings, **shared))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,1 @@
+"""The HTTP door: OpenAI's completions API over `Service`."""

@@ -1,0 +1,93 @@
+"""One completion in OpenAI's words, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any
+
+from deploy.openai_api.errors import answer_to
+from deploy.openai_api.requests import CompletionRequest
+from deploy.openai_api.streaming import event
+from deploy.service import Done, Part, Service
+from triforce_core.messages import Tier
+from triforce_core.text import joined
+
+
+class Completion:
+    """One completion in OpenAI's words."""
+
+    def __init__(self, service: Service, body: CompletionRequest) -> None:
+        self.body = body
+        self.frame = {
+            "id": f"cmpl-{uuid.uuid4().hex}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": service.model.name,
+            "system_fingerprint": service.model.fingerprint,
+        }
+
+    def of(self, part: Part) -> dict[str, Any]:
+        """A chunk, or the whole when there is but one part."""
+        choice = {
+            "index": 0,
+            "text": part.piece.text,
+            "logprobs": None,
+            "finish_reason": part.done and part.done.finish_reason,
+        }
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.piece.tokens
+            choice["origins"] = [Tier(origin).name.lower() for origin in part.piece.origins]
+        return {**self.frame, "choices": [choice], **({"triforce": extras(part, part.done)} if part.done else {})}
+
+    async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
+        pieces = []
+        async with aclosing(parts):
+            async for part in parts:
+                pieces.append(part.piece)
+        return {**self.of(replace(part, piece=joined(pieces))), "usage": usage(part)}
+
+    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
+        """Server-sent events: a chunk for each part that says something, a comment for each None."""
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        try:
+            part = first
+            while part is None or part.done is None:
+                if part is None:
+                    yield ": waiting\n\n"
+                elif part.piece.text or self.body.return_token_ids:
+                    yield event({**self.of(part), **({"usage": None} if with_usage else {})})
+                part = await anext(rest)
+            yield event({**self.of(part), **({"usage": None} if with_usage else {})})
+            if with_usage:
+                yield event({**self.frame, "choices": [], "usage": usage(part)})
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # the status is sent: an error is an event
+            yield event(answer_to(error)[1])
+
+
+def usage(part: Part) -> dict[str, int]:
+    assert part.done is not None
+    completion_tokens = part.done.completion_tokens
+    return {
+        "prompt_tokens": part.prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": part.prompt_tokens + completion_tokens,
+    }
+
+
+def extras(part: Part, done: Done) -> dict[str, Any]:
+    """What OpenAI does not tell: how the output was made, and the seed that makes it again."""
+    stats = done.stats
+    return {
+        "seed": part.seed,
+        "queued_s": stats.queued_s,
+        "prefill_s": stats.prefill_s,
+        "ms_per_token": stats.ms_per_token,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance": stats.acceptance,
+        "snapshots": stats.snapshots,
+    }

@@ -1,0 +1,91 @@
+"""Every error in OpenAI's shape: the one translation from typed errors to HTTP."""
+
+from __future__ import annotations
+
+import json
+from http import HTTPStatus
+from typing import Any, NamedTuple
+
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
+from triforce_core.errors import InvalidValueError, TooLargeError, TriForceError, UnavailableError, UnknownModelError
+
+INVALID, SERVER = "invalid_request_error", "server_error"
+
+
+class Answer(NamedTuple):
+    """How HTTP tells an error."""
+
+    status: int
+    type: str
+    code: str
+
+
+ANSWERS: dict[type[TriForceError], Answer] = {
+    InvalidValueError: Answer(400, INVALID, "invalid_value"),
+    TooLargeError: Answer(413, INVALID, "context_length_exceeded"),
+    UnknownModelError: Answer(404, INVALID, "model_not_found"),
+    OverloadedError: Answer(429, "rate_limit_error", "overloaded"),
+    UnavailableError: Answer(503, SERVER, "unavailable"),
+    DeadlineError: Answer(504, "timeout_error", "timeout"),
+}
+MALFORMED = {"json_invalid": 400}  # what is wrong with a body by itself; all else about its shape is 422
+
+
+def error_body(message: str, answer: Answer, param: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": answer.type, "param": param, "code": answer.code}}
+
+
+def answer_to(error: Exception) -> tuple[Answer, dict[str, Any]]:
+    """The one translation from error to HTTP."""
+    answer = entry_for(ANSWERS, error)
+    if answer is None:
+        answer = Answer(500, SERVER, "internal_error")
+        return answer, error_body(internal_error(error), answer)
+    param = error.field if isinstance(error, InvalidValueError) else None
+    return answer, error_body(str(error), answer, param)
+
+
+class AsciiJSON(JSONResponse):
+    """Errors quote what they were given, which may be no valid Unicode."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content, separators=(",", ":")).encode("ascii")
+
+
+def error_response(error: Exception) -> Response:
+    answer, body = answer_to(error)
+    headers = {"Retry-After": str(OverloadedError.retry_after_s)} if answer.status in (429, 503) else None
+    return AsciiJSON(body, answer.status, headers)
+
+
+def malformed_response(error: RequestValidationError) -> Response:
+    """A body that is not what the schema says: the first complaint, with field, value and rule."""
+    first = error.errors()[0]
+    path = [str(part) for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        field, rule, value = "body", f"is not valid JSON: {first['ctx']['error']}", None
+    elif first["type"] in ("model_attributes_type", "missing") and not path:
+        field, rule, value = "body", "must be a JSON object, sent with content-type: application/json", None
+    elif not path:
+        field, rule, value = "body", f"is refused: {first['msg']}", None
+    elif first["type"] == "extra_forbidden":
+        field, rule, value = ".".join(path), "is not a field of this request", first["input"]
+    elif first["type"] == "missing":
+        field, rule, value = ".".join(path), "is required", None
+    else:
+        field, value = ".".join(path), first["input"]
+        rule = "is refused: " + first["msg"].removeprefix("Value error, ")
+    status = MALFORMED.get(first["type"], 422)
+    text = f"{field}: {rule}" if value is None else str(InvalidValueError(field, value, rule))
+    return AsciiJSON(error_body(text, Answer(status, INVALID, "malformed_request"), field), status)
+
+
+def http_error_response(error: HTTPException) -> Response:
+    """Unknown paths and methods."""
+    phrase = HTTPStatus(error.status_code).phrase.lower()
+    answer = Answer(error.status_code, INVALID, phrase.replace(" ", "_"))
+    return AsciiJSON(error_body(str(error.detail), answer), error.status_code, error.headers)

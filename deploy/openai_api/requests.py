@@ -1,0 +1,144 @@
+"""The body of a completion request: its schema, and what it asks of the service."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+
+from deploy.service import Ask, check_lookaheads
+from triforce_core.config import TIER_SETS, SpeculationSettings, TierSet
+from triforce_core.errors import require
+from triforce_core.messages import SamplingParams
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+T = TypeVar("T")
+
+
+def checked_as(rule: str) -> WrapValidator:
+    """Say `rule` where a union would list what is wrong with each of its members."""
+
+    def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        try:
+            return handler(value)
+        except ValidationError:
+            raise ValueError(rule) from None
+
+    return WrapValidator(validate)
+
+
+class Body(BaseModel):
+    """Types are exact: no "5" for 5. Ranges are checked further in, with the same words for every door."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(Body):
+    include_usage: bool = False
+
+
+class Speculation(Body):
+    """Which tiers draft for this request, and how far. It changes the speed and never the output."""
+
+    tiers: TierSet | None = None
+    lookaheads: list[int] | None = Field(
+        None, description="tokens drafted by the retrieval tier, and by the draft tier"
+    )
+
+
+Prompt = Annotated[
+    str | list[int] | list[str] | list[list[int]],
+    checked_as("must be a text or a list of token ids, or a list that holds one of these"),
+]
+Stop = Annotated[str | list[str] | None, checked_as("must be a text or a list of texts")]
+
+
+class CompletionRequest(Body):
+    """OpenAI's fields, and after them those of this server."""
+
+    model: str | None = None
+    prompt: Prompt
+    max_tokens: int | None = DEFAULT_MAX_TOKENS
+    temperature: float | None = 1.0
+    top_p: float | None = 1.0
+    seed: int | None = None
+    stop: Stop = None
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+    user: str | None = Field(None, description="accepted and ignored")
+    # Known, and only accepted with the value that leaves them out.
+    n: int | None = 1
+    best_of: int | None = 1
+    echo: bool | None = False
+    logprobs: int | None = None
+    suffix: str | None = None
+    logit_bias: dict[str, float] | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    # Beyond OpenAI's.
+    top_k: int | None = Field(0, description="keep the k most probable tokens; 0 keeps all")
+    min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
+    speculation: Speculation | None = None
+    return_token_ids: bool = Field(False, description="give token_ids and their origins with each choice")
+    timeout_s: float | None = Field(None, description="give up after this many seconds")
+
+
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field: the values that ask for nothing
+    "n": (None, 1),
+    "best_of": (None, 1),
+    "echo": (None, False),
+    "logprobs": (None,),
+    "suffix": (None, ""),
+    "logit_bias": (None, {}),
+    "presence_penalty": (None, 0),
+    "frequency_penalty": (None, 0),
+}
+
+
+def ask_from(body: CompletionRequest, defaults: SpeculationSettings) -> Ask:
+    """Raises `InvalidValueError` naming the field."""
+    for name, accepted in UNSUPPORTED.items():
+        value = getattr(body, name)
+        rule = f"is not supported: leave it out or set it to {json.dumps(accepted[-1])}"
+        require(value in accepted, name, value, rule)
+    if body.stream_options is not None:
+        require(bool(body.stream), "stream_options", body.stream_options.model_dump(), "needs stream: true")
+
+    def given(value: T | None, default: T) -> T:
+        return default if value is None else value
+
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    return Ask(
+        prompt=prompt_from(body.prompt),
+        sampling=SamplingParams(
+            temperature=given(body.temperature, 1.0),
+            top_k=given(body.top_k, 0),
+            top_p=given(body.top_p, 1.0),
+            min_p=given(body.min_p, 0.0),
+        ),
+        max_tokens=given(body.max_tokens, DEFAULT_MAX_TOKENS),
+        seed=body.seed,
+        stop=tuple(stop or ()),
+        model=body.model or "",
+        lookaheads=lookaheads_from(body.speculation, defaults),
+        timeout_s=body.timeout_s,
+    )
+
+
+def prompt_from(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        counted = f"{len(prompt)} prompts"
+        require(len(prompt) == 1, "prompt", counted, "must be one prompt: send each in a request of its own")
+        prompt = prompt[0]
+    return prompt if isinstance(prompt, str) else tuple(prompt)  # type: ignore[arg-type]
+
+
+def lookaheads_from(speculation: Speculation | None, defaults: SpeculationSettings) -> tuple[int, ...] | None:
+    """Those of a request; where it only says which tiers take part, they look as far ahead as the settings say."""
+    if speculation is None or (speculation.tiers is None and speculation.lookaheads is None):
+        return None
+    lookaheads = speculation.lookaheads or defaults.lookaheads
+    check_lookaheads("speculation.lookaheads", lookaheads)
+    takes_part = TIER_SETS[speculation.tiers] if speculation.tiers else (True, True)
+    return tuple(n * part for n, part in zip(lookaheads, takes_part, strict=True))

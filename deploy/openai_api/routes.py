@@ -1,0 +1,91 @@
+"""The application: paths and bodies are OpenAI's; /health and /status are for operators."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, Response
+from starlette.exceptions import HTTPException
+
+import triforce_core
+from deploy.openai_api.completion import Completion
+from deploy.openai_api.errors import error_response, http_error_response, malformed_response
+from deploy.openai_api.requests import CompletionRequest, ask_from
+from deploy.openai_api.streaming import EventStream, with_idle
+from deploy.service import ServedModel, Service
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.errors import TriForceError
+
+IDLE_S = 10.0  # a stream that has nothing to say sends a comment this often, so that nobody takes it for dead
+
+
+def http_app(service: Service) -> FastAPI:
+    """The routes over one service."""
+    app = FastAPI(title="TriForce Serve", version=triforce_core.__version__)
+
+    @app.exception_handler(TriForceError)
+    async def refuse(_: Request, error: TriForceError) -> Response:
+        return error_response(error)
+
+    @app.exception_handler(RequestValidationError)
+    async def refuse_shape(_: Request, error: RequestValidationError) -> Response:
+        return malformed_response(error)
+
+    @app.exception_handler(HTTPException)
+    async def refuse_path(_: Request, error: HTTPException) -> Response:
+        return http_error_response(error)
+
+    @app.post("/v1/completions")
+    async def complete(body: CompletionRequest) -> Response:
+        try:
+            completion = Completion(service, body)
+            parts = service.complete(ask_from(body, service.settings.speculation))
+            if not body.stream:
+                return JSONResponse(await completion.whole(parts))
+            paced = with_idle(parts, IDLE_S)
+            try:
+                first = await anext(paced)
+            except BaseException:
+                await paced.aclose()
+                raise
+            return EventStream(completion.events(first, paced), source=paced)
+        except Exception as error:
+            return error_response(error)
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [model_card(service.model)]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        service.check_model(name)
+        return model_card(service.model)
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        await service.pipelines.check()
+        return {"status": "ok"}
+
+    @app.get("/status")
+    async def status() -> dict[str, Any]:
+        tiers = [tier_status(each) for each in await service.pipelines.status()]
+        return {"in_flight": service.in_flight, "places": service.room, "tiers": tiers}
+
+    return app
+
+
+def model_card(model: ServedModel) -> dict[str, Any]:
+    return {
+        "id": model.name,
+        "object": "model",
+        "created": model.created,
+        "owned_by": "triforce",
+        "context_length": model.limits.context_length,
+    }
+
+
+def tier_status(status: pb.TierStatus) -> dict[str, Any]:
+    links = [{field.name: value for field, value in link.ListFields()} for link in status.links]
+    return {"tier": status.tier, "ready": status.ready, "live_sequences": status.live_sequences, "links": links}

@@ -1,0 +1,55 @@
+"""All commands of `triforce`. Heavy imports wait until a command needs them; an error is one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import typer
+import yaml
+
+from triforce_core.cli.bench import bench_app
+from triforce_core.cli.demo import demo_app
+from triforce_core.cli.generate import generate
+from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
+from triforce_core.config import Settings, load_settings
+from triforce_core.errors import TriForceError
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.command()(generate)
+app.add_typer(bench_app, name="bench")
+app.add_typer(demo_app, name="demo")
+
+# The base of all usage errors, whichever click typer brings.
+UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+@app.command()
+def config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+    """Print all settings, the defaults filled in."""
+    settings = load_settings(config).model_dump(mode="json")
+    typer.echo(json.dumps(settings) if as_json else yaml.safe_dump(settings, sort_keys=False), nl=as_json)
+
+
+@app.command()
+@with_options_of(serving_settings)
+def serve(settings: Settings) -> None:
+    """Serve the three tiers as Ray actors behind an OpenAI-compatible endpoint."""
+    from deploy.app import run
+
+    run(settings)
+
+
+def main() -> None:
+    """Entry point: what users do wrong is one line on standard error and exit code 2; interrupted is 130."""
+    try:
+        exit_code = app(standalone_mode=False)
+    except UsageError as error:
+        message = error.format_message()
+    except TriForceError as error:
+        message = str(error)
+    else:
+        sys.exit(exit_code)
+    typer.echo(f"triforce: {message}", err=True)
+    sys.exit(2)

@@ -1,0 +1,102 @@
+"""`triforce demo`: how the embedded pair was made, to be made again."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from triforce_core.cli.figures import show_figures
+from triforce_core.cli.options import JsonOption, ThreadsOption, with_options_of
+from triforce_core.demo import weights_dir
+from triforce_core.demo.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
+
+EMBEDDED = weights_dir("target").parent
+
+SettingsOption = Annotated[
+    Path, typer.Option("--settings", help="YAML file of all that shapes the weights", show_default="demo/train.yaml")
+]
+CacheDirOption = Annotated[
+    Path | None, typer.Option(help="where corpus and checkpoints live, in place of the settings'")
+]
+TokenizerOption = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="tokenizer.json, in place of the settings'")
+]
+DeviceOption = Annotated[str, typer.Option(help="cpu | cuda | cuda:N")]
+
+demo_app = typer.Typer(no_args_is_help=True, help="Train, export and measure the demo pair.")
+
+
+def demo_settings(
+    settings_file: SettingsOption = DEFAULT_SETTINGS,
+    cache_dir: CacheDirOption = None,
+    tokenizer: TokenizerOption = None,
+) -> DemoSettings:
+    """Of commands that work on a training run."""
+    return load_settings(settings_file, cache_dir=cache_dir, tokenizer=tokenizer)
+
+
+@demo_app.command()
+@with_options_of(demo_settings)
+def train(
+    settings: DemoSettings,
+    resume: Annotated[bool, typer.Option("--resume", help="go on with the run that lies there")] = False,
+    minutes: Annotated[float | None, typer.Option(min=0, help="stop after so much active time")] = None,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    export_to: Annotated[
+        Path | None, typer.Option("--export", help="at the end, write weights, figures and card into this folder")
+    ] = None,
+) -> None:
+    """Train the pair. SIGTERM stops it at the next step, with a checkpoint for --resume."""
+    from triforce_core.demo.card import write_card
+    from triforce_core.demo.evaluate import evaluate
+    from triforce_core.demo.export import export_pair
+    from triforce_core.demo.train import train
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    done = train(settings, resume=resume, minutes=minutes, device=device, threads=threads, stop=stop)
+    if done and export_to is not None:
+        export_pair(settings, export_to)
+        write_card(export_to, evaluate(export_to, settings, device=device, threads=threads))
+
+
+@demo_app.command()
+@with_options_of(demo_settings)
+def export(
+    settings: DemoSettings, folder: Annotated[Path, typer.Argument(file_okay=False, help="what to write into")]
+) -> None:
+    """Write the newest checkpoints as plain transformers folders."""
+    from triforce_core.demo.export import export_pair
+
+    export_pair(settings, folder)
+
+
+@demo_app.command()
+def evaluate(
+    weights: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="an exported pair", show_default="the embedded pair")
+    ] = EMBEDDED,
+    settings_file: SettingsOption = DEFAULT_SETTINGS,
+    cache_dir: CacheDirOption = None,
+    context: Annotated[int | None, typer.Option(min=1, help="longest window, tokens; by default the card's")] = None,
+    card: Annotated[bool, typer.Option("--card", help="write card and figures beside the weights")] = False,
+    device: DeviceOption = "cpu",
+    threads: ThreadsOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Measure a pair on held-out files and fresh recall tasks."""
+    from triforce_core.demo.card import write_card
+    from triforce_core.demo.evaluate import EvaluationPlan, evaluate
+
+    settings = load_settings(settings_file, cache_dir=cache_dir, tokenizer=weights / "target" / "tokenizer.json")
+    plan = EvaluationPlan() if context is None else EvaluationPlan.of_context(context)
+    figures = evaluate(weights, settings, plan, device=device, threads=threads, console=Console(stderr=True))
+    if card:
+        write_card(weights, figures)
+    show_figures(figures, as_json=as_json)

@@ -1,0 +1,120 @@
+"""`triforce generate`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+from rich.segment import Segment, Segments
+from rich.style import Style
+from rich.text import Text
+
+from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, decoding_settings, with_options_of
+from triforce_core.config import Settings
+from triforce_core.errors import InvalidValueError, require
+from triforce_core.messages import SamplingParams, Tier
+from triforce_core.text import OutputText, Piece, TokenText, joined
+
+if TYPE_CHECKING:
+    from triforce_core.engine.sequence import Stats
+
+COLOURS = {Tier.DRAFT: "green", Tier.RETRIEVAL: "cyan", Tier.TARGET: "default"}
+
+
+@with_options_of(decoding_settings)
+def generate(
+    settings: Settings,
+    prompt_file: Annotated[Path, typer.Option(help="text to continue; - reads standard input")],
+    max_tokens: Annotated[int, typer.Option(help="at most this many output tokens")] = 128,
+    temperature: TemperatureOption = 1.0,
+    top_p: Annotated[float, typer.Option(help="keep the most probable tokens up to this probability")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0 keeps all")] = 0,
+    min_p: Annotated[float, typer.Option(help="keep tokens this probable relative to the best")] = 0.0,
+    seed: SeedOption = 0,
+    as_json: JsonOption = False,
+) -> None:
+    """Continue a text, with all tiers in this process. Tokens are coloured by the tier that proposed them."""
+    sampling = SamplingParams(temperature, top_k, top_p, min_p)
+    text = read_prompt(prompt_file)
+    require(text != "", "prompt-file", str(prompt_file), "must not be empty")
+
+    from triforce_core.engine.local import local_engine, run_to_end
+    from triforce_core.engine.sequence import Request
+    from triforce_core.models.load import check_pair, load_model, load_tokenizer, stop_token_ids
+
+    drafting = settings.speculation.effective[1] > 0
+    check_pair(settings.target.model, settings.draft.model if drafting else None)
+    tokenizer = load_tokenizer(settings.target.model)
+    prompt = tuple(tokenizer(text)["input_ids"])
+    engine = local_engine(
+        load_model(settings.target.model, "target", settings.dtype, settings.device),
+        load_model(settings.draft.model, "drafter", settings.dtype, settings.device) if drafting else None,
+        settings,
+    )
+    stops = stop_token_ids(settings.target.model)
+    request = Request(prompt, max_tokens, sampling, seed, settings.speculation.effective, stops)
+    console = Console(highlight=False, soft_wrap=True)
+    output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[Piece]()
+    for step in run_to_end(engine, [request]):
+        # One token at a time, so that each piece has one origin.
+        new = [output.feed([token], bytes([origin])) for token, origin in zip(step.tokens, step.origins, strict=True)]
+        if step.finish_reason is not None:
+            new.append(output.finish())
+        if not as_json:
+            show(console, new)
+        pieces += new
+    stats, completion = step.stats, joined(pieces)
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {
+                    "text": completion.text,
+                    "token_ids": completion.tokens,
+                    "finish_reason": step.finish_reason,
+                    "usage": {"prompt_tokens": len(prompt), "completion_tokens": output.num_tokens},
+                    "stats": {
+                        "prefill_s": stats.prefill_s,
+                        "ms_per_token": stats.ms_per_token,
+                        "tokens_per_round": stats.tokens_per_round,
+                        "acceptance": stats.acceptance,
+                        "snapshots": stats.snapshots,
+                    },
+                }
+            )
+        )
+        return
+    console.print()
+    console.print(legend(stats))
+
+
+def read_prompt(path: Path) -> str:
+    try:
+        return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidValueError("prompt-file", str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise InvalidValueError("prompt-file", str(path), f"is not UTF-8 text: {error.reason}") from None
+
+
+def show(console: Console, pieces: Iterable[Piece]) -> None:
+    """Print pieces of one token each in the colours of their tiers; text that comes without a token has none.
+
+    As segments, for `rich.text.Text` would replace tabs and drop control characters.
+    """
+    styles = {tier: Style.parse(colour) for tier, colour in COLOURS.items()}
+    segments = [Segment(piece.text, styles[Tier(piece.origins[0])] if piece.origins else None) for piece in pieces]
+    console.print(Segments(segments), end="")
+
+
+def legend(stats: Stats) -> Text:
+    """Which colour is which tier, and what the output cost."""
+    costs = [f"prefill {stats.prefill_s:.2f} s"]
+    if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: the prefill gave all there is
+        costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
+    names = ((f"{tier.name.lower()} ", COLOURS[tier]) for tier in Tier)
+    return Text.assemble(*names, (f"| {', '.join(costs)}", "dim"))
