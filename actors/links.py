@@ -18,6 +18,7 @@ import grpc
 from actors.wire import proposal_batch_from_proto, work_batch_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
+from triforce_core.doorbell import Doorbell
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Proposal, Work
 
@@ -59,14 +60,14 @@ class Pending(NamedTuple):
 
 
 class RemoteProposer:
-    """Used by one thread, as any Proposer is; a thread of its own keeps the stream.
+    """Used by one thread, as any Proposer is; a thread of its own keeps the stream and rings the doorbell.
 
     `resolve` gives the peer's address whenever a stream is opened: a restarted tier has another port. A peer that does
     not answer within `timeout_s` seconds is a dead peer.
     """
 
-    def __init__(self, resolve: Callable[[], str], *, timeout_s: float) -> None:
-        self.resolve, self.timeout_s = resolve, timeout_s
+    def __init__(self, resolve: Callable[[], str], *, timeout_s: float, doorbell: Doorbell | None = None) -> None:
+        self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
         self.stream: Stream | None = None  # the latest; None before the first
         self.pending: dict[int, Pending] = {}  # by sequence id
         self.unsent: list[Work] = []  # answered empty at the next collect
@@ -90,21 +91,29 @@ class RemoteProposer:
         stream.outgoing.put(work_batch_to_proto(work))
 
     def collect(self, timeout_s: float) -> list[Proposal]:
+        """What has arrived; waits for it, but not when the doorbell rings for somebody else."""
         proposals, self.unsent = [empty_answer(w) for w in self.unsent], []
         until = time.monotonic() + timeout_s
         while True:
+            while not self.arrived.empty():
+                proposals += self._take(self.arrived.get_nowait())
+            proposals += self._give_up_late()
+            if proposals:
+                return proposals
             next_deadline = min((p.deadline for p in self.pending.values()), default=until)
-            wait_s = 0.0 if proposals else min(until, next_deadline) - time.monotonic()
-            try:
-                proposals += self._take(self.arrived.get(timeout=wait_s) if wait_s > 0 else self.arrived.get_nowait())
-            except queue.Empty:
-                for stream in {p.stream for p in self.pending.values() if p.deadline <= time.monotonic()}:
-                    log.warning("a tier did not answer within %.1f s: its link is dropped", self.timeout_s)
-                    self.retry_s = min(2 * self.retry_s, MAX_RETRY_S)
-                    stream.close()
-                    proposals += self._give_up(stream)
-                if proposals or time.monotonic() >= until:
-                    return proposals
+            rang = self.doorbell.wait(min(until, next_deadline) - time.monotonic())
+            if (rang and self.arrived.empty()) or time.monotonic() >= until:
+                return []
+
+    def _give_up_late(self) -> list[Proposal]:
+        """Drop the links of peers that did not answer in time."""
+        proposals = []
+        for stream in {p.stream for p in self.pending.values() if p.deadline <= time.monotonic()}:
+            log.warning("a tier did not answer within %.1f s: its link is dropped", self.timeout_s)
+            self.retry_s = min(2 * self.retry_s, MAX_RETRY_S)
+            stream.close()
+            proposals += self._give_up(stream)
+        return proposals
 
     def _take(self, arrived: Arrival) -> list[Proposal]:
         if isinstance(arrived, Stream):
@@ -156,11 +165,13 @@ class RemoteProposer:
                     self.ready.set()
                     for batch in stream.call:
                         self.arrived.put((stream, batch))
+                        self.doorbell.ring()
             except Exception as error:  # whatever it is, the answer is to try again
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)
             self.ready.clear()
             stream.close()
             self.arrived.put(stream)
+            self.doorbell.ring()
             self.closed.wait(self.retry_s)
 
 

@@ -17,8 +17,10 @@ from actors.links import CHANNEL_OPTIONS
 from actors.wire import proposal_batch_to_proto, work_batch_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierServicer
+from triforce_core.doorbell import Doorbell
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Proposal, Proposer, Tier, Work
+from triforce_core.run_ahead import RunAhead
 
 log = logging.getLogger(__name__)
 
@@ -68,10 +70,13 @@ class Link:
 
 
 class TierServer(TierServicer):
-    """Serves one Proposer. One worker thread drives it, as a Proposer wants; the gRPC loop only moves messages."""
+    """Serves one Proposer. One worker thread drives it, as a Proposer wants; the gRPC loop only moves messages.
 
-    def __init__(self, proposer: Proposer, tier: Tier, above: Tier) -> None:
-        self.proposer, self.tier = proposer, tier
+    The doorbell wakes the worker: for work from above, and where the proposer is a tier over a link, for answers too.
+    """
+
+    def __init__(self, proposer: Proposer, tier: Tier, above: Tier, doorbell: Doorbell | None = None) -> None:
+        self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
         self.inbox: queue.SimpleQueue[tuple[Link, list[Work], list[int]]] = queue.SimpleQueue()
         self.owners: dict[int, Link] = {}
         self.unanswered: set[int] = set()
@@ -109,6 +114,7 @@ class TierServer(TierServicer):
             if sending is not None:
                 sending.cancel()
             self.inbox.put((link, [], sorted(link.sequence_ids)))
+            self.doorbell.ring()
 
     async def _read(self, link: Link, batches: AsyncIterator[pb.WorkBatch]) -> None:
         async for batch in batches:
@@ -119,6 +125,7 @@ class TierServer(TierServicer):
             self.counters.work_tokens += sum(len(w.span.tokens) for w in work)
             self.counters.bytes_in += batch.ByteSize()
             self.inbox.put((link, work, released))
+            self.doorbell.ring()
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:
         return self.status()
@@ -137,9 +144,11 @@ class TierServer(TierServicer):
         failures = 0
         while not self.stopping.is_set():
             try:
-                self._take_messages(block=not self.unanswered)
-                if self.unanswered:
+                self._take_messages()
+                if self.unanswered or (isinstance(self.proposer, RunAhead) and self.proposer.can_run_ahead):
                     self._send(self.proposer.collect(POLL_S))
+                else:
+                    self.doorbell.wait(POLL_S)
                 failures = 0
             except Exception:
                 failures += 1
@@ -148,20 +157,16 @@ class TierServer(TierServicer):
                     os._exit(1)
                 self._abandon()
 
-    def _take_messages(self, *, block: bool) -> None:
-        try:
-            link, work, released = self.inbox.get(timeout=POLL_S) if block else self.inbox.get_nowait()
-            while True:
-                self.owners.update({w.span.sequence_id: link for w in work})
-                self.unanswered |= {w.span.sequence_id for w in work}
-                self.ends.update({w.span.sequence_id: w.span.end for w in work})
-                if work:
-                    self.proposer.submit(work)
-                if released:
-                    self._release([i for i in released if self.owners.get(i) in (link, None)])
-                link, work, released = self.inbox.get_nowait()
-        except queue.Empty:
-            return
+    def _take_messages(self) -> None:
+        while not self.inbox.empty():
+            link, work, released = self.inbox.get_nowait()
+            self.owners.update({w.span.sequence_id: link for w in work})
+            self.unanswered |= {w.span.sequence_id for w in work}
+            self.ends.update({w.span.sequence_id: w.span.end for w in work})
+            if work:
+                self.proposer.submit(work)
+            if released:
+                self._release([i for i in released if self.owners.get(i) in (link, None)])
 
     def _release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:

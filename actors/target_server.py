@@ -26,7 +26,6 @@ FINISH_REASONS: dict[FinishReason | None, gen.FinishReason] = {
     FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
 }
 POLL_S = 0.2
-TURN_S = 0.02  # how long new requests may wait while all live ones wait for the tiers below
 
 
 class EngineThread:
@@ -60,7 +59,7 @@ class EngineThread:
             while not self.stopping.is_set():
                 self.engine.wait(POLL_S)
                 if not self.engine.idle:
-                    self._dispatch(self.engine.run_once(TURN_S))
+                    self._dispatch(self.engine.run_once(POLL_S))
         except Exception as error:
             log.exception("the engine failed")
             with self.lock:

@@ -21,7 +21,9 @@ from actors.serving import GrpcServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
 from triforce_core.config import Settings
+from triforce_core.doorbell import Doorbell
 from triforce_core.messages import Tier
+from triforce_core.run_ahead import RunAhead
 
 if TYPE_CHECKING:
     from actors.handover import PackedSnapshot
@@ -70,7 +72,7 @@ class DraftActor(TierActor):
     tier = Tier.DRAFT
 
     def serve(self, host: str) -> GrpcServer:
-        from triforce_core.engine.local import draft_proposer
+        from triforce_core.engine.assembly import draft_proposer
         from triforce_core.models.load import load_model
 
         model = load_model(self.settings.draft.model, "drafter", self.settings.dtype, self.settings.device)
@@ -91,7 +93,7 @@ class RetrievalActor(TierActor):
         self.draft = draft
 
     def serve(self, host: str) -> GrpcServer:
-        from triforce_core.engine.local import retrieval_decoder, retrieval_kv
+        from triforce_core.engine.assembly import retrieval_decoder, retrieval_kv
         from triforce_core.models.load import load_model
 
         own = self.settings.retrieval.model
@@ -100,10 +102,13 @@ class RetrievalActor(TierActor):
         self.kv = retrieval_kv(model, self.settings)
         # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
         timeout_s = self.settings.server.link_timeout_s / 2
-        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s)
+        doorbell, speculation = Doorbell(), self.settings.speculation
+        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s, doorbell=doorbell)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
-        decoder = retrieval_decoder(model, self.kv, self.link, self.settings)
-        self.tier_server = TierServer(decoder, Tier.RETRIEVAL, above=Tier.TARGET)
+        micro_batches = speculation.micro_batches
+        decoder = retrieval_decoder(model, self.kv, self.link, self.settings, micro_batches=micro_batches)
+        proposer = RunAhead(decoder, below=micro_batches) if speculation.run_ahead else decoder
+        self.tier_server = TierServer(proposer, Tier.RETRIEVAL, above=Tier.TARGET, doorbell=doorbell)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
 
     def take_snapshot(self, packed: PackedSnapshot) -> None:
@@ -128,19 +133,21 @@ class TargetActor(TierActor):
     def serve(self, host: str) -> GrpcServer:
         from actors.handover import ObjectStoreSink
         from actors.target_server import TargetServer
-        from triforce_core.engine.local import target_engine
+        from triforce_core.engine.assembly import target_engine
         from triforce_core.models.load import load_model
 
         model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
-        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=self.settings.server.link_timeout_s)
+        doorbell, timeout_s = Doorbell(), self.settings.server.link_timeout_s
+        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=timeout_s, doorbell=doorbell)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
         engine = target_engine(
             model,
             self.settings,
             self.link,
             ObjectStoreSink(ray.get_actor(self.retrieval)),
-            wait_for_all=False,  # nobody waits for a batch-mate whose tiers are slow
+            micro_batches=self.settings.speculation.micro_batches,
             first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
+            doorbell=doorbell,
         )
         self.target_server = TargetServer(engine, self.settings.speculation.effective)
         return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))

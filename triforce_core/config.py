@@ -68,6 +68,16 @@ class SpeculationSettings(Strict):
     lookaheads: tuple[int, int] = Field(
         (8, 3), description="tokens drafted by the retrieval tier, and by the draft tier"
     )
+    micro_batches: int = Field(
+        3,
+        ge=1,
+        le=64,
+        description="shares of the live requests that the tiers work on at the same time, where each is on a device of"
+        " its own; 1: all tiers take turns",
+    )
+    run_ahead: bool = Field(
+        True, description="with fewer requests than micro-batches, draft on while the target verifies"
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> SpeculationSettings:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Protocol
 
 from triforce_core.messages import Claim, Proposal, Proposer, Span, Tally, Tier, Verdict, Work
@@ -29,24 +31,32 @@ class Block:
     origins: bytes = b""
     missing_from: int | None = None
     snapshot_wanted: bool = False
+    ended: bool = False  # the last token ends the sequence
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
-    told: int | None = None  # the level below is believed to hold the sequence up to here; None: only the work's start
+    told: int | None = None  # up to where the level below has answered for; None: only what the level above told it
 
     @property
     def span(self) -> Span:
         return self.work.span.extended(self.tokens)
 
-    def state_below(self) -> Work:
-        """What the level below must continue, stating only what it was not told in this block's earlier rounds."""
-        span, start = self.span, self.work.span.start
-        if self.told is not None and self.told > start:
-            span = Span(span.sequence_id, self.told, span.tokens[self.told - start :])
-        self.told = span.end
-        return Work(span, self.below)
-
     @property
     def below(self) -> tuple[int, ...]:
         return self.work.lookaheads[1:]
+
+    @property
+    def asks_below(self) -> bool:
+        return self.work.sample and any(self.below)
+
+    @property
+    def long_enough(self) -> bool:
+        return self.ended or len(self.tokens) >= self.work.lookaheads[0]
+
+    def state_below(self) -> Work:
+        """What the level below must continue, stating only what none of this block's answers shows it to hold."""
+        span, start = self.span, self.work.span.start
+        if self.told is not None and self.told > start:
+            span = Span(span.sequence_id, self.told, span.tokens[self.told - start :])
+        return Work(span, self.below)
 
     def add_tallies(self, tallies: list[Tally]) -> None:
         self.tallies += [Tally()] * (len(tallies) - len(self.tallies))
@@ -54,12 +64,15 @@ class Block:
             self.tallies[level] += tally
 
     def answer(self) -> Proposal:
+        end = self.work.span.end
+        # What is missing from there on is our own, and the next statement begins there at the latest.
+        missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
             sequence_id=self.work.span.sequence_id,
-            start=self.work.span.end,
+            start=end,
             tokens=self.tokens,
             origins=self.origins,
-            missing_from=self.missing_from,
+            missing_from=missing_from,
             snapshot_wanted=self.snapshot_wanted,
             tallies=tuple(self.tallies),
         )
@@ -68,39 +81,59 @@ class Block:
 class SpeculativeDecoder:
     """Collects proposals of the level below, verifies them, and asks again until a block is long enough to hand up.
 
-    With `wait_for_all` a round waits for every answer that it asked for (sequential mode); otherwise it takes what is
-    ready. Not thread-safe: one thread drives a decoder.
+    With one micro-batch a round waits for every answer that it asked for and judges all of them (sequential mode). With
+    more it takes what is ready, first come first judged, in one pass at most its share of the sequences that the level
+    below works for, so that it has the others to work on meanwhile. Not thread-safe: one thread drives a decoder.
     """
 
-    def __init__(self, proposer: Proposer, verifier: Verifier, *, wait_for_all: bool = True) -> None:
-        self.proposer, self.verifier, self.wait_for_all = proposer, verifier, wait_for_all
+    def __init__(self, proposer: Proposer, verifier: Verifier, *, micro_batches: int = 1) -> None:
+        self.proposer, self.verifier, self.micro_batches = proposer, verifier, micro_batches
         self.blocks: dict[int, Block] = {}
         self.asked: set[int] = set()  # sequences that the level below still owes an answer
         self.unasked: list[Proposal] = []  # the empty answers of sequences for which it is not asked
+        self.ready: dict[int, Proposal] = {}  # arrived and not judged, oldest first
+        self.drafted: set[int] = set()  # live sequences that the level below works for
 
     def submit(self, work: list[Work]) -> None:
-        blocks = {w.span.sequence_id: Block(w) for w in work}
-        self.blocks.update(blocks)
-        self.asked -= blocks.keys()  # replaced work is not waited for
-        self.unasked = [p for p in self.unasked if p.sequence_id not in blocks]
-        self._ask(list(blocks.values()))
+        self.resume([Block(w) for w in work])
+
+    def resume(self, blocks: list[Block]) -> None:
+        """Submit work of which a part may be done already."""
+        ids = {b.work.span.sequence_id for b in blocks}
+        self.withdraw(ids)  # replaced work is not waited for
+        self.drafted -= ids
+        self.drafted |= {b.work.span.sequence_id for b in blocks if b.asks_below}
+        self.blocks.update({b.work.span.sequence_id: b for b in blocks})
+        self._ask(blocks)
+
+    def retarget(self, blocks: list[Block]) -> None:
+        """Go on with blocks in progress in answer to other work: their text is as it was, and so is what was asked."""
+        self.blocks.update({b.work.span.sequence_id: b for b in blocks})
+
+    def withdraw(self, sequence_ids: Iterable[int]) -> list[Block]:
+        """Stop working on these, as if they had not been submitted; returns the unfinished blocks."""
+        ids = set(sequence_ids)
+        self.asked -= ids
+        self.unasked = [p for p in self.unasked if p.sequence_id not in ids]
+        for sequence_id in ids & self.ready.keys():
+            del self.ready[sequence_id]
+        return [self.blocks.pop(sequence_id) for sequence_id in ids & self.blocks.keys()]
 
     def _ask(self, blocks: list[Block]) -> None:
         """Send the level below what it must continue; where it has no part, its answer is empty at once."""
-        asked = [b for b in blocks if b.work.sample and any(b.below)]
-        self.unasked += [
-            Proposal(b.span.sequence_id, b.span.end) for b in blocks if not (b.work.sample and any(b.below))
-        ]
+        asked = [b for b in blocks if b.asks_below]
+        self.unasked += [Proposal(b.span.sequence_id, b.span.end) for b in blocks if not b.asks_below]
         self.asked |= {b.span.sequence_id for b in asked}
         if asked:
             self.proposer.submit([b.state_below() for b in asked])
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Run one round over what is ready; returns the blocks that it completed, which may be none."""
-        ready = self._arrivals(timeout_s)
-        skipped = [(b, p) for b, p in ready if b.work.lookaheads[0] == 0]
-        verified = [(b, p) for b, p in ready if b.work.lookaheads[0] > 0]
+        return [block.answer() for block in self.collect_blocks(timeout_s)]
 
+    def collect_blocks(self, timeout_s: float) -> list[Block]:
+        """Run one round over what is ready; returns the blocks that it completed, which may be none."""
+        self._take_arrivals(timeout_s)
+        skipped, verified = self._next_round()
         done: list[Block] = []
         again: list[Block] = []
         for block, proposal in skipped:
@@ -113,24 +146,40 @@ class SpeculativeDecoder:
         for block in done:
             del self.blocks[block.work.span.sequence_id]
         self._ask(again)
-        return [block.answer() for block in done]
+        return done
 
-    def _arrivals(self, timeout_s: float) -> list[tuple[Block, Proposal]]:
-        """The proposals that are ready, each with the block that it continues; late ones are dropped."""
-        arrived, self.unasked = self._matched(self.unasked), []
+    def _take_arrivals(self, timeout_s: float) -> None:
+        """Put the proposals that have come into `ready`; late and repeated ones are dropped."""
+        self._take(self.unasked)
+        self.unasked = []
         while self.asked:
-            answers = self.proposer.collect(0.0 if arrived and not self.wait_for_all else timeout_s)
-            for block, proposal in self._matched(answers):
-                if proposal.sequence_id in self.asked:  # not again, should an answer be repeated
-                    self.asked.remove(proposal.sequence_id)
-                    arrived.append((block, proposal))
-            if not self.wait_for_all:
+            answers = self.proposer.collect(timeout_s if self.micro_batches == 1 or not self.ready else 0.0)
+            self._take([p for p in answers if p.sequence_id in self.asked])
+            if self.micro_batches > 1:
                 break
-        return arrived
 
-    def _matched(self, proposals: list[Proposal]) -> list[tuple[Block, Proposal]]:
-        pairs = [(self.blocks.get(p.sequence_id), p) for p in proposals]
-        return [(block, p) for block, p in pairs if block is not None and block.span.end == p.start]
+    def _take(self, proposals: list[Proposal]) -> None:
+        for proposal in proposals:
+            block = self.blocks.get(proposal.sequence_id)
+            if block is not None and block.span.end == proposal.start:
+                self.asked.discard(proposal.sequence_id)
+                self.ready[proposal.sequence_id] = proposal
+
+    def _next_round(self) -> tuple[list[tuple[Block, Proposal]], list[tuple[Block, Proposal]]]:
+        """Of what is ready, oldest first: what goes up unjudged, and what the next pass judges."""
+        skipped, verified = [], []
+        room = ceil(len(self.drafted) / self.micro_batches)
+        for sequence_id, proposal in list(self.ready.items()):
+            block = self.blocks[sequence_id]
+            if block.work.lookaheads[0] == 0:
+                skipped.append((block, proposal))
+            elif room or not block.asks_below:
+                verified.append((block, proposal))
+                room -= block.asks_below
+            else:
+                continue
+            del self.ready[sequence_id]
+        return skipped, verified
 
     def _pass_through(self, block: Block, proposal: Proposal) -> None:
         """This tier is skipped: what comes from below goes up as it is."""
@@ -145,20 +194,19 @@ class SpeculativeDecoder:
         block.origins += proposal.origins[: verdict.num_accepted] + own
         lacks = [p for p in (proposal.missing_from, verdict.missing_from) if p is not None]
         block.missing_from = min(lacks, default=None)
-        if proposal.missing_from is not None:
-            block.told = proposal.missing_from
+        block.told = proposal.start if proposal.missing_from is None else proposal.missing_from
         block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
+        block.ended |= verdict.ended
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
         block.add_tallies([tally, *proposal.tallies])
         stuck = not verdict.tokens  # a prefill chunk, or this tier lacks something: only the level above can go on
         # What is missing from the start of our work on the next round states; what is before it, the level above must.
         lacking = block.missing_from is not None and block.missing_from < block.work.span.start
-        return stuck or verdict.ended or lacking or len(block.tokens) >= block.work.lookaheads[0]
+        return stuck or lacking or block.long_enough
 
     def release(self, sequence_ids: list[int]) -> None:
-        for sequence_id in sequence_ids:
-            self.blocks.pop(sequence_id, None)
-        self.asked.difference_update(sequence_ids)
+        self.withdraw(sequence_ids)
+        self.drafted.difference_update(sequence_ids)
         self.proposer.release(sequence_ids)
         self.verifier.release(sequence_ids)

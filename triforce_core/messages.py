@@ -71,6 +71,14 @@ class Span:
         return Span(self.sequence_id, self.start, self.tokens + tokens, self.spec)
 
 
+def in_turn(earlier: Span, later: Span) -> Span:
+    """Both statements as one: of work that is replaced before it was looked at, what it stated still holds."""
+    if not earlier.start < later.start <= earlier.end:
+        return later
+    kept = earlier.tokens[: later.start - earlier.start]
+    return Span(earlier.sequence_id, earlier.start, kept + later.tokens, earlier.spec)
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """Continue `span`.

@@ -16,8 +16,8 @@ from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
+from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, run_to_end, target_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.local import draft_proposer, retrieval_decoder, run_to_end, target_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
@@ -175,7 +175,7 @@ class CountingRetrievalKV(RetrievalKV):
 
 
 def engine_for(case: Case, events: Counter[str]) -> Engine:
-    """The chain of engine/local.py, with models of each tier's own, the case's tail, and counters."""
+    """The chain of engine/assembly.py, with models of each tier's own, the case's tail, and counters."""
     target, retrieval, drafter = models(case)
     settings = case.settings
     kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"])

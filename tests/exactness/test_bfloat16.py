@@ -20,8 +20,8 @@ from tests.exactness.cases import finish
 from tests.random_models import plain_logits, random_model, random_tokens, with_noise
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.local import local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Batch, Forward
 from triforce_core.messages import SamplingParams

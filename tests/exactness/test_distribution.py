@@ -16,7 +16,7 @@ from tests.random_models import plain_logits, random_pair, with_noise
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.local import draft_proposer, retrieval_decoder, target_engine
+from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, target_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import Claim, Proposal, SamplingParams, SequenceSpec, Span, Tier, Verdict, Work

@@ -14,14 +14,15 @@ from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.assembly import draft_proposer, target_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.local import draft_proposer, target_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import Proposal, Proposer, SamplingParams, Tally, Tier, Work
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
 from triforce_core.roles import ModelProposer, ModelVerifier
+from triforce_core.run_ahead import RunAhead
 
 VOCAB, BUDGET, TAIL = 50, 48, 14
 SETTINGS = Settings.model_validate(
@@ -46,17 +47,16 @@ def target() -> PreTrainedModel:
 class LossyChain:
     """Three tiers of which the lower two are elsewhere; also the sink that takes snapshots there, late or never."""
 
-    def __init__(self, target: PreTrainedModel, rng: random.Random, events: Counter[str], wait_for_all: bool) -> None:
-        self.rng, self.events, self.wait_for_all = rng, events, wait_for_all
+    def __init__(self, target: PreTrainedModel, rng: random.Random, events: Counter[str], micro_batches: int) -> None:
+        self.rng, self.events, self.micro_batches = rng, events, micro_batches
         self.faults, self.patience = rng.choice([0.0, 0.03, 0.15]), rng.choice([4, 20])
         self.retrieval = with_noise(target, rng.choice([0.0, 0.1]), seed=rng.randrange(100))
         self.drafter = with_noise(target, rng.choice([0.02, 0.2]), seed=rng.randrange(100))
         self.on_the_way: dict[int, tuple[int, Snapshot]] = {}
         self.kv: CountingRetrievalKV
         self.drafts: ModelProposer
-        engine = self.engine = target_engine(target, SETTINGS, self.link(self.make_retrieval), self)
-        assert isinstance(engine.decoder, SpeculativeDecoder)
-        engine.decoder.wait_for_all = wait_for_all
+        below = self.link(self.make_retrieval)
+        self.engine = target_engine(target, SETTINGS, below, self, micro_batches=micro_batches)
 
     def link(self, make_peer) -> LossyLink:  # type: ignore[no-untyped-def]
         return LossyLink(make_peer, self.rng, self.events, faults=self.faults, patience=self.patience)
@@ -65,7 +65,8 @@ class LossyChain:
         self.kv = CountingRetrievalKV(kv_geometry(self.retrieval), 3, BUDGET, TAIL, KERNELS["cpu_flash"])
         self.kv.events = self.events
         verifier = ModelVerifier(ModelRunner(self.retrieval, self.kv), Tier.RETRIEVAL)
-        return SpeculativeDecoder(self.link(self.make_drafts), verifier, wait_for_all=self.wait_for_all)
+        decoder = SpeculativeDecoder(self.link(self.make_drafts), verifier, micro_batches=self.micro_batches)
+        return RunAhead(decoder, self.micro_batches)
 
     def make_drafts(self) -> Proposer:
         self.drafts = draft_proposer(self.drafter, SETTINGS)
@@ -102,12 +103,12 @@ def plain(engine: Engine, request: Request) -> Tokens:
     return finish(engine, [alone]).tokens[0]
 
 
-@pytest.mark.parametrize("wait_for_all", [True, False])
-def test_faults_change_no_token(target: PreTrainedModel, wait_for_all: bool) -> None:
+@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> None:
     events: Counter[str] = Counter()
     accepted = 0
     for run in range(25):
-        chain = LossyChain(target, random.Random(run), events, wait_for_all)
+        chain = LossyChain(target, random.Random(run), events, micro_batches)
         requests = chain.requests()
         outcome = finish(chain.engine, requests)
         assert outcome.tokens == [plain(chain.engine, r) for r in requests], f"run {run}"

@@ -14,12 +14,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.assembly import load_local_engine, run_to_end
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.local import local_engine, run_to_end
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
-from triforce_core.models.load import DTYPES, check_pair, load_model, load_tokenizer, resolve
+from triforce_core.models.load import DTYPES, load_tokenizer, resolve
 from triforce_core.models.runner import ModelRunner, Threads, threads_for
 from triforce_core.roles import ModelProposer, ModelVerifier
 
@@ -50,8 +50,8 @@ class Measurement:
         return self.stats.ms_per_token
 
 
-def counters(engine: Engine) -> Steps:
-    """Of each tier's runner, down the chain."""
+def runners_of(engine: Engine) -> dict[str, ModelRunner]:
+    """Each tier's, down the chain."""
     runners: dict[str, ModelRunner] = {}
     level: Any = engine.decoder
     while isinstance(level, SpeculativeDecoder):
@@ -60,7 +60,11 @@ def counters(engine: Engine) -> Steps:
         level = level.proposer
     if isinstance(level, ModelProposer):
         runners[level.tier.name.lower()] = level.runner
-    return {tier: (runner.passes, runner.seconds) for tier, runner in runners.items()}
+    return runners
+
+
+def counters(engine: Engine) -> Steps:
+    return {tier: (runner.passes, runner.seconds) for tier, runner in runners_of(engine).items()}
 
 
 def step_ms(runs: list[Measurement], tier: str) -> float | None:
@@ -90,13 +94,9 @@ def bench_decode(
     """Run it and return the figures; one prefill a run, the two modes in alternating order."""
     load_before = os.getloadavg()[0]
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
-    drafting = settings.speculation.effective[1] > 0
-    check_pair(settings.target.model, settings.draft.model if drafting else None)
-    target = load_model(settings.target.model, "target", settings.dtype, settings.device)
-    drafter = load_model(settings.draft.model, "drafter", settings.dtype, settings.device) if drafting else None
+    engine = load_local_engine(settings)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
-    engine = local_engine(target, drafter, settings)
-    threads = threads_for(target, settings)
+    threads = threads_for(runners_of(engine)["target"].model, settings)
 
     def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:
         return Measurement(engine, Request(prompt, max_tokens, sampling, seed, lookaheads))

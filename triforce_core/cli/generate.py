@@ -43,19 +43,13 @@ def generate(
     text = read_prompt(prompt_file)
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 
-    from triforce_core.engine.local import local_engine, run_to_end
+    from triforce_core.engine.assembly import load_local_engine, run_to_end
     from triforce_core.engine.sequence import Request
-    from triforce_core.models.load import check_pair, load_model, load_tokenizer, stop_token_ids
+    from triforce_core.models.load import load_tokenizer, stop_token_ids
 
-    drafting = settings.speculation.effective[1] > 0
-    check_pair(settings.target.model, settings.draft.model if drafting else None)
+    engine = load_local_engine(settings)
     tokenizer = load_tokenizer(settings.target.model)
     prompt = tuple(tokenizer(text)["input_ids"])
-    engine = local_engine(
-        load_model(settings.target.model, "target", settings.dtype, settings.device),
-        load_model(settings.draft.model, "drafter", settings.dtype, settings.device) if drafting else None,
-        settings,
-    )
     stops = stop_token_ids(settings.target.model)
     request = Request(prompt, max_tokens, sampling, seed, settings.speculation.effective, stops)
     console = Console(highlight=False, soft_wrap=True)

@@ -6,6 +6,7 @@ import itertools
 import threading
 from collections import deque
 
+from triforce_core.doorbell import Doorbell
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
@@ -36,7 +37,7 @@ class SnapshotPolicy:
 
 
 class Engine:
-    """One thread calls `run_once`; `submit` and `cancel` may be called from any.
+    """One thread calls `run_once`; `submit` and `cancel` may be called from any, and ring the doorbell.
 
     `decoder` is the whole chain: its first level is the target, which hands up one verified block a round. Sequence ids
     count up from `first_sequence_id`; where tiers may still hold those of an engine before this one, begin elsewhere.
@@ -49,13 +50,14 @@ class Engine:
         snapshots: SnapshotPolicy,
         limits: Limits,
         first_sequence_id: int = 1,
+        doorbell: Doorbell | None = None,
     ) -> None:
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
         self.ids = itertools.count(first_sequence_id)
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
         self.cancelled: deque[int] = deque()
-        self.woken = threading.Event()
+        self.doorbell = doorbell or Doorbell()
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -72,13 +74,13 @@ class Engine:
         with self.lock:
             sequence = Sequence(next(self.ids), request, spec, [*request.prompt, *request.resume])
             self.arrivals.append(sequence)
-        self.woken.set()
+        self.doorbell.ring()
         return sequence.sequence_id
 
     def cancel(self, sequence_id: int) -> None:
         """Stop a request; its last output says so. Unknown and finished ids are ignored."""
         self.cancelled.append(sequence_id)
-        self.woken.set()
+        self.doorbell.ring()
 
     # -- the loop's own ------------------------------------------------------------------------------------------------
 
@@ -89,8 +91,7 @@ class Engine:
     def wait(self, timeout_s: float) -> None:
         """Sleep until a request or a cancellation comes, at most `timeout_s` seconds; at once if there is work."""
         if self.idle:
-            self.woken.wait(timeout_s)
-        self.woken.clear()
+            self.doorbell.wait(timeout_s)
 
     def run_once(self, timeout_s: float = 1.0) -> list[Output]:
         """One turn of the loop; blocks up to `timeout_s` seconds for the tiers below."""

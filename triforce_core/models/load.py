@@ -18,6 +18,7 @@ from triforce_core.kv.base import Batch, KVGeometry
 from triforce_core.models.files import (
     check_pair,
     check_same_vocabulary,
+    check_self_drafter,
     check_supported,
     context_length,
     kv_shape,
@@ -33,6 +34,7 @@ __all__ = [
     "check_attention",
     "check_pair",
     "check_same_vocabulary",
+    "check_self_drafter",
     "check_supported",
     "context_length",
     "kv_geometry",

@@ -1,4 +1,4 @@
-"""The three tiers in one process: retrieval and target share one set of weights. For the command line and for tests."""
+"""How tiers are put together: each one for an actor of its own, and all of them in one process."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.doorbell import Doorbell
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
@@ -20,7 +21,14 @@ from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
-from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
+from triforce_core.models.load import (
+    check_pair,
+    check_same_vocabulary,
+    check_self_drafter,
+    context_length,
+    kv_geometry,
+    load_model,
+)
 from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
 
@@ -46,12 +54,11 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
 
 
 def retrieval_decoder(
-    model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer, settings: Settings
+    model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer, settings: Settings, *, micro_batches: int = 1
 ) -> SpeculativeDecoder:
     """The retrieval tier over whatever drafts for it."""
-    return SpeculativeDecoder(
-        drafts, ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
-    )
+    verifier = ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
+    return SpeculativeDecoder(drafts, verifier, micro_batches=micro_batches)
 
 
 def target_engine(
@@ -60,33 +67,56 @@ def target_engine(
     below: Proposer,
     sink: SnapshotSink,
     *,
-    wait_for_all: bool = True,
+    micro_batches: int = 1,
     first_sequence_id: int = 1,
+    doorbell: Doorbell | None = None,
 ) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain."""
     limits = target_limits(model.config, settings)
     kv = FullKV(kv_geometry(model), limits.kv_pool_tokens, kernel_for(settings))
-    decoder = SpeculativeDecoder(
-        below,
-        ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET),
-        wait_for_all=wait_for_all,
-    )
+    verifier = ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
+    decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
     policy = SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every)
-    return Engine(decoder, scheduler, policy, limits, first_sequence_id)
+    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell)
 
 
-def local_engine(target: PreTrainedModel, drafter: PreTrainedModel | None, settings: Settings) -> Engine:
-    """The whole chain in this process; without a drafter nothing is drafted below the retrieval tier."""
-    sparse = retrieval_kv(target, settings)
+def local_engine(
+    target: PreTrainedModel,
+    drafter: PreTrainedModel | None,
+    settings: Settings,
+    self_drafter: PreTrainedModel | None = None,
+) -> Engine:
+    """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without a
+    drafter nothing is drafted below it.
+    """
+    own = target if self_drafter is None else self_drafter
+    sparse = retrieval_kv(own, settings)
     drafts: Proposer = NoProposer()
     if drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
         drafts = draft_proposer(drafter, settings)
-    inner = retrieval_decoder(target, sparse, drafts, settings)
-    return target_engine(target, settings, inner, sparse)
+    return target_engine(target, settings, retrieval_decoder(own, sparse, drafts, settings), sparse)
+
+
+def load_local_engine(settings: Settings) -> Engine:
+    """The chain of the models that the settings name, checked to go together before any weights are loaded."""
+    drafting = settings.speculation.effective[1] > 0
+    check_pair(settings.target.model, settings.draft.model if drafting else None)
+    if settings.retrieval.model:
+        check_self_drafter(settings.target.model, settings.retrieval.model)
+
+    def load(name: str, role: str) -> PreTrainedModel:
+        return load_model(name, role, settings.dtype, settings.device)
+
+    return local_engine(
+        load(settings.target.model, "target"),
+        load(settings.draft.model, "drafter") if drafting else None,
+        settings,
+        load(settings.retrieval.model, "self-drafter") if settings.retrieval.model else None,
+    )
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
