@@ -13,11 +13,13 @@ from triforce_core.cli.bench import bench_app
 from triforce_core.cli.demo import demo_app
 from triforce_core.cli.generate import generate
 from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
+from triforce_core.cli.simulate import simulate
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import TriForceError
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(generate)
+app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(demo_app, name="demo")
 

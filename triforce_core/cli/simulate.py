@@ -1,0 +1,106 @@
+"""`triforce simulate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from triforce_core.cli.figures import show_figures
+from triforce_core.cli.options import JsonOption, parse_lookaheads, with_options_of
+from triforce_core.errors import require
+from triforce_core.simulate.scenario import Scenario, load_scenario
+
+
+def scenario_given(
+    scenario_file: Annotated[
+        Path | None, typer.Argument(metavar="[SCENARIO]", help="YAML or JSON file; see docs/simulate.md")
+    ] = None,
+    calibrate: Annotated[
+        Path | None, typer.Option(help="take times and acceptance from what `triforce bench pipeline --json` printed")
+    ] = None,
+    lookaheads: Annotated[str | None, typer.Option(help="tokens drafted by retrieval and by draft, e.g. 8,3")] = None,
+    micro_batches: Annotated[int | None, typer.Option(help="1 is sequential mode")] = None,
+    run_ahead: Annotated[
+        bool | None, typer.Option("--run-ahead/--no-run-ahead", help="retrieval goes on under a guess when idle")
+    ] = None,
+    concurrency: Annotated[int | None, typer.Option(help="users, each with one request at a time")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests a second, Poisson")] = None,
+    prompt: Annotated[int | None, typer.Option(help="prompt tokens")] = None,
+    output: Annotated[int | None, typer.Option(help="output tokens")] = None,
+    replicas: Annotated[int | None, typer.Option(help="whole pipelines")] = None,
+    placement: Annotated[
+        str | None, typer.Option(help="separate | draft+retrieval | draft+retrieval+target: who shares a device")
+    ] = None,
+    alpha_retrieval: Annotated[float | None, typer.Option(help="chance that target accepts a retrieval token")] = None,
+    alpha_draft: Annotated[float | None, typer.Option(help="chance that retrieval accepts a draft token")] = None,
+    duration: Annotated[float | None, typer.Option(help="simulated seconds in which requests arrive")] = None,
+    seed: Annotated[int | None, typer.Option(help="the same seed gives the same result")] = None,
+) -> Scenario:
+    """The file's scenario, the calibration's sections in place of its own, and the options on top."""
+    from triforce_core.simulate.calibration import read_calibration
+
+    rule = "must be given, or --calibrate, or both"
+    require(scenario_file is not None or calibrate is not None, "scenario", None, rule)
+    require(concurrency is None or rate is None, "rate", rate, "excludes --concurrency: a load is one or the other")
+    measured = {} if calibrate is None else read_calibration(calibrate)
+    acceptance = _given(retrieval=alpha_retrieval, draft=alpha_draft)
+    load = _given(prompt_tokens=prompt, output_tokens=output)
+    if concurrency is not None or rate is not None:  # both, so that the file's kind of load goes
+        load |= {"concurrency": concurrency, "rate_per_s": rate}
+    options = _given(
+        lookaheads=None if lookaheads is None else parse_lookaheads(lookaheads),
+        micro_batches=micro_batches,
+        run_ahead=run_ahead,
+        replicas=replicas,
+        placement=placement,
+        duration_s=duration,
+        seed=seed,
+        acceptance=measured.pop("acceptance", {}) | acceptance or None,
+        load=load or (None if scenario_file else {}),
+    )
+    return load_scenario(scenario_file, measured | options)
+
+
+def _given(**values: Any) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+@with_options_of(scenario_given)
+def simulate(
+    scenario: Scenario,
+    search: Annotated[
+        bool, typer.Option("--plan", help="find the fewest GPUs that serve the load; placement and replicas are free")
+    ] = False,
+    p95_ms_per_token: Annotated[
+        float | None, typer.Option(help="with --plan: 95% of the requests must take at most this per output token")
+    ] = None,
+    p95_request_s: Annotated[
+        float | None, typer.Option(help="with --plan: 95% of the requests must take at most this")
+    ] = None,
+    max_gpus: Annotated[int, typer.Option(min=1, help="with --plan: try no more")] = 64,
+    figure: Annotated[Path | None, typer.Option(help="draw into this file: .svg or .png")] = None,
+    as_json: JsonOption = False,
+) -> None:
+    """How many GPUs of which tier serve a load, within which latency: a discrete-event model of the protocol."""
+    from triforce_core.simulate.model import simulate
+    from triforce_core.simulate.plan import Goal, plan
+
+    goals = p95_ms_per_token, p95_request_s
+    require(search or goals == (None, None), "plan", False, "must be on for a p95 to keep: add --plan")
+    if figure is not None:
+        from triforce_core.simulate.figure import check_figure, draw
+
+        check_figure(figure)
+    if search:
+        planned = plan(scenario, Goal(*goals), max_gpus)
+        figures = planned.figures()
+        shown = planned.best or planned.tried[-1]
+        scenario, result = shown.scenario, shown.result
+    else:
+        result = simulate(scenario)
+        figures = result.figures()
+    if figure is not None:
+        draw(figure, scenario, result)
+    show_figures(figures, as_json=as_json)

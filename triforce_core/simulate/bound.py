@@ -1,0 +1,88 @@
+"""What no schedule can beat: the formulas of docs/simulate.md. No failures, no prompts, no waiting for one another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+
+from triforce_core.messages import Tier
+from triforce_core.simulate.scenario import Scenario
+from triforce_core.simulate.stage_times import StageTimes
+
+
+def expected_tokens(alpha: float, lookahead: int) -> float:
+    """E(α, γ) = (1 − α^(γ+1)) / (1 − α): tokens that a round over γ proposed tokens gives."""
+    return float(sum(alpha**i for i in range(lookahead + 1)))
+
+
+@dataclass(frozen=True, slots=True)
+class BlockLaw:
+    """How retrieval blocks come out, rounds never being cut."""
+
+    rounds: float  # expected inner rounds of a block
+    lengths: dict[int, float]  # probability of each block length, tokens
+
+    @property
+    def mean_length(self) -> float:
+        return sum(length * p for length, p in self.lengths.items())
+
+
+def block_law(lookahead: int, draft_lookahead: int, alpha: float) -> BlockLaw:
+    """Rounds of 1 to γ1 + 1 tokens until there are at least γ2: a renewal process, position by position."""
+    if lookahead == 0:
+        return BlockLaw(0.0, {0: 1.0})
+    gains = {1 + n: alpha**n * (1 - alpha) for n in range(draft_lookahead)}
+    gains[1 + draft_lookahead] = alpha**draft_lookahead
+    reached = [1.0] + [0.0] * (lookahead + draft_lookahead)
+    for tokens in range(lookahead):
+        for gain, p in gains.items():
+            reached[tokens + gain] += reached[tokens] * p
+    lengths = {n: reached[n] for n in range(lookahead, lookahead + draft_lookahead + 1)}
+    return BlockLaw(sum(reached[:lookahead]), lengths)
+
+
+def replica_bound(scenario: Scenario, users: int) -> float:
+    """Most tokens a second of one replica that decodes `users` requests at once.
+
+    N = users, b = ⌈N/m⌉; D = n (γ1 t1 + t2 + r12) drafts a block in n rounds, L = D + t3 + r23 is its whole way, d_max
+    the longest that a device works on a block: X ≤ E2 · min(N / L, b / d_max). Run-ahead replaces L by
+    h · max(t3, D) + (1 − h) L, where h is the chance of a right guess.
+    """
+    if not users:
+        return 0.0
+    retrieval, draft = scenario.lookaheads
+    law = block_law(retrieval, draft, scenario.acceptance.draft)
+    alpha = scenario.acceptance.retrieval
+    tokens = sum(p * expected_tokens(alpha, length) for length, p in law.lengths.items())
+    batch = ceil(users / scenario.micro_batches)
+    load = scenario.load
+    context = sum(load.prompt_tokens) / len(load.prompt_tokens) + sum(load.output_tokens) / len(load.output_tokens) / 2
+
+    def seconds(tier: Tier, query_tokens: float) -> float:
+        return StageTimes(scenario.stages.of(tier)).ms(batch, query_tokens, context) / 1e3
+
+    work = {Tier.TARGET: seconds(Tier.TARGET, 1 + law.mean_length)}  # a block's seconds on each tier
+    if retrieval:
+        work[Tier.RETRIEVAL] = law.rounds * seconds(Tier.RETRIEVAL, 1 + draft)
+    if draft:
+        work[Tier.DRAFT] = law.rounds * draft * seconds(Tier.DRAFT, 1)
+
+    def round_trip_s(upper: Tier, lower: Tier) -> float:
+        seconds, jitter_s = scenario.link_s(upper, lower)
+        return 2 * seconds + jitter_s  # the mean of two evenly distributed ones
+
+    trips = law.rounds * round_trip_s(Tier.RETRIEVAL, Tier.DRAFT) if draft else 0.0
+    drafting = sum(s for tier, s in work.items() if tier is not Tier.TARGET) + trips
+    cycle = drafting + work[Tier.TARGET]
+    if retrieval:
+        cycle += round_trip_s(Tier.TARGET, Tier.RETRIEVAL)
+    if scenario.run_ahead and users < scenario.micro_batches:
+        right = sum(p * alpha ** (length + 1) for length, p in law.lengths.items())
+        cycle = right * max(work[Tier.TARGET], drafting) + (1 - right) * cycle
+    busiest = max(sum(work[tier] for tier in device) for device in scenario.devices)
+    return tokens * min(users / cycle, batch / busiest)
+
+
+def bound_tokens_per_s(scenario: Scenario) -> float:
+    """Of all replicas."""
+    return sum(replica_bound(scenario, scenario.users_of(replica)) for replica in range(scenario.replicas))

@@ -1,0 +1,147 @@
+"""Devices, waiting lines, and the one loop of every tier: wait for what is ready, take it, run it, hand it on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Generator, Iterable, Iterator
+from typing import Any, Generic, Protocol, TypeVar
+
+import simpy
+
+from triforce_core.messages import Tier
+from triforce_core.simulate.measures import Pass, Window
+
+Item = TypeVar("Item")
+Events = Generator[simpy.Event, Any, None]
+
+
+class Sized(Protocol):
+    """What a station takes for one pass."""
+
+    @property
+    def batch(self) -> int:
+        """Requests."""
+        ...
+
+
+Taken = TypeVar("Taken", bound=Sized)
+
+
+class Device:
+    """One GPU: runs one pass at a time, of whichever of its tiers came first."""
+
+    def __init__(self, env: simpy.Environment, name: str) -> None:
+        self.name = name
+        self.slot = simpy.Resource(env, capacity=1)
+        self.passes: list[Pass] = []
+
+
+class Line(Generic[Item]):
+    """First come, first served; knows its mean length over the window."""
+
+    def __init__(self, env: simpy.Environment, window: Window) -> None:
+        self.env, self.window = env, window
+        self.items: deque[Item] = deque()
+        self.item_seconds, self.changed_s = 0.0, 0.0
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self.items)
+
+    def _count(self) -> None:
+        if self.items:
+            self.item_seconds += len(self.items) * self.window.overlap_s(self.changed_s, self.env.now)
+        self.changed_s = self.env.now
+
+    def add(self, items: Iterable[Item]) -> None:
+        self._count()
+        self.items.extend(items)
+
+    def take(self, items: list[Item]) -> list[Item]:
+        """These leave the line."""
+        self._count()
+        for item in items:
+            self.items.remove(item)
+        return items
+
+    @property
+    def mean_length(self) -> float:
+        self._count()
+        return self.item_seconds / self.window.length_s
+
+
+class Station(Generic[Taken]):
+    """One tier of one pipeline. Subclasses say what is ready, what a pass takes, how long, and what comes of it."""
+
+    tier: Tier
+
+    def __init__(self, env: simpy.Environment, device: Device) -> None:
+        self.env, self.device = env, device
+        self.up, self.running = True, False
+        self.failures = 0
+        self.woken = env.event()
+        self.process = env.process(self._serve())
+
+    def ready(self) -> bool:
+        raise NotImplementedError
+
+    def take(self) -> Taken:
+        raise NotImplementedError
+
+    def seconds(self, taken: Taken) -> float:
+        raise NotImplementedError
+
+    def finish(self, taken: Taken) -> None:
+        raise NotImplementedError
+
+    def lose(self, taken: Taken) -> None:
+        """The tier failed during this pass, after `failed` was called."""
+
+    def failed(self) -> None:
+        """The tier has just gone down."""
+
+    def recovered(self) -> None:
+        """The tier is up again."""
+
+    def wake(self) -> None:
+        """Something may be ready."""
+        if not self.woken.triggered:
+            self.woken.succeed()
+
+    def _serve(self) -> Events:
+        while True:
+            while not (self.up and self.ready()):
+                self.woken = self.env.event()
+                yield self.woken
+            with self.device.slot.request() as slot:
+                yield slot
+                if not (self.up and self.ready()):  # it changed while another tier had the device
+                    continue
+                taken = self.take()
+                start, self.running = self.env.now, True
+                try:
+                    yield self.env.timeout(self.seconds(taken))
+                    lost = False
+                except simpy.Interrupt:
+                    lost = True
+                self.running = False
+                self.device.passes.append(Pass(self.tier, start, self.env.now, taken.batch))
+            if lost:
+                self.lose(taken)
+            else:
+                self.finish(taken)
+
+    def fail(self) -> None:
+        """The tier's process dies; what it was running is lost."""
+        self.up = False
+        self.failures += 1
+        if self.running:
+            self.process.interrupt()
+        self.failed()
+
+    def recover(self) -> None:
+        self.up = True
+        self.recovered()
+        self.wake()
