@@ -1,4 +1,4 @@
-"""One pipeline as its owner sees it: three tier actors, a stream of tokens out of the top."""
+"""One pipeline as its owner sees it: tier actors, a stream of tokens out of the top."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.messages import Tier
 
 log = logging.getLogger(__name__)
 
@@ -27,15 +28,20 @@ class Pipeline:
     def __init__(self, actors: TierActors) -> None:
         self.actors = actors
         self.channel: grpc.aio.Channel | None = None
+        self.stopped = False
 
     @classmethod
-    async def start(cls, settings: Settings, group: PlacementGroup, first_bundle: int = 0) -> Pipeline:
+    async def start(cls, settings: Settings, group: PlacementGroup) -> Pipeline:
         """Place the tiers, load them side by side, and return when the target serves."""
-        pipeline = cls(place_tiers(settings, group, first_bundle))
-        starts = [actor.start.remote() for actor in pipeline.actors.all().values()]
-        addresses: list[str] = await asyncio.gather(*starts)
-        pipeline.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)
+        pipeline = cls(place_tiers(settings, group))
+        await pipeline.connect()
         return pipeline
+
+    async def connect(self) -> None:
+        """Have the tiers load, all at once; returns when the target serves."""
+        starts = [actor.start.remote() for actor in self.actors.each()]
+        addresses: list[str] = await asyncio.gather(*starts)
+        self.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request.
@@ -49,13 +55,18 @@ class Pipeline:
                 yield event
         except grpc.aio.AioRpcError as error:
             raise from_status(error) from None
+        except asyncio.CancelledError:
+            if self.stopped:  # what gRPC raises where its channel is closed; nobody has cancelled us
+                raise UnavailableError("the pipeline was stopped; try again") from None
+            raise
         finally:
             call.cancel()
 
     async def status(self) -> list[pb.TierStatus]:
         """Of each tier, draft first. Raises if one is dead."""
-        packed: list[bytes] = await asyncio.gather(*(actor.status.remote() for actor in self.actors.all().values()))
-        return [pb.TierStatus.FromString(status) for status in packed]
+        packed: list[list[bytes]] = await asyncio.gather(*(actor.status.remote() for actor in self.actors.each()))
+        statuses = [pb.TierStatus.FromString(status) for each in packed for status in each]
+        return sorted(statuses, key=lambda status: Tier[status.tier.upper()])
 
     async def check(self, timeout_s: float) -> None:
         """Raise `UnavailableError` unless the target answers within `timeout_s` seconds that it can serve."""
@@ -68,10 +79,11 @@ class Pipeline:
             raise UnavailableError("the target tier has failed")
 
     async def stop(self) -> None:
-        """End the actors."""
+        """End the actors, and with `UnavailableError` what is being decoded."""
+        self.stopped = True
         if self.channel is not None:
             await self.channel.close(grace=None)
-        for actor in self.actors.all().values():
+        for actor in self.actors.each():
             ray.kill(actor)
 
 

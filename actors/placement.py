@@ -1,4 +1,4 @@
-"""Placing the three tiers: one bundle of a placement group each, Ray's resources as the settings say."""
+"""Placing a pipeline: one bundle of a placement group, and one actor in it, for each process that the settings want."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from actors.fit import Bundle, Node, misfit
 from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
-from triforce_core.config import ServerSettings, Settings
+from triforce_core.config import DeviceGroup, PlacementSettings, Settings
+from triforce_core.errors import UnavailableError
 from triforce_core.messages import Tier
 
 # Several tiers share the cores of a small machine; threads that spin while they wait would starve one another.
@@ -21,10 +23,12 @@ ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1"
 # Ray gives an actor with a share of a CPU one thread; how many are used is ours to say (settings, `threads`).
 ENVIRONMENT["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
+ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": RetrievalActor, "target": TargetActor}
+
 
 @dataclass(frozen=True, slots=True)
 class TierActors:
-    """Handles of one pipeline's actors."""
+    """Handles of one pipeline's actors; tiers that share a process have the same one."""
 
     draft: ActorHandle[Any]
     retrieval: ActorHandle[Any]
@@ -33,34 +37,76 @@ class TierActors:
     def all(self) -> dict[Tier, ActorHandle[Any]]:
         return {Tier.DRAFT: self.draft, Tier.RETRIEVAL: self.retrieval, Tier.TARGET: self.target}
 
-
-def tier_bundle(server: ServerSettings) -> dict[str, float]:
-    """The Ray resources of one tier."""
-    bundle = {"CPU": server.tier_cpus, "GPU": server.tier_gpus}
-    return {name: amount for name, amount in bundle.items() if amount} or {"CPU": 0.001}
+    def each(self) -> list[ActorHandle[Any]]:
+        """Every actor once, the target last."""
+        return list(dict.fromkeys(self.all().values()))
 
 
-def place_tiers(settings: Settings, group: PlacementGroup, first_bundle: int = 0) -> TierActors:
-    """Create the actors in three consecutive bundles of `group`; they start loading when asked for their address.
+def bundles(placement: PlacementSettings, beside_target: float = 0.0) -> list[Bundle]:
+    """What the processes of a pipeline reserve; the first is the target's, with room for `beside_target` CPUs more."""
+    found = []
+    for index, group in enumerate(placement.groups):
+        cpus = group.cpus + (0.0 if index else beside_target)
+        bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", group.gpus)) if amount}
+        found.append(bundle or {"CPU": 0.001})  # Ray knows no empty bundle
+    return found
+
+
+def selectors(placement: PlacementSettings) -> list[dict[str, str]]:
+    """The labels that the bundles' nodes must have."""
+    return [group.labels for group in placement.groups]
+
+
+def reserve(placement: PlacementSettings, timeout_s: float = 60.0) -> PlacementGroup:
+    """A placement group for one pipeline, ready; it is the caller's to remove.
+
+    Raises `UnavailableError` that says what is missing when the cluster has no place for it within `timeout_s` seconds.
+    """
+    group: PlacementGroup = placement_group(
+        bundles(placement), strategy=placement.strategy, bundle_label_selector=selectors(placement)
+    )
+    if group.wait(int(timeout_s)):
+        return group
+    remove_placement_group(group)
+    reason = misfit(placement, bundles(placement), nodes()) or "what it needs is there, and taken"
+    raise UnavailableError(f"no place for the pipeline within {timeout_s:g} s: {reason}")
+
+
+def place_tiers(settings: Settings, group: PlacementGroup) -> TierActors:
+    """Create the actors, one in each of the group's first bundles; they load when asked for their address.
 
     They know one another by name, so that a restarted one finds the others again.
     """
     pipeline = uuid.uuid4().hex[:8]
-    names = {tier: f"triforce-{pipeline}-{tier.name.lower()}" for tier in Tier}
+    placed: dict[str, ActorHandle[Any]] = {}
+    groups = settings.placement.groups
+    names = [f"triforce-{pipeline}-{each.tiers[0]}" for each in groups]
+    for index, each in reversed(list(enumerate(groups))):
+        where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
+        handle = create(settings, each, names[index : index + 2], where)
+        placed.update(dict.fromkeys(each.tiers, handle))
+    return TierActors(**placed)
 
-    def actor(cls: type[TierActor], bundle: int, *args: Any) -> ActorHandle[Any]:
-        remote: Any = ray.remote(cls)
-        handle: ActorHandle[Any] = remote.options(
-            name=names[cls.tier],
-            num_cpus=settings.server.tier_cpus,
-            num_gpus=settings.server.tier_gpus,
-            max_concurrency=4,
-            max_restarts=0 if cls is TargetActor else -1,  # without a target there is nothing to go on with
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle),
-            runtime_env={"env_vars": ENVIRONMENT},
-        ).remote(settings, *args)
-        return handle
 
-    draft = actor(DraftActor, first_bundle)
-    retrieval = actor(RetrievalActor, first_bundle + 1, names[Tier.DRAFT])
-    return TierActors(draft, retrieval, actor(TargetActor, first_bundle + 2, names[Tier.RETRIEVAL]))
+def create(settings: Settings, group: DeviceGroup, names: list[str], where: Any) -> ActorHandle[Any]:
+    """The actor of the group's uppermost tier, with its name and, where there is one, that of the actor below it."""
+    cls = ACTORS[group.tiers[0]]
+    environment = ENVIRONMENT if group.cores is None else ENVIRONMENT | {"OMP_NUM_THREADS": str(len(group.cores))}
+    # Without this, an actor is aborted by Ray 2.60 when a transfer to it fails. `options` below does not know it.
+    options: dict[str, Any] = {"enable_tensor_transport": True} if settings.retrieval.transport == "rdt" else {}
+    remote: Any = ray.remote(**options)(cls) if options else ray.remote(cls)
+    handle: ActorHandle[Any] = remote.options(
+        name=names[0],
+        num_cpus=group.cpus,
+        num_gpus=group.gpus,
+        max_concurrency=4,
+        max_restarts=0 if cls is TargetActor else -1,  # without a target there is nothing to go on with
+        scheduling_strategy=where,
+        runtime_env={"env_vars": environment},
+    ).remote(settings, *names[1:])
+    return handle
+
+
+def nodes() -> list[Node]:
+    """Of the cluster that this process is connected to."""
+    return [Node(each["Resources"], each.get("Labels", {})) for each in ray.nodes() if each["Alive"]]

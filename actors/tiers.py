@@ -1,7 +1,8 @@
 """The three tier actors. Ray places, restarts and monitors them; tokens pass between them over gRPC only.
 
 Each is a plain class, made an actor in placement.py. `start` is idempotent: it loads the model once and returns the
-address at which the tier serves, on a port that is new after every restart.
+address at which the tier serves, on a port that is new after every restart. An actor that is told of none below it
+holds the tiers below in its own process, without a link between.
 
 Whoever places the actors imports this module too; what loads torch is imported where the actors do their work.
 """
@@ -9,9 +10,12 @@ Whoever places the actors imports this module too; what loads torch is imported 
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING
 
 import ray
@@ -22,11 +26,17 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
 from triforce_core.config import Settings
 from triforce_core.doorbell import Doorbell
-from triforce_core.messages import Tier
+from triforce_core.errors import require
+from triforce_core.messages import Proposer, Tier
 from triforce_core.run_ahead import RunAhead
 
 if TYPE_CHECKING:
-    from actors.handover import PackedSnapshot
+    from transformers import PreTrainedModel
+
+    from actors.handover import Piece
+    from triforce_core.engine.engine import Engine
+    from triforce_core.kv.base import KVCache
+    from triforce_core.roles import ModelProposer
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -34,6 +44,15 @@ CONNECT_TIMEOUT_S = 30.0
 def address_of(name: str) -> str:
     """Where the tier actor of this name serves now; waits while Ray restarts it."""
     return str(ray.get(ray.get_actor(name).start.remote()))
+
+
+def keep_to(cores: Sequence[int], field: str) -> None:
+    """Run this process on these cores of its node only. Threads to come inherit it."""
+    allowed = os.sched_getaffinity(0)
+    require(allowed.issuperset(cores), field, list(cores), f"must be among the cores of its node, {sorted(allowed)}")
+    for thread in os.listdir("/proc/self/task"):
+        with suppress(ProcessLookupError):  # it has ended
+            os.sched_setaffinity(int(thread), cores)
 
 
 class TierActor(ABC):
@@ -45,12 +64,17 @@ class TierActor(ABC):
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings = settings
         self.server: GrpcServer | None = None
+        self.inner: dict[Tier, KVCache] = {}  # of the tiers below that this process holds as well
         self.starting = threading.Lock()
 
     def start(self) -> str:
         """Load, serve, and return the address. Safe to call again, and while it runs."""
         with self.starting:  # the owner of the pipeline calls it, and so does the tier above
             if self.server is None:
+                name = self.tier.name.lower()
+                [cores] = [group.cores for group in self.settings.placement.groups if name in group.tiers]
+                if cores is not None:
+                    keep_to(cores, f"placement.{name}.cores")
                 host = self.settings.server.tier_host
                 self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
             return self.server.address
@@ -61,9 +85,25 @@ class TierActor(ABC):
     @abstractmethod
     def tier_status(self) -> pb.TierStatus: ...
 
-    def status(self) -> bytes:
-        """A serialized TierStatus: Ray cannot pickle protobuf messages."""
-        return self.tier_status().SerializeToString()
+    def status(self) -> list[bytes]:
+        """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
+        own = self.tier_status()
+        inner = [
+            pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(kv.held))
+            for tier, kv in self.inner.items()
+        ]
+        return [status.SerializeToString() for status in (own, *inner)]
+
+    def load(self, name: str, role: str) -> PreTrainedModel:
+        from triforce_core.models.load import load_model
+
+        return load_model(name, role, self.settings.dtype, self.settings.device)
+
+    def own_drafts(self) -> ModelProposer:
+        """The draft tier, in this process."""
+        from triforce_core.engine.assembly import draft_proposer
+
+        return draft_proposer(self.load(self.settings.draft.model, "drafter"), self.settings)
 
 
 class DraftActor(TierActor):
@@ -72,11 +112,7 @@ class DraftActor(TierActor):
     tier = Tier.DRAFT
 
     def serve(self, host: str) -> GrpcServer:
-        from triforce_core.engine.assembly import draft_proposer
-        from triforce_core.models.load import load_model
-
-        model = load_model(self.settings.draft.model, "drafter", self.settings.dtype, self.settings.device)
-        self.tier_server = TierServer(draft_proposer(model, self.settings), Tier.DRAFT, above=Tier.RETRIEVAL)
+        self.tier_server = TierServer(self.own_drafts(), Tier.DRAFT, above=Tier.RETRIEVAL)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
 
     def tier_status(self) -> pb.TierStatus:
@@ -84,73 +120,94 @@ class DraftActor(TierActor):
 
 
 class RetrievalActor(TierActor):
-    """The target's weights over sparse snapshots of its KV."""
+    """The target's weights over sparse snapshots of its KV; `draft` is the name of the actor that drafts for it."""
 
     tier = Tier.RETRIEVAL
 
-    def __init__(self, settings: Settings, draft: str) -> None:
+    def __init__(self, settings: Settings, draft: str = "") -> None:
         super().__init__(settings)
         self.draft = draft
 
     def serve(self, host: str) -> GrpcServer:
+        from actors.handover import SnapshotReceiver
         from triforce_core.engine.assembly import retrieval_decoder, retrieval_kv
-        from triforce_core.models.load import load_model
 
         own = self.settings.retrieval.model
-        name, role = (own, "self-drafter") if own else (self.settings.target.model, "target")
-        model = load_model(name, role, self.settings.dtype, self.settings.device)
+        model = self.load(*((own, "self-drafter") if own else (self.settings.target.model, "target")))
         self.kv = retrieval_kv(model, self.settings)
-        # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
-        timeout_s = self.settings.server.link_timeout_s / 2
-        doorbell, speculation = Doorbell(), self.settings.speculation
-        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s, doorbell=doorbell)
-        self.link.wait_ready(CONNECT_TIMEOUT_S)
-        micro_batches = speculation.micro_batches
-        decoder = retrieval_decoder(model, self.kv, self.link, self.settings, micro_batches=micro_batches)
-        proposer = RunAhead(decoder, below=micro_batches) if speculation.run_ahead else decoder
+        self.snapshots = SnapshotReceiver(self.kv, self.settings.device, self.settings.max_sequences)
+        doorbell, micro_batches = Doorbell(), self.settings.micro_batches
+        drafts, shares = self._drafts(doorbell)
+        decoder = retrieval_decoder(model, self.kv, drafts, self.settings, micro_batches=shares)
+        proposer = RunAhead(decoder, below=micro_batches) if self.settings.speculation.run_ahead else decoder
         self.tier_server = TierServer(proposer, Tier.RETRIEVAL, above=Tier.TARGET, doorbell=doorbell)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
 
-    def take_snapshot(self, packed: PackedSnapshot) -> None:
-        """Called by the target's hand-over, with an object that Ray has fetched by then."""
-        from actors.handover import unpack
+    def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
+        """What drafts for this tier, and in how many shares: drafts of this process and its own passes take turns."""
+        if not self.draft:
+            drafts = self.own_drafts()
+            self.inner = {Tier.DRAFT: drafts.runner.kv}
+            return drafts, 1
+        # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
+        timeout_s = self.settings.server.link_timeout_s / 2
+        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s, doorbell=doorbell)
+        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        return self.link, self.settings.micro_batches
 
-        self.kv.deliver(unpack(packed, self.settings.device))
+    def take_piece(self, piece: Piece) -> bool | None:
+        """Called by the target's hand-over, with an object that Ray has fetched by then. Refused until we serve."""
+        return False if self.server is None else self.snapshots.take_piece(piece)
 
     def tier_status(self) -> pb.TierStatus:
         return self.tier_server.status()
 
 
 class TargetActor(TierActor):
-    """The target with its full KV, and the engine that drives the chain."""
+    """The target with its full KV, and the engine that drives the chain; `retrieval` is the name of the actor below."""
 
     tier = Tier.TARGET
 
-    def __init__(self, settings: Settings, retrieval: str) -> None:
+    def __init__(self, settings: Settings, retrieval: str = "") -> None:
         super().__init__(settings)
         self.retrieval = retrieval
 
     def serve(self, host: str) -> GrpcServer:
-        from actors.handover import ObjectStoreSink
         from actors.target_server import TargetServer
-        from triforce_core.engine.assembly import target_engine
-        from triforce_core.models.load import load_model
 
-        model = load_model(self.settings.target.model, "target", self.settings.dtype, self.settings.device)
+        model = self.load(self.settings.target.model, "target")
+        engine = self._top_of_chain(model) if self.retrieval else self._whole_chain(model)
+        self.target_server = TargetServer(engine, self.settings.speculation.effective)
+        return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
+
+    def _top_of_chain(self, model: PreTrainedModel) -> Engine:
+        from actors.handover import sink_for
+        from triforce_core.engine.assembly import target_engine
+
         doorbell, timeout_s = Doorbell(), self.settings.server.link_timeout_s
         self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=timeout_s, doorbell=doorbell)
         self.link.wait_ready(CONNECT_TIMEOUT_S)
-        engine = target_engine(
+        self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
+        return target_engine(
             model,
             self.settings,
             self.link,
-            ObjectStoreSink(ray.get_actor(self.retrieval)),
-            micro_batches=self.settings.speculation.micro_batches,
+            self.sink,
+            micro_batches=self.settings.micro_batches,
             first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
             doorbell=doorbell,
         )
-        self.target_server = TargetServer(engine, self.settings.speculation.effective)
-        return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
+
+    def _whole_chain(self, model: PreTrainedModel) -> Engine:
+        """All tiers here: the retrieval tier shares the target's weights, and takes its snapshots as they are cut."""
+        from triforce_core.engine.assembly import retrieval_decoder, retrieval_kv, target_engine
+
+        own = self.settings.retrieval.model
+        judge = self.load(own, "self-drafter") if own else model
+        drafts, sparse = self.own_drafts(), retrieval_kv(judge, self.settings)
+        self.inner = {Tier.RETRIEVAL: sparse, Tier.DRAFT: drafts.runner.kv}
+        below = retrieval_decoder(judge, sparse, drafts, self.settings)
+        return target_engine(model, self.settings, below, sparse)
 
     def tier_status(self) -> pb.TierStatus:
         return self.target_server.status()

@@ -24,11 +24,15 @@ from triforce_core.errors import InvalidValueError, UnavailableError, require
 
 if TYPE_CHECKING:
     from ray.serve import Application
+    from ray.serve.config import RequestRouterConfig
+
+    from triforce_core.engine.limits import Limits
 
 APPLICATION = "triforce"
 DOOR_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
 SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
 DRAIN_S = 20.0
+LOOK_BACK_S = 11.0  # Serve wants more than its metrics' interval, 10 s
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,22 +51,27 @@ def build_app(args: Settings) -> Application:
     from ray import serve
 
     from actors.placement import ENVIRONMENT as QUIET_CORES
-    from actors.placement import tier_bundle
+    from actors.placement import bundles, selectors
     from deploy.gateway import Gateway
     from deploy.replica import PipelineReplica
 
-    check_models(args)
+    limits = check_models(args)
     options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": {**QUIET_CORES, **ONE_LOOP}}}
-    places = args.server.max_queued + args.max_sequences
+    places = args.places
     pipeline: Any = serve.deployment(
         PipelineReplica,
         name="pipeline",
         ray_actor_options=options,
-        placement_group_bundles=[{"CPU": DOOR_CPUS}, *[tier_bundle(args.server)] * 3],
+        placement_group_bundles=bundles(args.placement, beside_target=DOOR_CPUS),
+        placement_group_strategy=args.placement.strategy,
+        placement_group_bundle_label_selector=selectors(args.placement),
+        request_router_config=prefix_router(args, limits),
         max_ongoing_requests=places + SPARE_CALLS,
         max_constructor_retry_count=2,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=args.server.request_timeout_s,  # a replica too many lets its requests end
+        **replicas(args),
     )
     gateway: Any = serve.deployment(
         serve.ingress()(Gateway),
@@ -75,6 +84,35 @@ def build_app(args: Settings) -> Application:
     )
     application: Application = gateway.bind(args, pipeline.bind(args))
     return application
+
+
+def replicas(settings: Settings) -> dict[str, Any]:
+    """How many pipelines there are, as Serve wants it said."""
+    wanted = settings.server.replicas
+    if wanted.min == wanted.max:
+        return {"num_replicas": wanted.min}
+    return {
+        "autoscaling_config": {
+            "min_replicas": wanted.min,
+            "max_replicas": wanted.max,
+            "target_ongoing_requests": wanted.target_ongoing_requests or settings.max_sequences,
+            "upscale_delay_s": wanted.upscale_delay_s,
+            "downscale_delay_s": wanted.downscale_delay_s,
+            "look_back_period_s": min(30.0, max(LOOK_BACK_S, wanted.upscale_delay_s)),  # the load is a mean over it
+        }
+    }
+
+
+def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
+    """Requests go where their prefix is, but not to wait behind a batch that another replica would spare them."""
+    from ray.serve.config import RequestRouterConfig
+
+    from deploy.prefixes import BLOCK
+
+    router: Any = "deploy.routing.PrefixRouter"
+    capacity = limits.kv_pool_tokens // BLOCK  # more than that a replica never holds
+    known = {"capacity": capacity, "busier_by": settings.max_sequences}
+    return RequestRouterConfig(request_router_class=router, request_router_kwargs=known)
 
 
 def run(settings: Settings) -> None:
@@ -137,8 +175,8 @@ def check_ports(settings: Settings) -> None:
                 raise InvalidValueError(f"server.{field}", port, f"must be free on {host}: {reason.lower()}") from None
 
 
-def check_models(settings: Settings) -> None:
-    """Refuse what the tiers would refuse, where the configurations show it: one line now, not a failed start later."""
+def check_models(settings: Settings) -> Limits:
+    """What the target can serve. Refuses what the tiers would refuse: one line now, not a failed start later."""
     from triforce_core.attention import kernel_for
     from triforce_core.engine.limits import target_limits
     from triforce_core.models.files import check_pair, check_self_drafter, load_config
@@ -146,8 +184,8 @@ def check_models(settings: Settings) -> None:
     check_pair(settings.target.model, settings.draft.model)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
-    target_limits(load_config(settings.target.model, "target"), settings)
     kernel_for(settings)
+    return target_limits(load_config(settings.target.model, "target"), settings)
 
 
 @contextmanager
@@ -172,18 +210,23 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     import ray
 
     tell("starting Ray")
-    cpus = max(os.cpu_count() or 1, math.ceil(2 * DOOR_CPUS + 3 * settings.server.tier_cpus))
+    from actors.fit import misfit
+    from actors.placement import bundles, nodes
+
+    placement, copies = settings.placement, settings.server.replicas
+    pipeline = bundles(placement, beside_target=DOOR_CPUS)
+    cpus = math.ceil(DOOR_CPUS + copies.max * sum(bundle.get("CPU", 0.0) for bundle in pipeline))
     context: Any = ray.init(
         address="local",
-        num_cpus=cpus,
+        num_cpus=max(os.cpu_count() or 1, cpus),
         include_dashboard=False,
         namespace=APPLICATION,
         logging_level=logging.WARNING,
         log_to_driver=False,  # Serve's proxy prints a traceback for every client that goes away
     )
     try:
-        gpus, wanted = ray.cluster_resources().get("GPU", 0), settings.server.tier_gpus
-        require(3 * wanted <= gpus, "server.tier_gpus", wanted, f"for each of three tiers, and {gpus:g} are here")
+        reason = misfit(placement, pipeline, nodes(), copies.min)
+        require(reason is None, "placement", placement.colocate, f"cannot be here: {reason}")
         yield Path(context.address_info["session_dir"]) / "logs"
     finally:
         with on_signals(signal.SIG_IGN):  # to be interrupted here would leave processes behind
@@ -207,7 +250,7 @@ def application(settings: Settings) -> Iterator[None]:
 
     from deploy.grpc_api import SERVICER
 
-    tell(f"starting three tiers ({settings.dtype}, {settings.device})")
+    tell(f"starting the tiers ({settings.dtype}, {settings.device})")
     server = settings.server
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process
     serve.start(

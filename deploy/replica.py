@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
 
 import ray.exceptions
+from ray import serve
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
 from actors.pipeline import Pipeline
 from actors.wire import sampling_to_proto
+from deploy.prefixes import prefix_keys
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
@@ -20,6 +23,8 @@ from triforce_core.errors import TriForceError, UnavailableError
 from triforce_core.messages import GREEDY
 
 CHECK_TIMEOUT_S = 5.0
+STATUS_TIMEOUT_S = 10.0
+MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
 WARM_UP_TOKENS = 16
 
 
@@ -28,8 +33,9 @@ class PipelineReplica:
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
-        assert group is not None, "deployed with one bundle for the replica and one for each tier"
-        self.pipeline = await Pipeline.start(settings, group, first_bundle=1)
+        assert group is not None, "deployed with a bundle for each of the pipeline's processes"
+        self.failed_checks = 0
+        self.pipeline = await Pipeline.start(settings, group)
         await self.warm_up()
 
     async def warm_up(self) -> None:
@@ -44,19 +50,33 @@ class PipelineReplica:
         async for _ in self.pipeline.decode(request):
             pass
 
-    async def decode(self, request: bytes) -> AsyncIterator[bytes]:
-        """A DecodeRequest in, DecodeEvents out; a call that is cancelled stops its request."""
+    async def decode(self, request: bytes, prefix: bytes = b"") -> AsyncIterator[bytes]:
+        """A DecodeRequest in, DecodeEvents out; a call that is cancelled stops its request.
+
+        `prefix` is for the router on the way here.
+        """
         async with aclosing(self.pipeline.decode(pb.DecodeRequest.FromString(request))) as events:
             async for event in events:
                 yield event.SerializeToString()
 
-    async def status(self) -> list[bytes]:
-        """A TierStatus of each tier, draft first."""
-        return [status.SerializeToString() for status in await self.pipeline.status()]
+    async def status(self) -> tuple[str, list[bytes]]:
+        """This replica's name, and a TierStatus of each tier, draft first."""
+        name = serve.get_replica_context().replica_id.unique_id
+        return name, [status.SerializeToString() for status in await self.pipeline.status()]
 
     async def check_health(self) -> None:
-        """Serve replaces the replica, and with it the pipeline, when this fails."""
-        await self.pipeline.check(CHECK_TIMEOUT_S)
+        """Serve replaces the replica, and with it the pipeline, when this has failed often enough.
+
+        Serve lets what is in flight end first. What a hung target has in flight never would: it is ended here.
+        """
+        try:
+            await self.pipeline.check(CHECK_TIMEOUT_S)
+            self.failed_checks = 0
+        except UnavailableError:
+            self.failed_checks += 1
+            if self.failed_checks == MAX_FAILED_CHECKS:
+                await self.pipeline.stop()
+            raise
 
     async def __del__(self) -> None:
         if hasattr(self, "pipeline"):
@@ -71,7 +91,8 @@ class RemotePipelines:
         self.streaming = handle.options(stream=True)
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        response: Any = self.streaming.decode.remote(request.SerializeToString())
+        prefix = prefix_keys(request.prompt_token_ids)
+        response: Any = self.streaming.decode.remote(request.SerializeToString(), prefix=prefix)
         try:
             async for event in response:
                 yield pb.DecodeEvent.FromString(event)
@@ -80,11 +101,15 @@ class RemotePipelines:
         finally:
             response.cancel()
 
-    async def status(self) -> list[pb.TierStatus]:
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
         try:
-            return [pb.TierStatus.FromString(status) for status in await self.handle.status.remote()]
+            async with asyncio.timeout(STATUS_TIMEOUT_S):
+                replicas = await self.handle.broadcast("status").results_async()
+        except TimeoutError:
+            raise UnavailableError("a replica does not answer") from None
         except Exception as error:
             raise lost(error) from error
+        return {name: [pb.TierStatus.FromString(status) for status in tiers] for name, tiers in sorted(replicas)}
 
     async def check(self) -> None:
         try:

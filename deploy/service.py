@@ -43,8 +43,8 @@ class Pipelines(Protocol):
         """A request's tokens as they are committed; closing the generator stops the request."""
         ...
 
-    async def status(self) -> list[pb.TierStatus]:
-        """Of each tier of a pipeline, draft first. Raises `UnavailableError`."""
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
+        """Of each tier of each replica, by the replica's name, draft first. Raises `UnavailableError`."""
         ...
 
     async def check(self) -> None:
@@ -124,7 +124,7 @@ class Service:
         # A tokenizer must not be used by two threads at a time: the thread's own is a copy.
         self.encoder = copy.deepcopy(model.tokenizer)
         self.encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
-        self.room = settings.server.max_queued + settings.max_sequences
+        self.room = settings.places
         self.in_flight = 0
         self.draining = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,6 +14,13 @@ from triforce_core.errors import InvalidValueError
 
 TIER_SETS = {"target": (False, False), "retrieval,target": (True, False), "draft,retrieval,target": (True, True)}
 TierSet = Literal["target", "retrieval,target", "draft,retrieval,target"]
+# Which tiers are one process; the target's first, and in each the uppermost tier first.
+COLOCATED = {
+    "none": (("target",), ("retrieval",), ("draft",)),
+    "draft_with_retrieval": (("target",), ("retrieval", "draft")),
+    "all": (("target", "retrieval", "draft"),),
+}
+LABEL_SELECTOR = re.compile(r"!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)")
 
 
 class Strict(BaseModel):
@@ -38,7 +47,21 @@ class RetrievalSettings(Strict):
     chunk: int = Field(8, ge=1, description="tokens that are selected together")
     recent: int = Field(64, ge=0, description="tokens before the snapshot's position that are always in it")
     refresh_every: int = Field(64, ge=1, description="committed tokens after which a new snapshot is cut")
+    resync_every: int | None = Field(
+        None,
+        ge=1,
+        description="committed tokens after which the target sends the exact KV of those decoded since the last"
+        " snapshot; by default it does not between snapshots",
+    )
     selector: Literal["mean_key"] = "mean_key"
+    transport: Literal["object_store", "rdt"] = Field(
+        "object_store",
+        description="what carries snapshots between tier actors: Ray's object store, or Ray Direct Transport, which"
+        " needs NIXL installed",
+    )
+    piece_bytes: int = Field(
+        64 * 2**20, ge=2**10, description="largest piece in which a snapshot is carried between tier actors"
+    )
 
     @model_validator(mode="after")
     def _chunks(self) -> RetrievalSettings:
@@ -68,12 +91,12 @@ class SpeculationSettings(Strict):
     lookaheads: tuple[int, int] = Field(
         (8, 3), description="tokens drafted by the retrieval tier, and by the draft tier"
     )
-    micro_batches: int = Field(
-        3,
+    micro_batches: int | None = Field(
+        None,
         ge=1,
         le=64,
-        description="shares of the live requests that the tiers work on at the same time, where each is on a device of"
-        " its own; 1: all tiers take turns",
+        description="shares of the live requests that the tiers work on at the same time; 1: all tiers take turns; by"
+        " default one for each process that `placement.colocate` leaves",
     )
     run_ahead: bool = Field(
         True, description="with fewer requests than micro-batches, draft on while the target verifies"
@@ -101,8 +124,107 @@ class ThreadSettings(Strict):
     prefill: int | None = Field(None, ge=1, description="of a pass over many")
 
 
+class TierPlacement(Strict):
+    """What Ray reserves for a tier, and where."""
+
+    cpus: float = Field(0.1, ge=0, description="CPUs")
+    gpus: float = Field(0.0, ge=0, description="GPUs: whole ones, or a share of one that others may use beside it")
+    labels: dict[str, str] = Field(
+        {}, description="Ray labels of the node, such as {ray.io/accelerator-type: H100}; a value may be !v or in(v,w)"
+    )
+    cores: tuple[int, ...] | None = Field(
+        None, min_length=1, description="the node's CPU cores that the tier keeps to; by default all"
+    )
+
+    @model_validator(mode="after")
+    def _sound(self) -> TierPlacement:
+        for key, value in self.labels.items():
+            if not LABEL_SELECTOR.fullmatch(value):
+                raise ValueError(f"label {key} must be v, !v, in(v,w) or !in(v,w), and {value!r} is none of them")
+        if self.cores is not None and (min(self.cores) < 0 or len(set(self.cores)) < len(self.cores)):
+            raise ValueError(f"cores {list(self.cores)} must be different numbers from 0 on")
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceGroup:
+    """Tiers that are one process, with one device between them; what it reserves is their sum."""
+
+    tiers: tuple[str, ...]  # names, the uppermost first
+    cpus: float
+    gpus: float
+    labels: dict[str, str]
+    cores: tuple[int, ...] | None  # None: all
+
+    @property
+    def name(self) -> str:
+        return " + ".join(self.tiers)
+
+
+class PlacementSettings(Strict):
+    """Where the tiers of a pipeline run. Tiers that are co-located are one process on one device."""
+
+    strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
+        "PACK", description="how the processes are laid out over the nodes, in Ray's words"
+    )
+    colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
+        "none", description="which tiers share a process and its device; `all` shares the target's weights, too"
+    )
+    draft: TierPlacement = TierPlacement()
+    retrieval: TierPlacement = TierPlacement()
+    target: TierPlacement = TierPlacement()
+
+    @property
+    def groups(self) -> tuple[DeviceGroup, ...]:
+        """The processes, the one with the target first."""
+        return tuple(self._group(tiers) for tiers in COLOCATED[self.colocate])
+
+    def _group(self, tiers: tuple[str, ...]) -> DeviceGroup:
+        members: list[TierPlacement] = [getattr(self, tier) for tier in tiers]
+        cores = sorted({core for m in members for core in m.cores or ()})
+        return DeviceGroup(
+            tiers,
+            cpus=round(sum(m.cpus for m in members), 4),  # Ray counts in ten-thousandths
+            gpus=round(sum(m.gpus for m in members), 4),
+            labels={key: value for m in members for key, value in m.labels.items()},
+            cores=tuple(cores) or None,
+        )
+
+    @model_validator(mode="after")
+    def _fit(self) -> PlacementSettings:
+        for group in self.groups:
+            gpus = " + ".join(f"{tier}.gpus {getattr(self, tier).gpus:g}" for tier in group.tiers)
+            if group.gpus > 1 and len(group.tiers) > 1:
+                raise ValueError(f"{gpus} must be at most 1: co-located tiers share one GPU")
+            if group.gpus > 1 and group.gpus % 1:
+                raise ValueError(f"{gpus} must be a whole number, or at most 1")
+            for key, value in group.labels.items():
+                for tier in group.tiers:
+                    if getattr(self, tier).labels.get(key, value) != value:
+                        raise ValueError(f"labels of {group.name} must agree on {key}: they share a node")
+        return self
+
+
+class ReplicaSettings(Strict):
+    """How many copies of the whole pipeline there are; Ray Serve adds and removes them with the load."""
+
+    min: int = Field(1, ge=1)
+    max: int = Field(1, ge=1)
+    target_ongoing_requests: float | None = Field(
+        None, gt=0, description="requests a replica, waiting ones included, that are aimed at; by default max_sequences"
+    )
+    upscale_delay_s: float = Field(30.0, ge=0, description="how long there are too many before a replica is added")
+    downscale_delay_s: float = Field(600.0, ge=0, description="how long there are too few before one is removed")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> ReplicaSettings:
+        if self.min > self.max:
+            raise ValueError(f"min {self.min} must be at most max {self.max}")
+        return self
+
+
 class ServerSettings(Strict):
-    """The HTTP and gRPC front, and the Ray resources of the tiers."""
+    """The HTTP and gRPC front, and how many pipelines stand behind it."""
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=1, le=65535)
@@ -115,8 +237,7 @@ class ServerSettings(Strict):
     link_timeout_s: float = Field(
         10.0, gt=0, description="a tier that does not answer work within this is taken for dead"
     )
-    tier_cpus: float = Field(0.1, ge=0, description="CPUs that Ray reserves for each tier actor")
-    tier_gpus: float = Field(0.0, ge=0, description="GPUs that Ray reserves for each tier actor")
+    replicas: ReplicaSettings = ReplicaSettings()
 
 
 class Settings(Strict):
@@ -126,12 +247,30 @@ class Settings(Strict):
     retrieval: RetrievalSettings = RetrievalSettings()
     draft: DraftSettings = DraftSettings()
     speculation: SpeculationSettings = SpeculationSettings()
+    placement: PlacementSettings = PlacementSettings()
     server: ServerSettings = ServerSettings()
     threads: ThreadSettings = ThreadSettings()
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
     device: str = "cpu"
     attention: str | None = Field(None, description="kernel by name; by default the best for the device")
-    max_sequences: int = Field(8, ge=1, description="requests decoded at the same time")
+    max_sequences: int = Field(8, ge=1, description="requests that a pipeline decodes at the same time")
+
+    @model_validator(mode="after")
+    def _one_process_takes_turns(self) -> Settings:
+        if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
+            given = self.speculation.micro_batches
+            raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
+        return self
+
+    @property
+    def micro_batches(self) -> int:
+        """Of a pipeline: as set, or as many as it has processes to work at the same time."""
+        return self.speculation.micro_batches or len(self.placement.groups)
+
+    @property
+    def places(self) -> int:
+        """Requests, waiting ones included, that the server holds at most."""
+        return self.server.max_queued + self.server.replicas.max * self.max_sequences
 
 
 def load_settings(path: Path | None = None, **overrides: Any) -> Settings:

@@ -13,6 +13,7 @@ from triforce_core.kv.base import Forward, Lack, Row
 from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, in_turn
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.draw import Draw, draw_tokens
+from triforce_core.timeline import TIMELINE
 
 
 class ModelProposer:
@@ -36,9 +37,10 @@ class ModelProposer:
         active = [i for i, w in enumerate(work) if w.lookaheads[0]]
         while active:
             forwards = [Forward(statement(work[i].span, drafted[i]), num_sampled=1) for i in active]
-            logits, batch = self.runner.forward(forwards)
+            with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
+                logits, batch = self.runner.forward(forwards)
+                tokens = dict(draw_rows(self.runner, logits, batch.rows))
             lacks.update(batch.lacking)
-            tokens = dict(draw_rows(self.runner, logits, batch.rows))
             unfinished = []
             for i in active:
                 span = work[i].span
@@ -98,8 +100,9 @@ class ModelVerifier:
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         claims = [self._sound(claim) for claim in claims]
         forwards = [Forward(c.span.extended(c.proposed), len(c.proposed) + 1 if c.sample else 0) for c in claims]
-        logits, batch = self.runner.forward(forwards)
-        own = dict(draw_rows(self.runner, logits, batch.rows))
+        with TIMELINE.stage(self.tier, len(claims), sum(len(c.proposed) + 1 for c in claims if c.sample)):
+            logits, batch = self.runner.forward(forwards)
+            own = dict(draw_rows(self.runner, logits, batch.rows))
         verdicts = []
         for claim in claims:
             sequence_id = claim.span.sequence_id

@@ -70,7 +70,8 @@ def http_app(service: Service) -> FastAPI:
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        tiers = [tier_status(each) for each in await service.pipelines.status()]
+        replicas = await service.pipelines.status()
+        tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
         return {"in_flight": service.in_flight, "places": service.room, "tiers": tiers}
 
     return app

@@ -10,7 +10,6 @@ import psutil
 import pytest
 
 from actors.pipeline import Pipeline
-from actors.placement import tier_bundle
 from deploy.app import prepare_environment
 from triforce_core.config import Settings
 
@@ -18,33 +17,44 @@ Running = tuple[asyncio.Runner, Pipeline]
 StartPipeline = Callable[[Settings], AbstractContextManager[Running]]
 
 
-@pytest.fixture(scope="module")
-def start_pipeline() -> Iterator[StartPipeline]:
-    """Places the tiers of given settings, with the loop that they are driven from; ends them on leaving."""
-    prepare_environment()
-    import ray
-    from ray.util import placement_group, remove_placement_group
+@contextmanager
+def running(settings: Settings) -> Iterator[Running]:
+    """The tiers of these settings in the Ray that we are connected to, and the loop that they are driven from."""
+    from ray.util import remove_placement_group
 
-    @contextmanager
-    def start(settings: Settings) -> Iterator[Running]:
-        group = placement_group([tier_bundle(settings.server)] * 3)
-        try:
-            ray.get(group.ready(), timeout=60)
-            with asyncio.Runner() as runner:
-                pipeline = runner.run(Pipeline.start(settings, group))
-                yield runner, pipeline
-                runner.run(pipeline.stop())
-        finally:
-            remove_placement_group(group)
+    from actors.placement import reserve
 
-    before = children()
-    ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+    group = reserve(settings.placement)
     try:
-        yield start
+        with asyncio.Runner() as runner:
+            pipeline = runner.run(Pipeline.start(settings, group))
+            yield runner, pipeline
+            runner.run(pipeline.stop())
     finally:
-        ray.shutdown()
+        remove_placement_group(group)
+
+
+@contextmanager
+def nothing_left() -> Iterator[None]:
+    """Whatever is started within ends within."""
+    before = children()
+    yield
     _, alive = psutil.wait_procs(children() - before, timeout=10)
     assert not alive, alive
+
+
+@pytest.fixture(scope="module")
+def start_pipeline() -> Iterator[StartPipeline]:
+    """Places the tiers of given settings in a Ray of the module's own; ends them on leaving."""
+    prepare_environment()
+    import ray
+
+    with nothing_left():
+        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
+        try:
+            yield running
+        finally:
+            ray.shutdown()
 
 
 def children() -> set[psutil.Process]:

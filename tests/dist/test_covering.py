@@ -13,7 +13,7 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import Request
 
-NUM_TOKENS = 120
+NUM_TOKENS = 300
 
 
 def request_to_proto(request: Request) -> pb.DecodeRequest:

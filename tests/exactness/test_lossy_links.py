@@ -53,10 +53,13 @@ class LossyChain:
         self.retrieval = with_noise(target, rng.choice([0.0, 0.1]), seed=rng.randrange(100))
         self.drafter = with_noise(target, rng.choice([0.02, 0.2]), seed=rng.randrange(100))
         self.on_the_way: dict[int, tuple[int, Snapshot]] = {}
+        self.versions: dict[int, int] = {}  # that the target knows to have arrived
         self.kv: CountingRetrievalKV
         self.drafts: ModelProposer
         below = self.link(self.make_retrieval)
-        self.engine = target_engine(target, SETTINGS, below, self, micro_batches=micro_batches)
+        retrieval = SETTINGS.retrieval.model_copy(update={"resync_every": rng.choice([None, 1, 4])})
+        settings = SETTINGS.model_copy(update={"retrieval": retrieval})
+        self.engine = target_engine(target, settings, below, self, micro_batches=micro_batches)
 
     def link(self, make_peer) -> LossyLink:  # type: ignore[no-untyped-def]
         return LossyLink(make_peer, self.rng, self.events, faults=self.faults, patience=self.patience)
@@ -81,8 +84,17 @@ class LossyChain:
         if turns and snapshot:
             self.on_the_way[sequence_id] = turns - 1, snapshot
         elif snapshot and self.rng.random() >= self.faults:
-            self.kv.deliver(snapshot)
+            kind = "changes" if snapshot.changes else "whole"
+            if self.kv.take(snapshot):
+                self.events[f"hand-over: {kind} taken"] += 1
+                if self.rng.random() >= self.faults:  # else it is here, and the target does not know
+                    self.versions[sequence_id] = snapshot.version
+            else:
+                self.events[f"hand-over: {kind} refused"] += 1
         return sequence_id in self.on_the_way
+
+    def confirmed(self, sequence_id: int) -> int:
+        return self.versions.get(sequence_id, 0)
 
     def requests(self) -> list[Request]:
         rng = self.rng
@@ -123,8 +135,11 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
         *(f"link: {m}" for m in [*mishaps, "peer restarted"]),
         "RETRIEVAL: refresh in mid-stream",
         "RETRIEVAL: full tail",
+        "hand-over: whole taken",
+        "hand-over: changes taken",
     ]
     assert not [e for e in expected if events[e] < 20]
+    assert events["hand-over: changes refused"] >= 10
 
 
 class Liar:
@@ -162,6 +177,10 @@ class Liar:
 
     def in_flight(self, sequence_id: int) -> bool:
         return False
+
+    def confirmed(self, sequence_id: int) -> int:
+        """Any version, also of snapshots that were never cut."""
+        return self.rng.randrange(5)
 
 
 def test_lies_change_no_token(target: PreTrainedModel) -> None:

@@ -61,7 +61,7 @@ class Scripted:
         finally:
             self.open -= 1
 
-    async def status(self) -> list[pb.TierStatus]:
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
         raise UnavailableError("no tiers")
 
     async def check(self) -> None:

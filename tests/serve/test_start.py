@@ -54,3 +54,14 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "target" in said
     assert "none" in said
     assert "is not a directory with a config.json" in said
+
+
+def test_a_placement_that_this_machine_does_not_have(tmp_path: Path) -> None:
+    port, grpc_port = free_ports(2)
+    path = tmp_path / "config.yaml"
+    ports = f"server: {{port: {port}, grpc_port: {grpc_port}}}"
+    path.write_text(f"{ports}\nplacement: {{colocate: draft_with_retrieval, draft: {{labels: {{zone: moon}}}}}}")
+    command = [sys.executable, "-m", "triforce_core.cli", "serve", "--config", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "cannot be here: no node has 0.2 CPU, zone=moon for retrieval + draft; 1 node (" in done.stderr

@@ -27,6 +27,29 @@ BAD: list[tuple[str, list[str]]] = [
     ("speculation: {lookaheads: [65, 1]}", ["speculation", "(65, 1)", "between 0 and 64"]),
     ("speculation: {tiers: 'target,draft'}", ["speculation.tiers", "'target,draft'", "draft,retrieval,target"]),
     ("server: {port: 70000}", ["server.port", "70000", "less than or equal to 65535"]),
+    ("server: {tier_gpus: 1}", ["server.tier_gpus", "Extra inputs are not permitted"]),
+    ("server: {replicas: {min: 3, max: 2}}", ["server.replicas", "min 3 must be at most max 2"]),
+    ("placement: {strategy: PILE}", ["placement.strategy", "'PILE'", "STRICT_SPREAD"]),
+    ("placement: {colocate: some}", ["placement.colocate", "'some'", "draft_with_retrieval"]),
+    ("placement: {draft: {gpu: 1}}", ["placement.draft.gpu", "Extra inputs are not permitted"]),
+    ("placement: {draft: {gpus: 1.5}}", ["placement", "draft.gpus 1.5 must be a whole number, or at most 1"]),
+    (
+        "placement: {colocate: draft_with_retrieval, draft: {gpus: 0.4}, retrieval: {gpus: 0.7}}",
+        ["retrieval.gpus 0.7 + draft.gpus 0.4 must be at most 1"],
+    ),
+    ("placement: {colocate: all, target: {gpus: 2}}", ["target.gpus 2", "must be at most 1"]),
+    ("placement: {target: {labels: {zone: a b}}}", ["placement.target", "label zone must be v, !v, in(v,w)", "'a b'"]),
+    (
+        "placement: {colocate: all, draft: {labels: {zone: a}}, target: {labels: {zone: b}}}",
+        ["labels of target + retrieval + draft must agree on zone"],
+    ),
+    ("placement: {draft: {cores: [1, 1]}}", ["placement.draft", "cores [1, 1] must be different numbers"]),
+    ("placement: {draft: {cores: [-1]}}", ["placement.draft", "cores [-1] must be different numbers from 0 on"]),
+    ("placement: {draft: {cores: []}}", ["placement.draft.cores", "at least 1 item"]),
+    (
+        "placement: {colocate: all}\nspeculation: {micro_batches: 2}",
+        ["speculation.micro_batches 2 must be 1 where placement.colocate is all"],
+    ),
     ("dtype: float8", ["dtype", "'float8'", "bfloat16"]),
     ("max_sequences: 0", ["max_sequences", "0", "greater than or equal to 1"]),
     ("- a list", ["config", "settings.yaml", "must be a mapping of sections"]),
@@ -90,6 +113,26 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
 )
 def test_tiers_that_do_not_take_part_look_ahead_by_0(tiers: str, effective: tuple[int, int]) -> None:
     assert load_settings(speculation={"tiers": tiers, "lookaheads": (8, 3)}).speculation.effective == effective
+
+
+@pytest.mark.parametrize(("colocate", "expected"), [("none", 3), ("draft_with_retrieval", 2), ("all", 1)])
+def test_there_is_a_micro_batch_for_each_process(colocate: str, expected: int) -> None:
+    settings = load_settings(placement={"colocate": colocate})
+    assert settings.micro_batches == len(settings.placement.groups) == expected
+    assert load_settings(placement={"colocate": colocate}, speculation={"micro_batches": 1}).micro_batches == 1
+
+
+def test_a_process_reserves_what_its_tiers_do_together() -> None:
+    tiers = {
+        "draft": {"gpus": 0.1, "cores": [3, 1]},
+        "retrieval": {"gpus": 0.2, "labels": {"zone": "a"}, "cores": [1, 0]},
+        "target": {"gpus": 0.7, "labels": {"zone": "a", "disk": "!slow"}},
+    }
+    [every] = load_settings(placement={"colocate": "all", **tiers}).placement.groups
+    assert (every.cpus, every.gpus, every.cores) == (0.3, 1.0, (0, 1, 3))
+    assert every.labels == {"zone": "a", "disk": "!slow"}
+    target, drafting = load_settings(placement={"colocate": "draft_with_retrieval", **tiers}).placement.groups
+    assert (target.gpus, target.cores, drafting.gpus, drafting.cores) == (0.7, None, 0.3, (0, 1, 3))
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ class ToyTarget(ToyTier):
         self.ranges[sequence_id] = self.allocator.allocate(spec.max_length)
         assert self.ranges[sequence_id] is not None, "admitted without room"
 
-    def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: MeanKey) -> Snapshot:
+    def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: MeanKey, base: int) -> Snapshot:
         assert 0 < position <= len(self.held[sequence_id]), "a snapshot is cut of what is held"
         self.settled.check(sequence_id, self.held[sequence_id], position)
         return Snapshot(sequence_id, next(self.cuts), position, torch.empty(0), torch.empty(0))
@@ -240,6 +240,9 @@ class SlowSink:
 
     def in_flight(self, sequence_id: int) -> bool:
         return sequence_id in self.on_the_way
+
+    def confirmed(self, sequence_id: int) -> int:
+        return 0
 
     def turn(self) -> None:
         for sequence_id, way in list(self.on_the_way.items()):

@@ -173,7 +173,7 @@ def transformers_decode(
     measured = []
     for count in sorted(set(threads)):
         torch.set_num_threads(count)
-        prefill = min(seconds(1) for _ in range(2))
+        prefill = statistics.median(seconds(1) for _ in range(3))
         measured.append((prefill, 1e3 * (seconds(output) - prefill) / (output - 1)))
         report(f"transformers generate, {count} threads: prefill {prefill:.2f} s, {measured[-1][1]:.2f} ms a token")
     prefills, steps = zip(*measured, strict=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -10,7 +11,11 @@ from rich.console import Console
 from triforce_core.cli.figures import show_figures
 from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, decoding_settings, with_options_of
 from triforce_core.config import Settings
-from triforce_core.messages import SamplingParams
+from triforce_core.errors import InvalidValueError, require
+from triforce_core.messages import SamplingParams, Tier
+
+MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load average")]
+ForceOption = Annotated[bool, typer.Option("--force", help="run whatever the load")]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within one run.")
 
@@ -26,8 +31,8 @@ def decode(
     repeats: Annotated[int, typer.Option(min=3, help="runs of each mode; the medians are reported")] = 3,
     first_file: Annotated[int, typer.Option(min=0, help="which held-out file the prompt begins with")] = 0,
     transformers: Annotated[bool, typer.Option("--transformers", help="measure its `generate` too")] = False,
-    max_load: Annotated[float, typer.Option(help="refuse above this load average")] = 1.0,
-    force: Annotated[bool, typer.Option("--force", help="run whatever the load")] = False,
+    max_load: MaxLoadOption = 1.0,
+    force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Plain decoding against TriForce on the same held-out text, in alternating order."""
@@ -48,3 +53,63 @@ def decode(
             report=progress.print,
         )
     show_figures(figures, as_json=as_json)
+
+
+@bench_app.command()
+@with_options_of(decoding_settings)
+def pipeline(
+    settings: Settings,
+    requests: Annotated[int, typer.Option(min=1, help="decoded together")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="prompt tokens of each")] = 4096,
+    output: Annotated[int, typer.Option(help="output tokens of each")] = 192,
+    micro_batches: Annotated[int, typer.Option(min=2, help="of the pipelined mode")] = 2,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
+    cores: Annotated[
+        str | None, typer.Option(help="CPU core of draft, retrieval and target, e.g. 0,0,1; by default all cores")
+    ] = None,
+    paced: Annotated[
+        str | None,
+        typer.Option(
+            help="run no models: sleep these ms for a draft step, a retrieval and a target pass, and accept at these"
+            " rates, e.g. .5,4.6,21,.6,.92"
+        ),
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of a pipelined run here")] = None,
+    figure: Annotated[Path | None, typer.Option(help="draw half a second of it here, as .svg or .png")] = None,
+    max_load: MaxLoadOption = 1.0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Tiers that take turns against tiers that all work at once: three actors on this machine."""
+    from actors.bench.paced import Pace
+    from actors.bench.pipeline import Load, bench_pipeline
+    from actors.bench.trace import draw_trace, write_trace
+    from deploy.app import prepare_environment
+    from triforce_core.bench.machine import quiet_machine
+
+    speculation = settings.speculation.model_copy(update={"micro_batches": micro_batches})
+    settings = settings.model_copy(update={"speculation": speculation})
+    load = Load(requests, context, output, SamplingParams(temperature), seed)
+    pace = Pace.parse(paced) if paced is not None else None
+    placed = parse_cores(cores) if cores is not None else {}
+    progress = Console(stderr=True, highlight=False)
+    prepare_environment()
+    with quiet_machine(max_load, force=force):
+        figures, last = bench_pipeline(settings, load, repeats=repeats, pace=pace, cores=placed, report=progress.print)
+    if trace is not None:
+        write_trace(last, trace)
+    if figure is not None:
+        title = f"{requests} requests in {micro_batches} micro-batches" + (" (paced: stages sleep)" if pace else "")
+        draw_trace(last, figure, seconds=0.5, title=title)
+    show_figures(figures, as_json=as_json)
+
+
+def parse_cores(text: str) -> dict[Tier, int]:
+    try:
+        cores = [int(part) for part in text.split(",")]
+    except ValueError:
+        raise InvalidValueError("cores", text, "must be three core numbers: draft,retrieval,target") from None
+    require(len(cores) == 3, "cores", text, "must be three core numbers: draft,retrieval,target")
+    return dict(zip(Tier, cores, strict=True))

@@ -17,23 +17,44 @@ from triforce_core.messages import Proposal, Proposer, SequenceSpec
 
 
 class SnapshotPolicy:
-    """When a snapshot is cut, and of what; `sink` takes it to the retrieval tier."""
+    """When a snapshot is cut, and of what; `sink` takes it to the retrieval tier.
+
+    Every `refresh_every` committed tokens chunks are selected anew; in between, every `resync_every`, the exact KV of
+    the tokens since the last snapshot is sent for the tier's own.
+    """
 
     def __init__(
-        self, kv: FullKV, sink: SnapshotSink, chunks: ChunkSettings, selector: Selector, refresh_every: int
+        self,
+        kv: FullKV,
+        sink: SnapshotSink,
+        chunks: ChunkSettings,
+        selector: Selector,
+        refresh_every: int,
+        resync_every: int | None = None,
     ) -> None:
-        self.kv, self.sink, self.chunks, self.selector, self.refresh_every = kv, sink, chunks, selector, refresh_every
+        self.kv, self.sink, self.chunks, self.selector = kv, sink, chunks, selector
+        self.refresh_every, self.resync_every = refresh_every, resync_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> None:
         """Cut and send one if the sequence has none, the last is old, or the tier asked for it."""
-        if not sequence.request.lookaheads[0] or self.sink.in_flight(sequence.sequence_id):
+        sequence_id, last = sequence.sequence_id, sequence.last_cut
+        if not sequence.request.lookaheads[0] or self.sink.in_flight(sequence_id):
             return
         settled = len(sequence.tokens) - 1  # the newest token has no KV yet
-        last = sequence.snapshot_position
-        if wanted or last is None or settled - last >= self.refresh_every:
+        base = self.sink.confirmed(sequence_id)
+        lost = last is not None and last.has_base and base != last.version  # or refused: the tier lacks its base
+        selected = sequence.snapshot_position
+        snapshot = None
+        if wanted or lost or selected is None or settled - selected >= self.refresh_every:
+            whole = wanted or lost
+            snapshot = self.kv.cut(sequence_id, settled, self.chunks, self.selector, 0 if whole else base)
             sequence.snapshot_position = settled
             sequence.stats.snapshots += 1
-            self.sink.deliver(self.kv.cut(sequence.sequence_id, settled, self.chunks, self.selector))
+        elif last and self.resync_every and settled - last.position >= self.resync_every:
+            snapshot = self.kv.resync(sequence_id, settled, base)
+        if snapshot is not None:
+            sequence.last_cut = snapshot.cut
+            self.sink.deliver(snapshot)
 
 
 class Engine:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import zip_longest
 
+from triforce_core.kv.snapshot import Cut
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally
 
 
@@ -88,7 +89,8 @@ class Sequence:
     prefilled: int = 0  # the target holds KV up to here, and more once decoding
     stated: int = 0  # every tier is believed to have been told the tokens up to here
     waiting: bool = False  # work was submitted and has not been answered
-    snapshot_position: int | None = None  # of the last snapshot that was cut
+    snapshot_position: int | None = None  # where chunks were last selected for the retrieval tier
+    last_cut: Cut | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)
 

@@ -10,10 +10,23 @@ from torch import Tensor
 from triforce_core.kv.base import Batch, Held, KVCache, Placement
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Selector
-from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
 from triforce_core.messages import SequenceSpec
 
 RECENT_QUERIES = 8  # rows of a prefill chunk whose queries are kept for selecting chunks; of a verify pass, all
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a snapshot has which chunk; after its chunks come the tokens from the last complete one to `position`."""
+
+    chunks: Tensor  # [layers, kv_heads, places] int64
+    chunk: int
+    position: int
+
+    @property
+    def num_tokens(self) -> int:
+        return self.chunks.shape[-1] * self.chunk + self.position % self.chunk
 
 
 @dataclass(slots=True)
@@ -25,6 +38,7 @@ class FullHeld(Held):
     landmarks: list[Tensor | None] = field(default_factory=list)  # a layer: [kv_heads, chunks, …]
     landmarked: int = 0  # tokens covered by landmarks
     snapshots_cut: int = 0
+    layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
 
 
 class FullKV(KVCache):
@@ -61,36 +75,107 @@ class FullKV(KVCache):
     # -- snapshots -----------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector) -> Snapshot:
+    def cut(
+        self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
+    ) -> Snapshot:
         """A sparse copy of the sequence's KV below `position`, which must be settled and held: the chunks that the last
         query before it attends to most, chosen per layer and KV head, the first chunk and the local window among them.
+
+        As changes to the snapshot of version `base` where that is the latest one or the latest one's own base; else
+        whole, its chunks in the order of the text.
         """
         held = self.held[sequence_id]
         assert position <= held.cached, "a snapshot is cut of settled KV"
-        local_start, num_chosen = chunks.split(position)
-        fits = num_chosen * chunks.chunk == local_start
         slots = self._slots(held, position)
-        length = position - local_start + num_chosen * chunks.chunk
-        shape = (self.geometry.num_layers, self.geometry.num_kv_heads, length, self.geometry.head_dim)
-        out = torch.empty(2, *shape, dtype=self.geometry.dtype, device=self.geometry.device)
+        chosen = self._choose(held, position, chunks, selector, slots)
+        before = held.layouts.get(base)
+        if before is not None and (before.position > position or before.chunk != chunks.chunk):
+            before = None
+        known = chosen[..., :0] if before is None else before.chunks
+        complete = position // chunks.chunk
+        arranged, fresh = arrange(known, chosen, complete)
+        kept = min(known.shape[-1], chosen.shape[-1])
+        offsets = torch.arange(chunks.chunk, device=slots.device)
+        tokens = (arranged[..., kept:, None] * chunks.chunk + offsets).flatten(2)
+        rest = torch.arange(complete * chunks.chunk, position, device=slots.device).expand(*tokens.shape[:2], -1)
+        changes = None
+        if before is not None:
+            replaced = fresh[..., :kept]
+            new = arranged[..., :kept][replaced]
+            changes = self._changes(base, kept * chunks.chunk, replaced.nonzero(), new, chunks.chunk, slots)
+        layout = Layout(arranged, chunks.chunk, position)
+        return self._snapshot(sequence_id, layout, torch.cat([tokens, rest], dim=2), slots, changes)
+
+    @torch.inference_mode()
+    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None:
+        """The exact KV from the position of the snapshot of version `base` up to `position`, to follow all that it
+        holds; None where `base` is not the latest one or the latest one's own base, or is no older than `position`.
+        """
+        held = self.held[sequence_id]
+        assert position <= held.cached, "a snapshot is cut of settled KV"
+        before = held.layouts.get(base)
+        if before is None or before.position >= position:
+            return None
+        layers_heads, chunk = before.chunks.shape[:2], before.chunk
+        slots = self._slots(held, position)
+        more = torch.arange(before.position // chunk, position // chunk, device=slots.device)
+        layout = Layout(torch.cat([before.chunks, more.expand(*layers_heads, -1)], dim=2), chunk, position)
+        nothing = before.chunks.new_empty(0, 3)
+        changes = self._changes(base, before.num_tokens, nothing, nothing[:, 2], chunk, slots)
+        tokens = torch.arange(before.position, position, device=slots.device).expand(*layers_heads, -1)
+        return self._snapshot(sequence_id, layout, tokens, slots, changes)
+
+    def _choose(
+        self, held: FullHeld, position: int, chunks: ChunkSettings, selector: Selector, slots: Tensor
+    ) -> Tensor:
+        """The complete chunks of a snapshot, [layers, kv_heads, chunks] int64, ascending."""
+        layers, kv_heads = self.geometry.num_layers, self.geometry.num_kv_heads
+        local_start, num_chosen = chunks.split(position)
+        first_local = local_start // chunks.chunk
+        local = torch.arange(first_local, position // chunks.chunk, device=slots.device).expand(layers, kv_heads, -1)
+        if num_chosen == first_local:  # all fit
+            return torch.arange(position // chunks.chunk, device=slots.device).expand(layers, kv_heads, -1)
+        best = []
+        for layer in range(layers):
+            scores = self._scores(held, layer, position, local_start, chunks, selector, slots)
+            scores[:, 0] = torch.inf  # the attention sinks
+            best.append(scores.topk(num_chosen, dim=-1).indices.sort(-1).values)
+        held.landmarked = max(held.landmarked, local_start)
+        return torch.cat([torch.stack(best), local], dim=2)
+
+    def _changes(self, base: int, kept: int, places: Tensor, chunks: Tensor, chunk: int, slots: Tensor) -> Changes:
+        """`kept` tokens stay, but `chunks` [replaced] come to `places` [replaced, (layer, kv_head, place)]."""
+        layers, kv_heads = places[:, 0], places[:, 1]
+        tokens = slots[chunks[:, None] * chunk + torch.arange(chunk, device=slots.device)]  # [replaced, chunk]
+        out = self._empty(len(places), chunk)
+        first = 0
+        for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):
+            rows = slice(first, first + count)
+            out[0, rows] = self.keys[layer][kv_heads[rows, None], tokens[rows]]
+            out[1, rows] = self.values[layer][kv_heads[rows, None], tokens[rows]]
+            first = rows.stop
+        flat = (layers * self.geometry.num_kv_heads + kv_heads) * (kept // chunk) + places[:, 2]
+        return Changes(base, kept, flat.int(), keys=out[0], values=out[1])
+
+    def _snapshot(
+        self, sequence_id: int, layout: Layout, tokens: Tensor, slots: Tensor, changes: Changes | None
+    ) -> Snapshot:
+        """`changes`, and the KV of `tokens` [layers, kv_heads, tokens] after them; it is the sequence's latest."""
+        held = self.held[sequence_id]
+        out = self._empty(*tokens.shape)
         for layer in range(self.geometry.num_layers):
-            if fits:
-                chosen = slots[:position].expand(self.geometry.num_kv_heads, -1)
-            else:
-                scores = self._scores(held, layer, position, local_start, chunks, selector, slots)
-                scores[:, 0] = torch.inf  # the attention sinks
-                best = scores.topk(num_chosen, dim=-1).indices.sort(-1).values  # [kv_heads, num_chosen]
-                offsets = torch.arange(chunks.chunk, device=best.device)
-                tokens = (best.unsqueeze(-1) * chunks.chunk + offsets).flatten(1)
-                local = slots[local_start:position].expand(len(best), -1)
-                chosen = torch.cat([slots[tokens], local], dim=1)
-            index = chosen.unsqueeze(-1).expand(-1, -1, self.geometry.head_dim)
+            index = slots[tokens[layer]].unsqueeze(-1).expand(-1, -1, self.geometry.head_dim)
             torch.gather(self.keys[layer], 1, index, out=out[0, layer])
             torch.gather(self.values[layer], 1, index, out=out[1, layer])
-        if not fits:
-            held.landmarked = max(held.landmarked, local_start)
         held.snapshots_cut += 1
-        return Snapshot(sequence_id, held.snapshots_cut, position, keys=out[0], values=out[1])
+        base = {changes.base: held.layouts[changes.base]} if changes else {}
+        held.layouts = {**base, held.snapshots_cut: layout}
+        return Snapshot(sequence_id, held.snapshots_cut, layout.position, out[0], out[1], changes)
+
+    def _empty(self, *shape: int) -> Tensor:
+        """For keys and values of this shape but the last dimension."""
+        shape = (2, *shape, self.geometry.head_dim)
+        return torch.empty(shape, dtype=self.geometry.dtype, device=self.geometry.device)
 
     def _slots(self, held: FullHeld, stop: int) -> Tensor:
         """The pool slot of each of the first `stop` tokens, [stop] int64."""

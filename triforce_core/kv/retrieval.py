@@ -8,11 +8,15 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+import torch
+
 from triforce_core.attention import Kernel
 from triforce_core.kv.base import Held, KVCache, KVGeometry, Lack, Placement
 from triforce_core.kv.ranges import Range, sliced
-from triforce_core.kv.snapshot import Snapshot
+from triforce_core.kv.snapshot import Changes, Snapshot
 from triforce_core.messages import SequenceSpec
+
+MAX_WAITING = 8  # snapshots of one sequence that change one another and are not installed yet
 
 
 @dataclass(slots=True)
@@ -25,31 +29,55 @@ class RetrievalHeld(Held):
 
 
 class RetrievalKV(KVCache):
-    """`deliver` may be called from any thread; a new version takes effect at the next pass, whole."""
+    """`take` may be called from any thread; a new version takes effect at the next pass, whole."""
 
     def __init__(self, geometry: KVGeometry, max_sequences: int, budget: int, tail_tokens: int, kernel: Kernel) -> None:
         super().__init__(geometry, max_sequences * (budget + tail_tokens), kernel)
         self.budget, self.tail_tokens = budget, tail_tokens
-        self.arrived: dict[int, Snapshot] = {}  # not installed yet, oldest first
+        self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each the base of the next
         self.max_sequences = max_sequences
         self.lock = threading.Lock()
 
-    def deliver(self, snapshot: Snapshot) -> None:
-        """Take a snapshot; an older version than one already here is dropped.
+    def take(self, snapshot: Snapshot) -> bool:
+        """Take a snapshot in; False where it is refused: an older version than one already here, or changes to one that
+        is not the latest here.
 
         One may come before its sequence is stated here, or after it was released: what nobody installs is pushed out.
         """
         with self.lock:
-            waiting = self.arrived.get(snapshot.sequence_id)
-            if waiting is None or waiting.version < snapshot.version:
-                self.arrived.pop(snapshot.sequence_id, None)  # to stand last
-                self.arrived[snapshot.sequence_id] = snapshot
+            latest, waiting = self._latest(snapshot.sequence_id), self.arrived.get(snapshot.sequence_id, [])
+            if snapshot.version <= latest:
+                return snapshot.version == latest
+            if snapshot.changes is None:
+                waiting = []
+            elif snapshot.changes.base != latest or len(waiting) == MAX_WAITING:
+                return False
+            if snapshot.num_tokens > self.budget + self.tail_tokens:
+                return False
+            self.arrived.pop(snapshot.sequence_id, None)  # to stand last
+            self.arrived[snapshot.sequence_id] = [*waiting, snapshot]
             while len(self.arrived) > self.max_sequences:
                 del self.arrived[next(iter(self.arrived))]
+        return True
+
+    def _latest(self, sequence_id: int) -> int:
+        """The latest version here, installed or not; 0: none."""
+        if waiting := self.arrived.get(sequence_id):
+            return waiting[-1].version
+        held = self.held.get(sequence_id)
+        return held.version if isinstance(held, RetrievalHeld) else 0
+
+    # In one process this cache is itself the sink: a delivered snapshot is there.
+
+    def deliver(self, snapshot: Snapshot) -> None:
+        self.take(snapshot)
 
     def in_flight(self, sequence_id: int) -> bool:
-        """Never: in one process a delivered snapshot is there."""
         return False
+
+    def confirmed(self, sequence_id: int) -> int:
+        with self.lock:
+            return self._latest(sequence_id)
 
     def release(self, sequence_id: int) -> None:
         super().release(sequence_id)
@@ -67,7 +95,8 @@ class RetrievalKV(KVCache):
         if self._install(sequence_id, held):
             keep = held.position  # the tail is forwarded again, now seeing the new snapshot
         held.cached = keep
-        if not held.version or end - held.position > self.tail_tokens:
+        resynced = max(0, held.snapshot_tokens - self.budget)  # exact, and in the tail's room
+        if not held.version or end - held.position > self.tail_tokens - resynced:
             return Lack(snapshot_wanted=True)
         if end - num_sampled < held.position:  # a late statement: the snapshot is already ahead of it
             return Lack()
@@ -82,17 +111,42 @@ class RetrievalKV(KVCache):
         )
 
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
-        """Copy a newer snapshot into the pool, if one arrived: the only tensor work outside `attend`."""
+        """Copy newer snapshots into the pool, if some arrived: the only tensor work outside `attend`."""
         with self.lock:
-            snapshot = self.arrived.pop(sequence_id, None)
-        if snapshot is None or snapshot.version <= held.version:
-            return False
-        first = 0
-        for start, stop in sliced(held.ranges, 0, snapshot.keys.shape[2]):
+            waiting, before = self.arrived.pop(sequence_id, []), held.version
+            for snapshot in waiting:
+                if snapshot.version > held.version:
+                    self._write(snapshot, held)
+                    held.version, held.position = snapshot.version, snapshot.position
+                    held.snapshot_tokens = snapshot.num_tokens
+            return held.version > before
+
+    def _write(self, snapshot: Snapshot, held: RetrievalHeld) -> None:
+        kept = first = 0
+        if snapshot.changes:
+            self._replace(snapshot.changes, held)
+            kept = snapshot.changes.kept
+        for start, stop in sliced(held.ranges, kept, snapshot.num_tokens):
             piece = slice(first, first + stop - start)
             for layer in range(self.geometry.num_layers):
                 self.keys[layer][:, start:stop] = snapshot.keys[layer, :, piece]
                 self.values[layer][:, start:stop] = snapshot.values[layer, :, piece]
             first = piece.stop
-        held.version, held.position, held.snapshot_tokens = snapshot.version, snapshot.position, first
-        return True
+
+    def _replace(self, changes: Changes, held: RetrievalHeld) -> None:
+        """Put chunks in the places of others."""
+        replaced, chunk = changes.keys.shape[:2]
+        if not replaced:
+            return
+        device = self.geometry.device
+        slots = torch.cat([torch.arange(a, b, device=device) for a, b in sliced(held.ranges, 0, changes.kept)])
+        layer_heads = changes.places.long() // (changes.kept // chunk)
+        layers, kv_heads = layer_heads // self.geometry.num_kv_heads, layer_heads % self.geometry.num_kv_heads
+        places = changes.places.long() % (changes.kept // chunk)
+        into = slots[places[:, None] * chunk + torch.arange(chunk, device=device)]  # [replaced, chunk]
+        first = 0
+        for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):
+            rows = slice(first, first + count)
+            self.keys[layer][kv_heads[rows, None], into[rows]] = changes.keys[rows]
+            self.values[layer][kv_heads[rows, None], into[rows]] = changes.values[rows]
+            first = rows.stop

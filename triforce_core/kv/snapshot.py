@@ -1,24 +1,74 @@
-"""The snapshot: what the target's cache hands the retrieval tier, and how its budget is divided."""
+"""The snapshot: what the target's cache hands the retrieval tier, and how its budget is divided.
+
+A snapshot after the first says what has changed since one that the retrieval tier is known to hold. Which of a
+snapshot's slots a chunk has is of no meaning: attention sums over them all, at the absolute positions that are in the
+keys. A different order sums in another order of rounding, so a tier may propose other tokens after changes than after
+the same snapshot whole, in rare ties; which tokens are committed depends on no proposal.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from triforce_core.errors import require
 
 
 @dataclass(frozen=True, slots=True)
+class Changes:
+    """What stays of an earlier snapshot: its first `kept` tokens, save the chunks that others replace."""
+
+    base: int  # the version of that snapshot; of no use to a tier that holds another
+    kept: int
+    places: Tensor  # [replaced] int32: (layer * kv_heads + kv_head) * (kept // chunk) + the chunk's place, ascending
+    keys: Tensor  # [replaced, chunk, head_dim], rotated to absolute positions
+    values: Tensor  # same
+
+
+@dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sparse copy of one sequence's KV below `position`, exact for the tokens it holds."""
+    """A sparse copy of one sequence's KV below `position`, exact for the tokens it holds.
+
+    Whole, or what stays of an earlier one (`changes`) followed by the tokens of `keys` and `values`.
+    """
 
     sequence_id: int
     version: int  # later cuts of the sequence have higher ones
     position: int
-    keys: Tensor  # [layers, kv_heads, tokens ≤ budget, head_dim], rotated to absolute positions
+    keys: Tensor  # [layers, kv_heads, tokens, head_dim], rotated to absolute positions
     values: Tensor  # same
+    changes: Changes | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens of each layer and KV head a tier holds with it."""
+        return self.keys.shape[2] + (self.changes.kept if self.changes else 0)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """All KV in it, in a fixed order, with the places of what replaces chunks."""
+        more = (self.changes.places, self.changes.keys, self.changes.values) if self.changes else ()
+        return self.keys, self.values, *more
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self.tensors)
+
+    @property
+    def cut(self) -> Cut:
+        return Cut(self.version, self.position, self.changes is not None)
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """What the engine remembers of the latest snapshot of a request."""
+
+    version: int
+    position: int
+    has_base: bool
 
 
 class SnapshotSink(Protocol):
@@ -29,6 +79,31 @@ class SnapshotSink(Protocol):
     def in_flight(self, sequence_id: int) -> bool:
         """Whether a snapshot of this sequence is still on its way."""
         ...
+
+    def confirmed(self, sequence_id: int) -> int:
+        """The latest version of this sequence that the retrieval tier is known to have taken; 0: none."""
+        ...
+
+
+def arrange(held: Tensor, chosen: Tensor, num_chunks: int) -> tuple[Tensor, Tensor]:
+    """Give each chosen chunk a place, where it has one already the same one.
+
+    held [layers, kv_heads, places] and chosen [layers, kv_heads, chunks] are int64, distinct in their last dimension
+    and below `num_chunks`. Returns the chunk of each place, and where it is not the one held there, both [layers,
+    kv_heads, chunks]. Of what was held beyond the last place, nothing counts as held.
+    """
+    held = held[..., : chosen.shape[-1]]
+    kept = held.shape[-1]
+    wanted = torch.zeros(*chosen.shape[:2], num_chunks, dtype=torch.bool, device=chosen.device)
+    wanted.scatter_(2, chosen, True)
+    fresh = torch.ones_like(chosen, dtype=torch.bool)
+    fresh[..., :kept] = ~wanted.gather(2, held)
+    wanted.scatter_(2, held, False)
+    arranged = chosen.clone()
+    arranged[..., :kept] = held
+    # As many chunks are wanted and not held as places are free, for each layer and KV head: both lists go in step.
+    arranged[fresh] = wanted.nonzero()[:, 2]
+    return arranged, fresh
 
 
 @dataclass(frozen=True, slots=True)

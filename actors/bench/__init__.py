@@ -1,0 +1,1 @@
+"""Benchmarks that need the real actors."""

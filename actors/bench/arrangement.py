@@ -1,0 +1,197 @@
+"""Three tier actors under one setting of the schedule, and what a load through them costs."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+import uuid
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from statistics import mean, median
+from typing import Any, TypeVar
+
+import ray
+
+from actors.bench.paced import Pace, PacedDraftActor, PacedRetrievalActor, PacedTargetActor
+from actors.links import RemoteProposer
+from actors.pipeline import Pipeline
+from actors.placement import ENVIRONMENT, TierActors
+from actors.tiers import CONNECT_TIMEOUT_S, DraftActor, RetrievalActor, TargetActor, address_of
+from actors.wire import stats_from_proto
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import Settings
+from triforce_core.engine.sequence import Stats
+from triforce_core.messages import Proposal, Span, Tally, Tier, Work
+from triforce_core.timeline import Stage, start_recording, take_stages
+
+Cores = dict[Tier, int]
+T = TypeVar("T")
+
+
+@dataclass
+class Decoded:
+    """One request as its client saw it."""
+
+    tokens: list[int] = field(default_factory=list)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # monotonic seconds, tokens
+    stats: list[Stats] = field(default_factory=list)  # after each arrival
+
+
+@dataclass
+class Run:
+    """Some requests decoded together. `begin` to `end`: while all of them were decoding."""
+
+    decoded: list[Decoded]
+    stages: list[Stage]
+    link_bytes: int  # from `begin` on, both links, both ways
+
+    @property
+    def begin(self) -> float:
+        return max(d.arrivals[0][0] for d in self.decoded)
+
+    @property
+    def end(self) -> float:
+        return min(d.arrivals[-1][0] for d in self.decoded)
+
+    @property
+    def num_tokens(self) -> int:
+        """Between begin and end."""
+        return sum(n for d in self.decoded for moment, n in d.arrivals if self.begin < moment <= self.end)
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.num_tokens / (self.end - self.begin)
+
+    def tally(self, level: int) -> Tally:
+        """What a level did over the whole run, all requests together."""
+        return sum((d.stats[-1].tallies[level] for d in self.decoded), Tally())
+
+    def within(self, tier: Tier) -> list[Stage]:
+        return [s for s in self.stages if s.tier == tier and self.begin <= s.start and s.stop <= self.end]
+
+    def stage_ms(self, tier: Tier) -> float | None:
+        """A mean pass; of the draft tier, a mean step."""
+        stages = self.within(tier)
+        return 1e3 * mean(s.stop - s.start for s in stages) if stages else None
+
+    def core_ms(self, tier: Tier) -> float | None:
+        """The same less what others had of the tier's core."""
+        stages = self.within(tier)
+        return 1e3 * mean(s.cpu for s in stages) if stages else None
+
+    def mean_batch(self, tier: Tier) -> float:
+        stages = self.within(tier)
+        return mean(s.batch for s in stages) if stages else 1.0
+
+    def busy_share(self, tier: Tier) -> float:
+        return sum(s.stop - s.start for s in self.within(tier)) / (self.end - self.begin)
+
+
+class Arrangement:
+    """Its actors live until `stop`."""
+
+    def __init__(self, settings: Settings, runner: asyncio.Runner, *, pace: Pace | None, cores: Cores) -> None:
+        self.settings, self.runner = settings, runner
+        name = uuid.uuid4().hex[:8]
+        names = {tier: f"bench-{name}-{tier.name.lower()}" for tier in Tier}
+        paced = () if pace is None else (pace,)
+        below = {Tier.DRAFT: (), Tier.RETRIEVAL: (names[Tier.DRAFT],), Tier.TARGET: (names[Tier.RETRIEVAL],)}
+        real = {Tier.DRAFT: DraftActor, Tier.RETRIEVAL: RetrievalActor, Tier.TARGET: TargetActor}
+        sleeping = {Tier.DRAFT: PacedDraftActor, Tier.RETRIEVAL: PacedRetrievalActor, Tier.TARGET: PacedTargetActor}
+        actors = {}
+        for tier, cls in (real if pace is None else sleeping).items():
+            remote: Any = ray.remote(cls)
+            options = {
+                "name": names[tier],
+                "num_cpus": 0.1,
+                "max_concurrency": 4,
+                "runtime_env": {"env_vars": ENVIRONMENT},
+            }
+            actors[tier] = remote.options(**options).remote(settings, *below[tier], *paced)
+        for tier, core in cores.items():
+            ray.get(actors[tier].__ray_call__.remote(lambda _, core=core: pin(core)))
+        self.pipeline = Pipeline(TierActors(actors[Tier.DRAFT], actors[Tier.RETRIEVAL], actors[Tier.TARGET]))
+        self.wait(self.pipeline.connect())
+        for actor in actors.values():
+            ray.get(actor.__ray_call__.remote(lambda _: start_recording()))
+
+    def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return self.runner.run(coroutine)
+
+    def run(self, requests: list[pb.DecodeRequest]) -> Run:
+        """All of them at once, to their ends."""
+        self._take_stages()
+        decoded = [Decoded() for _ in requests]
+        bytes_at_begin = self.wait(self._decode(requests, decoded))
+        return Run(decoded, self._take_stages(), self._link_bytes() - bytes_at_begin)
+
+    async def _decode(self, requests: list[pb.DecodeRequest], decoded: list[Decoded]) -> int:
+        """Returns how many bytes the links had carried when the last request had its first tokens."""
+        waiting = len(requests)
+        begun = asyncio.Event()
+
+        async def one(request: pb.DecodeRequest, into: Decoded) -> None:
+            nonlocal waiting
+            async for event in self.pipeline.decode(request):
+                if not into.arrivals:
+                    waiting -= 1
+                    if not waiting:
+                        begun.set()
+                into.arrivals.append((time.monotonic(), len(event.token_ids)))
+                into.tokens += event.token_ids
+                into.stats.append(stats_from_proto(event.stats))
+
+        async def bytes_then() -> int:
+            await begun.wait()
+            return count_bytes(await self.pipeline.status())
+
+        results = await asyncio.gather(bytes_then(), *map(one, requests, decoded))
+        return int(results[0] or 0)
+
+    def _link_bytes(self) -> int:
+        return count_bytes(self.wait(self.pipeline.status()))
+
+    def _take_stages(self) -> list[Stage]:
+        actors = self.pipeline.actors.all().values()
+        taken: list[list[Any]] = ray.get([actor.__ray_call__.remote(lambda _: take_stages()) for actor in actors])
+        return [Stage(Tier(tier), *rest) for stages in taken for tier, *rest in stages]
+
+    def hop_ms(self, count: int = 500) -> float:
+        """A round trip of one block between the idle target and retrieval actors, less the handler's time; medians."""
+        self._take_stages()
+        trips: list[float] = ray.get(self.pipeline.actors.target.__ray_call__.remote(lambda actor: ping(actor, count)))
+        handled = [s.stop - s.start for s in self._take_stages() if s.tier == Tier.RETRIEVAL]
+        return 1e3 * (median(trips) - median(handled))
+
+    def stop(self) -> None:
+        self.wait(self.pipeline.stop())
+
+
+def pin(core: int) -> None:
+    """All threads of this process onto one core; those to come inherit it."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setaffinity(int(thread), {core})
+
+
+def ping(target: TargetActor, count: int) -> list[float]:
+    """In the target actor: seconds from stating a block to the answer of a retrieval tier that has no use for it."""
+    link = RemoteProposer(lambda: address_of(target.retrieval), timeout_s=5.0)
+    link.wait_ready(CONNECT_TIMEOUT_S)
+    ids = [2**60 + n for n in range(count)]  # nobody's: the answer is that the beginning is missing
+    trips = []
+    for sequence_id in ids:
+        begin = time.monotonic()
+        link.submit([Work(Span(sequence_id, 4096, tuple(range(9))), (8, 0))])
+        answers: list[Proposal] = []
+        while not answers:
+            answers = link.collect(1.0)
+        assert answers[0].missing_from == 0
+        trips.append(time.monotonic() - begin)
+    link.release(ids)
+    link.close()
+    return trips
+
+
+def count_bytes(statuses: list[pb.TierStatus]) -> int:
+    return sum(link.bytes_in + link.bytes_out for status in statuses for link in status.links)

@@ -1,0 +1,228 @@
+"""Tiers that sleep for given times in place of running models: the real actors, links and loops of a cluster that we do
+not have. Acceptance is given too; every figure from here is labelled as paced.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+import torch
+
+from actors.links import RemoteProposer
+from actors.serving import GrpcServer, TierServer
+from actors.target_server import TargetServer
+from actors.tiers import CONNECT_TIMEOUT_S, DraftActor, RetrievalActor, TargetActor, address_of
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
+from triforce_core.attention import KERNELS
+from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.doorbell import Doorbell
+from triforce_core.engine.engine import Engine, SnapshotPolicy
+from triforce_core.engine.limits import Limits
+from triforce_core.engine.scheduler import Scheduler
+from triforce_core.engine.sequence import Sequence
+from triforce_core.errors import InvalidValueError, require
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.full import FullKV
+from triforce_core.messages import Claim, Proposal, Proposer, SequenceSpec, Tally, Tier, Verdict, Work
+from triforce_core.roles import judge
+from triforce_core.run_ahead import RunAhead
+from triforce_core.timeline import TIMELINE
+
+VOCAB_SIZE = 1000
+POOL_TOKENS = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """Milliseconds of a draft step, of a retrieval and of a target pass, whatever the batch; and how often a token is
+    accepted: one of the draft tier by the retrieval tier, one of the retrieval tier by the target.
+    """
+
+    draft_ms: float
+    retrieval_ms: float
+    target_ms: float
+    draft_acceptance: float
+    retrieval_acceptance: float
+
+    @classmethod
+    def parse(cls, text: str) -> Pace:
+        """From `.5,4.6,21,.6,.92`. Raises `InvalidValueError`."""
+        try:
+            pace = cls(*map(float, text.split(",")))
+        except (TypeError, ValueError):
+            rule = "must be five numbers: ms of draft, retrieval, target; acceptance of draft, of retrieval"
+            raise InvalidValueError("paced", text, rule) from None
+        require(min(pace.draft_ms, pace.retrieval_ms, pace.target_ms) >= 0, "paced", text, "times must be 0 or more")
+        chances = (pace.draft_acceptance, pace.retrieval_acceptance)
+        require(all(0 <= chance <= 1 for chance in chances), "paced", text, "acceptances must be between 0 and 1")
+        return pace
+
+    def ms(self, tier: Tier) -> float:
+        return (self.draft_ms, self.retrieval_ms, self.target_ms)[tier]
+
+    def token(self, tier: Tier, seed: int, position: int) -> int:
+        """What a tier would say at this position: the next tier's word, changed as often as acceptance wants."""
+        token = int(VOCAB_SIZE * chance(seed, position, "target"))
+        for below, acceptance in ((Tier.RETRIEVAL, self.retrieval_acceptance), (Tier.DRAFT, self.draft_acceptance)):
+            if tier <= below and chance(seed, position, below.name) >= acceptance:
+                token = (token + 1) % VOCAB_SIZE
+        return token
+
+
+def chance(seed: int, position: int, what: str) -> float:
+    """Uniform in [0, 1), the same in every process."""
+    return int.from_bytes(blake2b(f"{seed}/{position}/{what}".encode(), digest_size=6).digest()) / 2**48
+
+
+def sleep_until(moment: float) -> None:
+    """The system's sleep ends late by up to a tenth of a millisecond: the rest is waited out."""
+    time.sleep(max(0.0, moment - time.monotonic() - 1e-4))
+    while time.monotonic() < moment:
+        pass
+
+
+class PacedTier:
+    """What both roles share: the specs of their sequences."""
+
+    def __init__(self, pace: Pace, tier: Tier) -> None:
+        self.pace, self.tier = pace, tier
+        self.specs: dict[int, SequenceSpec] = {}
+
+    def work(self, batch: int, tokens: int) -> None:
+        moment = time.monotonic() + self.pace.ms(self.tier) / 1e3
+        with TIMELINE.stage(self.tier, batch, tokens):
+            sleep_until(moment)
+
+    def draw(self, sequence_id: int, positions: Iterable[int]) -> list[int]:
+        return [self.pace.token(self.tier, self.specs[sequence_id].seed, position) for position in positions]
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.specs.pop(sequence_id, None)
+
+
+class PacedVerifier(PacedTier):
+    """Judges without a model."""
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        sampled = [c for c in claims if c.sample]
+        for claim in claims:
+            if claim.span.spec is not None:
+                self.specs[claim.span.sequence_id] = claim.span.spec
+        if sampled:  # prompts cost nothing here
+            self.work(len(sampled), sum(len(c.proposed) + 1 for c in sampled))
+        return [self._verdict(claim) for claim in claims]
+
+    def _verdict(self, claim: Claim) -> Verdict:
+        spec = self.specs.get(claim.span.sequence_id)
+        if spec is None:
+            return Verdict(missing_from=0)
+        if not claim.sample:
+            return Verdict()
+        end = claim.span.end
+        proposed = claim.proposed[: max(0, spec.max_length - end)]
+        own = self.draw(claim.span.sequence_id, range(end, end + len(proposed) + 1))
+        return judge(own, Claim(claim.span, proposed), spec)
+
+
+class PacedProposer(PacedTier):
+    """Drafts without a model."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__(pace, Tier.DRAFT)
+        self.waiting: dict[int, Work] = {}
+
+    def submit(self, work: list[Work]) -> None:
+        for w in work:
+            self.waiting[w.span.sequence_id] = w
+            if w.span.spec is not None:
+                self.specs[w.span.sequence_id] = w.span.spec
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        work, self.waiting = self.waiting, {}
+        for _ in range(max((w.lookaheads[0] for w in work.values()), default=0)):
+            self.work(len(work), len(work))
+        return [self._propose(w) for w in work.values()]
+
+    def _propose(self, work: Work) -> Proposal:
+        sequence_id, end = work.span.sequence_id, work.span.end
+        if sequence_id not in self.specs:
+            return Proposal(sequence_id, end, missing_from=0, tallies=(Tally(),))
+        stop = min(end + work.lookaheads[0], self.specs[sequence_id].max_length - 1)
+        tokens = tuple(self.draw(sequence_id, range(end, stop)))
+        return Proposal(sequence_id, end, tokens, bytes([self.tier]) * len(tokens), tallies=(Tally(),))
+
+
+class PacedTarget(PacedVerifier):
+    """Its KV is a pool of nothing, for the scheduler to admit requests by."""
+
+    def __init__(self, pace: Pace) -> None:
+        super().__init__(pace, Tier.TARGET)
+        geometry = KVGeometry(1, 1, 1, torch.float32, torch.device("cpu"))
+        self.kv = FullKV(geometry, POOL_TOKENS, KERNELS["reference"])
+
+    def release(self, sequence_ids: list[int]) -> None:
+        super().release(sequence_ids)
+        for sequence_id in sequence_ids:
+            self.kv.release(sequence_id)
+
+
+class NoSnapshots(SnapshotPolicy):
+    """There is no KV to hand over."""
+
+    def __init__(self) -> None:
+        """Needs nothing."""
+
+    def update(self, sequence: Sequence, *, wanted: bool) -> None:
+        """Nothing to do."""
+
+
+def paced_engine(pace: Pace, settings: Settings, below: Proposer, doorbell: Doorbell) -> Engine:
+    target = PacedTarget(pace)
+    decoder = SpeculativeDecoder(below, target, micro_batches=settings.micro_batches)
+    scheduler = Scheduler(target.kv, max_sequences=settings.max_sequences, prefill_chunk=1 << 20)
+    return Engine(decoder, scheduler, NoSnapshots(), Limits(POOL_TOKENS, POOL_TOKENS, VOCAB_SIZE), doorbell=doorbell)
+
+
+class PacedDraftActor(DraftActor):
+    def __init__(self, settings: Settings, pace: Pace) -> None:
+        super().__init__(settings)
+        self.pace = pace
+
+    def serve(self, host: str) -> GrpcServer:
+        self.tier_server = TierServer(PacedProposer(self.pace), Tier.DRAFT, above=Tier.RETRIEVAL)
+        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+
+
+class PacedRetrievalActor(RetrievalActor):
+    def __init__(self, settings: Settings, draft: str, pace: Pace) -> None:
+        super().__init__(settings, draft)
+        self.pace = pace
+
+    def serve(self, host: str) -> GrpcServer:
+        doorbell, speculation = Doorbell(), self.settings.speculation
+        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=10.0, doorbell=doorbell)
+        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        verifier = PacedVerifier(self.pace, Tier.RETRIEVAL)
+        decoder = SpeculativeDecoder(self.link, verifier, micro_batches=self.settings.micro_batches)
+        proposer = RunAhead(decoder, below=self.settings.micro_batches) if speculation.run_ahead else decoder
+        self.tier_server = TierServer(proposer, Tier.RETRIEVAL, above=Tier.TARGET, doorbell=doorbell)
+        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+
+
+class PacedTargetActor(TargetActor):
+    def __init__(self, settings: Settings, retrieval: str, pace: Pace) -> None:
+        super().__init__(settings, retrieval)
+        self.pace = pace
+
+    def serve(self, host: str) -> GrpcServer:
+        doorbell = Doorbell()
+        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=10.0, doorbell=doorbell)
+        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        engine = paced_engine(self.pace, self.settings, self.link, doorbell)
+        self.target_server = TargetServer(engine, self.settings.speculation.effective)
+        return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))

@@ -1,0 +1,256 @@
+"""`triforce bench pipeline`: tiers that take turns against tiers that all work at once, in one run, on real actors."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from actors.bench.arrangement import Arrangement, Cores, Run
+from actors.bench.paced import VOCAB_SIZE, Pace
+from actors.wire import sampling_to_proto
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.bench.prompts import HELD_OUT, held_out_tokens
+from triforce_core.config import Settings
+from triforce_core.errors import require
+from triforce_core.messages import SamplingParams, Tier
+from triforce_core.models.load import load_tokenizer
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Load:
+    """Requests that are decoded together."""
+
+    requests: int
+    context: int  # prompt tokens of each
+    output: int  # tokens of each
+    sampling: SamplingParams
+    seed: int
+
+
+def bench_pipeline(
+    settings: Settings, load: Load, *, repeats: int, pace: Pace | None, cores: Cores, report: Report
+) -> tuple[dict[str, Any], Run]:
+    """The figures, and the last pipelined run, for its trace."""
+    require(load.output >= 16, "output", load.output, "must be at least 16 tokens, to measure between them")
+    load_before = os.getloadavg()[0]
+    messages = decode_requests(settings, load, pace)
+    report("each tier by itself")
+    alone = single_stages(settings, load, messages, pace, cores)
+    modes: dict[str, dict[str, Any]] = {
+        "sequential": {"micro_batches": 1},
+        "pipelined": {"run_ahead": load.requests == 1},
+    }
+    if load.requests > 1:
+        modes["pipelined, run-ahead on"] = {"run_ahead": True}
+    ray.init(address="local", num_cpus=os.cpu_count(), include_dashboard=False, log_to_driver=False)
+    try:
+        with asyncio.Runner() as runner:
+            arrangements = {
+                name: Arrangement(scheduled(settings, load, **changes), runner, pace=pace, cores=cores)
+                for name, changes in modes.items()
+            }
+            hop_ms = arrangements["pipelined"].hop_ms()
+            for arrangement in arrangements.values():  # warm-up
+                arrangement.run([shortened(message) for message in messages])
+            runs: dict[str, list[Run]] = {name: [] for name in modes}
+            for repeat in range(repeats):
+                for name in modes if repeat % 2 == 0 else reversed(modes):
+                    runs[name].append(arrangements[name].run(messages))
+                    report(f"{name} {repeat + 1}/{repeats}: {runs[name][-1].tokens_per_s:.1f} tokens/s")
+            for arrangement in arrangements.values():
+                arrangement.stop()
+    finally:
+        ray.shutdown()
+    figures = {
+        **conditions(settings, load, pace, cores),
+        **compared(settings, load, runs, hop_ms, shares_a_core(cores)),
+        "calibration": {
+            "stages": alone,
+            "hop_ms": {"target_retrieval": hop_ms / 2, "retrieval_draft": hop_ms / 2},  # one way
+        },
+        "load_average": [load_before, os.getloadavg()[0]],
+    }
+    return figures, runs["pipelined"][-1]
+
+
+def scheduled(settings: Settings, load: Load, **changes: Any) -> Settings:
+    """The settings with room for the load, under one schedule."""
+    return settings.model_copy(
+        update={
+            "max_sequences": load.requests,
+            "target": settings.target.model_copy(
+                update={"kv_pool_tokens": load.requests * (load.context + load.output)}
+            ),
+            "speculation": settings.speculation.model_copy(update=changes),
+        }
+    )
+
+
+def decode_requests(settings: Settings, load: Load, pace: Pace | None) -> list[pb.DecodeRequest]:
+    """One for each held-out file in turn, or of nothing in particular where no model reads them."""
+    if pace is None:
+        tokenizer = load_tokenizer(settings.target.model)
+        prompts = [held_out_tokens(tokenizer, load.context, n % len(HELD_OUT)) for n in range(load.requests)]
+    else:
+        prompts = [[n % VOCAB_SIZE for n in range(load.context)]] * load.requests
+    return [
+        pb.DecodeRequest(
+            prompt_token_ids=prompt,
+            sampling=sampling_to_proto(load.sampling),
+            seed=load.seed + n,
+            max_tokens=load.output,
+            lookaheads=gen.Lookaheads(values=settings.speculation.effective),
+        )
+        for n, prompt in enumerate(prompts)
+    ]
+
+
+def shortened(message: pb.DecodeRequest) -> pb.DecodeRequest:
+    short = pb.DecodeRequest()
+    short.CopyFrom(message)
+    short.max_tokens = min(32, message.max_tokens)
+    del short.prompt_token_ids[512:]
+    return short
+
+
+def single_stages(
+    settings: Settings, load: Load, messages: list[pb.DecodeRequest], pace: Pace | None, cores: Cores
+) -> dict[str, Any]:
+    """Passes of each tier with nothing else running, on one core where the tiers are given cores."""
+    if pace is not None:
+        return {tier.name.lower(): [{"batch": 1, "tokens": 1, "ms": pace.ms(tier)}] for tier in Tier}
+    from triforce_core.bench.stages import stage_times
+
+    roomy = scheduled(settings, Load(load.requests, load.context, 1024, load.sampling, load.seed))
+    before = os.sched_getaffinity(0)
+    try:
+        os.sched_setaffinity(0, {cores[Tier.TARGET]} if cores else before)
+        return stage_times(roomy, [tuple(message.prompt_token_ids) for message in messages], load.sampling)
+    finally:
+        os.sched_setaffinity(0, before)
+
+
+def conditions(settings: Settings, load: Load, pace: Pace | None, cores: Cores) -> dict[str, Any]:
+    return {
+        "paced": None if pace is None else {"ms": [pace.ms(tier) for tier in Tier], "note": "stages sleep, none runs"},
+        "requests": load.requests,
+        "context": load.context,
+        "output": load.output,
+        "temperature": load.sampling.temperature,
+        "lookaheads": list(settings.speculation.effective),
+        "micro_batches": settings.micro_batches,
+        "budget": settings.retrieval.budget,
+        "dtype": settings.dtype,
+        "cores": {tier.name.lower(): core for tier, core in cores.items()} or None,
+    }
+
+
+def shares_a_core(cores: Cores) -> bool:
+    """Whether draft and retrieval are one stage."""
+    return Tier.DRAFT in cores and cores[Tier.DRAFT] == cores[Tier.RETRIEVAL]
+
+
+def compared(settings: Settings, load: Load, runs: dict[str, list[Run]], hop_ms: float, shared: bool) -> dict[str, Any]:
+    """Medians over the runs of each mode; the bound is that of the median pipelined run's own stages."""
+
+    def median(name: str) -> float:
+        return statistics.median(run.tokens_per_s for run in runs[name])
+
+    sequential, pipelined = runs["sequential"], runs["pipelined"]
+    typical = min(pipelined, key=lambda run: abs(run.tokens_per_s - median("pipelined")))
+    rounds = Rounds.of(typical, settings, hop_ms)
+    bound = rounds.run_ahead_bound(settings) if load.requests == 1 else rounds.bound(load.requests, shared)
+    target, retrieval = typical.tally(0), typical.tally(1)
+    every = [run for mode in runs.values() for run in mode]
+    speeds = [run.tokens_per_s for run in sequential]
+    figures = {
+        "sequential_tokens_per_s": median("sequential"),
+        "pipelined_tokens_per_s": median("pipelined"),
+        "speedup": median("pipelined") / median("sequential"),
+        "noise": (max(speeds) - min(speeds)) / median("sequential"),
+        "bound_tokens_per_s": bound,
+        "share_of_bound": typical.tokens_per_s / bound,
+        "identical": all([d.tokens for d in run.decoded] == [d.tokens for d in every[0].decoded] for run in every),
+        "stage_ms": {tier.name.lower(): typical.stage_ms(tier) for tier in Tier},
+        "mean_batch": {tier.name.lower(): typical.mean_batch(tier) for tier in Tier},
+        "busy_share": {tier.name.lower(): typical.busy_share(tier) for tier in Tier},
+        "sequential_stage_ms": {tier.name.lower(): sequential[-1].stage_ms(tier) for tier in Tier},
+        "acceptance": {"retrieval": target.acceptance, "draft": retrieval.acceptance},
+        "tokens_per_round": (target.accepted + target.rounds) / target.rounds,
+        "hop_ms_p50": hop_ms,
+        "bytes_per_token": typical.link_bytes / sum(n for d in typical.decoded for _, n in d.arrivals[1:]),
+    }
+    if with_run_ahead := runs.get("pipelined, run-ahead on"):
+        figures["pipelined_with_run_ahead_tokens_per_s"] = statistics.median(r.tokens_per_s for r in with_run_ahead)
+    return figures
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """One block's way through the tiers, from a run's own stages; times in seconds."""
+
+    tokens: float  # that a target pass commits of each request, E2
+    inner: float  # rounds of the retrieval tier for a block, n
+    acceptance: float  # of a token by the target, α2
+    draft: float  # of the draft tier for one inner round
+    retrieval: float  # of the retrieval tier for one inner round
+    shared: float  # what both of these need of a core that they share, for one inner round
+    target: float  # t3
+    hop: float
+    batches: tuple[float, float, float]  # the mean batch of each tier's passes, draft first
+
+    @classmethod
+    def of(cls, run: Run, settings: Settings, hop_ms: float) -> Rounds:
+        target, retrieval = run.tally(0), run.tally(1)
+        draft_ms, retrieval_ms, target_ms = (run.stage_ms(tier) or 0.0 for tier in Tier)
+        steps = settings.speculation.effective[1]
+        shared_ms = steps * (run.core_ms(Tier.DRAFT) or 0.0) + (run.core_ms(Tier.RETRIEVAL) or 0.0)
+        return cls(
+            tokens=(target.accepted + target.rounds) / target.rounds,
+            inner=retrieval.rounds / target.rounds,
+            acceptance=target.acceptance or 0.0,
+            draft=steps * draft_ms / 1e3,
+            retrieval=retrieval_ms / 1e3,
+            shared=shared_ms / 1e3,
+            target=target_ms / 1e3,
+            hop=hop_ms / 1e3,
+            batches=(run.mean_batch(Tier.DRAFT), run.mean_batch(Tier.RETRIEVAL), run.mean_batch(Tier.TARGET)),
+        )
+
+    @property
+    def drafting(self) -> float:
+        """D: until a block is ready."""
+        return self.inner * (self.draft + self.retrieval + self.hop)
+
+    @property
+    def latency(self) -> float:
+        """L: of a block and its judgement."""
+        return self.drafting + self.target + self.hop
+
+    def bound(self, requests: int, shared: bool) -> float:
+        """b·E2·min(m/L, 1/d_max) tokens/s: no schedule of these stages is faster. b is each stage's own mean batch, b·m
+        all requests. `shared`: draft and retrieval share one core, and are one stage.
+        """
+        stages = [self.batches[2] / self.target]
+        if shared:
+            stages.append(self.batches[1] / (self.inner * self.shared))
+        else:
+            stages.append(self.batches[1] / (self.inner * self.retrieval))
+            stages += [self.batches[0] / (self.inner * self.draft)] if self.draft else []
+        return self.tokens * min(requests / self.latency, *stages)
+
+    def run_ahead_bound(self, settings: Settings) -> float:
+        """E2 / (h·max(t3, D) + (1 − h)·L) tokens/s for one request; h is the chance that a whole block and the token
+        after it are guessed, α2^(γ2+1).
+        """
+        guessed = self.acceptance ** (settings.speculation.effective[0] + 1)
+        return self.tokens / (guessed * max(self.target, self.drafting) + (1 - guessed) * self.latency)

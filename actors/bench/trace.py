@@ -1,0 +1,53 @@
+"""What each tier did when: as a Chrome trace (chrome://tracing, Perfetto), and as a picture."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from actors.bench.arrangement import Run
+from triforce_core.messages import Tier
+
+COLOURS = {Tier.DRAFT: "#2a9d8f", Tier.RETRIEVAL: "#457b9d", Tier.TARGET: "#e76f51"}
+
+
+def write_trace(run: Run, path: Path) -> None:
+    """One lane a tier; times from the moment when all requests were decoding."""
+    names = [
+        {"name": "thread_name", "ph": "M", "pid": 1, "tid": int(tier), "args": {"name": tier.name.lower()}}
+        for tier in Tier
+    ]
+    stages = [
+        {
+            "name": f"{stage.batch} x {stage.tokens / stage.batch:g}",
+            "ph": "X",
+            "pid": 1,
+            "tid": int(stage.tier),
+            "ts": 1e6 * (stage.start - run.begin),
+            "dur": 1e6 * (stage.stop - stage.start),
+            "args": {"sequences": stage.batch, "tokens": stage.tokens},
+        }
+        for stage in run.stages
+        if stage.start >= run.begin
+    ]
+    path.write_text(json.dumps({"traceEvents": names + stages, "displayTimeUnit": "ms"}))
+
+
+def draw_trace(run: Run, path: Path, *, seconds: float, title: str) -> None:
+    """The first `seconds` as bars; the suffix of `path` chooses the format."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(11, 2.6), layout="constrained")
+    for tier in Tier:
+        stages = [s for s in run.within(tier) if s.start < run.begin + seconds]
+        bars = [(1e3 * (s.start - run.begin), 1e3 * (s.stop - s.start)) for s in stages]
+        axes.broken_barh(bars, (tier - 0.4, 0.8), facecolor=COLOURS[tier], edgecolor="white", linewidth=0.4)
+    labels = [f"{tier.name.lower()}\n{run.busy_share(tier):.0%} busy" for tier in Tier]
+    axes.set(yticks=[int(tier) for tier in Tier], yticklabels=labels, xlabel="milliseconds", title=title)
+    axes.set_xlim(0, 1e3 * seconds)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path)
+    pyplot.close(figure)

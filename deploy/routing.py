@@ -1,0 +1,69 @@
+"""Which replica a request goes to: the one that was sent most of its prefix, unless it is much busier than another.
+
+What a replica was sent is known here, in the gateway's process, which sends it all; no replica is asked.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
+
+from deploy.prefixes import PrefixIndex, preferred
+
+
+class PrefixRouter(RequestRouter):
+    """Serve's router of the gateway's handle: the holders of a request's prefix, else the less busy of two by chance.
+
+    A request brings the keys of its prefix as the keyword `prefix`. Serve takes the first rank of which a replica has
+    room, and in a rank the least busy.
+    """
+
+    def initialize_state(self, *, capacity: int = 0, busier_by: int = 0, **_: Any) -> None:
+        """`capacity`: blocks that a replica can hold. `busier_by`: requests that a prefix is not worth waiting for."""
+        self.busier_by = busier_by
+        self.index: PrefixIndex[ReplicaID] = PrefixIndex(capacity)
+        self.ongoing: Counter[ReplicaID] = Counter()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
+        if pending_request is None:
+            return [by_chance]
+        pending_request.routing_context.should_backoff = True  # all that can be tried is tried at once
+        candidates = {replica.replica_id: replica for replica in candidate_replicas}
+        holders = self.index.holders(candidates, prefix_of(pending_request))
+        ongoing = {replica: self.ongoing[replica] for replica in candidates}
+        return [[candidates[replica] for replica in preferred(holders, ongoing, self.busier_by)], by_chance]
+
+    def on_send_request(self, replica_id: ReplicaID) -> None:
+        super().on_send_request(replica_id)
+        self.ongoing[replica_id] += 1
+
+    def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
+        if keys := prefix_of(pending_request):
+            self.index.add(replica_id, keys)
+
+    def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
+        if self.ongoing[replica_id] > 0:
+            self.ongoing[replica_id] -= 1
+
+    def update_replicas(self, replicas: list[RunningReplica]) -> None:
+        super().update_replicas(replicas)
+        self._forget_others()
+
+    def on_replica_actor_died(self, replica_id: ReplicaID) -> None:
+        super().on_replica_actor_died(replica_id)
+        self._forget_others()
+
+    def _forget_others(self) -> None:
+        self.index.keep(self.curr_replicas)
+        self.ongoing = Counter({replica: self.ongoing[replica] for replica in self.curr_replicas})
+
+
+def prefix_of(request: PendingRequest) -> bytes:
+    prefix: bytes = request.kwargs.get("prefix", b"")
+    return prefix

@@ -1,0 +1,142 @@
+"""Real links, real threads, and every message late by a random time: the tokens are those of plain decoding."""
+
+from __future__ import annotations
+
+import functools
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import PreTrainedModel
+
+from actors.links import RemoteProposer
+from actors.serving import GrpcServer, TierServer
+from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TierServicer_to_server
+from triforce_core.config import load_settings
+from triforce_core.doorbell import Doorbell
+from triforce_core.engine.assembly import draft_proposer, local_engine, retrieval_decoder, retrieval_kv, target_engine
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.sequence import Request
+from triforce_core.messages import Proposal, Proposer, SamplingParams, Tier, Work
+from triforce_core.models.load import ATTENTION
+from triforce_core.run_ahead import RunAhead
+
+SETTINGS = load_settings(
+    dtype="float32",
+    max_sequences=4,
+    target={"kv_pool_tokens": 4096, "prefill_chunk": 100},
+    retrieval={"budget": 64, "chunk": 8, "recent": 16, "refresh_every": 24},
+    draft={"window": 60},
+)
+NUM_TOKENS = 40
+
+
+class Late(RunAhead):
+    """A tier whose every message, in and out, is late by up to `most` seconds."""
+
+    def __init__(self, proposer: Proposer, rng: random.Random, most: float) -> None:
+        self.proposer, self.rng, self.most = proposer, rng, most
+
+    @property
+    def can_run_ahead(self) -> bool:
+        return isinstance(self.proposer, RunAhead) and self.proposer.can_run_ahead
+
+    def wait(self) -> None:
+        time.sleep(self.rng.choice([0.0, self.rng.random() * self.most]))
+
+    def submit(self, work: list[Work]) -> None:
+        self.wait()
+        self.proposer.submit(work)
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        proposals = self.proposer.collect(timeout_s)
+        self.wait()
+        return proposals
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.wait()
+        self.proposer.release(sequence_ids)
+
+
+@contextmanager
+def served(proposer: Proposer, tier: Tier, above: Tier, bell: Doorbell, ours: Doorbell) -> Iterator[RemoteProposer]:
+    """The proposer as the tier above sees it, over gRPC. `bell` wakes the tier, `ours` the one above."""
+    tier_server = TierServer(proposer, tier, above, bell)
+    server = GrpcServer("127.0.0.1", lambda grpc_server: add_TierServicer_to_server(tier_server, grpc_server))
+    link = RemoteProposer(lambda: server.address, timeout_s=20.0, doorbell=ours)
+    try:
+        assert link.wait_ready(10.0)
+        yield link
+    finally:
+        link.close()
+        server.stop(0.0)
+        tier_server.stop()
+
+
+@functools.cache
+def models() -> tuple[PreTrainedModel, PreTrainedModel, PreTrainedModel]:
+    target = random_model("llama")
+    target.set_attn_implementation(ATTENTION)
+    return target, with_noise(target, 0.03, seed=1), with_noise(target, 0.06, seed=2)
+
+
+@functools.cache
+def plain(request: Request) -> tuple[int, ...]:
+    alone = Request(request.prompt, request.max_tokens, request.sampling, request.seed, (0, 0))
+    return decode(local_engine(models()[0], None, SETTINGS), [alone])[0][0]
+
+
+def decode(engine: Engine, requests: list[Request]) -> tuple[list[tuple[int, ...]], int]:
+    """Each request's tokens, and how many of all came from a tier below the target."""
+    ids = [engine.submit(request) for request in requests]
+    tokens: dict[int, tuple[int, ...]] = dict.fromkeys(ids, ())
+    unfinished, drafted = set(ids), 0
+    while unfinished:
+        for output in engine.run_once():
+            tokens[output.sequence_id] += output.tokens
+            drafted += sum(origin != Tier.TARGET for origin in output.origins)
+            if output.finish_reason:
+                unfinished.discard(output.sequence_id)
+    return [tokens[sequence_id] for sequence_id in ids], drafted
+
+
+requests = st.builds(
+    lambda length, temperature, seed, lookaheads: Request(
+        random_tokens(length, seed=length), NUM_TOKENS, SamplingParams(temperature), seed, lookaheads
+    ),
+    length=st.sampled_from([1, 30, 150, 260]),
+    temperature=st.sampled_from([0.0, 0.8]),
+    seed=st.integers(0, 3),
+    lookaheads=st.sampled_from([(4, 2), (8, 3), (3, 1), (4, 0), (0, 3), (0, 0)]),
+)
+
+
+@settings(max_examples=25)
+@given(
+    batch=st.lists(requests, min_size=1, max_size=4),
+    micro_batches=st.integers(1, 3),
+    below=st.sampled_from([0, 1, 3, 9]),
+    most=st.sampled_from([0.0, 0.002, 0.008]),
+    delays=st.integers(0, 999),
+)
+def test_delays_change_no_token(batch: list[Request], micro_batches: int, below: int, most: float, delays: int) -> None:
+    target, retrieval, drafter = models()
+    bells = {tier: Doorbell() for tier in Tier}
+    rng = random.Random(delays)
+    sparse = retrieval_kv(retrieval, SETTINGS)
+    drafts = Late(draft_proposer(drafter, SETTINGS), rng, most)
+    with served(drafts, Tier.DRAFT, Tier.RETRIEVAL, bells[Tier.DRAFT], bells[Tier.RETRIEVAL]) as draft_link:
+        decoder = retrieval_decoder(retrieval, sparse, draft_link, SETTINGS, micro_batches=micro_batches)
+        inner = Late(RunAhead(decoder, below), rng, most)
+        with served(inner, Tier.RETRIEVAL, Tier.TARGET, bells[Tier.RETRIEVAL], bells[Tier.TARGET]) as link:
+            engine = target_engine(
+                target, SETTINGS, link, sparse, micro_batches=micro_batches, doorbell=bells[Tier.TARGET]
+            )
+            tokens, drafted = decode(engine, batch)
+    assert tokens == [plain(request) for request in batch]
+    if all(request.lookaheads[0] > 1 for request in batch):
+        assert drafted > 0

@@ -1,0 +1,256 @@
+"""Snapshots that say what has changed: after any sequence of them, the retrieval tier holds what a whole one gives."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.stating import fragment, spec
+from triforce_core.attention import KERNELS
+from triforce_core.kv.base import Forward, KVGeometry
+from triforce_core.kv.full import FullHeld, FullKV
+from triforce_core.kv.retrieval import MAX_WAITING, RetrievalKV
+from triforce_core.kv.selectors import MeanKey
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot, arrange
+from triforce_core.messages import Span
+
+LENGTH, TAIL, DIM, LAYERS, HEADS = 700, 200, 6, 2, 4
+Contents = dict[tuple[int, int], Tensor]  # by layer and KV head: [tokens, 2 * DIM], keys and values, by position
+CHUNKS = [
+    ChunkSettings(96, 8, 16),
+    ChunkSettings(60, 1, 10),
+    ChunkSettings(96, 32, 32),
+    ChunkSettings(96, 32, 0),
+    ChunkSettings(64, 8, 300),  # nearly all of the budget is the local window
+    ChunkSettings(640, 8, 64),  # holds the whole text for long
+]
+
+
+class Writer:
+    """A full cache whose KV is random numbers, the first of which tells the position; its text grows as told."""
+
+    def __init__(self, kv_heads: int, seed: int = 0) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+        self.geometry = KVGeometry(LAYERS, kv_heads, DIM, torch.float32, torch.device("cpu"))
+        self.kv = FullKV(self.geometry, 2 * LENGTH, KERNELS["cpu_flash"])
+        fragment(self.kv, 50, LENGTH)
+        held = self.kv.open(1, spec(LENGTH))
+        assert isinstance(held, FullHeld)
+        self.held = held
+        for keys, values in zip(self.kv.keys, self.kv.values, strict=True):
+            keys.copy_(self.random(*keys.shape))
+            values.copy_(self.random(*values.shape))
+            keys[:, self.slots, 0] = torch.arange(float(LENGTH))
+
+    def random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=self.generator)
+
+    @property
+    def slots(self) -> list[int]:
+        return [s for a, b in self.held.ranges for s in range(a, b)][:LENGTH]
+
+    def grow(self, position: int, *, drift: float) -> None:
+        """The text is settled up to `position`; the queries there are those of before, and some noise."""
+        self.held.cached = position
+        self.held.query_positions = range(position - 1, position)
+        for layer in range(LAYERS):
+            before = self.held.queries[layer]
+            fresh = self.random(HEADS, 1, DIM)
+            self.held.queries[layer] = fresh if before is None else before + drift * fresh
+
+    def contents(self, positions: list[int], layer: int, head: int) -> Tensor:
+        slots = [self.slots[p] for p in positions]
+        return torch.cat([self.kv.keys[layer][head, slots], self.kv.values[layer][head, slots]], dim=1)
+
+
+def reader(writer: Writer, budget: int, *, pieces: bool = False) -> RetrievalKV:
+    kv = RetrievalKV(writer.geometry, 2, budget, TAIL, KERNELS["cpu_flash"])
+    if pieces:
+        fragment(kv, 13, budget + TAIL)
+    return kv
+
+
+def seen(kv: RetrievalKV, position: int) -> Contents:
+    """What a token at `position` attends to besides itself."""
+    [row] = kv.prepare([Forward(Span(1, 0, tuple(range(position + 1)), spec(LENGTH)), 1)]).rows
+    slots = [s for a, b in row.placed.visible for s in range(a, b)]
+    found = {}
+    for layer, (keys, values) in enumerate(zip(kv.keys, kv.values, strict=True)):
+        for head in range(len(keys)):
+            rows = torch.cat([keys[head, slots], values[head, slots]], dim=1)
+            found[layer, head] = rows[rows[:, 0].argsort()]
+    return found
+
+
+def assert_same(found: Contents, expected: Contents) -> None:
+    assert found.keys() == expected.keys()
+    for name, rows in expected.items():
+        assert found[name][:, 0].tolist() == rows[:, 0].tolist(), "the positions"
+        assert torch.equal(found[name], rows), "their KV, bit for bit"
+
+
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("chunks", CHUNKS, ids=str)
+@pytest.mark.parametrize("seed", range(4))
+def test_changes_give_what_a_whole_snapshot_gives(chunks: ChunkSettings, kv_heads: int, seed: int) -> None:
+    """Over refreshes and resyncs in any order, some lost on the way, to a receiver that is restarted now and then."""
+    rng = random.Random(seed)
+    writer = Writer(kv_heads, seed)
+    receiver = reader(writer, chunks.budget, pieces=bool(seed % 2))
+    position, sent, whole, resynced = 1, 0, 0, 0
+    selected = position
+    known: Contents = {}  # what the receiver holds
+    known_position = 0
+    while True:
+        position += rng.choice([1, 2, 7, 16, 40])
+        if position >= LENGTH:
+            break
+        writer.grow(position, drift=rng.choice([0.0, 0.1, 1.0]))
+        base, snapshot = receiver.confirmed(1), None
+        if rng.random() < 0.4 and position - selected < TAIL:
+            snapshot = writer.kv.resync(1, position, base)
+        if snapshot is not None:
+            new = list(range(known_position, position))
+            known_now = {
+                (layer, head): torch.cat([rows, writer.contents(new, layer, head)])
+                for (layer, head), rows in known.items()
+            }
+            resynced += 1
+        else:
+            layouts = dict(writer.held.layouts)
+            fresh = reader(writer, chunks.budget)
+            fresh.deliver(writer.kv.cut(1, position, chunks, MeanKey()))
+            known_now = seen(fresh, position)
+            writer.held.layouts = layouts  # as if that one had not been cut
+            snapshot = writer.kv.cut(1, position, chunks, MeanKey(), base)
+            whole += snapshot.changes is None
+            selected = position
+        sent += 1
+        if rng.random() < 0.1:
+            continue
+        assert receiver.take(snapshot) == (snapshot.changes is None or snapshot.changes.base == base)
+        known, known_position = known_now, position
+        assert_same(seen(receiver, position), known)
+        if rng.random() < 0.05:
+            receiver = reader(writer, chunks.budget)
+    assert sent > whole + resynced + 5, "changes were sent"
+    assert resynced > 3
+
+
+@pytest.mark.parametrize("chunks", CHUNKS[:4], ids=str)
+def test_a_snapshot_of_changes_carries_little_else(chunks: ChunkSettings) -> None:
+    """With the queries of before, only what was decoded since, and the chunks that leave the end of the budget."""
+    writer = Writer(2)
+    writer.grow(500, drift=0)
+    first = writer.kv.cut(1, 500, chunks, MeanKey())
+    assert first.changes is None
+    per_token = first.num_bytes // first.num_tokens
+    for grown in (1, 8, 16):
+        writer.grow(500 + grown, drift=0)
+        base = writer.kv.cut(1, 500, chunks, MeanKey())
+        changed = writer.kv.cut(1, 500 + grown, chunks, MeanKey(), base.version)
+        assert changed.changes is not None
+        assert changed.num_bytes <= (grown + 5 * chunks.chunk) * per_token, "in KV of tokens"
+        assert changed.num_bytes < first.num_bytes or chunks.chunk == 32
+        assert writer.kv.resync(1, 500 + grown, changed.version) is None, "nothing was decoded since"
+        resync = writer.kv.resync(1, 500 + grown, base.version)
+        assert resync is not None
+        assert resync.num_bytes == grown * per_token
+        assert writer.kv.resync(1, 500 + grown, changed.version) is None, "a base that is neither latest nor its base"
+
+
+def test_queries_that_turn_elsewhere_change_more() -> None:
+    sizes = []
+    for drift in (0.0, 0.2, 5.0):
+        writer, chunks = Writer(2), CHUNKS[0]
+        writer.grow(500, drift=0)
+        base = writer.kv.cut(1, 500, chunks, MeanKey())
+        writer.grow(516, drift=drift)
+        sizes.append(writer.kv.cut(1, 516, chunks, MeanKey(), base.version).num_bytes)
+    assert sizes == sorted(set(sizes))
+    assert sizes[-1] < 1.1 * base.num_bytes
+
+
+def test_what_lacks_its_base_is_refused_and_changes_nothing() -> None:
+    writer, chunks = Writer(2), CHUNKS[0]
+    snapshots: list[Snapshot] = []
+    for position in (300, 310, 320, 330):
+        writer.grow(position, drift=1.0)
+        snapshots.append(writer.kv.cut(1, position, chunks, MeanKey(), len(snapshots)))
+    assert [s.changes and s.changes.base for s in snapshots] == [None, 1, 2, 3]
+    kv = reader(writer, chunks.budget)
+    assert not kv.take(snapshots[1]), "nothing is here"
+    assert kv.confirmed(1) == 0
+    assert kv.take(snapshots[0])
+    assert not kv.take(snapshots[2])
+    assert kv.confirmed(1) == 1
+    held = seen(kv, 300)
+    assert not kv.take(snapshots[2]), "nor once the first is installed"
+    assert_same(seen(kv, 300), held)
+    assert kv.take(snapshots[1])
+    assert kv.take(snapshots[2]), "changes to changes, none of them installed yet"
+    assert kv.take(snapshots[2]), "a repetition"
+    assert not kv.take(snapshots[1]), "an older one"
+    seen(kv, 320)
+    assert kv.take(snapshots[2])
+    assert kv.take(snapshots[3])
+    fresh = reader(writer, chunks.budget)
+    whole = replace(writer.kv.cut(1, 330, chunks, MeanKey()), version=4)
+    fresh.deliver(whole)
+    assert_same(seen(kv, 330), seen(fresh, 330))
+    kv.release(1)
+    assert kv.confirmed(1) == 0
+    assert not kv.take(replace(snapshots[3], version=5))
+
+
+def test_what_waits_is_bounded() -> None:
+    """Changes that nobody installs, and more tokens than there is room for."""
+    writer, chunks = Writer(2), CHUNKS[0]
+    kv = reader(writer, chunks.budget)
+    taken = []
+    for position in range(300, 320):
+        writer.grow(position, drift=0.1)
+        taken.append(kv.take(writer.kv.cut(1, position, chunks, MeanKey(), kv.confirmed(1))))
+    assert taken.count(True) == MAX_WAITING
+    assert not any(taken[MAX_WAITING:])
+    writer.grow(400, drift=0.1)
+    assert kv.take(writer.kv.cut(1, 400, chunks, MeanKey())), "a whole one does away with them"
+    seen(kv, 400)
+    writer.grow(400 + TAIL + 1, drift=0.1)
+    longer = writer.kv.resync(1, 400 + TAIL + 1, kv.confirmed(1))
+    assert longer is not None
+    assert not kv.take(longer)
+
+
+def test_chunks_keep_their_places() -> None:
+    held = torch.tensor([[[7, 3, 5, 1], [0, 1, 2, 3]]])
+    chosen = torch.tensor([[[1, 2, 3, 8], [4, 5, 6, 7]]])
+    arranged, fresh = arrange(held, chosen, 9)
+    assert arranged.tolist() == [[[2, 3, 8, 1], [4, 5, 6, 7]]]
+    assert fresh.tolist() == [[[True, False, True, False], [True] * 4]]
+    arranged, fresh = arrange(held, torch.tensor([[[1, 3, 7, 8, 9], [0, 1, 2, 3, 4]]]), 10)
+    assert arranged.tolist() == [[[7, 3, 8, 1, 9], [0, 1, 2, 3, 4]]]
+    arranged, fresh = arrange(held, torch.tensor([[[1, 3, 5], [0, 2, 3]]]), 8)
+    assert arranged.tolist() == [[[1, 3, 5], [0, 3, 2]]], "of what was held beyond the last place nothing counts"
+
+
+def test_exact_kv_takes_the_tails_room() -> None:
+    """What a snapshot holds beyond the budget, the tier's own tokens cannot have."""
+    writer, chunks = Writer(2), CHUNKS[0]
+    kv = reader(writer, chunks.budget)
+    writer.grow(304, drift=0)
+    kv.deliver(writer.kv.cut(1, 304, chunks, MeanKey()))
+    writer.grow(354, drift=0)
+    resync = writer.kv.resync(1, 354, kv.confirmed(1))
+    assert resync is not None
+    assert kv.take(resync)
+    for end, fits in [(400, True), (304 + TAIL, True), (305 + TAIL, False), (380, True)]:
+        batch = kv.prepare([Forward(Span(1, 0, tuple(range(end)), spec(LENGTH)), 1)])
+        assert bool(batch.rows) == fits
+        assert fits or batch.lacking[1].snapshot_wanted
+        for row in batch.rows:
+            assert sum(b - a for a, b in row.placed.writes) == len(row.placed.tokens), "each has a slot of its own"
