@@ -188,15 +188,15 @@ WILD: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("placement", PLACES)
+@pytest.mark.parametrize("colocate", PLACES)
 @pytest.mark.parametrize("changed", WILD, ids=[str(i) for i in range(len(WILD))])
 @pytest.mark.parametrize("arrivals", [{}, {"rate_per_s": 1.0}], ids=["closed", "poisson"])
 def test_every_token_is_produced_and_no_two_passes_overlap(
-    changed: dict[str, Any], placement: str, arrivals: dict[str, float]
+    changed: dict[str, Any], colocate: str, arrivals: dict[str, float]
 ) -> None:
-    if placement == "draft+retrieval+target" and changed.get("run_ahead"):
+    if colocate == "all" and changed.get("run_ahead"):
         pytest.skip("refused")
-    data = data_of("h200", **changed, placement=placement, duration_s=8)
+    data = data_of("h200", **changed, colocate=colocate, duration_s=8)
     data["load"] |= {"output_tokens": [1, 40, 173], "prompt_tokens": [500, 2000]} | arrivals
     if arrivals:
         del data["load"]["concurrency"]
@@ -220,8 +220,8 @@ def test_the_same_seed_gives_the_same_result(changed: dict[str, Any]) -> None:
 
 def test_tiers_on_one_device_take_turns() -> None:
     apart, together = (
-        simulate(scenario_of("h200", users=3, micro_batches=3, placement=placement, duration_s=30))
-        for placement in ("separate", "draft+retrieval+target")
+        simulate(scenario_of("h200", users=3, micro_batches=3, colocate=colocate, duration_s=30))
+        for colocate in ("none", "all")
     )
     (passes,) = together.passes.values()
     assert {each.tier for each in passes} == set(Tier)
@@ -294,10 +294,10 @@ def test_a_plan_is_the_smallest_that_serves() -> None:
     chosen = plan(planned(), goal, 64)
     assert chosen.best is not None
     assert chosen.best.gpus == min(option.gpus for option in chosen.tried if option.serves)
-    assert {option.scenario.placement for option in chosen.tried} == set(PLACES)
+    assert {option.scenario.colocate for option in chosen.tried} == set(PLACES)
     replicas = chosen.best.scenario.replicas
     fewer = [option for option in chosen.tried if option.scenario.replicas == replicas - 1]
-    outcomes = [o.serves for o in fewer if o.scenario.placement == chosen.best.scenario.placement]
+    outcomes = [o.serves for o in fewer if o.scenario.colocate == chosen.best.scenario.colocate]
     assert outcomes == [False]
     figures = chosen.figures()
     assert figures["best"]["gpus"] == sum(figures["best"]["gpus_by_tier"].values())
@@ -372,7 +372,7 @@ def test_the_command_prints_what_the_library_finds(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], scenario_file: str
 ) -> None:
     options = ("--concurrency", "4", "--micro-batches", "2", "--lookaheads", "8,2", "--alpha-draft", "0.7")
-    more = ("--output", "300", "--replicas", "2", "--placement", "draft+retrieval", "--seed", "5")
+    more = ("--output", "300", "--replicas", "2", "--colocate", "draft_with_retrieval", "--seed", "5")
     load = {"concurrency": 4, "output_tokens": 300, "prompt_tokens": [1024]}
     expected: Result = simulate(
         scenario_of(
@@ -382,7 +382,7 @@ def test_the_command_prints_what_the_library_finds(
             lookaheads=(8, 2),
             alphas=(0.7, 0.92),
             replicas=2,
-            placement="draft+retrieval",
+            colocate="draft_with_retrieval",
             seed=5,
             duration_s=5,
         )
@@ -435,11 +435,11 @@ def test_the_command_plans(
         (["FILE", "--lookaheads", "65,2"], ["lookaheads", "(65, 2)", "between 0 and 64"]),
         (["FILE", "--micro-batches", "0"], ["micro_batches", "0", "greater than or equal to 1"]),
         (["FILE", "--micro-batches", "1", "--run-ahead"], ["run_ahead", "True", "micro_batches of 2"]),
-        (["FILE", "--run-ahead", "--placement", "draft+retrieval+target"], ["run_ahead", "device of its own"]),
+        (["FILE", "--run-ahead", "--colocate", "all"], ["run_ahead", "device of its own"]),
         (["FILE", "--alpha-draft", "1.5"], ["acceptance.draft", "1.5", "less than or equal to 1"]),
         (["FILE", "--rate", "0"], ["load.rate_per_s", "0.0", "greater than 0"]),
         (["FILE", "--rate", "1", "--concurrency", "1"], ["rate", "1.0", "excludes --concurrency"]),
-        (["FILE", "--placement", "apart"], ["placement", "apart", "separate"]),
+        (["FILE", "--colocate", "apart"], ["colocate", "apart", "none"]),
         (["FILE", "--duration", "inf"], ["duration_s", "inf", "finite"]),
         (["FILE", "--output", "0"], ["load.output_tokens", "0", "greater than or equal to 1"]),
         (["FILE", "--figure", "x.pdf"], ["figure", "x.pdf", ".svg, .png"]),

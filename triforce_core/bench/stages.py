@@ -32,10 +32,15 @@ def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: Sa
     points: dict[str, list[dict[str, Any]]] = {tier.name.lower(): [] for tier in Tier}
     for batch in batches:
         some = sequences[:batch]
-        points["draft"].append({"batch": batch, "tokens": 1, "ms": draft_ms(retrieval.proposer, some)})
         for tokens in TOKENS:
-            for tier, verifier in (("retrieval", retrieval.verifier), ("target", engine.decoder.verifier)):
-                points[tier].append({"batch": batch, "tokens": tokens, "ms": verify_ms(verifier, some, tokens)})
+            passes = {
+                "draft": drafting(retrieval.proposer, some),
+                "retrieval": verifying(retrieval.verifier, some, tokens),
+                "target": verifying(engine.decoder.verifier, some, tokens),
+            }
+            for tier, ms in median_ms(passes).items():
+                if tier != "draft" or tokens == TOKENS[0]:
+                    points[tier].append({"batch": batch, "tokens": 1 if tier == "draft" else tokens, "ms": ms})
     return points
 
 
@@ -58,31 +63,35 @@ def level_below(decoder: Proposer) -> Proposer:
 
 
 def newest(sequence: Sequence) -> Span:
-    """A statement of the last token: what a tier must forward to go on."""
+    """A statement of the last tokens: as many as a tier may lack, of which it forwards those that it does."""
     end = len(sequence.tokens)
-    return Span(sequence.sequence_id, end - 1, (sequence.tokens[-1],))
+    start = max(1, end - 32)
+    return Span(sequence.sequence_id, start, tuple(sequence.tokens[start:]))
 
 
-def verify_ms(verifier: Verifier, sequences: list[Sequence], tokens: int) -> float:
+def verifying(verifier: Verifier, sequences: list[Sequence], tokens: int) -> Callable[[], object]:
     """Judging `tokens` - 1 proposed tokens of each sequence."""
     claims = [Claim(newest(s), tuple(s.tokens[: tokens - 1])) for s in sequences]
-    return median_ms(lambda: verifier.verify(claims))
+    return lambda: verifier.verify(claims)
 
 
-def draft_ms(proposer: Proposer, sequences: list[Sequence], steps: int = 3) -> float:
-    """One step of several."""
+def drafting(proposer: Proposer, sequences: list[Sequence]) -> Callable[[], object]:
+    """One step."""
+    work = [Work(newest(s), (1,)) for s in sequences]
 
     def draft() -> None:
-        proposer.submit([Work(newest(s), (steps,)) for s in sequences])
+        proposer.submit(work)
         proposer.collect(0.0)
 
-    return median_ms(draft) / steps
+    return draft
 
 
-def median_ms(run: Callable[[], object]) -> float:
-    times = []
+def median_ms(passes: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Of each kind; they alternate, as they do in decoding, so that none finds the caches as it left them."""
+    times: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(PASSES + 1):
-        begin = time.perf_counter()
-        run()
-        times.append(time.perf_counter() - begin)
-    return 1e3 * statistics.median(times[1:])
+        for name, run in passes.items():
+            begin = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - begin)
+    return {name: 1e3 * statistics.median(taken[1:]) for name, taken in times.items()}

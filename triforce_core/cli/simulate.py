@@ -30,8 +30,8 @@ def scenario_given(
     prompt: Annotated[int | None, typer.Option(help="prompt tokens")] = None,
     output: Annotated[int | None, typer.Option(help="output tokens")] = None,
     replicas: Annotated[int | None, typer.Option(help="whole pipelines")] = None,
-    placement: Annotated[
-        str | None, typer.Option(help="separate | draft+retrieval | draft+retrieval+target: who shares a device")
+    colocate: Annotated[
+        str | None, typer.Option(help="none | draft_with_retrieval | all: who shares a device")
     ] = None,
     alpha_retrieval: Annotated[float | None, typer.Option(help="chance that target accepts a retrieval token")] = None,
     alpha_draft: Annotated[float | None, typer.Option(help="chance that retrieval accepts a draft token")] = None,
@@ -54,7 +54,7 @@ def scenario_given(
         micro_batches=micro_batches,
         run_ahead=run_ahead,
         replicas=replicas,
-        placement=placement,
+        colocate=colocate,
         duration_s=duration,
         seed=seed,
         acceptance=measured.pop("acceptance", {}) | acceptance or None,

@@ -46,7 +46,7 @@ class Option:
     def figures(self) -> dict[str, Any]:
         measured = self.result.figures()
         return {
-            "placement": self.scenario.placement,
+            "colocate": self.scenario.colocate,
             "replicas": self.scenario.replicas,
             "gpus": self.gpus,
             "gpus_by_tier": {device_name(tiers): self.scenario.replicas for tiers in self.scenario.devices},
@@ -99,7 +99,7 @@ def serves(result: Result, goal: Goal) -> bool:
 
 
 def plan(scenario: Scenario, goal: Goal, max_gpus: int) -> Plan:
-    """Try each placement of the scenario; `scenario.replicas` and `.placement` themselves are not looked at.
+    """Try each placement of the scenario; `scenario.replicas` and `.colocate` themselves are not looked at.
 
     Raises `InvalidValueError` where the load is no rate, or nothing may be tried.
     """
@@ -110,8 +110,8 @@ def plan(scenario: Scenario, goal: Goal, max_gpus: int) -> Plan:
     offered = rate * sum(output) / len(output)  # tokens a second
     tried: list[Option] = []
     seen = set()
-    for placement in PLACEMENTS:
-        placed = scenario.model_copy(update={"placement": placement, "replicas": 1})
+    for colocate in PLACEMENTS:
+        placed = scenario.model_copy(update={"colocate": colocate, "replicas": 1})
         if placed.devices in seen or (scenario.run_ahead and len(placed.devices) == 1):
             continue
         seen.add(placed.devices)

@@ -11,13 +11,13 @@ from triforce_core.config import invalid_value, read_mapping
 from triforce_core.errors import require
 from triforce_core.messages import Tier
 
-Placement = Literal["separate", "draft+retrieval", "draft+retrieval+target"]
+Colocate = Literal["none", "draft_with_retrieval", "all"]
 
-# Which tiers share a device, by the name of the placement.
-PLACEMENTS: dict[Placement, tuple[tuple[Tier, ...], ...]] = {
-    "separate": ((Tier.DRAFT,), (Tier.RETRIEVAL,), (Tier.TARGET,)),
-    "draft+retrieval": ((Tier.DRAFT, Tier.RETRIEVAL), (Tier.TARGET,)),
-    "draft+retrieval+target": ((Tier.DRAFT, Tier.RETRIEVAL, Tier.TARGET),),
+# Which tiers share a device, in the words of the setting `placement.colocate`.
+PLACEMENTS: dict[Colocate, tuple[tuple[Tier, ...], ...]] = {
+    "none": ((Tier.DRAFT,), (Tier.RETRIEVAL,), (Tier.TARGET,)),
+    "draft_with_retrieval": ((Tier.DRAFT, Tier.RETRIEVAL), (Tier.TARGET,)),
+    "all": ((Tier.DRAFT, Tier.RETRIEVAL, Tier.TARGET),),
 }
 
 
@@ -132,7 +132,7 @@ class Scenario(Strict):
     )
     micro_batches: int = Field(3, ge=1, description="1 is sequential mode: every pass waits for all")
     run_ahead: bool = False
-    placement: Placement = "separate"
+    colocate: Colocate = "none"
     replicas: int = Field(1, ge=1, le=1024)
     max_sequences: int = Field(8, ge=1, description="requests that one replica decodes at the same time")
     prefill: Prefill | None = Field(None, description="by default prompts cost nothing")
@@ -169,7 +169,7 @@ class Scenario(Strict):
     @property
     def devices(self) -> tuple[tuple[Tier, ...], ...]:
         """Of one replica: which tiers that take part each of them runs."""
-        shared = (tuple(tier for tier in group if tier in self.tiers) for group in PLACEMENTS[self.placement])
+        shared = (tuple(tier for tier in group if tier in self.tiers) for group in PLACEMENTS[self.colocate])
         return tuple(group for group in shared if group)
 
     def link_s(self, upper: Tier, lower: Tier) -> tuple[float, float]:
