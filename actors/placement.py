@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,10 +73,13 @@ def reserve(placement: PlacementSettings, timeout_s: float = 60.0) -> PlacementG
     raise UnavailableError(f"no place for the pipeline within {timeout_s:g} s: {reason}")
 
 
-def place_tiers(settings: Settings, group: PlacementGroup) -> TierActors:
+def place_tiers(
+    settings: Settings, group: PlacementGroup, actors: Mapping[str, type[TierActor]] = ACTORS, *more: Any
+) -> TierActors:
     """Create the actors, one in each of the group's first bundles; they load when asked for their address.
 
-    They know one another by name, so that a restarted one finds the others again.
+    They know one another by name, so that a restarted one finds the others again. `actors` are their classes, by the
+    uppermost tier, and `more` what these take beyond the settings and names.
     """
     pipeline = uuid.uuid4().hex[:8]
     placed: dict[str, ActorHandle[Any]] = {}
@@ -83,14 +87,15 @@ def place_tiers(settings: Settings, group: PlacementGroup) -> TierActors:
     names = [f"triforce-{pipeline}-{each.tiers[0]}" for each in groups]
     for index, each in reversed(list(enumerate(groups))):
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        handle = create(settings, each, names[index : index + 2], where)
+        handle = create(actors[each.tiers[0]], settings, each, names[index : index + 2], where, *more)
         placed.update(dict.fromkeys(each.tiers, handle))
     return TierActors(**placed)
 
 
-def create(settings: Settings, group: DeviceGroup, names: list[str], where: Any) -> ActorHandle[Any]:
+def create(
+    cls: type[TierActor], settings: Settings, group: DeviceGroup, names: list[str], where: Any, *more: Any
+) -> ActorHandle[Any]:
     """The actor of the group's uppermost tier, with its name and, where there is one, that of the actor below it."""
-    cls = ACTORS[group.tiers[0]]
     environment = ENVIRONMENT if group.cores is None else ENVIRONMENT | {"OMP_NUM_THREADS": str(len(group.cores))}
     # Without this, an actor is aborted by Ray 2.60 when a transfer to it fails. `options` below does not know it.
     options: dict[str, Any] = {"enable_tensor_transport": True} if settings.retrieval.transport == "rdt" else {}
@@ -100,10 +105,10 @@ def create(settings: Settings, group: DeviceGroup, names: list[str], where: Any)
         num_cpus=group.cpus,
         num_gpus=group.gpus,
         max_concurrency=4,
-        max_restarts=0 if cls is TargetActor else -1,  # without a target there is nothing to go on with
+        max_restarts=0 if issubclass(cls, TargetActor) else -1,  # without a target there is nothing to go on with
         scheduling_strategy=where,
         runtime_env={"env_vars": environment},
-    ).remote(settings, *names[1:])
+    ).remote(settings, *names[1:], *more)
     return handle
 
 

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
-import uuid
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any, TypeVar
 
 import ray
+from ray.util import remove_placement_group
 
-from actors.bench.paced import Pace, PacedDraftActor, PacedRetrievalActor, PacedTargetActor
+from actors.bench.paced import PACED, Pace
 from actors.links import RemoteProposer
 from actors.pipeline import Pipeline
-from actors.placement import ENVIRONMENT, TierActors
-from actors.tiers import CONNECT_TIMEOUT_S, DraftActor, RetrievalActor, TargetActor, address_of
+from actors.placement import place_tiers, reserve
+from actors.tiers import CONNECT_TIMEOUT_S, TargetActor, address_of
 from actors.wire import stats_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
@@ -25,7 +24,6 @@ from triforce_core.engine.sequence import Stats
 from triforce_core.messages import Proposal, Span, Tally, Tier, Work
 from triforce_core.timeline import Stage, start_recording, take_stages
 
-Cores = dict[Tier, int]
 T = TypeVar("T")
 
 
@@ -91,29 +89,13 @@ class Run:
 class Arrangement:
     """Its actors live until `stop`."""
 
-    def __init__(self, settings: Settings, runner: asyncio.Runner, *, pace: Pace | None, cores: Cores) -> None:
-        self.settings, self.runner = settings, runner
-        name = uuid.uuid4().hex[:8]
-        names = {tier: f"bench-{name}-{tier.name.lower()}" for tier in Tier}
-        paced = () if pace is None else (pace,)
-        below = {Tier.DRAFT: (), Tier.RETRIEVAL: (names[Tier.DRAFT],), Tier.TARGET: (names[Tier.RETRIEVAL],)}
-        real = {Tier.DRAFT: DraftActor, Tier.RETRIEVAL: RetrievalActor, Tier.TARGET: TargetActor}
-        sleeping = {Tier.DRAFT: PacedDraftActor, Tier.RETRIEVAL: PacedRetrievalActor, Tier.TARGET: PacedTargetActor}
-        actors = {}
-        for tier, cls in (real if pace is None else sleeping).items():
-            remote: Any = ray.remote(cls)
-            options = {
-                "name": names[tier],
-                "num_cpus": 0.1,
-                "max_concurrency": 4,
-                "runtime_env": {"env_vars": ENVIRONMENT},
-            }
-            actors[tier] = remote.options(**options).remote(settings, *below[tier], *paced)
-        for tier, core in cores.items():
-            ray.get(actors[tier].__ray_call__.remote(lambda _, core=core: pin(core)))
-        self.pipeline = Pipeline(TierActors(actors[Tier.DRAFT], actors[Tier.RETRIEVAL], actors[Tier.TARGET]))
+    def __init__(self, settings: Settings, runner: asyncio.Runner, pace: Pace | None) -> None:
+        self.runner = runner
+        self.group = reserve(settings.placement)
+        actors = place_tiers(settings, self.group) if pace is None else place_tiers(settings, self.group, PACED, pace)
+        self.pipeline = Pipeline(actors)
         self.wait(self.pipeline.connect())
-        for actor in actors.values():
+        for actor in actors.each():
             ray.get(actor.__ray_call__.remote(lambda _: start_recording()))
 
     def wait(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -153,7 +135,7 @@ class Arrangement:
         return count_bytes(self.wait(self.pipeline.status()))
 
     def _take_stages(self) -> list[Stage]:
-        actors = self.pipeline.actors.all().values()
+        actors = self.pipeline.actors.each()
         taken: list[list[Any]] = ray.get([actor.__ray_call__.remote(lambda _: take_stages()) for actor in actors])
         return [Stage(Tier(tier), *rest) for stages in taken for tier, *rest in stages]
 
@@ -166,12 +148,7 @@ class Arrangement:
 
     def stop(self) -> None:
         self.wait(self.pipeline.stop())
-
-
-def pin(core: int) -> None:
-    """All threads of this process onto one core; those to come inherit it."""
-    for thread in os.listdir("/proc/self/task"):
-        os.sched_setaffinity(int(thread), {core})
+        remove_placement_group(self.group)
 
 
 def ping(target: TargetActor, count: int) -> list[float]:

@@ -14,7 +14,7 @@ import torch
 from actors.links import RemoteProposer
 from actors.serving import GrpcServer, TierServer
 from actors.target_server import TargetServer
-from actors.tiers import CONNECT_TIMEOUT_S, DraftActor, RetrievalActor, TargetActor, address_of
+from actors.tiers import CONNECT_TIMEOUT_S, DraftActor, RetrievalActor, TargetActor, TierActor, address_of
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
@@ -226,3 +226,10 @@ class PacedTargetActor(TargetActor):
         engine = paced_engine(self.pace, self.settings, self.link, doorbell)
         self.target_server = TargetServer(engine, self.settings.speculation.effective)
         return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
+
+
+PACED: dict[str, type[TierActor]] = {
+    "draft": PacedDraftActor,
+    "retrieval": PacedRetrievalActor,
+    "target": PacedTargetActor,
+}

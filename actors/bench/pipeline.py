@@ -11,7 +11,7 @@ from typing import Any
 
 import ray
 
-from actors.bench.arrangement import Arrangement, Cores, Run
+from actors.bench.arrangement import Arrangement, Run
 from actors.bench.paced import VOCAB_SIZE, Pace
 from actors.wire import sampling_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
@@ -37,14 +37,17 @@ class Load:
 
 
 def bench_pipeline(
-    settings: Settings, load: Load, *, repeats: int, pace: Pace | None, cores: Cores, report: Report
+    settings: Settings, load: Load, *, repeats: int, pace: Pace | None, report: Report
 ) -> tuple[dict[str, Any], Run]:
     """The figures, and the last pipelined run, for its trace."""
+    placement = settings.placement
+    if pace is not None:
+        require(placement.colocate == "none", "placement.colocate", placement.colocate, "must be none for paced tiers")
     require(load.output >= 16, "output", load.output, "must be at least 16 tokens, to measure between them")
     load_before = os.getloadavg()[0]
     messages = decode_requests(settings, load, pace)
     report("each tier by itself")
-    alone = single_stages(settings, load, messages, pace, cores)
+    alone = single_stages(settings, load, messages, pace)
     modes: dict[str, dict[str, Any]] = {
         "sequential": {"micro_batches": 1},
         "pipelined": {"run_ahead": load.requests == 1},
@@ -55,8 +58,7 @@ def bench_pipeline(
     try:
         with asyncio.Runner() as runner:
             arrangements = {
-                name: Arrangement(scheduled(settings, load, **changes), runner, pace=pace, cores=cores)
-                for name, changes in modes.items()
+                name: Arrangement(scheduled(settings, load, **changes), runner, pace) for name, changes in modes.items()
             }
             hop_ms = arrangements["pipelined"].hop_ms()
             for arrangement in arrangements.values():  # warm-up
@@ -71,8 +73,8 @@ def bench_pipeline(
     finally:
         ray.shutdown()
     figures = {
-        **conditions(settings, load, pace, cores),
-        **compared(settings, load, runs, hop_ms, shares_a_core(cores)),
+        **conditions(settings, load, pace),
+        **compared(settings, load, runs, hop_ms),
         "calibration": {
             "stages": alone,
             "hop_ms": {"target_retrieval": hop_ms / 2, "retrieval_draft": hop_ms / 2},  # one way
@@ -123,9 +125,9 @@ def shortened(message: pb.DecodeRequest) -> pb.DecodeRequest:
 
 
 def single_stages(
-    settings: Settings, load: Load, messages: list[pb.DecodeRequest], pace: Pace | None, cores: Cores
+    settings: Settings, load: Load, messages: list[pb.DecodeRequest], pace: Pace | None
 ) -> dict[str, Any]:
-    """Passes of each tier with nothing else running, on one core where the tiers are given cores."""
+    """Passes of each tier with nothing else running, on the target's cores where it is given some."""
     if pace is not None:
         return {tier.name.lower(): [{"batch": 1, "tokens": 1, "ms": pace.ms(tier)}] for tier in Tier}
     from triforce_core.bench.stages import stage_times
@@ -133,13 +135,13 @@ def single_stages(
     roomy = scheduled(settings, Load(load.requests, load.context, 1024, load.sampling, load.seed))
     before = os.sched_getaffinity(0)
     try:
-        os.sched_setaffinity(0, {cores[Tier.TARGET]} if cores else before)
+        os.sched_setaffinity(0, settings.placement.target.cores or before)
         return stage_times(roomy, [tuple(message.prompt_token_ids) for message in messages], load.sampling)
     finally:
         os.sched_setaffinity(0, before)
 
 
-def conditions(settings: Settings, load: Load, pace: Pace | None, cores: Cores) -> dict[str, Any]:
+def conditions(settings: Settings, load: Load, pace: Pace | None) -> dict[str, Any]:
     return {
         "paced": None if pace is None else {"ms": [pace.ms(tier) for tier in Tier], "note": "stages sleep, none runs"},
         "requests": load.requests,
@@ -150,16 +152,24 @@ def conditions(settings: Settings, load: Load, pace: Pace | None, cores: Cores) 
         "micro_batches": settings.micro_batches,
         "budget": settings.retrieval.budget,
         "dtype": settings.dtype,
-        "cores": {tier.name.lower(): core for tier, core in cores.items()} or None,
+        "colocate": settings.placement.colocate,
+        "cores": {tier.name.lower(): cores_of(settings, tier) for tier in Tier},
     }
 
 
-def shares_a_core(cores: Cores) -> bool:
+def cores_of(settings: Settings, tier: Tier) -> list[int] | None:
+    cores = getattr(settings.placement, tier.name.lower()).cores
+    return None if cores is None else list(cores)
+
+
+def shares_a_core(settings: Settings) -> bool:
     """Whether draft and retrieval are one stage."""
-    return Tier.DRAFT in cores and cores[Tier.DRAFT] == cores[Tier.RETRIEVAL]
+    draft = cores_of(settings, Tier.DRAFT)
+    together = draft is not None and draft == cores_of(settings, Tier.RETRIEVAL)
+    return settings.placement.colocate != "none" or together
 
 
-def compared(settings: Settings, load: Load, runs: dict[str, list[Run]], hop_ms: float, shared: bool) -> dict[str, Any]:
+def compared(settings: Settings, load: Load, runs: dict[str, list[Run]], hop_ms: float) -> dict[str, Any]:
     """Medians over the runs of each mode; the bound is that of the median pipelined run's own stages."""
 
     def median(name: str) -> float:
@@ -168,7 +178,9 @@ def compared(settings: Settings, load: Load, runs: dict[str, list[Run]], hop_ms:
     sequential, pipelined = runs["sequential"], runs["pipelined"]
     typical = min(pipelined, key=lambda run: abs(run.tokens_per_s - median("pipelined")))
     rounds = Rounds.of(typical, settings, hop_ms)
-    bound = rounds.run_ahead_bound(settings) if load.requests == 1 else rounds.bound(load.requests, shared)
+    bound = (
+        rounds.run_ahead_bound(settings) if load.requests == 1 else rounds.bound(load.requests, shares_a_core(settings))
+    )
     target, retrieval = typical.tally(0), typical.tally(1)
     every = [run for mode in runs.values() for run in mode]
     speeds = [run.tokens_per_s for run in sequential]

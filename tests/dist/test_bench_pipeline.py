@@ -23,7 +23,9 @@ def test_paced_stages_give_the_figures_and_the_trace(
     load = ["--requests", "2", "--micro-batches", "2", "--context", "32", "--output", "60", "--repeats", "1"]
     paced = ["--paced", "0.5,3,6,0.7,0.9", "--lookaheads", "4,2", "--trace", str(trace), "--figure", str(figure)]
     monkeypatch.setattr(sys, "argv", ["triforce", "bench", "pipeline", *load, *paced, "--force", "--json"])
-    main()
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
     figures = json.loads(capsys.readouterr().out)
     assert figures["identical"] is True
     assert figures["paced"]["ms"] == [0.5, 3, 6]

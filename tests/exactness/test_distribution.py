@@ -129,21 +129,23 @@ class TableTier:
     def __init__(self, law: Law, tier: Tier) -> None:
         self.logits, self.tier = torch.tensor(law).log(), tier
         self.waiting: list[Work] = []
+        self.specs: dict[int, SequenceSpec] = {}
 
     def draw(self, spans: list[Span], counts: list[int]) -> list[list[int]]:
         """For each span its next tokens, `counts` of them."""
+        self.specs.update({span.sequence_id: span.spec for span in spans if span.spec is not None})
+        specs = [self.specs[span.sequence_id] for span in spans]
         draws = [
-            Draw(span.spec.sampling, span.spec.seed, span.end + i)
-            for span, count in zip(spans, counts, strict=True)
+            Draw(spec.sampling, spec.seed, span.end + i)
+            for span, spec, count in zip(spans, specs, counts, strict=True)
             for i in range(count)
-            if span.spec is not None
         ]
         tokens = iter(draw_tokens(self.logits.expand(len(draws), -1), draws))
         return [list(itertools.islice(tokens, count)) for count in counts]
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         own = self.draw([c.span for c in claims], [len(c.proposed) + 1 for c in claims])
-        return [judge(tokens, c, c.span.spec) for tokens, c in zip(own, claims, strict=True) if c.span.spec]
+        return [judge(tokens, c, self.specs[c.span.sequence_id]) for tokens, c in zip(own, claims, strict=True)]
 
     def submit(self, work: list[Work]) -> None:
         self.waiting += work

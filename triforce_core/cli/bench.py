@@ -10,8 +10,8 @@ from rich.console import Console
 
 from triforce_core.cli.figures import show_figures
 from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, decoding_settings, with_options_of
-from triforce_core.config import Settings
-from triforce_core.errors import InvalidValueError, require
+from triforce_core.config import Settings, TierPlacement
+from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
 
 MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load average")]
@@ -90,14 +90,14 @@ def pipeline(
     from triforce_core.bench.machine import quiet_machine
 
     speculation = settings.speculation.model_copy(update={"micro_batches": micro_batches})
-    settings = settings.model_copy(update={"speculation": speculation})
+    placement = settings.placement if cores is None else settings.placement.model_copy(update=parse_cores(cores))
+    settings = settings.model_copy(update={"speculation": speculation, "placement": placement})
     load = Load(requests, context, output, SamplingParams(temperature), seed)
     pace = Pace.parse(paced) if paced is not None else None
-    placed = parse_cores(cores) if cores is not None else {}
     progress = Console(stderr=True, highlight=False)
     prepare_environment()
     with quiet_machine(max_load, force=force):
-        figures, last = bench_pipeline(settings, load, repeats=repeats, pace=pace, cores=placed, report=progress.print)
+        figures, last = bench_pipeline(settings, load, repeats=repeats, pace=pace, report=progress.print)
     if trace is not None:
         write_trace(last, trace)
     if figure is not None:
@@ -106,10 +106,11 @@ def pipeline(
     show_figures(figures, as_json=as_json)
 
 
-def parse_cores(text: str) -> dict[Tier, int]:
+def parse_cores(text: str) -> dict[str, TierPlacement]:
+    """One core for each tier."""
     try:
         cores = [int(part) for part in text.split(",")]
     except ValueError:
-        raise InvalidValueError("cores", text, "must be three core numbers: draft,retrieval,target") from None
+        cores = []
     require(len(cores) == 3, "cores", text, "must be three core numbers: draft,retrieval,target")
-    return dict(zip(Tier, cores, strict=True))
+    return {tier.name.lower(): TierPlacement(cores=(core,)) for tier, core in zip(Tier, cores, strict=True)}

@@ -30,9 +30,7 @@ def scenario_given(
     prompt: Annotated[int | None, typer.Option(help="prompt tokens")] = None,
     output: Annotated[int | None, typer.Option(help="output tokens")] = None,
     replicas: Annotated[int | None, typer.Option(help="whole pipelines")] = None,
-    colocate: Annotated[
-        str | None, typer.Option(help="none | draft_with_retrieval | all: who shares a device")
-    ] = None,
+    colocate: Annotated[str | None, typer.Option(help="none | draft_with_retrieval | all: who shares a device")] = None,
     alpha_retrieval: Annotated[float | None, typer.Option(help="chance that target accepts a retrieval token")] = None,
     alpha_draft: Annotated[float | None, typer.Option(help="chance that retrieval accepts a draft token")] = None,
     duration: Annotated[float | None, typer.Option(help="simulated seconds in which requests arrive")] = None,
