@@ -55,6 +55,7 @@ class Pending(NamedTuple):
     """Work that the peer owes an answer to."""
 
     work: Work
+    stated_from: int  # what it may not have heard, if it never answers; of work that this one replaced, too
     stream: Stream
     deadline: float  # monotonic seconds
 
@@ -70,7 +71,7 @@ class RemoteProposer:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
         self.stream: Stream | None = None  # the latest; None before the first
         self.pending: dict[int, Pending] = {}  # by sequence id
-        self.unsent: list[Work] = []  # answered empty at the next collect
+        self.unsent: list[Proposal] = []  # the empty answers to work that could not be sent
         self.arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
         self.retry_s = RETRY_S
         self.ready, self.closed = threading.Event(), threading.Event()
@@ -82,28 +83,29 @@ class RemoteProposer:
         return self.ready.wait(timeout_s)
 
     def submit(self, work: list[Work]) -> None:
-        stream = self.stream
-        if stream is None or not stream.open:
-            self.unsent += work
-            return
-        deadline = time.monotonic() + self.timeout_s
-        self.pending.update({w.span.sequence_id: Pending(w, stream, deadline) for w in work})
-        stream.outgoing.put(work_batch_to_proto(work))
+        stream, deadline = self.stream, time.monotonic() + self.timeout_s
+        for w in work:
+            replaced = self.pending.pop(w.span.sequence_id, None)
+            stated_from = min(w.span.start, replaced.stated_from) if replaced else w.span.start
+            if stream is None or not stream.open:
+                self.unsent.append(empty_answer(w, stated_from))
+            else:
+                self.pending[w.span.sequence_id] = Pending(w, stated_from, stream, deadline)
+        if stream is not None and stream.open:
+            stream.outgoing.put(work_batch_to_proto(work))
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """What has arrived; waits for it, but not when the doorbell rings for somebody else."""
-        proposals, self.unsent = [empty_answer(w) for w in self.unsent], []
-        until = time.monotonic() + timeout_s
+        proposals, self.unsent = self.unsent, []
+        until, rang = time.monotonic() + timeout_s, False
         while True:
             while not self.arrived.empty():
                 proposals += self._take(self.arrived.get_nowait())
             proposals += self._give_up_late()
-            if proposals:
+            if proposals or rang or time.monotonic() >= until:
                 return proposals
             next_deadline = min((p.deadline for p in self.pending.values()), default=until)
             rang = self.doorbell.wait(min(until, next_deadline) - time.monotonic())
-            if (rang and self.arrived.empty()) or time.monotonic() >= until:
-                return []
 
     def _give_up_late(self) -> list[Proposal]:
         """Drop the links of peers that did not answer in time."""
@@ -139,7 +141,7 @@ class RemoteProposer:
         lost = [p for p in self.pending.values() if p.stream is stream]
         for pending in lost:
             del self.pending[pending.work.span.sequence_id]
-        return [empty_answer(p.work) for p in lost]
+        return [empty_answer(p.work, p.stated_from) for p in lost]
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
@@ -156,13 +158,16 @@ class RemoteProposer:
 
     def _keep_stream(self) -> None:
         while not self.closed.is_set():
-            stream = Stream()
+            stream, was_open = Stream(), False
             try:
                 with grpc.insecure_channel(self.resolve(), options=CHANNEL_OPTIONS) as channel:
                     stream.call = TierStub(channel).Propose(iter(stream))
                     stream.call.initial_metadata()  # sent by the peer as soon as it serves us
-                    self.stream = stream
-                    self.ready.set()
+                    if was_open := stream.call.is_active():
+                        self.stream = stream
+                        self.ready.set()
+                    if self.closed.is_set():  # before there was a stream to close
+                        stream.close()
                     for batch in stream.call:
                         self.arrived.put((stream, batch))
                         self.doorbell.ring()
@@ -170,11 +175,12 @@ class RemoteProposer:
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)
             self.ready.clear()
             stream.close()
-            self.arrived.put(stream)
-            self.doorbell.ring()
+            if was_open:
+                self.arrived.put(stream)
+                self.doorbell.ring()
             self.closed.wait(self.retry_s)
 
 
-def empty_answer(work: Work) -> Proposal:
+def empty_answer(work: Work, stated_from: int) -> Proposal:
     """In place of a peer's: nothing proposed, and the peer must not be believed to hold what we stated."""
-    return Proposal(work.span.sequence_id, work.span.end, missing_from=work.span.start)
+    return Proposal(work.span.sequence_id, work.span.end, missing_from=stated_from)

@@ -145,9 +145,13 @@ class TierServer(TierServicer):
             except Exception:
                 failures += 1
                 log.exception("%s tier: a round failed, %d in a row", self.tier.name.lower(), failures)
-                if failures == MAX_FAILURES:  # a broken device never heals: a new process may
+                try:
+                    self._abandon()
+                except Exception:
+                    log.exception("%s tier: what it held cannot be given up", self.tier.name.lower())
+                    failures = MAX_FAILURES
+                if failures >= MAX_FAILURES:  # a broken device never heals: a new process may
                     os._exit(1)
-                self._abandon()
 
     def _take_messages(self) -> None:
         while not self.inbox.empty():

@@ -78,6 +78,10 @@ class PipelineReplica:
                 await self.pipeline.stop()
             raise
 
+    async def ping(self) -> None:
+        """For clients: they may ask as often as they like, so their failures are not counted."""
+        await self.pipeline.check(CHECK_TIMEOUT_S)
+
     async def __del__(self) -> None:
         if hasattr(self, "pipeline"):
             await self.pipeline.stop()
@@ -113,7 +117,7 @@ class RemotePipelines:
 
     async def check(self) -> None:
         try:
-            await self.handle.check_health.remote()
+            await self.handle.ping.remote()
         except Exception as error:
             raise lost(error) from error
 

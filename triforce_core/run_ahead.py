@@ -19,7 +19,8 @@ class RunAhead:
 
     def __init__(self, decoder: SpeculativeDecoder, below: int) -> None:
         self.decoder, self.below = decoder, below
-        self.owed: set[int] = set()  # sequences whose work is not answered
+        self.live: set[int] = set()  # sequences met and not released
+        self.owed: set[int] = set()  # those whose work is not answered
         self.found: list[Block] = []  # answers that were guessed already
         self.guesses: dict[int, Block] = {}  # of sequences that the level above is judging; paused, or long enough
         self.running: set[int] = set()  # guesses that the decoder is at
@@ -30,7 +31,7 @@ class RunAhead:
         return not self.owed and bool(self.running or self._unfinished())
 
     def _unfinished(self) -> list[Block]:
-        if len(self.decoder.drafted) >= self.below:
+        if len(self.live) >= self.below:
             return []
         return [b for b in self.guesses.values() if not b.long_enough]
 
@@ -48,8 +49,10 @@ class RunAhead:
             else:
                 fresh.append(block)
         self._pause()
-        self.owed |= {w.span.sequence_id for w in work}
-        self.found = [b for b in self.found if b.work.span.sequence_id not in self.owed] + found
+        ids = {w.span.sequence_id for w in work}
+        self.live |= ids
+        self.owed |= ids
+        self.found = [b for b in self.found if b.work.span.sequence_id not in ids] + found
         self.decoder.retarget(begun)
         self.decoder.resume(fresh)
 
@@ -72,6 +75,7 @@ class RunAhead:
             self.guesses.pop(sequence_id, None)
         self.running.difference_update(sequence_ids)
         self.owed.difference_update(sequence_ids)
+        self.live.difference_update(sequence_ids)
         self.found = [b for b in self.found if b.work.span.sequence_id not in sequence_ids]
         self.decoder.release(sequence_ids)
 

@@ -425,7 +425,6 @@ EXPECTED = [
     "link: gave up waiting",
     "link: peer restarted",
     "engine: request cancelled",
-    "run-ahead: in vain",
 ]
 
 

@@ -100,6 +100,26 @@ def test_with_as_many_requests_as_micro_batches_nothing_is_guessed(ahead: RunAhe
     assert not ahead.can_run_ahead
 
 
+def test_what_was_found_is_answered_whatever_else_comes_first(ahead: RunAhead, below: Below) -> None:
+    """Work of several requests may come in several messages before anybody collects."""
+    begin(ahead, below)
+    assert answer(ahead, below, [drafted(5, (5, 6))], [drafted(8, (8, 9))]) == []
+    ahead.submit([work(2, (2, 3, 4, 5))])
+    ahead.submit([work(0, (20, 21), sequence_id=2)])
+    [found] = ahead.collect(1.0)
+    assert (found.sequence_id, found.start) == (1, 6)
+    [other] = answer(ahead, below, [drafted(2, (2, 3), sequence_id=2)])
+    assert other.sequence_id == 2
+    assert not ahead.owed
+
+
+def test_requests_that_nobody_drafts_for_count_too(below: Below, verifier: Counting) -> None:
+    ahead = RunAhead(SpeculativeDecoder(below, verifier, micro_batches=1), below=1)
+    ahead.submit([Work(Span(1, 0, (10, 11), SPEC), (1, 0))])
+    assert [p.tokens for p in ahead.collect(1.0)] == [(2,)]
+    assert not ahead.can_run_ahead, "tiers take turns"
+
+
 def test_what_lacks_something_is_not_guessed_on(ahead: RunAhead, below: Below) -> None:
     begin(ahead, below)
     assert answer(ahead, below, [Proposal(1, 5, missing_from=1)]) == []

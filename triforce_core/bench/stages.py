@@ -12,7 +12,7 @@ from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.engine.assembly import load_local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Sequence
-from triforce_core.messages import Claim, Proposer, SamplingParams, Span, Tier, Work
+from triforce_core.messages import Claim, Proposal, Proposer, SamplingParams, Span, Tier, Work
 
 TOKENS = (1, 3, 5, 9, 17)  # query tokens of a pass, for each sequence
 PASSES = 9
@@ -72,6 +72,7 @@ def newest(sequence: Sequence) -> Span:
 def verifying(verifier: Verifier, sequences: list[Sequence], tokens: int) -> Callable[[], object]:
     """Judging `tokens` - 1 proposed tokens of each sequence."""
     claims = [Claim(newest(s), tuple(s.tokens[: tokens - 1])) for s in sequences]
+    assert all(verdict.tokens for verdict in verifier.verify(claims)), "a sequence lacks something here"
     return lambda: verifier.verify(claims)
 
 
@@ -79,10 +80,11 @@ def drafting(proposer: Proposer, sequences: list[Sequence]) -> Callable[[], obje
     """One step."""
     work = [Work(newest(s), (1,)) for s in sequences]
 
-    def draft() -> None:
+    def draft() -> list[Proposal]:
         proposer.submit(work)
-        proposer.collect(0.0)
+        return proposer.collect(0.0)
 
+    assert all(proposal.tokens for proposal in draft()), "a sequence lacks something here"
     return draft
 
 
