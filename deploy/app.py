@@ -78,7 +78,7 @@ def build_app(args: Settings) -> Application:
         name="gateway",
         ray_actor_options=options,
         max_ongoing_requests=2 * places + SPARE_CALLS,
-        max_queued_requests=places,
+        max_queued_requests=places + SPARE_CALLS,  # an outer guard: a burst passes it, and the gateway refuses politely
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         graceful_shutdown_wait_loop_s=0.2,
     )
