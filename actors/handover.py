@@ -12,6 +12,7 @@ import logging
 import threading
 import time
 import zlib
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -199,7 +200,7 @@ class HandoverCounters:
     bytes: int = 0  # of KV
 
 
-class RaySink:
+class RaySink(ABC):
     """A `SnapshotSink`: one thread cuts snapshots into pieces and has the retrieval actor take them.
 
     The engine's thread only queues. A GPU copies on a stream of its own, so that decoding goes on meanwhile.
@@ -278,9 +279,9 @@ class RaySink:
     def pieces(self, snapshot: Snapshot) -> Iterator[Piece]:
         return cut_pieces(snapshot, self.piece_bytes)
 
+    @abstractmethod
     def put(self, piece: Piece) -> Any:
         """Something that Ray turns into the piece where the receiver is called."""
-        raise NotImplementedError
 
 
 class ObjectStoreSink(RaySink):

@@ -20,7 +20,6 @@ from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierServicer
 from triforce_core.doorbell import Doorbell
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Proposal, Proposer, Tier, Work
-from triforce_core.run_ahead import RunAhead
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +74,16 @@ class TierServer(TierServicer):
     The doorbell wakes the worker: for work from above, and where the proposer is a tier over a link, for answers too.
     """
 
-    def __init__(self, proposer: Proposer, tier: Tier, above: Tier, doorbell: Doorbell | None = None) -> None:
+    def __init__(
+        self,
+        proposer: Proposer,
+        tier: Tier,
+        above: Tier,
+        doorbell: Doorbell | None = None,
+        can_run_ahead: Callable[[], bool] = lambda: False,
+    ) -> None:
         self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
+        self.can_run_ahead = can_run_ahead  # whether to go on collecting while nobody waits
         self.inbox: queue.SimpleQueue[tuple[Link, list[Work], list[int]]] = queue.SimpleQueue()
         self.owners: dict[int, Link] = {}
         self.unanswered: set[int] = set()
@@ -137,7 +144,7 @@ class TierServer(TierServicer):
         while not self.stopping.is_set():
             try:
                 self._take_messages()
-                if self.unanswered or (isinstance(self.proposer, RunAhead) and self.proposer.can_run_ahead):
+                if self.unanswered or self.can_run_ahead():
                     self._send(self.proposer.collect(POLL_S))
                 else:
                     self.doorbell.wait(POLL_S)

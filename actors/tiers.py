@@ -25,6 +25,7 @@ from actors.serving import GrpcServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
 from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
 from triforce_core.errors import require
 from triforce_core.messages import Proposer, Tier
@@ -99,6 +100,12 @@ class TierActor(ABC):
 
         return load_model(name, role, self.settings.dtype, self.settings.device)
 
+    def connect(self, below: str, timeout_s: float, doorbell: Doorbell) -> RemoteProposer:
+        """The tier actor of this name, waited for a while; it may come later."""
+        link = RemoteProposer(lambda: address_of(below), timeout_s=timeout_s, doorbell=doorbell)
+        link.wait_ready(CONNECT_TIMEOUT_S)
+        return link
+
     def own_drafts(self) -> ModelProposer:
         """The draft tier, in this process."""
         from triforce_core.engine.assembly import draft_proposer
@@ -111,8 +118,11 @@ class DraftActor(TierActor):
 
     tier = Tier.DRAFT
 
+    def proposer(self) -> Proposer:
+        return self.own_drafts()
+
     def serve(self, host: str) -> GrpcServer:
-        self.tier_server = TierServer(self.own_drafts(), Tier.DRAFT, above=Tier.RETRIEVAL)
+        self.tier_server = TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL)
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
 
     def tier_status(self) -> pb.TierStatus:
@@ -128,19 +138,26 @@ class RetrievalActor(TierActor):
         super().__init__(settings)
         self.draft = draft
 
-    def serve(self, host: str) -> GrpcServer:
+    def verifier(self) -> Verifier:
         from actors.handover import SnapshotReceiver
-        from triforce_core.engine.assembly import retrieval_decoder, retrieval_kv
+        from triforce_core.engine.assembly import retrieval_kv, retrieval_verifier
 
         own = self.settings.retrieval.model
         model = self.load(*((own, "self-drafter") if own else (self.settings.target.model, "target")))
-        self.kv = retrieval_kv(model, self.settings)
-        self.snapshots = SnapshotReceiver(self.kv, self.settings.device, self.settings.max_sequences)
-        doorbell, micro_batches = Doorbell(), self.settings.micro_batches
+        kv = retrieval_kv(model, self.settings)
+        self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
+        return retrieval_verifier(model, kv, self.settings)
+
+    def serve(self, host: str) -> GrpcServer:
+        verifier, doorbell = self.verifier(), Doorbell()
         drafts, shares = self._drafts(doorbell)
-        decoder = retrieval_decoder(model, self.kv, drafts, self.settings, micro_batches=shares)
-        proposer = RunAhead(decoder, below=micro_batches) if self.settings.speculation.run_ahead else decoder
-        self.tier_server = TierServer(proposer, Tier.RETRIEVAL, above=Tier.TARGET, doorbell=doorbell)
+        decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares)
+        if self.settings.speculation.run_ahead:
+            ahead = RunAhead(decoder, below=self.settings.micro_batches)
+            server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead)
+        else:
+            server = TierServer(decoder, self.tier, Tier.TARGET, doorbell)
+        self.tier_server = server
         return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
 
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
@@ -151,9 +168,7 @@ class RetrievalActor(TierActor):
             return drafts, 1
         # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
         timeout_s = self.settings.server.link_timeout_s / 2
-        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=timeout_s, doorbell=doorbell)
-        self.link.wait_ready(CONNECT_TIMEOUT_S)
-        return self.link, self.settings.micro_batches
+        return self.connect(self.draft, timeout_s, doorbell), self.settings.micro_batches
 
     def take_piece(self, piece: Piece) -> bool | None:
         """Called by the target's hand-over, with an object that Ray has fetched by then. Refused until we serve."""
@@ -175,39 +190,35 @@ class TargetActor(TierActor):
     def serve(self, host: str) -> GrpcServer:
         from actors.target_server import TargetServer
 
-        model = self.load(self.settings.target.model, "target")
-        engine = self._top_of_chain(model) if self.retrieval else self._whole_chain(model)
-        self.target_server = TargetServer(engine, self.settings.speculation.effective)
+        self.target_server = TargetServer(self.engine(), self.settings.speculation.effective)
         return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
 
-    def _top_of_chain(self, model: PreTrainedModel) -> Engine:
+    def engine(self) -> Engine:
         from actors.handover import sink_for
         from triforce_core.engine.assembly import target_engine
 
-        doorbell, timeout_s = Doorbell(), self.settings.server.link_timeout_s
-        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=timeout_s, doorbell=doorbell)
-        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        if not self.retrieval:
+            return self._whole_chain()
+        model, doorbell = self.load(self.settings.target.model, "target"), Doorbell()
+        link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
         self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
         return target_engine(
             model,
             self.settings,
-            self.link,
+            link,
             self.sink,
             micro_batches=self.settings.micro_batches,
             first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
             doorbell=doorbell,
         )
 
-    def _whole_chain(self, model: PreTrainedModel) -> Engine:
+    def _whole_chain(self) -> Engine:
         """All tiers here: the retrieval tier shares the target's weights, and takes its snapshots as they are cut."""
-        from triforce_core.engine.assembly import retrieval_decoder, retrieval_kv, target_engine
+        from triforce_core.engine.assembly import load_local_engine, runners_of
 
-        own = self.settings.retrieval.model
-        judge = self.load(own, "self-drafter") if own else model
-        drafts, sparse = self.own_drafts(), retrieval_kv(judge, self.settings)
-        self.inner = {Tier.RETRIEVAL: sparse, Tier.DRAFT: drafts.runner.kv}
-        below = retrieval_decoder(judge, sparse, drafts, self.settings)
-        return target_engine(model, self.settings, below, sparse)
+        engine = load_local_engine(self.settings, drafting=True)  # requests may ask for drafts where settings do not
+        self.inner = {tier: runner.kv for tier, runner in runners_of(engine).items() if tier != self.tier}
+        return engine
 
     def tier_status(self) -> pb.TierStatus:
         return self.target_server.status()

@@ -13,13 +13,13 @@ import ray
 from ray.util import remove_placement_group
 
 from actors.bench.paced import PACED, Pace
-from actors.links import RemoteProposer
 from actors.pipeline import Pipeline
 from actors.placement import place_tiers, reserve
-from actors.tiers import CONNECT_TIMEOUT_S, TargetActor, address_of
+from actors.tiers import TargetActor
 from actors.wire import stats_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
+from triforce_core.doorbell import Doorbell
 from triforce_core.engine.sequence import Stats
 from triforce_core.messages import Proposal, Span, Tally, Tier, Work
 from triforce_core.timeline import Stage, start_recording, take_stages
@@ -153,8 +153,7 @@ class Arrangement:
 
 def ping(target: TargetActor, count: int) -> list[float]:
     """In the target actor: seconds from stating a block to the answer of a retrieval tier that has no use for it."""
-    link = RemoteProposer(lambda: address_of(target.retrieval), timeout_s=5.0)
-    link.wait_ready(CONNECT_TIMEOUT_S)
+    link = target.connect(target.retrieval, 5.0, Doorbell())
     ids = [2**60 + n for n in range(count)]  # nobody's: the answer is that the beginning is missing
     trips = []
     for sequence_id in ids:

@@ -11,14 +11,10 @@ from hashlib import blake2b
 
 import torch
 
-from actors.links import RemoteProposer
-from actors.serving import GrpcServer, TierServer
-from actors.target_server import TargetServer
-from actors.tiers import CONNECT_TIMEOUT_S, DraftActor, RetrievalActor, TargetActor, TierActor, address_of
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
+from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import Limits
@@ -29,7 +25,6 @@ from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import Claim, Proposal, Proposer, SequenceSpec, Tally, Tier, Verdict, Work
 from triforce_core.roles import judge
-from triforce_core.run_ahead import RunAhead
 from triforce_core.timeline import TIMELINE
 
 VOCAB_SIZE = 1000
@@ -193,9 +188,8 @@ class PacedDraftActor(DraftActor):
         super().__init__(settings)
         self.pace = pace
 
-    def serve(self, host: str) -> GrpcServer:
-        self.tier_server = TierServer(PacedProposer(self.pace), Tier.DRAFT, above=Tier.RETRIEVAL)
-        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+    def proposer(self) -> Proposer:
+        return PacedProposer(self.pace)
 
 
 class PacedRetrievalActor(RetrievalActor):
@@ -203,15 +197,8 @@ class PacedRetrievalActor(RetrievalActor):
         super().__init__(settings, draft)
         self.pace = pace
 
-    def serve(self, host: str) -> GrpcServer:
-        doorbell, speculation = Doorbell(), self.settings.speculation
-        self.link = RemoteProposer(lambda: address_of(self.draft), timeout_s=10.0, doorbell=doorbell)
-        self.link.wait_ready(CONNECT_TIMEOUT_S)
-        verifier = PacedVerifier(self.pace, Tier.RETRIEVAL)
-        decoder = SpeculativeDecoder(self.link, verifier, micro_batches=self.settings.micro_batches)
-        proposer = RunAhead(decoder, below=self.settings.micro_batches) if speculation.run_ahead else decoder
-        self.tier_server = TierServer(proposer, Tier.RETRIEVAL, above=Tier.TARGET, doorbell=doorbell)
-        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+    def verifier(self) -> Verifier:
+        return PacedVerifier(self.pace, Tier.RETRIEVAL)
 
 
 class PacedTargetActor(TargetActor):
@@ -219,13 +206,10 @@ class PacedTargetActor(TargetActor):
         super().__init__(settings, retrieval)
         self.pace = pace
 
-    def serve(self, host: str) -> GrpcServer:
+    def engine(self) -> Engine:
         doorbell = Doorbell()
-        self.link = RemoteProposer(lambda: address_of(self.retrieval), timeout_s=10.0, doorbell=doorbell)
-        self.link.wait_ready(CONNECT_TIMEOUT_S)
-        engine = paced_engine(self.pace, self.settings, self.link, doorbell)
-        self.target_server = TargetServer(engine, self.settings.speculation.effective)
-        return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
+        link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
+        return paced_engine(self.pace, self.settings, link, doorbell)
 
 
 PACED: dict[str, type[TierActor]] = {

@@ -35,15 +35,11 @@ SETTINGS = load_settings(
 NUM_TOKENS = 40
 
 
-class Late(RunAhead):
+class Late:
     """A tier whose every message, in and out, is late by up to `most` seconds."""
 
     def __init__(self, proposer: Proposer, rng: random.Random, most: float) -> None:
         self.proposer, self.rng, self.most = proposer, rng, most
-
-    @property
-    def can_run_ahead(self) -> bool:
-        return isinstance(self.proposer, RunAhead) and self.proposer.can_run_ahead
 
     def wait(self) -> None:
         time.sleep(self.rng.choice([0.0, self.rng.random() * self.most]))
@@ -63,9 +59,8 @@ class Late(RunAhead):
 
 
 @contextmanager
-def served(proposer: Proposer, tier: Tier, above: Tier, bell: Doorbell, ours: Doorbell) -> Iterator[RemoteProposer]:
-    """The proposer as the tier above sees it, over gRPC. `bell` wakes the tier, `ours` the one above."""
-    tier_server = TierServer(proposer, tier, above, bell)
+def served(tier_server: TierServer, ours: Doorbell) -> Iterator[RemoteProposer]:
+    """A tier as the one above sees it, over gRPC; `ours` wakes the one above."""
     server = GrpcServer("127.0.0.1", lambda grpc_server: add_TierServicer_to_server(tier_server, grpc_server))
     link = RemoteProposer(lambda: server.address, timeout_s=20.0, doorbell=ours)
     try:
@@ -129,10 +124,13 @@ def test_delays_change_no_token(batch: list[Request], micro_batches: int, below:
     rng = random.Random(delays)
     sparse = retrieval_kv(retrieval, SETTINGS)
     drafts = Late(draft_proposer(drafter, SETTINGS), rng, most)
-    with served(drafts, Tier.DRAFT, Tier.RETRIEVAL, bells[Tier.DRAFT], bells[Tier.RETRIEVAL]) as draft_link:
+    draft_tier = TierServer(drafts, Tier.DRAFT, Tier.RETRIEVAL, bells[Tier.DRAFT])
+    with served(draft_tier, bells[Tier.RETRIEVAL]) as draft_link:
         decoder = retrieval_decoder(retrieval, sparse, draft_link, SETTINGS, micro_batches=micro_batches)
-        inner = Late(RunAhead(decoder, below), rng, most)
-        with served(inner, Tier.RETRIEVAL, Tier.TARGET, bells[Tier.RETRIEVAL], bells[Tier.TARGET]) as link:
+        ahead = RunAhead(decoder, below)
+        late = Late(ahead, rng, most)
+        tier = TierServer(late, Tier.RETRIEVAL, Tier.TARGET, bells[Tier.RETRIEVAL], lambda: ahead.can_run_ahead)
+        with served(tier, bells[Tier.TARGET]) as link:
             engine = target_engine(
                 target, SETTINGS, link, sparse, micro_batches=micro_batches, doorbell=bells[Tier.TARGET]
             )

@@ -13,15 +13,13 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import load_local_engine, run_to_end
+from triforce_core.engine.assembly import load_local_engine, run_to_end, runners_of
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
-from triforce_core.messages import SamplingParams
+from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.load import DTYPES, load_tokenizer, resolve
-from triforce_core.models.runner import ModelRunner, Threads, threads_for
-from triforce_core.roles import ModelProposer, ModelVerifier
+from triforce_core.models.runner import Threads, threads_for
 
 Report = Callable[[str], None]
 Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tier
@@ -50,21 +48,9 @@ class Measurement:
         return self.stats.ms_per_token
 
 
-def runners_of(engine: Engine) -> dict[str, ModelRunner]:
-    """Each tier's, down the chain."""
-    runners: dict[str, ModelRunner] = {}
-    level: Any = engine.decoder
-    while isinstance(level, SpeculativeDecoder):
-        assert isinstance(level.verifier, ModelVerifier)
-        runners[level.verifier.tier.name.lower()] = level.verifier.runner
-        level = level.proposer
-    if isinstance(level, ModelProposer):
-        runners[level.tier.name.lower()] = level.runner
-    return runners
-
-
 def counters(engine: Engine) -> Steps:
-    return {tier: (runner.passes, runner.seconds) for tier, runner in runners_of(engine).items()}
+    """Of each tier's runner."""
+    return {tier.name.lower(): (runner.passes, runner.seconds) for tier, runner in runners_of(engine).items()}
 
 
 def step_ms(runs: list[Measurement], tier: str) -> float | None:
@@ -96,7 +82,7 @@ def bench_decode(
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
     engine = load_local_engine(settings)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
-    threads = threads_for(runners_of(engine)["target"].model, settings)
+    threads = threads_for(runners_of(engine)[Tier.TARGET].model, settings)
 
     def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:
         return Measurement(engine, Request(prompt, max_tokens, sampling, seed, lookaheads))

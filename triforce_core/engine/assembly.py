@@ -53,12 +53,16 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     )
 
 
+def retrieval_verifier(model: PreTrainedModel, kv: RetrievalKV, settings: Settings) -> ModelVerifier:
+    """The retrieval tier by itself."""
+    return ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
+
+
 def retrieval_decoder(
     model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer, settings: Settings, *, micro_batches: int = 1
 ) -> SpeculativeDecoder:
     """The retrieval tier over whatever drafts for it."""
-    verifier = ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
-    return SpeculativeDecoder(drafts, verifier, micro_batches=micro_batches)
+    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings), micro_batches=micro_batches)
 
 
 def target_engine(
@@ -102,9 +106,13 @@ def local_engine(
     return target_engine(target, settings, retrieval_decoder(own, sparse, drafts, settings), sparse)
 
 
-def load_local_engine(settings: Settings) -> Engine:
-    """The chain of the models that the settings name, checked to go together before any weights are loaded."""
-    drafting = settings.speculation.effective[1] > 0
+def load_local_engine(settings: Settings, *, drafting: bool | None = None) -> Engine:
+    """The chain of the models that the settings name, checked to go together before any weights are loaded.
+
+    `drafting`: with the drafter; by default where the settings' own lookaheads use it.
+    """
+    if drafting is None:
+        drafting = settings.speculation.effective[1] > 0
     check_pair(settings.target.model, settings.draft.model if drafting else None)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
@@ -118,6 +126,19 @@ def load_local_engine(settings: Settings) -> Engine:
         settings,
         load(settings.retrieval.model, "self-drafter") if settings.retrieval.model else None,
     )
+
+
+def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
+    """Each tier's, down the chain of one process."""
+    runners: dict[Tier, ModelRunner] = {}
+    level: Proposer = engine.decoder
+    while isinstance(level, SpeculativeDecoder):
+        assert isinstance(level.verifier, ModelVerifier)
+        runners[level.verifier.tier] = level.verifier.runner
+        level = level.proposer
+    if isinstance(level, ModelProposer):
+        runners[level.tier] = level.runner
+    return runners
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
@@ -72,7 +73,7 @@ class Line(Generic[Item]):
         return self.item_seconds / self.window.length_s
 
 
-class Station(Generic[Taken]):
+class Station(ABC, Generic[Taken]):
     """One tier of one pipeline. Subclasses say what is ready, what a pass takes, how long, and what comes of it."""
 
     tier: Tier
@@ -84,17 +85,17 @@ class Station(Generic[Taken]):
         self.woken = env.event()
         self.process = env.process(self._serve())
 
-    def ready(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def ready(self) -> bool: ...
 
-    def take(self) -> Taken:
-        raise NotImplementedError
+    @abstractmethod
+    def take(self) -> Taken: ...
 
-    def seconds(self, taken: Taken) -> float:
-        raise NotImplementedError
+    @abstractmethod
+    def seconds(self, taken: Taken) -> float: ...
 
-    def finish(self, taken: Taken) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def finish(self, taken: Taken) -> None: ...
 
     def lose(self, taken: Taken) -> None:
         """The tier failed during this pass, after `failed` was called."""
