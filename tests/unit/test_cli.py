@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,9 +14,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core.bench.machine import quiet_machine
-from triforce_core.cli import app, main
+from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
 from triforce_core.models.load import load_tokenizer
@@ -29,15 +29,6 @@ def _threads() -> object:
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
-
-
-def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    monkeypatch.setattr(sys, "argv", ["triforce", *arguments])
-    try:
-        main()
-    except SystemExit as stopped:
-        return int(stopped.code or 0)
-    return 0
 
 
 @pytest.fixture
@@ -172,18 +163,9 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prompt: str,
-    arguments: list[str],
-    named: list[str],
+    refusals: Refusals, prompt: str, arguments: list[str], named: list[str]
 ) -> None:
-    assert run(monkeypatch, "generate", "--prompt-file", prompt, *arguments) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1, captured.err
-    for part in named:
-        assert part in captured.err
+    refusals.check(named, "generate", "--prompt-file", prompt, *arguments)
 
 
 def test_an_empty_and_a_binary_prompt_are_refused(
@@ -210,19 +192,10 @@ def test_an_empty_and_a_binary_prompt_are_refused(
     ],
 )
 def test_the_demo_s_bad_input_is_one_line_and_exit_code_2(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    prompt: str,
-    arguments: list[str],
-    named: list[str],
+    monkeypatch: pytest.MonkeyPatch, refusals: Refusals, prompt: str, arguments: list[str], named: list[str]
 ) -> None:
     monkeypatch.chdir(Path(prompt).parent)
-    assert run(monkeypatch, "demo", *arguments, "--cache-dir", "cache") == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err.count("\n") == 1, captured.err
-    for part in named:
-        assert part in captured.err
+    refusals.check(named, "demo", *arguments, "--cache-dir", "cache")
 
 
 def test_an_interrupted_command_exits_with_130(

@@ -1,256 +1,31 @@
 """The protocol on toy models: whatever delays, losses and restarts do, the output is that of plain seeded decoding.
 
 The real Engine, Scheduler, SnapshotPolicy and SpeculativeDecoder drive tiers whose models are tables, over links that
-misbehave. A descendant of the design's protocol_toy.py.
+misbehave.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import math
 import random
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
 
 from tests.lossy_link import LossyLink
+from tests.toy_tiers import VOCAB, Law, Settled, SlowSink, Tokens, ToyDrafts, ToyRetrieval, ToyTarget, ToyTier
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Request
-from triforce_core.kv.ranges import RangeAllocator
 from triforce_core.kv.selectors import MeanKey
-from triforce_core.kv.snapshot import ChunkSettings, Snapshot
-from triforce_core.messages import (
-    Claim,
-    Proposal,
-    Proposer,
-    SamplingParams,
-    SequenceSpec,
-    Span,
-    Tally,
-    Tier,
-    Verdict,
-    Work,
-    in_turn,
-)
-from triforce_core.roles import ends, judge
+from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.messages import Claim, Proposer, SamplingParams, SequenceSpec, Tier, Verdict, Work
 from triforce_core.run_ahead import RunAhead
-
-VOCAB = 5
-Tokens = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Law:
-    """A model: weights of the next token, given the whole text before it. A share of the target's makes a drafter."""
-
-    seed: int
-    target: Law | None = None
-    share: float = 0.0
-
-    @functools.lru_cache(maxsize=200_000)  # noqa: B019
-    def weights(self, text: Tokens) -> Tokens | tuple[float, ...]:
-        rng = random.Random(f"{self.seed}/{text}")
-        own = [rng.random() ** 3 + 0.01 for _ in range(VOCAB)]
-        if self.target is None:
-            return tuple(w / sum(own) for w in own)
-        theirs = self.target.weights(text)
-        return tuple((1 - self.share) * w / sum(own) + self.share * t for w, t in zip(own, theirs, strict=True))
-
-    def draw(self, text: Tokens, spec: SequenceSpec) -> int:
-        """argmax(log p / T + g), with Gumbel noise g of (seed, position, token), the same in every tier."""
-        weights, temperature = self.weights(text), spec.sampling.temperature
-        if not temperature:
-            return max(range(VOCAB), key=weights.__getitem__)
-
-        def perturbed(token: int) -> float:
-            uniform = random.Random(f"{spec.seed}/{len(text)}/{token}").random()
-            return math.log(weights[token]) / temperature - math.log(-math.log(uniform))
-
-        return max(range(VOCAB), key=perturbed)
-
-    def plain(self, text: Tokens, spec: SequenceSpec) -> Tokens:
-        """Plain decoding, the text that every request must get."""
-        while len(text) < spec.max_length:
-            text += (self.draw(text, spec),)
-            if text[-1] in spec.stop_token_ids:
-                break
-        return text
-
-
-class Settled:
-    """What each sequence will be in the end. A tier that believes anything else of its settled part is in error."""
-
-    def __init__(self) -> None:
-        self.text: dict[int, Tokens] = {}
-
-    def check(self, sequence_id: int, held: list[int], end: int) -> None:
-        assert tuple(held[:end]) == self.text[sequence_id][:end], f"a tier works on a wrong text before {end}"
-
-
-class ToyTier:
-    """A Verifier over a table; holds sequences as last stated, by the align rule."""
-
-    def __init__(self, law: Law, tier: Tier, settled: Settled) -> None:
-        self.law, self.tier, self.settled = law, tier, settled
-        self.held: dict[int, list[int]] = {}
-        self.specs: dict[int, SequenceSpec] = {}
-
-    def align(self, span: Span) -> int | None:
-        """None, or from where the sequence is missing."""
-        if span.start == 0:
-            assert span.spec is not None, "a span from 0 carries the spec"
-            self.specs[span.sequence_id] = span.spec
-        held = self.held.setdefault(span.sequence_id, []) if span.start == 0 else self.held.get(span.sequence_id, [])
-        if span.start > len(held):
-            return len(held)
-        held[span.start :] = span.tokens
-        if self.tier != Tier.DRAFT:  # what the retrieval tier tells it may turn out wrong, and is then told anew
-            self.settled.check(span.sequence_id, held, span.start)
-        return None
-
-    def verify(self, claims: list[Claim]) -> list[Verdict]:
-        assert len({c.span.sequence_id for c in claims}) == len(claims), "one claim a sequence"
-        return [self.judge(c) for c in claims]
-
-    def judge(self, claim: Claim) -> Verdict:
-        if (missing := self.align(claim.span)) is not None:
-            return Verdict(missing_from=missing)
-        if not claim.sample:
-            return Verdict()
-        sequence_id = claim.span.sequence_id
-        held = self.held[sequence_id]
-        held += claim.proposed
-        spec = self.specs[sequence_id]
-        own = [self.law.draw(tuple(held[:end]), spec) for end in range(claim.span.end, len(held) + 1)]
-        return judge(own, claim, spec)
-
-    def release(self, sequence_ids: list[int]) -> None:
-        for sequence_id in sequence_ids:
-            self.held.pop(sequence_id, None)
-            self.specs.pop(sequence_id, None)
-
-
-class ToyTarget(ToyTier):
-    """Also the engine's pool, from which snapshots are cut."""
-
-    def __init__(self, law: Law, settled: Settled, num_slots: int) -> None:
-        super().__init__(law, Tier.TARGET, settled)
-        self.allocator = RangeAllocator(num_slots)
-        self.ranges: dict[int, Any] = {}
-        self.cuts = itertools.count(1)
-
-    def can_open(self, spec: SequenceSpec) -> bool:
-        return spec.max_length <= self.allocator.num_free
-
-    def open(self, sequence_id: int, spec: SequenceSpec) -> None:
-        self.ranges[sequence_id] = self.allocator.allocate(spec.max_length)
-        assert self.ranges[sequence_id] is not None, "admitted without room"
-
-    def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: MeanKey, base: int) -> Snapshot:
-        assert 0 < position <= len(self.held[sequence_id]), "a snapshot is cut of what is held"
-        self.settled.check(sequence_id, self.held[sequence_id], position)
-        return Snapshot(sequence_id, next(self.cuts), position, torch.empty(0), torch.empty(0))
-
-    def release(self, sequence_ids: list[int]) -> None:
-        super().release(sequence_ids)
-        for sequence_id in sequence_ids:
-            self.allocator.free(self.ranges.pop(sequence_id, []))
-
-
-class ToyRetrieval(ToyTier):
-    """Works only with a snapshot, and only `tail` tokens beyond it."""
-
-    def __init__(self, law: Law, settled: Settled, tail: int, events: Counter[str]) -> None:
-        super().__init__(law, Tier.RETRIEVAL, settled)
-        self.tail, self.events = tail, events
-        self.position: dict[int, int] = {}
-
-    def judge(self, claim: Claim) -> Verdict:
-        if (missing := self.align(claim.span)) is not None:
-            return Verdict(missing_from=missing)
-        position = self.position.get(claim.span.sequence_id)
-        if position is None or claim.span.end + len(claim.proposed) - position > self.tail:
-            self.events["retrieval: tail full" if position else "retrieval: no snapshot yet"] += 1
-            return Verdict(snapshot_wanted=True)
-        if claim.span.end - 1 < position:
-            self.events["retrieval: late statement"] += 1
-            return Verdict()
-        return super().judge(claim)
-
-    def release(self, sequence_ids: list[int]) -> None:
-        super().release(sequence_ids)
-        for sequence_id in sequence_ids:
-            self.position.pop(sequence_id, None)
-
-
-class ToyDrafts:
-    """The leaf."""
-
-    def __init__(self, tier: ToyTier) -> None:
-        self.tier = tier
-        self.waiting: dict[int, Work] = {}
-        self.texts: dict[tuple[int, int], Tokens] = {}  # what was continued, by sequence and length
-
-    def submit(self, work: list[Work]) -> None:
-        for w in work:
-            replaced = self.waiting.get(w.span.sequence_id)
-            span = in_turn(replaced.span, w.span) if replaced else w.span
-            self.waiting[w.span.sequence_id] = replace(w, span=span)
-
-    def collect(self, timeout_s: float) -> list[Proposal]:
-        work, self.waiting = self.waiting, {}
-        return [self.draft(w.span, w.lookaheads) for w in work.values()]
-
-    def draft(self, span: Span, lookaheads: tuple[int, ...]) -> Proposal:
-        assert len(lookaheads) == 1, "the leaf is the last level"
-        if (missing := self.tier.align(span)) is not None:
-            return Proposal(span.sequence_id, span.end, missing_from=missing)
-        tokens: Tokens = ()
-        held, spec = self.tier.held[span.sequence_id], self.tier.specs[span.sequence_id]
-        self.texts[span.sequence_id, span.end] = tuple(held)
-        while len(tokens) < lookaheads[0] and len(held) < spec.max_length and not ends(tokens, spec):
-            tokens += (self.tier.law.draw(tuple(held), spec),)
-            held.append(tokens[-1])
-        return Proposal(span.sequence_id, span.end, tokens, bytes(len(tokens)), tallies=(Tally(),))
-
-    def release(self, sequence_ids: list[int]) -> None:
-        for sequence_id in sequence_ids:
-            self.waiting.pop(sequence_id, None)
-        self.tier.release(sequence_ids)
-
-
-class SlowSink:
-    """Hands snapshots over some turns later, to whatever retrieval tier lives by then; some never arrive."""
-
-    def __init__(self, rng: random.Random, faults: float) -> None:
-        self.rng, self.faults = rng, faults
-        self.retrieval: ToyRetrieval | None = None
-        self.on_the_way: dict[int, list[int]] = {}  # sequence → turns left, position
-
-    def deliver(self, snapshot: Snapshot) -> None:
-        self.on_the_way[snapshot.sequence_id] = [self.rng.choice([0, 0, 1, 5]), snapshot.position]
-
-    def in_flight(self, sequence_id: int) -> bool:
-        return sequence_id in self.on_the_way
-
-    def confirmed(self, sequence_id: int) -> int:
-        return 0
-
-    def turn(self) -> None:
-        for sequence_id, way in list(self.on_the_way.items()):
-            way[0] -= 1
-            if way[0] < 0:
-                del self.on_the_way[sequence_id]
-                if self.retrieval is not None and self.rng.random() >= self.faults:
-                    self.retrieval.position[sequence_id] = way[1]
 
 
 class CountingTier:

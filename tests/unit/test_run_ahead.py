@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.test_decoder import SPEC, Below, Counting, Tokens, drafted
+from tests.by_hand import SPEC, Below, Counting, Tokens, drafted
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.messages import Proposal, Span, Work
 from triforce_core.run_ahead import RunAhead
-
-
-@pytest.fixture
-def below() -> Below:
-    return Below()
-
-
-@pytest.fixture
-def verifier() -> Counting:
-    return Counting()
 
 
 @pytest.fixture

@@ -1,0 +1,54 @@
+"""What stands below and beside a decoder whose messages a test gives by hand, one by one."""
+
+from __future__ import annotations
+
+from triforce_core.messages import GREEDY, Claim, Proposal, SequenceSpec, Tally, Tier, Verdict, Work
+
+SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=1000)
+Tokens = tuple[int, ...]
+
+
+def drafted(start: int, tokens: Tokens, sequence_id: int = 1) -> Proposal:
+    return Proposal(sequence_id, start, tokens, bytes([Tier.DRAFT]) * len(tokens), tallies=(Tally(),))
+
+
+class Below:
+    """A proposer whose answers the test gives by hand."""
+
+    def __init__(self) -> None:
+        self.asked: list[Work] = []
+        self.answers: list[list[Proposal]] = []
+        self.released: list[int] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.asked += work
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        assert self.answers, "waits for an answer that nobody owes"
+        return self.answers.pop(0)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.released += sequence_ids
+
+
+class Counting:
+    """A verifier whose own next token is always the position that it stands at."""
+
+    tier = Tier.RETRIEVAL
+
+    def __init__(self) -> None:
+        self.claims: list[Claim] = []
+        self.verdict: Verdict | None = None  # given in place of a judgement
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        self.claims += claims
+        return [self.verdict or self.judge(c) for c in claims]
+
+    def judge(self, claim: Claim) -> Verdict:
+        accepted = 0
+        while claim.proposed[accepted : accepted + 1] == (claim.span.end + accepted,):
+            accepted += 1
+        return Verdict(tuple(range(claim.span.end, claim.span.end + accepted + 1)), accepted)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        """Holds nothing."""
