@@ -198,7 +198,7 @@ BAD: list[tuple[pb.DecodeRequest, type[Exception], str]] = [
         "resume_token_ids: 3 must be at most max_tokens",
     ),
     (request((1,), lookaheads=(65, 0)), InvalidValueError, "lookaheads: (65, 0) must each be at most 64"),
-    (request((1,) * 8192, max_tokens=1), TooLargeError, "must fit the context of 8192 tokens"),
+    (request((1,) * 16384, max_tokens=1), TooLargeError, "must fit the context of 16384 tokens"),
     (pb.DecodeRequest(prompt_token_ids=[1], max_tokens=1), InvalidValueError, "sampling.top_p: 0.0 must be above 0"),
 ]
 

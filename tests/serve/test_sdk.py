@@ -12,7 +12,7 @@ from triforce_core.client import InvalidRequestError, Model, NotFoundError, TriF
 
 
 def test_models(client: TriForceClient) -> None:
-    assert client.models() == (Model("demo", 8192),)
+    assert client.models() == (Model("demo", 16384),)
 
 
 def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForceClient, source: str) -> None:
@@ -36,8 +36,8 @@ def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForce
 
 
 def test_without_a_maximum_the_context_is_the_bound(client: TriForceClient) -> None:
-    completion = client.generate([1] * 8180, temperature=0)
-    assert completion.usage.prompt_tokens + completion.usage.completion_tokens <= 8192
+    completion = client.generate([1] * 16372, temperature=0)
+    assert completion.usage.prompt_tokens + completion.usage.completion_tokens <= 16384
     assert completion.finish_reason == ("length" if completion.usage.completion_tokens == 12 else "stop")
 
 
@@ -75,7 +75,7 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         ({"temperature": -1}, "temperature: -1.0 must be between 0 and 100"),
         ({"top_p": 0}, "top_p: 0.0 must be above 0"),
         ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
-        ({"max_tokens": 10_000}, "must fit the context of 8192 tokens"),
+        ({"max_tokens": 20_000}, "must fit the context of 16384 tokens"),
         ({"stop": [""]}, "stop: '' must not hold an empty string"),
         ({"lookaheads": [1]}, "lookaheads: "),
         ({"lookaheads": [1, 100]}, "at most 64"),

@@ -156,7 +156,7 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
         (["--max-tokens", "many"], ["max-tokens", "integer"]),
         (["--max-tokens", "0"], ["max_tokens", "0", "at least 1"]),
-        (["--max-tokens", "9000"], ["prompt", "9000 output tokens", "context of 8192"]),
+        (["--max-tokens", "20000"], ["prompt", "20000 output tokens", "context of 16384"]),
         (["--seed", "-1"], ["seed", "-1", "at least 0"]),
         (["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml", "No such file"]),
         (["--no-such-option"], ["--no-such-option"]),

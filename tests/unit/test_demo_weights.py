@@ -38,6 +38,7 @@ def settings(tmp_path_factory: pytest.TempPathFactory) -> DemoSettings:
     build_corpus(settings.corpus, TOKENIZER, settings.corpus_dir, [Package("a", "1", "MIT", folder, ("a.py",))])
     for name in MODELS:
         learner = Learner.fresh(name, settings, torch.device("cpu"))
+        learner.progress.trained_context = 4096 if name == "target" else 512
         save_checkpoint(settings.run_dir, name, 1, learner.state())
     return settings
 
@@ -52,6 +53,7 @@ def weights(settings: DemoSettings, tmp_path_factory: pytest.TempPathFactory) ->
 def test_plain_transformers_loads_them_and_writes_the_same_greedy_text(settings: DemoSettings, weights: Path) -> None:
     loaded = AutoModelForCausalLM.from_pretrained(weights / "target", dtype=torch.float32)
     assert loaded.config.num_key_value_heads == loaded.config.num_attention_heads
+    assert loaded.config.max_position_embeddings == 4096
     tokenizer = AutoTokenizer.from_pretrained(weights / "target")
     prompt = tokenizer("import os\n", return_tensors="pt").input_ids
     output = loaded.generate(prompt, max_new_tokens=12, do_sample=False)[0]

@@ -24,7 +24,7 @@ bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within
 @with_options_of(decoding_settings)
 def decode(
     settings: Settings,
-    context: Annotated[int, typer.Option(help="prompt tokens")] = 7936,
+    context: Annotated[int, typer.Option(help="prompt tokens")] = 16128,
     output: Annotated[int, typer.Option(help="output tokens")] = 256,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,

@@ -28,8 +28,8 @@ for a serving system, not assistants: their text is code-like and often wrong.
 | tokens seen in training | {target_tokens} | {drafter_tokens} |
 | longest sequence in training | {target_context} | {drafter_context} |
 
-Positions up to {max_positions} can be addressed; beyond the longest sequence above the target is only prepared for them
-by position ids that jump, and the figures below say what that is worth.
+Positions up to {max_positions} can be addressed: as many as the longest sequence that the target was trained on. The
+drafter sees its own sequence length of them at a time.
 
 ## Figures
 

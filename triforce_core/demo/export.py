@@ -23,23 +23,31 @@ def export_pair(settings: DemoSettings, folder: Path) -> None:
     Raises:
         UnavailableError: a model has no whole checkpoint yet.
     """
-    states = {name: latest_checkpoint(settings.run_dir, name) for name in MODELS}
+    states = {name: _newest(settings, name) for name in MODELS}
+    positions = states["target"]["progress"]["trained_context"]  # the drafter drafts wherever its target goes
     for name, state in states.items():
-        if state is None:
-            raise UnavailableError(f"{settings.run_dir}: no whole checkpoint of the {name}")
-        _export_model(settings, name, state, folder / name)
+        _export_model(settings, name, state, folder / name, positions)
     corpus = load_corpus(settings.corpus_dir)
     training: dict[str, Any] = {
         "date": datetime.now(UTC).date().isoformat(),
         "seed": settings.seed,
-        **{name: _history(state) for name, state in states.items() if state is not None},
+        **{name: _history(state) for name, state in states.items()},
         "corpus": {"tokens": len(corpus.train), "digest": corpus.digest, "packages": list(corpus.packages)},
     }
     (folder / "training.json").write_text(json.dumps(training, indent=1) + "\n", encoding="utf-8")
 
 
-def _export_model(settings: DemoSettings, name: ModelName, state: dict[str, Any], folder: Path) -> None:
-    model = build_model(settings.geometry(name), max_positions=settings.max_positions, seed=settings.seed)
+def _newest(settings: DemoSettings, name: ModelName) -> dict[str, Any]:
+    state = latest_checkpoint(settings.run_dir, name)
+    if state is None:
+        raise UnavailableError(f"{settings.run_dir}: no whole checkpoint of the {name}")
+    return state
+
+
+def _export_model(
+    settings: DemoSettings, name: ModelName, state: dict[str, Any], folder: Path, max_positions: int
+) -> None:
+    model = build_model(settings.geometry(name), max_positions=max_positions, seed=settings.seed)
     model.load_state_dict(state["model"])
     model.generation_config = GenerationConfig(bos_token_id=EOS, eos_token_id=EOS)
     model.to(torch.bfloat16)  # type: ignore[arg-type]
