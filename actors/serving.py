@@ -2,74 +2,64 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import queue
 import threading
-from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import grpc
-import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
 from actors.wire import proposal_batch_to_proto, work_batch_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierServicer
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierServicer, add_TierServicer_to_server
 from triforce_core.doorbell import Doorbell
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Proposal, Proposer, Tier, Work
 
 log = logging.getLogger(__name__)
 
-SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.server.max_pending_requests", 10_000)]
 POLL_S = 0.2
 MAX_FAILURES = 5
-T = TypeVar("T")
+MAX_LINKS = 64  # a thread each; from one tier above there is one, and one more for each that died unnoticed
 
 
-class GrpcServer:
-    """A `grpc.aio` server on a loop and a thread of its own, so that a busy model never delays the wire."""
+class LinkServer:
+    """Serves a tier to the one above. Synchronous gRPC: a block waits for two wake-ups less than through `grpc.aio`."""
 
-    def __init__(self, host: str, add_services: Callable[[grpc.aio.Server], None]) -> None:
-        self.host, self.add_services = host, add_services
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="grpc", daemon=True)
-        self.thread.start()
-        self.server, self.address = self._run(self._start())
-
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=30)
-
-    async def _start(self) -> tuple[grpc.aio.Server, str]:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
-        self.add_services(server)
-        port = server.add_insecure_port(f"{self.host}:0")
-        await server.start()
-        return server, f"{self.host}:{port}"
+    def __init__(self, host: str, tier_server: TierServer) -> None:
+        self.server = grpc.server(ThreadPoolExecutor(MAX_LINKS, "link-server"), options=CHANNEL_OPTIONS)
+        add_TierServicer_to_server(tier_server, self.server)
+        self.address = f"{host}:{self.server.add_insecure_port(f'{host}:0')}"
+        self.server.start()
 
     def stop(self, grace_s: float = 1.0) -> None:
-        self._run(self.server.stop(grace_s))
-        self.loop.call_soon_threadsafe(self.loop.stop)
-        self.thread.join(timeout=5)
+        self.server.stop(grace_s).wait()
 
 
 class Link:
     """One stream from above: where its answers go, and which sequences came over it."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self.loop = loop
-        self.outgoing: asyncio.Queue[pb.ProposalBatch] = asyncio.Queue()
+    def __init__(self) -> None:
+        self.outgoing: queue.SimpleQueue[pb.ProposalBatch | None] = queue.SimpleQueue()
         self.sequence_ids: set[int] = set()
 
     def send(self, batch: pb.ProposalBatch) -> None:
         """From any thread."""
-        self.loop.call_soon_threadsafe(self.outgoing.put_nowait, batch)
+        self.outgoing.put(batch)
+
+    def close(self) -> None:
+        self.outgoing.put(None)
+
+    def __iter__(self) -> Iterator[pb.ProposalBatch]:
+        while (batch := self.outgoing.get()) is not None:
+            yield batch
 
 
 class TierServer(TierServicer):
-    """Serves one Proposer. One worker thread drives it, as a Proposer wants; the gRPC loop only moves messages.
+    """Serves one Proposer. One worker thread drives it, as a Proposer wants; gRPC's threads only move messages.
 
     The doorbell wakes the worker: for work from above, and where the proposer is a tier over a link, for answers too.
     """
@@ -93,20 +83,29 @@ class TierServer(TierServicer):
         self.worker = threading.Thread(target=self._work, name=f"{tier.name.lower()}-worker", daemon=True)
         self.worker.start()
 
-    # -- gRPC loop -----------------------------------------------------------------------------------------------------
+    # -- gRPC's threads ------------------------------------------------------------------------------------------------
 
-    async def Propose(self, request_iterator: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        """Reads and writes by `context`: half the delay of iterators, which cost a task a message."""
-        await context.send_initial_metadata(())
-        link = Link(asyncio.get_running_loop())
-        writer = asyncio.create_task(self._write(link, context))
+    def Propose(
+        self, request_iterator: Iterator[pb.WorkBatch], context: grpc.ServicerContext
+    ) -> Iterator[pb.ProposalBatch]:
+        context.send_initial_metadata(())
+        link = Link()
+        threading.Thread(target=self._read, args=(request_iterator, context, link), name="link", daemon=True).start()
+        for batch in link:
+            self.counters.bytes_out += batch.ByteSize()
+            yield batch
+
+    def _read(self, batches: Iterator[pb.WorkBatch], context: grpc.ServicerContext, link: Link) -> None:
         try:
-            while (batch := await context.read()) is not grpc.aio.EOF:  # type: ignore[attr-defined]
+            for batch in batches:
                 self._take(link, batch)
         except InvalidValueError as error:
-            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
+            context.set_details(str(error))
+        except Exception:  # of gRPC's own iterator, and without a type: the stream has ended
+            log.debug("a link has ended", exc_info=True)
         finally:
-            writer.cancel()
+            link.close()
             self.inbox.put((link, [], sorted(link.sequence_ids)))
             self.doorbell.ring()
 
@@ -120,13 +119,7 @@ class TierServer(TierServicer):
         self.inbox.put((link, work, released))
         self.doorbell.ring()
 
-    async def _write(self, link: Link, context: grpc.aio.ServicerContext[Any, Any]) -> None:
-        while True:
-            batch = await link.outgoing.get()
-            self.counters.bytes_out += batch.ByteSize()
-            await context.write(batch)
-
-    async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:
+    def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.TierStatus:
         return self.status()
 
     def status(self) -> pb.TierStatus:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any, TypeVar
 
 import grpc
 import grpc.aio
 
+from actors.links import CHANNEL_OPTIONS
 from actors.wire import sampling_from_proto, stats_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import FinishReason, Output, Request
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
@@ -25,7 +26,9 @@ FINISH_REASONS: dict[FinishReason | None, gen.FinishReason] = {
     FinishReason.STOP: gen.FINISH_REASON_STOP,
     FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
 }
+SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.server.max_pending_requests", 10_000)]
 POLL_S = 0.2
+T = TypeVar("T")
 
 
 class EngineThread:
@@ -154,3 +157,29 @@ def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
         finish_reason=FINISH_REASONS.get(output.finish_reason, gen.FINISH_REASON_UNSPECIFIED),
         stats=stats_to_proto(output.stats, prompt_tokens),
     )
+
+
+class AsyncServer:
+    """Serves the target on an event loop and a thread of its own: its many streams never wait for the model."""
+
+    def __init__(self, host: str, target_server: TargetServer) -> None:
+        self.host, self.target_server = host, target_server
+        self.loop = asyncio.new_event_loop()
+        self.thread = threading.Thread(target=self.loop.run_forever, name="grpc", daemon=True)
+        self.thread.start()
+        self.server, self.address = self._run(self._start())
+
+    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=30)
+
+    async def _start(self) -> tuple[grpc.aio.Server, str]:
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        add_TargetServicer_to_server(self.target_server, server)
+        port = server.add_insecure_port(f"{self.host}:0")
+        await server.start()
+        return server, f"{self.host}:{port}"
+
+    def stop(self, grace_s: float = 1.0) -> None:
+        self._run(self.server.stop(grace_s))
+        self.loop.call_soon_threadsafe(self.loop.stop)
+        self.thread.join(timeout=5)

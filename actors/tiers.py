@@ -21,9 +21,8 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors.links import RemoteProposer
-from actors.serving import GrpcServer, TierServer
+from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TargetServicer_to_server, add_TierServicer_to_server
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
@@ -35,6 +34,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from actors.handover import Piece
+    from actors.target_server import AsyncServer
     from triforce_core.engine.engine import Engine
     from triforce_core.kv.base import KVCache
     from triforce_core.roles import ModelProposer
@@ -64,7 +64,7 @@ class TierActor(ABC):
     def __init__(self, settings: Settings) -> None:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings = settings
-        self.server: GrpcServer | None = None
+        self.server: LinkServer | AsyncServer | None = None
         self.inner: dict[Tier, KVCache] = {}  # of the tiers below that this process holds as well
         self.starting = threading.Lock()
 
@@ -81,7 +81,7 @@ class TierActor(ABC):
             return self.server.address
 
     @abstractmethod
-    def serve(self, host: str) -> GrpcServer: ...
+    def serve(self, host: str) -> LinkServer | AsyncServer: ...
 
     @abstractmethod
     def tier_status(self) -> pb.TierStatus: ...
@@ -121,9 +121,9 @@ class DraftActor(TierActor):
     def proposer(self) -> Proposer:
         return self.own_drafts()
 
-    def serve(self, host: str) -> GrpcServer:
+    def serve(self, host: str) -> LinkServer:
         self.tier_server = TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL)
-        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+        return LinkServer(host, self.tier_server)
 
     def tier_status(self) -> pb.TierStatus:
         return self.tier_server.status()
@@ -148,7 +148,7 @@ class RetrievalActor(TierActor):
         self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
         return retrieval_verifier(model, kv, self.settings)
 
-    def serve(self, host: str) -> GrpcServer:
+    def serve(self, host: str) -> LinkServer:
         verifier, doorbell = self.verifier(), Doorbell()
         drafts, shares = self._drafts(doorbell)
         decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares)
@@ -158,7 +158,7 @@ class RetrievalActor(TierActor):
         else:
             server = TierServer(decoder, self.tier, Tier.TARGET, doorbell)
         self.tier_server = server
-        return GrpcServer(host, lambda server: add_TierServicer_to_server(self.tier_server, server))
+        return LinkServer(host, self.tier_server)
 
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
         """What drafts for this tier, and in how many shares: drafts of this process and its own passes take turns."""
@@ -187,11 +187,11 @@ class TargetActor(TierActor):
         super().__init__(settings)
         self.retrieval = retrieval
 
-    def serve(self, host: str) -> GrpcServer:
-        from actors.target_server import TargetServer
+    def serve(self, host: str) -> AsyncServer:
+        from actors.target_server import AsyncServer, TargetServer
 
         self.target_server = TargetServer(self.engine(), self.settings.speculation.effective)
-        return GrpcServer(host, lambda server: add_TargetServicer_to_server(self.target_server, server))
+        return AsyncServer(host, self.target_server)
 
     def engine(self) -> Engine:
         from actors.handover import sink_for

@@ -15,13 +15,13 @@ from ray.util import remove_placement_group
 from actors.bench.paced import PACED, Pace
 from actors.pipeline import Pipeline
 from actors.placement import place_tiers, reserve
-from actors.tiers import TargetActor
+from actors.tiers import RetrievalActor, TargetActor
 from actors.wire import stats_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.sequence import Stats
-from triforce_core.messages import Proposal, Span, Tally, Tier, Work
+from triforce_core.messages import Proposal, Proposer, Span, Tally, Tier, Work
 from triforce_core.timeline import Stage, start_recording, take_stages
 
 T = TypeVar("T")
@@ -141,14 +141,50 @@ class Arrangement:
 
     def hop_ms(self, count: int = 500) -> float:
         """A round trip of one block between the idle target and retrieval actors, less the handler's time; medians."""
-        self._take_stages()
-        trips: list[float] = ray.get(self.pipeline.actors.target.__ray_call__.remote(lambda actor: ping(actor, count)))
-        handled = [s.stop - s.start for s in self._take_stages() if s.tier == Tier.RETRIEVAL]
+        actors = self.pipeline.actors
+        ray.get(actors.retrieval.__ray_call__.remote(time_handling))
+        trips: list[float] = ray.get(actors.target.__ray_call__.remote(ping, count))
+        handled: list[float] = ray.get(actors.retrieval.__ray_call__.remote(handling_times))
+        self._take_stages()  # they are of no run
         return 1e3 * (median(trips) - median(handled))
 
     def stop(self) -> None:
         self.wait(self.pipeline.stop())
         remove_placement_group(self.group)
+
+
+class Timed:
+    """A tier's proposer that notes, for each batch of work, the seconds from taking it to handing over its answers."""
+
+    def __init__(self, proposer: Proposer) -> None:
+        self.proposer = proposer
+        self.begun = 0.0
+        self.times: list[float] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.begun = time.monotonic()
+        self.proposer.submit(work)
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        if answers := self.proposer.collect(timeout_s):
+            self.times.append(time.monotonic() - self.begun)
+        return answers
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.proposer.release(sequence_ids)
+
+
+def time_handling(retrieval: RetrievalActor) -> None:
+    """In the retrieval actor, whose worker must be idle."""
+    retrieval.tier_server.proposer = Timed(retrieval.tier_server.proposer)
+
+
+def handling_times(retrieval: RetrievalActor) -> list[float]:
+    """Ends what `time_handling` began."""
+    timed = retrieval.tier_server.proposer
+    assert isinstance(timed, Timed)
+    retrieval.tier_server.proposer = timed.proposer
+    return timed.times
 
 
 def ping(target: TargetActor, count: int) -> list[float]:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from actors.links import RemoteProposer
-from actors.serving import GrpcServer, TierServer
+from actors.serving import LinkServer, TierServer
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TierServicer_to_server
 from triforce_core.config import load_settings
@@ -61,7 +61,7 @@ class Late:
 @contextmanager
 def served(tier_server: TierServer, ours: Doorbell) -> Iterator[RemoteProposer]:
     """A tier as the one above sees it, over gRPC; `ours` wakes the one above."""
-    server = GrpcServer("127.0.0.1", lambda grpc_server: add_TierServicer_to_server(tier_server, grpc_server))
+    server = LinkServer("127.0.0.1", tier_server)
     link = RemoteProposer(lambda: server.address, timeout_s=20.0, doorbell=ours)
     try:
         assert link.wait_ready(10.0)

@@ -6,7 +6,7 @@ import threading
 import time
 
 from actors.links import RemoteProposer
-from actors.serving import GrpcServer, TierServer
+from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TierServicer_to_server
 from triforce_core.doorbell import Doorbell
@@ -36,7 +36,7 @@ def test_a_peer_that_is_not_there_is_not_ready_and_leaves_nothing_behind() -> No
 
 def test_a_link_that_is_closed_while_it_looks_for_its_peer_ends() -> None:
     tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = GrpcServer("127.0.0.1", lambda grpc_server: add_TierServicer_to_server(tier, grpc_server))
+    server = LinkServer("127.0.0.1", tier)
     asked, go_on = threading.Event(), threading.Event()
 
     def resolve() -> str:
@@ -70,7 +70,7 @@ def test_a_ring_ends_the_wait_even_when_what_came_is_of_no_use() -> None:
 def test_what_replaced_work_stated_is_missing_too() -> None:
     tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
     tier.stop()  # takes nothing in: the peer hangs
-    server = GrpcServer("127.0.0.1", lambda grpc_server: add_TierServicer_to_server(tier, grpc_server))
+    server = LinkServer("127.0.0.1", tier)
     link = RemoteProposer(lambda: server.address, timeout_s=0.3)
     assert link.wait_ready(10.0)
     link.submit([work(3, 7, 8)])
