@@ -16,6 +16,7 @@ from triforce_core.messages import Claim, Proposal, Proposer, SamplingParams, Sp
 
 TOKENS = (1, 3, 5, 9, 17)  # query tokens of a pass, for each sequence
 PASSES = 9
+REST_S = 0.05  # before each pass, as while other tiers work: a core that has rested is up to a quarter slower
 
 
 def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> dict[str, Any]:
@@ -93,6 +94,7 @@ def median_ms(passes: dict[str, Callable[[], object]]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(PASSES + 1):
         for name, run in passes.items():
+            time.sleep(REST_S)
             begin = time.perf_counter()
             run()
             times[name].append(time.perf_counter() - begin)
