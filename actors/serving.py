@@ -7,7 +7,8 @@ import os
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import grpc
 
@@ -26,11 +27,30 @@ MAX_FAILURES = 5
 MAX_LINKS = 64  # a thread each; from one tier above there is one, and one more for each that died unnoticed
 
 
+class LinkThreads(ThreadPoolExecutor):
+    """A daemon thread a call: those of a ThreadPoolExecutor are joined at exit, which an open link would hold up."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="link-server", daemon=True).start()
+        return future
+
+
 class LinkServer:
-    """Serves a tier to the one above. Synchronous gRPC: a block waits for two wake-ups less than through `grpc.aio`."""
+    """Serves a tier to the one above. Synchronous gRPC: a block waits for two wake-ups less than through `grpc.aio`.
+
+    More than `MAX_LINKS` calls at a time are refused, for waiting ones would look like a tier that hangs.
+    """
 
     def __init__(self, host: str, tier_server: TierServer) -> None:
-        self.server = grpc.server(ThreadPoolExecutor(MAX_LINKS, "link-server"), options=CHANNEL_OPTIONS)
+        self.server = grpc.server(LinkThreads(), options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_LINKS)
         add_TierServicer_to_server(tier_server, self.server)
         self.address = f"{host}:{self.server.add_insecure_port(f'{host}:0')}"
         self.server.start()
@@ -79,6 +99,7 @@ class TierServer(TierServicer):
         self.unanswered: set[int] = set()
         self.ends: dict[int, int] = {}  # where the last work of each sequence ended
         self.counters = pb.LinkCounters(link=f"{above.name.lower()}>{tier.name.lower()}")
+        self.counting = threading.Lock()  # each link counts on threads of its own
         self.stopping = threading.Event()
         self.worker = threading.Thread(target=self._work, name=f"{tier.name.lower()}-worker", daemon=True)
         self.worker.start()
@@ -92,7 +113,8 @@ class TierServer(TierServicer):
         link = Link()
         threading.Thread(target=self._read, args=(request_iterator, context, link), name="link", daemon=True).start()
         for batch in link:
-            self.counters.bytes_out += batch.ByteSize()
+            with self.counting:
+                self.counters.bytes_out += batch.ByteSize()
             yield batch
 
     def _read(self, batches: Iterator[pb.WorkBatch], context: grpc.ServicerContext, link: Link) -> None:
@@ -102,8 +124,11 @@ class TierServer(TierServicer):
         except InvalidValueError as error:
             context.set_code(grpc.StatusCode.INVALID_ARGUMENT)
             context.set_details(str(error))
-        except Exception:  # of gRPC's own iterator, and without a type: the stream has ended
-            log.debug("a link has ended", exc_info=True)
+        except grpc.RpcError:
+            log.debug("a link has ended")
+        except Exception:
+            log.exception("%s tier: a link failed", self.tier.name.lower())
+            context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             link.close()
             self.inbox.put((link, [], sorted(link.sequence_ids)))
@@ -113,9 +138,10 @@ class TierServer(TierServicer):
         work, released = work_batch_from_proto(batch)
         link.sequence_ids |= {w.span.sequence_id for w in work}
         link.sequence_ids.difference_update(released)
-        self.counters.work_items += len(work)
-        self.counters.work_tokens += sum(len(w.span.tokens) for w in work)
-        self.counters.bytes_in += batch.ByteSize()
+        with self.counting:
+            self.counters.work_items += len(work)
+            self.counters.work_tokens += sum(len(w.span.tokens) for w in work)
+            self.counters.bytes_in += batch.ByteSize()
         self.inbox.put((link, work, released))
         self.doorbell.ring()
 

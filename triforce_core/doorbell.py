@@ -16,7 +16,8 @@ class Doorbell:
 
     def ring(self) -> None:
         """From any thread."""
-        self.rings.put(None)
+        if self.rings.empty():  # rung already; a wait that takes that ring now looks at all inboxes after it
+            self.rings.put(None)
 
     def wait(self, timeout_s: float) -> bool:
         """Sleep until it rings, at most `timeout_s` seconds; returns whether it did."""

@@ -16,6 +16,7 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Tier
 
 
+@pytest.mark.slow
 def test_paced_stages_give_the_figures_and_the_trace(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -28,10 +28,13 @@ SHARES = {"draft": 0.25, "retrieval": 0.25, "target": 0.5}  # of a GPU
 PROCESSES = {"none": 3, "draft_with_retrieval": 2, "all": 1}
 STRATEGIES = (
     "PACK",
-    pytest.param("SPREAD", marks=pytest.mark.slow),
-    pytest.param("STRICT_PACK", marks=pytest.mark.slow),
+    "SPREAD",
+    "STRICT_PACK",
     "STRICT_SPREAD",
 )
+
+
+pytestmark = pytest.mark.slow  # each test starts actors on nodes of its own
 
 
 @pytest.fixture(scope="module", autouse=True)

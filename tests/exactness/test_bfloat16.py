@@ -139,6 +139,8 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
         print(f"  {name}: {rate:.2%} violations, {mismatches[name]:.2%} not float32's own choice")
 
     assert count / rounds > 2, "the test is about passes over many tokens"
-    assert rates["TriForce"] <= rates["plain"] + 3 * (max(rates["plain"], 0.005) / count) ** 0.5
+    allowed = rates["plain"] + 3 * (max(rates["plain"], 0.005) / count) ** 0.5
+    assert rates["TriForce"] <= allowed
     assert mismatches["TriForce"] <= mismatches["plain"] + 3 * (max(mismatches["plain"], 0.005) / count) ** 0.5
-    assert rates["the drafter alone"] > 0.1, "an epsilon that lets anything pass would prove nothing"
+    # A distilled drafter often says what its target does; still the same rule must refuse it by a wide margin.
+    assert rates["the drafter alone"] > 5 * allowed, "an epsilon that lets anything pass would prove nothing"
