@@ -151,7 +151,8 @@ class RetrievalActor(TierActor):
     def serve(self, host: str) -> LinkServer:
         verifier, doorbell = self.verifier(), Doorbell()
         drafts, shares = self._drafts(doorbell)
-        decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares)
+        pipelined = self.settings.micro_batches > 1
+        decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares, hand_up_early=pipelined)
         if self.settings.speculation.run_ahead:
             ahead = RunAhead(decoder, below=self.settings.micro_batches)
             server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead)

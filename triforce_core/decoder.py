@@ -34,6 +34,7 @@ class Block:
     ended: bool = False  # the last token ends the sequence
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
     told: int | None = None  # up to where the level below has answered for; None: only what the level above told it
+    ahead: bool = False  # nobody has asked for it yet (run_ahead.py)
 
     @property
     def span(self) -> Span:
@@ -83,13 +84,20 @@ class SpeculativeDecoder:
 
     With one micro-batch a round waits for every answer that it asked for and judges all of them (sequential mode). With
     more it takes what is ready, first come first judged, in one pass at most its share of the sequences that the level
-    below works for, so that it has the others to work on meanwhile. Not thread-safe: one thread drives a decoder.
+    below works for, so that it has the others to work on meanwhile. With `hand_up_early`, for a level that works at the
+    same time as the one above, a block need not be long enough when that one has nothing to judge.
+
+    Not thread-safe: one thread drives a decoder.
     """
 
-    def __init__(self, proposer: Proposer, verifier: Verifier, *, micro_batches: int = 1) -> None:
-        self.proposer, self.verifier, self.micro_batches = proposer, verifier, micro_batches
+    def __init__(
+        self, proposer: Proposer, verifier: Verifier, *, micro_batches: int = 1, hand_up_early: bool = False
+    ) -> None:
+        self.proposer, self.verifier = proposer, verifier
+        self.micro_batches, self.hand_up_early = micro_batches, hand_up_early
         self.blocks: dict[int, Block] = {}
         self.asked: set[int] = set()  # sequences that the level below still owes an answer
+        self.grown: list[int] = []  # sequences whose blocks the last round has extended; they need another
         self.unasked: list[Proposal] = []  # the empty answers of sequences for which it is not asked
         self.ready: dict[int, Proposal] = {}  # arrived and not judged, oldest first
         self.drafted: set[int] = set()  # live sequences that the level below works for
@@ -114,6 +122,7 @@ class SpeculativeDecoder:
         """Stop working on these, as if they had not been submitted; returns the unfinished blocks."""
         ids = set(sequence_ids)
         self.asked -= ids
+        self.grown = [sequence_id for sequence_id in self.grown if sequence_id not in ids]
         self.unasked = [p for p in self.unasked if p.sequence_id not in ids]
         for sequence_id in ids & self.ready.keys():
             del self.ready[sequence_id]
@@ -132,6 +141,10 @@ class SpeculativeDecoder:
 
     def collect_blocks(self, timeout_s: float) -> list[Block]:
         """Run one round over what is ready; returns the blocks that it completed, which may be none."""
+        if early := self._early():
+            return self.withdraw([early.work.span.sequence_id])
+        self._ask([self.blocks[sequence_id] for sequence_id in self.grown])
+        self.grown = []
         self._take_arrivals(timeout_s)
         skipped, verified = self._next_round()
         done: list[Block] = []
@@ -145,8 +158,18 @@ class SpeculativeDecoder:
             (done if self._extend(block, proposal, verdict) else again).append(block)
         for block in done:
             del self.blocks[block.work.span.sequence_id]
-        self._ask(again)
+        self.grown = [b.work.span.sequence_id for b in again]
         return done
+
+    def _early(self) -> Block | None:
+        """The longest block that has just grown, if half done, where all of several sequences are in progress here: the
+        level above has nothing to judge then. One by itself is left alone: this level would idle while it is judged.
+        """
+        here = {sequence_id for sequence_id, block in self.blocks.items() if not block.ahead}
+        if not self.hand_up_early or not self.grown or len(here) < 2 or not self.drafted <= here:
+            return None
+        longest = max((self.blocks[sequence_id] for sequence_id in self.grown), key=lambda block: len(block.tokens))
+        return longest if 2 * len(longest.tokens) >= longest.work.lookaheads[0] else None
 
     def _take_arrivals(self, timeout_s: float) -> None:
         """Put the proposals that have come into `ready`; late and repeated ones are dropped."""

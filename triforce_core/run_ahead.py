@@ -114,6 +114,7 @@ class RunAhead:
             work=work,
             tokens=guess.tokens[-num_found:],
             origins=guess.origins[-num_found:],
+            ahead=False,
         )
 
 
@@ -124,4 +125,4 @@ def guess_after(block: Block) -> Block | None:
         return None
     settled = Span(text.sequence_id, work.span.end, block.tokens)
     lookahead = work.lookaheads[0] + 1  # one more, for the token that the level above adds
-    return Block(Work(settled, (lookahead, *work.lookaheads[1:])), told=block.told)
+    return Block(Work(settled, (lookahead, *work.lookaheads[1:])), told=block.told, ahead=True)

@@ -12,6 +12,7 @@ from typing import Any
 import ray
 
 from actors.bench.arrangement import Arrangement, Run
+from actors.bench.calibration import calibration
 from actors.bench.paced import VOCAB_SIZE, Pace
 from actors.wire import sampling_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
@@ -75,10 +76,12 @@ def bench_pipeline(
     figures = {
         **conditions(settings, load, pace),
         **compared(settings, load, runs, hop_ms),
-        "calibration": {
-            "stages": alone,
-            "hop_ms": {"target_retrieval": hop_ms / 2, "retrieval_draft": hop_ms / 2},  # one way
-        },
+        "calibration": calibration(
+            alone,
+            [[stage for tier in Tier for stage in run.within(tier)] for run in runs["sequential"]],
+            hop_ms / 2,
+            shared_core=shares_a_core(settings),
+        ),
         "load_average": [load_before, os.getloadavg()[0]],
     }
     return figures, runs["pipelined"][-1]

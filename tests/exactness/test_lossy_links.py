@@ -68,7 +68,9 @@ class LossyChain:
         self.kv = CountingRetrievalKV(kv_geometry(self.retrieval), 3, BUDGET, TAIL, KERNELS["cpu_flash"])
         self.kv.events = self.events
         verifier = ModelVerifier(ModelRunner(self.retrieval, self.kv), Tier.RETRIEVAL)
-        decoder = SpeculativeDecoder(self.link(self.make_drafts), verifier, micro_batches=self.micro_batches)
+        several = self.micro_batches
+        drafts = self.link(self.make_drafts)
+        decoder = SpeculativeDecoder(drafts, verifier, micro_batches=several, hand_up_early=several > 1)
         return RunAhead(decoder, self.micro_batches)
 
     def make_drafts(self) -> Proposer:

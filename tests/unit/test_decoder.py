@@ -170,8 +170,57 @@ def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, b
     below.answers.append([Proposal(1, 8, missing_from=3)])
     assert decoder.collect(1.0) == []
     below.answers.append([Proposal(1, 9, missing_from=0)])
-    decoder.collect(1.0)
+    assert decoder.collect(1.0) == []
+    below.answers.append([drafted(10, ())])
+    assert len(decoder.collect(1.0)) == 1
     stated = [(w.span.start, w.span.tokens, w.span.spec is not None) for w in below.asked]
     assert stated[:4] == [(0, (10, 11), True), (2, (2, 3), False), (4, (4, 5), False), (6, (6, 7), False)]
     assert stated[4] == (3, (3, 4, 5, 6, 7, 8), False)
     assert stated[5] == (0, (10, 11, 2, 3, 4, 5, 6, 7, 8, 9), True)
+
+
+class TestEarly:
+    """Two sequences of which this level has one or both: whether the one above has something to judge."""
+
+    @pytest.fixture
+    def decoder(self, below: Below, verifier: Counting) -> SpeculativeDecoder:
+        decoder = SpeculativeDecoder(below, verifier, micro_batches=2, hand_up_early=True)
+        decoder.submit([work(1, lookaheads=(5, 2)), work(2, lookaheads=(5, 2))])
+        return decoder
+
+    def collect(self, decoder: SpeculativeDecoder, below: Below, *answers: Proposal) -> list[tuple[int, Tokens]]:
+        below.answers = [[answer] for answer in answers]
+        return [(b.sequence_id, b.tokens) for _ in answers for b in decoder.collect(1.0)]
+
+    def test_the_longest_goes_up_half_done_where_nothing_is_there(
+        self, decoder: SpeculativeDecoder, below: Below
+    ) -> None:
+        assert self.collect(decoder, below, drafted(2, ()), drafted(2, (2,), sequence_id=2)) == [], "1 and 2 of 5"
+        assert self.collect(decoder, below, drafted(3, (3,))) == []
+        assert [(b.sequence_id, b.tokens) for b in decoder.collect(1.0)] == [(1, (2, 3, 4))]
+        assert len(below.asked) == 4, "nothing more is asked for it"
+
+    def test_where_one_is_there_already_blocks_grow_to_the_end(self, decoder: SpeculativeDecoder, below: Below) -> None:
+        assert self.collect(decoder, below, drafted(2, (2, 3))) == []
+        assert [b.sequence_id for b in decoder.collect(1.0)] == [1]
+        assert self.collect(decoder, below, drafted(2, (2, 3), sequence_id=2)) == []
+        assert self.collect(decoder, below, drafted(5, (5, 6), sequence_id=2)) == [(2, (2, 3, 4, 5, 6, 7))]
+
+    def test_work_that_comes_during_a_round_is_counted(self, below: Below, verifier: Counting) -> None:
+        decoder = SpeculativeDecoder(below, verifier, micro_batches=2, hand_up_early=True)
+        decoder.submit([work(1, lookaheads=(5, 2)), work(2, lookaheads=(1, 2))])
+        assert self.collect(decoder, below, drafted(2, (), sequence_id=2), drafted(2, (2, 3))) == [(2, (2,))]
+        decoder.submit([work(2, (10, 11, 2), lookaheads=(5, 2))])
+        assert [(b.sequence_id, b.tokens) for b in decoder.collect(1.0)] == [(1, (2, 3, 4))]
+
+    def test_once_the_other_is_released_nothing_is_early(self, decoder: SpeculativeDecoder, below: Below) -> None:
+        decoder.release([2])
+        assert self.collect(decoder, below, drafted(2, (2, 3))) == []
+        assert self.collect(decoder, below, drafted(5, ())) == []
+        assert self.collect(decoder, below, drafted(6, ())) == [(1, (2, 3, 4, 5, 6))]
+
+    def test_levels_that_take_turns_wait(self, below: Below, verifier: Counting) -> None:
+        decoder = SpeculativeDecoder(below, verifier)
+        decoder.submit([work(1, lookaheads=(5, 2)), work(2, lookaheads=(5, 2))])
+        below.answers = [[drafted(2, (2, 3)), drafted(2, (2, 3), sequence_id=2)]]
+        assert decoder.collect(1.0) == []

@@ -17,7 +17,7 @@ import pytest
 
 from tests.lossy_link import LossyLink
 from tests.toy_tiers import VOCAB, Law, Settled, SlowSink, Tokens, ToyDrafts, ToyRetrieval, ToyTarget, ToyTier
-from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.decoder import Block, SpeculativeDecoder
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
@@ -52,6 +52,17 @@ class CountingTier:
 
     def release(self, sequence_ids: list[int]) -> None:
         self.verifier.release(sequence_ids)
+
+
+class CountingDecoder(SpeculativeDecoder):
+    """Counts the blocks that are handed up before they are long enough."""
+
+    events: Counter[str]
+
+    def _early(self) -> Block | None:
+        early = super()._early()
+        self.events["retrieval: block handed up early"] += early is not None
+        return early
 
 
 class CountingRunAhead(RunAhead):
@@ -106,7 +117,13 @@ class Chain:
     def make_retrieval(self) -> Proposer:
         retrieval = self.sink.retrieval = ToyRetrieval(self.retrieval_law, self.settled, self.tail, self.events)
         verifier = CountingTier(retrieval, self.events, lambda: self.drafts)
-        decoder = SpeculativeDecoder(self.link(self.make_drafts), verifier, micro_batches=self.micro_batches)
+        decoder = CountingDecoder(
+            self.link(self.make_drafts),
+            verifier,
+            micro_batches=self.micro_batches,
+            hand_up_early=self.micro_batches > 1,
+        )
+        decoder.events = self.events
         if self.guessing or self.rng.random() < 0.7:
             return CountingRunAhead(decoder, 100 if self.guessing else self.micro_batches, self.events)
         return decoder
@@ -214,6 +231,7 @@ def test_every_request_gets_the_tokens_of_plain_decoding(micro_batches: int) -> 
             raise AssertionError(f"run {run}: {error}") from error
     assert events["draft: continued another text"] < 0.04 * events["draft: continued the text"]  # late answers only
     assert not [e for e in EXPECTED if events[e] < 20], f"too rare to prove anything: {events}"
+    assert (events["retrieval: block handed up early"] > 20) == (micro_batches > 1)
 
 
 @pytest.mark.parametrize("micro_batches", [2, 3])

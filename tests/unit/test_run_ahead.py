@@ -51,7 +51,7 @@ def test_a_right_guess_is_answered_at_once(ahead: RunAhead, below: Below) -> Non
 
 def test_a_guess_in_progress_is_gone_on_with(ahead: RunAhead, below: Below) -> None:
     begin(ahead, below)
-    assert answer(ahead, below, [drafted(5, (5,))]) == []
+    assert answer(ahead, below, [drafted(5, (5,))], []) == []
     assert len(below.asked) == 3
     ahead.submit([work(2, (2, 3, 4, 5))])
     assert len(below.asked) == 3, "what was asked for the guess is still wanted"

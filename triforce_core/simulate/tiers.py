@@ -57,7 +57,9 @@ class DraftStation(TierStation[Blocks]):
 
 
 class RetrievalStation(TierStation[Blocks]):
-    """Grows blocks round by round until they have γ2 tokens, and never cuts one. While it is down, blocks are empty."""
+    """Grows blocks round by round until they have γ2 tokens, or half of them where the target idles, and never cuts
+    one. While it is down, blocks are empty.
+    """
 
     tier = Tier.RETRIEVAL
 
@@ -97,15 +99,22 @@ class RetrievalStation(TierStation[Blocks]):
 
     def _go_on(self, blocks: list[Block]) -> None:
         """Hand up those that are long enough, start a round of the others."""
-        done = [block for block in blocks if block.tokens >= self.lookahead]
+        done = [block for block in blocks if block.tokens >= self.lookahead] or self.early(blocks)
         for block in done:
             del self.growing[block.request]
             if self.replica.scenario.run_ahead:
                 self.ahead[block.request] = Block(block.request, self.env.now, tokens=-1, ahead=True)
         if done:
             self.replica.send(done, Tier.TARGET, self.tier, self.pipeline.target.receive)
-        self._start_round([block for block in blocks if block.tokens < self.lookahead])
+        self._start_round([block for block in blocks if block not in done])
         self._run_ahead()
+
+    def early(self, blocks: list[Block]) -> list[Block]:
+        """The longest, if half done, where all of several requests grow here: the target has nothing to judge then."""
+        if self.replica.sequential or not 1 < len(self.replica.live) == len(self.growing):
+            return []
+        longest = max(blocks, key=lambda block: block.tokens)
+        return [longest] if 2 * longest.tokens >= self.lookahead else []
 
     def _start_round(self, blocks: list[Block]) -> None:
         for block in blocks:

@@ -1,0 +1,94 @@
+"""What the benchmark hands the simulator: passes as long as they are in actors, and what lies between them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from actors.bench.calibration import calibration
+from triforce_core.messages import Tier
+from triforce_core.simulate.model import simulate
+from triforce_core.simulate.scenario import Scenario
+from triforce_core.timeline import Stage
+
+ALONE = {"draft": 2.0, "retrieval": 8.0, "target": 40.0}  # ms of a pass over one request; over two, half as much again
+
+
+def table() -> dict[str, list[dict[str, Any]]]:
+    return {
+        tier: [{"batch": n, "tokens": 1, "ms": ms * (1 + (n - 1) / 2)} for n in (1, 2)] for tier, ms in ALONE.items()
+    }
+
+
+def sequential_run(batch: int, rounds: int = 3, blocks: int = 20) -> list[Stage]:
+    """Passes take 1.25 times as long as alone. A message within the drafting tiers takes 0.5 ms, one up to the target
+    1 ms, and the target is busy with other things for 2 ms a request before it sends one down.
+    """
+    stages, now = list[Stage](), 0.0
+
+    def run(tier: Tier, tokens: int) -> None:
+        nonlocal now
+        ms = 1.25 * ALONE[tier.name.lower()] * (1 + (batch - 1) / 2)
+        stages.append(Stage(tier, now / 1e3, (now + ms) / 1e3, ms / 1e3, batch, tokens * batch))
+        now += ms
+
+    for _ in range(blocks):
+        for _ in range(rounds):
+            run(Tier.DRAFT, 1)
+            now += 0.5
+            run(Tier.RETRIEVAL, 1)
+            now += 0.5
+        now += 0.5
+        run(Tier.TARGET, 1)
+        now += 1.0 + 0.5 + 2.0 * batch
+    return stages
+
+
+def ms_of(found: dict[str, Any], tier: str, batch: int) -> float:
+    [point] = [p for p in found["stages"][tier] if p["batch"] == batch]
+    return float(point["ms"])
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_parts_of_a_run_are_found(batch: int) -> None:
+    found = calibration(table(), [sequential_run(batch), sequential_run(batch)], 9.0, shared_core=False)
+    assert found["hop_ms"]["target_retrieval"] == pytest.approx(1.0)
+    assert found["hop_ms"]["retrieval_draft"] == pytest.approx(0.5)
+    for n in (1, 2):
+        assert ms_of(found, "draft", n) == pytest.approx(1.25 * 2.0 * (1 + (n - 1) / 2))
+        assert ms_of(found, "retrieval", n) == pytest.approx(1.25 * 8.0 * (1 + (n - 1) / 2))
+        assert ms_of(found, "target", n) == pytest.approx(1.25 * 40.0 * (1 + (n - 1) / 2) + 2.0 * n)
+
+
+def test_messages_within_a_shared_core_are_its_work() -> None:
+    found = calibration(table(), [sequential_run(1)], 9.0, shared_core=True)
+    assert found["hop_ms"]["retrieval_draft"] == 0
+    assert ms_of(found, "draft", 1) == pytest.approx(1.25 * 2.0 + 2 * 0.5)
+
+
+def test_tiers_that_took_no_part_are_as_alone() -> None:
+    found = calibration(table(), [[s for s in sequential_run(1) if s.tier == Tier.TARGET]], 0.2, shared_core=False)
+    assert found["hop_ms"] == {"target_retrieval": 0.2, "retrieval_draft": 0.2}
+    assert ms_of(found, "draft", 2) == pytest.approx(3.0)
+    assert ms_of(found, "target", 1) == pytest.approx(50.0)
+
+
+@pytest.mark.parametrize("shared_core", [False, True])
+def test_a_simulation_of_the_run_takes_as_long(shared_core: bool) -> None:
+    """Blocks of three certain rounds, as in the run; each of the simulation's has one draft step a round."""
+    run = sequential_run(1, blocks=50)
+    found = calibration(table(), [run], 9.0, shared_core=shared_core)
+    scenario = Scenario.model_validate(
+        {
+            **found,
+            "acceptance": {"retrieval": 1.0, "draft": 1.0},
+            "lookaheads": (6, 1),
+            "micro_batches": 1,
+            "colocate": "draft_with_retrieval" if shared_core else "none",
+            "load": {"concurrency": 1, "output_tokens": 70_000},
+            "duration_s": 20,
+        }
+    )
+    block_s = (run[-1].stop + 3.5e-3 - run[0].start) / 50
+    assert simulate(scenario).tokens_per_s == pytest.approx(7 / block_s, rel=0.02)
