@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
 
 from triforce_core.errors import InvalidValueError
 
@@ -20,6 +20,9 @@ COLOCATED = {
     "draft_with_retrieval": (("target",), ("retrieval", "draft")),
     "all": (("target", "retrieval", "draft"),),
 }
+# With KV off the device its transfer is what costs: in few passes over a prompt, in long blocks, there is less of it.
+OFFLOADED_PREFILL_CHUNK = 32_768
+OFFLOADED_LOOKAHEADS = (16, 3)
 LABEL_SELECTOR = re.compile(r"!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)")
 
 
@@ -81,7 +84,27 @@ class TargetSettings(Strict):
         None, ge=2, description="prompt + output tokens; by default what the model allows"
     )
     kv_pool_tokens: int | None = Field(None, ge=2, description="by default twice the context length")
-    prefill_chunk: int = Field(2048, ge=16, description="most prompt tokens that one forward pass takes")
+    offload: Literal["none", "host", "disk"] = Field(
+        "none", description="where KV lies that does not stay on the device: in host memory, or in a file"
+    )
+    resident_layers: int = Field(0, ge=0, description="the first layers, whose KV stays on the device under offload")
+    offload_path: str | None = Field(None, description="the directory of the file, where offload is disk")
+    prefill_chunk: int = Field(
+        default_factory=lambda given: 2048 if given.get("offload") == "none" else OFFLOADED_PREFILL_CHUNK,
+        ge=16,
+        description=f"most prompt tokens that one forward pass takes; by default 2048, {OFFLOADED_PREFILL_CHUNK}"
+        " under offload",
+    )
+
+    @model_validator(mode="after")
+    def _offloading(self) -> TargetSettings:
+        if self.resident_layers and self.offload == "none":
+            raise ValueError(f"resident_layers {self.resident_layers} must be 0 where offload is none: all layers stay")
+        if self.offload == "disk" and not self.offload_path:
+            raise ValueError("offload_path must name a directory where offload is disk")
+        if self.offload != "disk" and self.offload_path is not None:
+            raise ValueError(f"offload_path {self.offload_path!r} must be null where offload is {self.offload}")
+        return self
 
 
 class SpeculationSettings(Strict):
@@ -89,7 +112,9 @@ class SpeculationSettings(Strict):
 
     tiers: TierSet = "draft,retrieval,target"
     lookaheads: tuple[int, int] = Field(
-        (8, 3), description="tokens drafted by the retrieval tier, and by the draft tier"
+        (8, 3),
+        description="tokens drafted by the retrieval tier, and by the draft tier; by default (8, 3),"
+        f" {OFFLOADED_LOOKAHEADS} where the target's KV is offloaded",
     )
     micro_batches: int | None = Field(
         None,
@@ -246,7 +271,7 @@ class Settings(Strict):
     target: TargetSettings = TargetSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
     draft: DraftSettings = DraftSettings()
-    speculation: SpeculationSettings = SpeculationSettings()
+    speculation: SpeculationSettings = Field(SpeculationSettings(), validate_default=True)
     placement: PlacementSettings = PlacementSettings()
     server: ServerSettings = ServerSettings()
     threads: ThreadSettings = ThreadSettings()
@@ -254,6 +279,15 @@ class Settings(Strict):
     device: str = "cpu"
     attention: str | None = Field(None, description="kernel by name; by default the best for the device")
     max_sequences: int = Field(8, ge=1, description="requests that a pipeline decodes at the same time")
+
+    @field_validator("speculation")
+    @classmethod
+    def _further_where_offloaded(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
+        """The default lookaheads depend on the target's settings."""
+        target = others.data.get("target")  # None: it was refused
+        if target is None or target.offload == "none" or "lookaheads" in given.model_fields_set:
+            return given
+        return given.model_copy(update={"lookaheads": OFFLOADED_LOOKAHEADS})
 
     @model_validator(mode="after")
     def _one_process_takes_turns(self) -> Settings:

@@ -66,6 +66,22 @@ def test_generate_is_the_same_whatever_the_tiers(
     assert three["stats"]["acceptance"]["draft"] is not None
 
 
+def test_generate_is_the_same_wherever_the_kv_lies(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, tmp_path: Path
+) -> None:
+    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--seed", "3")
+    memory, host, disk = (
+        generated(monkeypatch, capsys, *arguments, *offload)
+        for offload in (
+            (),
+            ("--offload", "host", "--resident-layers", "1"),
+            ("--offload", "disk", "--offload-path", str(tmp_path)),
+        )
+    )
+    assert memory["token_ids"] == host["token_ids"] == disk["token_ids"]
+    assert host["stats"]["tokens_per_round"] > 1
+
+
 def test_another_seed_gives_another_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:
@@ -152,6 +168,14 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--lookaheads", "65,1"], ["lookaheads", "65", "between 0 and 64"]),
         (["--tiers", "draft"], ["tiers", "draft", "retrieval,target"]),
         (["--target", "/nowhere"], ["target", "/nowhere", "config.json"]),
+        (["--offload", "tape"], ["target.offload", "'tape'", "'none', 'host' or 'disk'"]),
+        (["--resident-layers", "2"], ["resident_layers 2 must be 0 where offload is none"]),
+        (["--offload", "host", "--resident-layers", "99"], ["target.resident_layers", "99", "layers"]),
+        (["--offload", "disk"], ["offload_path must name a directory"]),
+        (
+            ["--offload", "disk", "--offload-path", "/nowhere"],
+            ["target.offload_path", "/nowhere", "must be a directory"],
+        ),
         (["--threads", "0"], ["threads", "0", "greater than or equal to 1"]),
         (["--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
         (["--max-tokens", "many"], ["max-tokens", "integer"]),
@@ -166,6 +190,12 @@ def test_bad_input_is_one_line_and_exit_code_2(
     refusals: Refusals, prompt: str, arguments: list[str], named: list[str]
 ) -> None:
     refusals.check(named, "generate", "--prompt-file", prompt, *arguments)
+
+
+def test_serve_takes_offload_too(refusals: Refusals) -> None:
+    path = ("--offload-path", "/x")
+    refusals.check(["resident_layers 2 must be 0"], "serve", "--resident-layers", "2")
+    refusals.check(["offload_path '/x' must be null where offload is host"], *("serve", "--offload", "host"), *path)
 
 
 def test_an_empty_and_a_binary_prompt_are_refused(

@@ -24,6 +24,12 @@ BAD: list[tuple[str, list[str]]] = [
     ("retrieval: [1, 2]", ["retrieval", "[1, 2]", "valid dictionary"]),
     ("draft: {window: wide}", ["draft.window", "'wide'", "valid integer"]),
     ("draft: {sinks: -1}", ["draft.sinks", "-1", "greater than or equal to 0"]),
+    ("target: {offload: nvme}", ["target.offload", "'nvme'", "'none', 'host' or 'disk'"]),
+    ("target: {offload: host, resident_layers: -1}", ["target.resident_layers", "-1", "greater than or equal to 0"]),
+    ("target: {resident_layers: 2}", ["target", "resident_layers 2 must be 0 where offload is none"]),
+    ("target: {offload: disk}", ["target", "offload_path must name a directory where offload is disk"]),
+    ("target: {offload: host, offload_path: /x}", ["target", "offload_path '/x' must be null where offload is host"]),
+    ("target: {offload: host, prefill_chunk: 15}", ["target.prefill_chunk", "15", "greater than or equal to 16"]),
     ("speculation: {lookaheads: [65, 1]}", ["speculation", "(65, 1)", "between 0 and 64"]),
     ("speculation: {tiers: 'target,draft'}", ["speculation.tiers", "'target,draft'", "draft,retrieval,target"]),
     ("server: {port: 70000}", ["server.port", "70000", "less than or equal to 65535"]),
@@ -113,6 +119,27 @@ def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
 )
 def test_tiers_that_do_not_take_part_look_ahead_by_0(tiers: str, effective: tuple[int, int]) -> None:
     assert load_settings(speculation={"tiers": tiers, "lookaheads": (8, 3)}).speculation.effective == effective
+
+
+@pytest.mark.parametrize(
+    ("settings", "lookaheads", "prefill_chunk"),
+    [
+        ({}, (8, 3), 2048),
+        ({"target": {"offload": "host"}}, (16, 3), 32_768),
+        ({"target": {"offload": "host"}, "speculation": {"micro_batches": 1}}, (16, 3), 32_768),
+        ({"target": {"offload": "host", "prefill_chunk": 64}, "speculation": {"lookaheads": (8, 3)}}, (8, 3), 64),
+        ({"target": {"offload": "disk", "offload_path": "/x"}, "speculation": {"tiers": "target"}}, (16, 3), 32_768),
+    ],
+    ids=str,
+)
+def test_an_offloaded_target_looks_further_ahead_unless_told(
+    settings: dict[str, Any], lookaheads: tuple[int, int], prefill_chunk: int
+) -> None:
+    """And its defaults are settings like others: printed, they are read back."""
+    loaded = load_settings(**settings)
+    for each in (loaded, Settings.model_validate(loaded.model_dump(mode="json"))):
+        assert (each.speculation.lookaheads, each.target.prefill_chunk) == (lookaheads, prefill_chunk)
+    assert loaded.speculation.effective == (lookaheads if loaded.speculation.tiers != "target" else (0, 0))
 
 
 @pytest.mark.parametrize(("colocate", "expected"), [("none", 3), ("draft_with_retrieval", 2), ("all", 1)])

@@ -19,6 +19,9 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file o
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy")]
+OffloadOption = Annotated[str | None, typer.Option(help="the target's KV: none | host | disk (--offload-path)")]
+ResidentOption = Annotated[int | None, typer.Option(help="layers whose KV stays on the device under offload")]
+OffloadPathOption = Annotated[str | None, typer.Option(help="directory for the KV where --offload is disk")]
 SeedOption = Annotated[int, typer.Option(help="the same seed gives the same tokens")]
 
 
@@ -55,6 +58,9 @@ def decoding_settings(
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16")] = None,
     target: Annotated[str | None, typer.Option(help="model directory or hub id")] = None,
     drafter: Annotated[str | None, typer.Option(help="model directory or hub id")] = None,
+    offload: OffloadOption = None,
+    resident_layers: ResidentOption = None,
+    offload_path: OffloadPathOption = None,
     threads: ThreadsOption = None,
     config: ConfigOption = None,
 ) -> Settings:
@@ -69,6 +75,9 @@ def decoding_settings(
             "dtype": dtype,
             "target.model": target,
             "draft.model": drafter,
+            "target.offload": offload,
+            "target.resident_layers": resident_layers,
+            "target.offload_path": offload_path,
             "threads.decode": threads,
             "threads.prefill": threads,
             "max_sequences": 1,
@@ -77,10 +86,22 @@ def decoding_settings(
 
 
 def serving_settings(
-    port: Annotated[int | None, typer.Option(help="HTTP port")] = None, config: ConfigOption = None
+    port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
+    offload: OffloadOption = None,
+    resident_layers: ResidentOption = None,
+    offload_path: OffloadPathOption = None,
+    config: ConfigOption = None,
 ) -> Settings:
     """Of commands that serve."""
-    return settings_from(config, {"server.port": port})
+    return settings_from(
+        config,
+        {
+            "server.port": port,
+            "target.offload": offload,
+            "target.resident_layers": resident_layers,
+            "target.offload_path": offload_path,
+        },
+    )
 
 
 def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:

@@ -14,8 +14,9 @@ from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
+from triforce_core.engine.target_kv import target_kv
 from triforce_core.errors import require
-from triforce_core.kv.full import FullKV
+from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
@@ -41,16 +42,20 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     positions = context_length(model.config)
     rule = f"tokens of sinks, window and slack must fit the drafter's {positions} positions"
     require(window.capacity <= positions, "draft", window.capacity, rule)
-    kv = StreamingKV(kv_geometry(model), settings.max_sequences, window, kernel_for(settings))
+    geometry, sequences = kv_geometry(model), settings.max_sequences
+    num_bytes = geometry.bytes_per_token * window.capacity * sequences
+    check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
+    kv = StreamingKV(geometry, sequences, window, kernel_for(settings))
     return ModelProposer(ModelRunner(model, kv, threads_for(model, settings)))
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     """The retrieval tier's cache; its tail has room for what is decoded while the next snapshot is on its way."""
     tail = 2 * settings.retrieval.refresh_every + MAX_BLOCK
-    return RetrievalKV(
-        kv_geometry(model), settings.max_sequences, settings.retrieval.budget, tail, kernel_for(settings)
-    )
+    geometry, sequences, budget = kv_geometry(model), settings.max_sequences, settings.retrieval.budget
+    num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
+    check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")
+    return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings))
 
 
 def retrieval_verifier(model: PreTrainedModel, kv: RetrievalKV, settings: Settings) -> ModelVerifier:
@@ -77,7 +82,7 @@ def target_engine(
 ) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain."""
     limits = target_limits(model.config, settings)
-    kv = FullKV(kv_geometry(model), limits.kv_pool_tokens, kernel_for(settings))
+    kv = target_kv(kv_geometry(model), limits.kv_pool_tokens, settings)
     verifier = ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)

@@ -9,7 +9,7 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.config import Settings
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import TooLargeError, require
-from triforce_core.models.files import context_length
+from triforce_core.models.files import context_length, kv_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +47,6 @@ def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
     allowed = context_length(config)
     context = settings.target.context_length or allowed
     require(context <= allowed, "target.context_length", context, f"must be at most the model's {allowed} positions")
+    layers, resident = kv_shape(config)[0], settings.target.resident_layers
+    require(resident <= layers, "target.resident_layers", resident, f"must be at most the model's {layers} layers")
     return Limits(context, settings.target.kv_pool_tokens or 2 * context, config.vocab_size)

@@ -8,6 +8,7 @@ which.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -31,6 +32,11 @@ class KVGeometry:
     @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def new_pool(self, pool_tokens: int) -> Tensor:
+        """A layer's keys and values, [2, kv_heads, pool_tokens, head_dim], on the device."""
+        shape = (2, self.num_kv_heads, pool_tokens, self.head_dim)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,11 +105,12 @@ class Batch:
 class KVCache(ABC):
     """Holds KV for one model; subclasses are the policies."""
 
-    def __init__(self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel) -> None:
-        shape = (geometry.num_kv_heads, pool_tokens, geometry.head_dim)
-        pools = [
-            torch.empty(2, *shape, dtype=geometry.dtype, device=geometry.device) for _ in range(geometry.num_layers)
-        ]
+    def __init__(
+        self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, pools: Sequence[Tensor] | None = None
+    ) -> None:
+        """`pools`: one a layer, shaped as `KVGeometry.new_pool` makes them, which is the default; see `on_device`."""
+        if pools is None:
+            pools = [geometry.new_pool(pool_tokens) for _ in range(geometry.num_layers)]
         self.keys = [pool[0] for pool in pools]  # a layer: [kv_heads, pool_tokens, head_dim]
         self.values = [pool[1] for pool in pools]
         self.geometry, self.kernel = geometry, kernel
@@ -173,12 +180,16 @@ class KVCache(ABC):
 
     # -- device side ---------------------------------------------------------------------------------------------------
 
+    def on_device(self, layer: int) -> tuple[Tensor, Tensor]:
+        """A layer's keys and values where attention reads and writes them, [kv_heads, pool_tokens, head_dim] each."""
+        return self.keys[layer], self.values[layer]
+
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
         """Store the new KV and attend. query [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim].
 
         Returns [tokens, heads, head_dim]. Each row sees its visible slots, and its own tokens causally.
         """
-        pool_keys, pool_values = self.keys[layer], self.values[layer]
+        pool_keys, pool_values = self.on_device(layer)
         output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         for row in batch.rows:
             own = slice(row.first, row.stop)

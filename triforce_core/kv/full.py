@@ -14,6 +14,7 @@ from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
 from triforce_core.messages import SequenceSpec
 
 RECENT_QUERIES = 8  # rows of a prefill chunk whose queries are kept for selecting chunks; of a verify pass, all
+LANDMARKED_TOGETHER = 1024  # chunks whose keys are copied together
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class FullHeld(Held):
 
     query_positions: range = range(0)
     queries: list[Tensor | None] = field(default_factory=list)  # a layer: [heads, len(query_positions), head_dim]
-    landmarks: list[Tensor | None] = field(default_factory=list)  # a layer: [kv_heads, chunks, …]
+    landmarks: list[Tensor | None] = field(default_factory=list)  # a layer: [kv_heads, chunks, …], beside its pool
     landmarked: int = 0  # tokens covered by landmarks
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
@@ -151,8 +152,8 @@ class FullKV(KVCache):
         first = 0
         for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):
             rows = slice(first, first + count)
-            out[0, rows] = self.keys[layer][kv_heads[rows, None], tokens[rows]]
-            out[1, rows] = self.values[layer][kv_heads[rows, None], tokens[rows]]
+            out[0, rows] = self._read(self.keys[layer], kv_heads[rows, None], tokens[rows])
+            out[1, rows] = self._read(self.values[layer], kv_heads[rows, None], tokens[rows])
             first = rows.stop
         flat = (layers * self.geometry.num_kv_heads + kv_heads) * (kept // chunk) + places[:, 2]
         return Changes(base, kept, flat.int(), keys=out[0], values=out[1])
@@ -163,14 +164,21 @@ class FullKV(KVCache):
         """`changes`, and the KV of `tokens` [layers, kv_heads, tokens] after them; it is the sequence's latest."""
         held = self.held[sequence_id]
         out = self._empty(*tokens.shape)
+        kv_heads = torch.arange(self.geometry.num_kv_heads, device=slots.device)[:, None]
         for layer in range(self.geometry.num_layers):
-            index = slots[tokens[layer]].unsqueeze(-1).expand(-1, -1, self.geometry.head_dim)
-            torch.gather(self.keys[layer], 1, index, out=out[0, layer])
-            torch.gather(self.values[layer], 1, index, out=out[1, layer])
+            out[0, layer] = self._read(self.keys[layer], kv_heads, slots[tokens[layer]])
+            out[1, layer] = self._read(self.values[layer], kv_heads, slots[tokens[layer]])
         held.snapshots_cut += 1
         base = {changes.base: held.layouts[changes.base]} if changes else {}
         held.layouts = {**base, held.snapshots_cut: layout}
         return Snapshot(sequence_id, held.snapshots_cut, layout.position, out[0], out[1], changes)
+
+    def _read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+        """A copy of keys or values of a layer, [*shape, head_dim], where its pool lies: not always the device.
+
+        `kv_heads` and `slots` broadcast to `shape`.
+        """
+        return pool[kv_heads.to(pool.device), slots.to(pool.device)]
 
     def _empty(self, *shape: int) -> Tensor:
         """For keys and values of this shape but the last dimension."""
@@ -198,12 +206,17 @@ class FullKV(KVCache):
         if landmarks is not None:
             landmarks = landmarks[:, :known]
         if known * chunks.chunk < local_start:
-            fresh = self.keys[layer][:, slots[known * chunks.chunk : local_start]]
-            new = selector.landmarks(fresh.unflatten(1, (-1, chunks.chunk)))
+            new = self._landmarks(layer, chunks.chunk, selector, slots[known * chunks.chunk : local_start])
             landmarks = new if landmarks is None or not known else torch.cat([landmarks, new], dim=1)
         assert landmarks is not None
         held.landmarks[layer] = landmarks
         queries = held.queries[layer]
         assert queries is not None
         usable = max(1, position - held.query_positions.start)  # later ones saw tokens that were not accepted
-        return selector.scores(queries[:, :usable], landmarks[:, : local_start // chunks.chunk])
+        return selector.scores(queries[:, :usable], landmarks[:, : local_start // chunks.chunk].to(queries.device))
+
+    def _landmarks(self, layer: int, chunk: int, selector: Selector, slots: Tensor) -> Tensor:
+        """Of the chunks in `slots`, [kv_heads, chunks, …] where the layer's pool lies. Copies few keys at a time."""
+        kv_heads = torch.arange(self.geometry.num_kv_heads, device=slots.device)[:, None]
+        keys = (self._read(self.keys[layer], kv_heads, few) for few in slots.split(LANDMARKED_TOGETHER * chunk))
+        return torch.cat([selector.landmarks(few.unflatten(1, (-1, chunk))) for few in keys], dim=1)

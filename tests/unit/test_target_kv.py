@@ -1,0 +1,130 @@
+"""What does not fit is refused before it is allocated, with the bytes that it takes, those there are, and a remedy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+from tests.random_models import random_model
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine.assembly import draft_proposer, retrieval_kv
+from triforce_core.engine.limits import target_limits
+from triforce_core.engine.target_kv import target_kv
+from triforce_core.errors import InvalidValueError
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.offloaded import OffloadedKV
+
+GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
+TOO_MANY = 10**12  # tokens
+TOKEN_BYTES = 2 * 4 * 2 * 16 * 2
+
+
+def gib_named(message: str) -> list[float]:
+    """What it takes, and what is free."""
+    return [float(number) for number in re.findall(r"([\d.]+) GiB", message)]
+
+
+def refused(make: Callable[[], object], *named: str) -> str:
+    with pytest.raises(InvalidValueError) as refusal:
+        make()
+    for part in named:
+        assert part in str(refusal.value)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("target", "layers", "named"),
+    [
+        ({}, 4, ["in host memory", "lower it, or set target.offload: disk"]),
+        ({"offload": "host", "resident_layers": 4}, 4, ["in host memory", "set target.offload: disk"]),
+        ({"offload": "host"}, 2, ["in host memory", "lower it"]),
+        ({"offload": "host", "resident_layers": 1}, 3, ["lower it or target.resident_layers"]),
+        ({"offload": "disk", "resident_layers": 1}, 3, ["in host memory", "lower it or target.resident_layers"]),
+    ],
+    ids=str,
+)
+def test_a_pool_beyond_memory(target: dict[str, Any], layers: int, named: list[str], tmp_path: Path) -> None:
+    path = {"offload_path": str(tmp_path)} if target.get("offload") == "disk" else {}
+    settings = load_settings(target={**target, **path})
+    message = refused(
+        lambda: target_kv(GEOMETRY, TOO_MANY, settings), f"target.kv_pool_tokens: {TOO_MANY} takes ", *named
+    )
+    takes, free = gib_named(message)
+    assert takes == pytest.approx(TOKEN_BYTES * TOO_MANY * layers / 4 / 2**30, rel=1e-3)
+    assert 0 < free * 2**30 < psutil.virtual_memory().total
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_on_the_cpu_staging_and_the_offloaded_layers_share_the_memory() -> None:
+    """Four layers and two more: each by itself would fit."""
+    tokens = int(psutil.virtual_memory().available * 0.8) // TOKEN_BYTES
+    message = refused(
+        lambda: target_kv(GEOMETRY, tokens, load_settings(target={"offload": "host"})), "set target.offload: disk"
+    )
+    assert gib_named(message)[0] == pytest.approx(1.5 * TOKEN_BYTES * tokens / 2**30, rel=1e-3, abs=0.01)
+
+
+def test_a_file_beyond_the_disk(tmp_path: Path) -> None:
+    """One layer of many stays on the disk's side: the device's part would fit."""
+    many = KVGeometry(10**9, 2, 16, torch.bfloat16, torch.device("cpu"))
+    settings = load_settings(target={"offload": "disk", "offload_path": str(tmp_path)})
+    message = refused(
+        lambda: target_kv(many, 1000, settings), f"in a file in {tmp_path}", "lower it, or name another", "offload_path"
+    )
+    assert gib_named(message)[0] == pytest.approx(10**12 * 2 * 2 * 16 * 2 / 2**30, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["nowhere", "a file"])
+def test_the_path_must_be_a_directory(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "kv"
+    if kind == "a file":
+        path.touch()
+    settings = load_settings(target={"offload": "disk", "offload_path": str(path)})
+    refused(lambda: target_kv(GEOMETRY, 100, settings), "target.offload_path", str(path), "must be a directory")
+
+
+def test_more_resident_layers_than_there_are() -> None:
+    settings = load_settings(target={"offload": "host", "resident_layers": 3})
+    refused(lambda: target_limits(random_model().config, settings), "target.resident_layers: 3", "the model's 2 layers")
+
+
+def many_sequences(settings: Settings) -> object:
+    return draft_proposer(random_model(), settings)
+
+
+def large_snapshots(settings: Settings) -> object:
+    return retrieval_kv(random_model(), settings)
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "named"),
+    [
+        (many_sequences, {"max_sequences": 10**9}, ["max_sequences: 1000000000 takes", "lower it or draft.window"]),
+        (
+            large_snapshots,
+            {"retrieval": {"budget": 8 * 10**9}},
+            ["retrieval.budget: 8000000000 takes", "lower it or max_sequences, 8"],
+        ),
+    ],
+    ids=["draft", "retrieval"],
+)
+def test_the_other_tiers(make: Callable[[Settings], object], settings: dict[str, Any], named: list[str]) -> None:
+    refused(lambda: make(load_settings(**settings)), *named)
+
+
+def test_what_is_offloaded_is_what_the_settings_say(tmp_path: Path) -> None:
+    kv = target_kv(GEOMETRY, 100, load_settings(target={"offload": "host", "resident_layers": 1}))
+    assert isinstance(kv, OffloadedKV)
+    assert (kv.resident_layers, len(kv.host)) == (1, 3)
+    kv = target_kv(GEOMETRY, 100, load_settings(target={"offload": "disk", "offload_path": str(tmp_path)}))
+    assert isinstance(kv, OffloadedKV)
+    assert (kv.resident_layers, len(kv.host)) == (0, 4)
+    for target in ({}, {"offload": "host", "resident_layers": 4}):
+        assert type(target_kv(GEOMETRY, 100, load_settings(target=target))) is FullKV

@@ -1,0 +1,49 @@
+"""The target's cache, on its device or offloaded as the settings say, once there is room for it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from triforce_core.attention import kernel_for
+from triforce_core.config import Settings
+from triforce_core.errors import require
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.memory import HOST, check_room
+from triforce_core.kv.offloaded import Offload, OffloadedKV
+
+FIELD = "target.kv_pool_tokens"
+
+
+def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
+    """Raises `InvalidValueError` with the bytes that it takes and those that are free, and what to set."""
+    target, kernel = settings.target, kernel_for(settings)
+    if target.offload == "none" or target.resident_layers == geometry.num_layers:
+        instead = "disk" if geometry.device == HOST else "host"
+        remedy = f"lower it, or set target.offload: {instead}"
+        check_room(geometry.device, geometry.bytes_per_token * pool_tokens, FIELD, pool_tokens, remedy)
+        return FullKV(geometry, pool_tokens, kernel)
+    offload = Offload(target.resident_layers, offload_directory(target.offload_path))
+    check_offload(offload, geometry, pool_tokens)
+    return OffloadedKV(geometry, pool_tokens, kernel, offload)
+
+
+def offload_directory(path: str | None) -> Path | None:
+    if path is None:
+        return None
+    writable = os.path.isdir(path) and os.access(path, os.W_OK)
+    require(writable, "target.offload_path", path, "must be a directory that can be written to")
+    return Path(path)
+
+
+def check_offload(offload: Offload, geometry: KVGeometry, pool_tokens: int) -> None:
+    """What is pinned counts as host memory, like all else there."""
+    on_device, elsewhere = offload.kv_bytes(geometry, pool_tokens)
+    remedy = "lower it or target.resident_layers" if offload.resident_layers else "lower it"
+    check_room(geometry.device, on_device, FIELD, pool_tokens, remedy)
+    if offload.directory is not None:
+        check_room(offload.directory, elsewhere, FIELD, pool_tokens, "lower it, or name another target.offload_path")
+    else:
+        together = elsewhere + on_device if geometry.device == HOST else elsewhere
+        check_room(HOST, together, FIELD, pool_tokens, "lower it, or set target.offload: disk")

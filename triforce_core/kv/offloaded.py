@@ -1,0 +1,131 @@
+"""The full cache where the device cannot hold it: KV lies in host memory or in a file, and visits layer by layer.
+
+Two layers at a time are staged on the device: the one that computes, and the next, which is copied meanwhile. A staging
+buffer has the slots of a layer's pool, so that attention runs on it unchanged; only slots that the batch sees are
+copied. docs/decisions/0013-offload.md
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from triforce_core.attention import Kernel
+from triforce_core.errors import require
+from triforce_core.kv.base import Batch, Forward, KVGeometry
+from triforce_core.kv.copy_stream import Mark, copy_slots, copy_stream
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.memory import gib, mapped
+
+NUM_STAGED = 2  # layers
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """Which layers' KV leaves the device, and where it goes."""
+
+    resident_layers: int = 0  # the first ones; their KV stays
+    directory: Path | None = None  # of the file that takes the others'; None: host memory
+
+    def num_staged(self, geometry: KVGeometry) -> int:
+        return min(NUM_STAGED, geometry.num_layers - self.resident_layers)
+
+    def kv_bytes(self, geometry: KVGeometry, pool_tokens: int) -> tuple[int, int]:
+        """What is taken of the device, staging included, and what is taken elsewhere."""
+        layer_bytes = geometry.bytes_per_token // geometry.num_layers * pool_tokens
+        on_device = self.resident_layers + self.num_staged(geometry)
+        return on_device * layer_bytes, (geometry.num_layers - self.resident_layers) * layer_bytes
+
+
+@dataclass(slots=True)
+class Staging:
+    """Where one layer at a time is on the device."""
+
+    pool: Tensor  # [2, kv_heads, pool_tokens, head_dim]
+    attended: Mark  # the last layer here is done with it
+    fetched: Mark = None  # what the batch sees of the next is here
+
+
+class OffloadedKV(FullKV):
+    """`keys` and `values` of the layers from `resident_layers` on are the host's, and always complete."""
+
+    def __init__(self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, offload: Offload) -> None:
+        """Raises `InvalidValueError` where the host's memory cannot be had."""
+        assert offload.resident_layers < geometry.num_layers, "something is offloaded"
+        resident = [geometry.new_pool(pool_tokens) for _ in range(offload.resident_layers)]
+        shape = (geometry.num_layers - len(resident), 2, geometry.num_kv_heads, pool_tokens, geometry.head_dim)
+        if offload.directory is None:
+            self.host = torch.empty(shape, dtype=geometry.dtype, device="cpu")
+        else:
+            self.host = mapped(offload.directory, shape, geometry.dtype)
+        super().__init__(geometry, pool_tokens, kernel, [*resident, *self.host])
+        self.resident_layers = offload.resident_layers
+        self.stream = copy_stream(geometry.device)
+        pools = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
+        self.staging = [Staging(pool, self.stream.computed()) for pool in pools]
+        if geometry.device.type == "cuda" and offload.directory is None:
+            self._pin()
+
+    def _pin(self) -> None:
+        """Lock the host's memory: only from there do copies run beside the computation.
+
+        Registered, for torch's own pinned memory comes in powers of two, up to twice of what is needed.
+        """
+        runtime = torch.cuda.cudart()
+        status = int(runtime.cudaHostRegister(self.host.data_ptr(), self.host.nbytes, 0))
+        rule = f"cannot lock {gib(self.host.nbytes)} of memory, CUDA error {status}: lower target.kv_pool_tokens"
+        require(status == 0, "target.offload", "host", rule)
+        weakref.finalize(self, runtime.cudaHostUnregister, self.host.data_ptr())
+
+    def prepare(self, forwards: list[Forward]) -> Batch:
+        """As ever; and the first layers set out for the device."""
+        batch = super().prepare(forwards)
+        for layer in range(self.resident_layers, self.resident_layers + len(self.staging)):
+            self._fetch(layer, batch)
+        return batch
+
+    def on_device(self, layer: int) -> tuple[Tensor, Tensor]:
+        if layer < self.resident_layers:
+            return super().on_device(layer)
+        keys, values = self._staging(layer).pool
+        return keys, values
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+        """Not to be captured in a graph: what is copied differs from pass to pass."""
+        if layer < self.resident_layers:
+            return super().attend(layer, query, keys, values, scale, batch)
+        staging = self._staging(layer)
+        self.stream.compute_after(staging.fetched)
+        output = super().attend(layer, query, keys, values, scale, batch)
+        staging.attended = self.stream.computed()
+        self._keep(layer, batch)
+        following = layer + len(self.staging)
+        if following < self.geometry.num_layers:
+            self._fetch(following, batch)
+        return output
+
+    def _staging(self, layer: int) -> Staging:
+        return self.staging[(layer - self.resident_layers) % len(self.staging)]
+
+    def _fetch(self, layer: int, batch: Batch) -> None:
+        """Have copied what the batch sees of this layer, once the layer before it there is done."""
+        staging = self._staging(layer)
+        with self.stream.copying(after=staging.attended):
+            for row in batch.rows:
+                copy_slots(self.host[layer - self.resident_layers], staging.pool, row.placed.visible)
+        staging.fetched = self.stream.copied()
+
+    def _keep(self, layer: int, batch: Batch) -> None:
+        """Have the layer's new KV copied to where it stays."""
+        staging = self._staging(layer)
+        with self.stream.copying(after=staging.attended):
+            for row in batch.rows:
+                copy_slots(staging.pool, self.host[layer - self.resident_layers], row.placed.writes)
+
+    def _read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+        self.stream.wait()  # the last pass's KV may be on its way
+        return super()._read(pool, kv_heads, slots)
