@@ -14,7 +14,7 @@ import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Sequence, Sized
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -28,6 +28,7 @@ from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
 from triforce_core.errors import require
 from triforce_core.messages import Proposer, Tier
+from triforce_core.ngram import NgramProposer
 from triforce_core.run_ahead import RunAhead
 
 if TYPE_CHECKING:
@@ -36,8 +37,6 @@ if TYPE_CHECKING:
     from actors.handover import Piece
     from actors.target_server import AsyncServer
     from triforce_core.engine.engine import Engine
-    from triforce_core.kv.base import KVCache
-    from triforce_core.roles import ModelProposer
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -65,7 +64,7 @@ class TierActor(ABC):
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings = settings
         self.server: LinkServer | AsyncServer | None = None
-        self.inner: dict[Tier, KVCache] = {}  # of the tiers below that this process holds as well
+        self.inner: dict[Tier, Sized] = {}  # the sequences of the tiers below that this process holds as well
         self.starting = threading.Lock()
 
     def start(self) -> str:
@@ -90,8 +89,8 @@ class TierActor(ABC):
         """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
         own = self.tier_status()
         inner = [
-            pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(kv.held))
-            for tier, kv in self.inner.items()
+            pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
+            for tier, held in self.inner.items()
         ]
         return [status.SerializeToString() for status in (own, *inner)]
 
@@ -106,11 +105,15 @@ class TierActor(ABC):
         link.wait_ready(CONNECT_TIMEOUT_S)
         return link
 
-    def own_drafts(self) -> ModelProposer:
-        """The draft tier, in this process."""
+    def own_drafts(self) -> tuple[Proposer, Sized]:
+        """The draft tier, in this process, and the sequences that it holds."""
+        if (name := self.settings.draft.weights) is None:
+            lookup = NgramProposer(self.settings.draft.ngram)
+            return lookup, lookup.held
         from triforce_core.engine.assembly import draft_proposer
 
-        return draft_proposer(self.load(self.settings.draft.model, "drafter"), self.settings)
+        drafts = draft_proposer(self.load(name, "drafter"), self.settings)
+        return drafts, drafts.runner.kv.held
 
 
 class DraftActor(TierActor):
@@ -119,7 +122,7 @@ class DraftActor(TierActor):
     tier = Tier.DRAFT
 
     def proposer(self) -> Proposer:
-        return self.own_drafts()
+        return self.own_drafts()[0]
 
     def serve(self, host: str) -> LinkServer:
         self.tier_server = TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL)
@@ -140,10 +143,9 @@ class RetrievalActor(TierActor):
 
     def verifier(self) -> Verifier:
         from actors.handover import SnapshotReceiver
-        from triforce_core.engine.assembly import retrieval_kv, retrieval_verifier
+        from triforce_core.engine.assembly import load_retrieval_model, retrieval_kv, retrieval_verifier
 
-        own = self.settings.retrieval.model
-        model = self.load(*((own, "self-drafter") if own else (self.settings.target.model, "target")))
+        model = load_retrieval_model(self.settings)
         kv = retrieval_kv(model, self.settings)
         self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
         return retrieval_verifier(model, kv, self.settings)
@@ -164,8 +166,7 @@ class RetrievalActor(TierActor):
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
         """What drafts for this tier, and in how many shares: drafts of this process and its own passes take turns."""
         if not self.draft:
-            drafts = self.own_drafts()
-            self.inner = {Tier.DRAFT: drafts.runner.kv}
+            drafts, self.inner[Tier.DRAFT] = self.own_drafts()
             return drafts, 1
         # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
         timeout_s = self.settings.server.link_timeout_s / 2
@@ -214,11 +215,11 @@ class TargetActor(TierActor):
         )
 
     def _whole_chain(self) -> Engine:
-        """All tiers here: the retrieval tier shares the target's weights, and takes its snapshots as they are cut."""
-        from triforce_core.engine.assembly import load_local_engine, runners_of
+        """All tiers here: the retrieval tier takes its snapshots as they are cut, and shares weights where it may."""
+        from triforce_core.engine.assembly import held_of, load_local_engine
 
         engine = load_local_engine(self.settings, drafting=True)  # requests may ask for drafts where settings do not
-        self.inner = {tier: runner.kv for tier, runner in runners_of(engine).items() if tier != self.tier}
+        self.inner = {tier: held for tier, held in held_of(engine).items() if tier != self.tier}
         return engine
 
     def tier_status(self) -> pb.TierStatus:

@@ -179,11 +179,12 @@ def check_models(settings: Settings) -> Limits:
     """What the target can serve. Refuses what the tiers would refuse: one line now, not a failed start later."""
     from triforce_core.attention import kernel_for
     from triforce_core.engine.limits import target_limits
-    from triforce_core.models.files import check_pair, check_self_drafter, load_config
+    from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, load_config
 
-    check_pair(settings.target.model, settings.draft.model)
+    check_pair(settings.target.model, settings.draft.weights)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
+    check_quantization(settings.retrieval.quantization)
     kernel_for(settings)
     return target_limits(load_config(settings.target.model, "target"), settings)
 

@@ -31,20 +31,28 @@ class Strict(BaseModel):
 
 
 class DraftSettings(Strict):
-    """The tiny model and its StreamingLLM cache; sizes in tokens."""
+    """The tiny model and its StreamingLLM cache, or prompt lookup in place of both; sizes in tokens."""
 
-    model: str = Field("demo", description="directory, hub id, or `demo` for the embedded drafter")
-    sinks: int = Field(4, ge=0)
-    window: int = Field(252, ge=1)
-    slack: int = Field(128, ge=1, description="how far the window may grow before it is moved")
+    model: str = Field(
+        "demo", description="directory, hub id, `demo` for the embedded drafter, or `ngram` for prompt lookup"
+    )
+    sinks: int = Field(4, ge=0, description="of a model")
+    window: int = Field(252, ge=1, description="of a model")
+    slack: int = Field(128, ge=1, description="of a model: how far the window may grow before it is moved")
+    ngram: int = Field(3, ge=2, le=16, description="of prompt lookup: most of the last tokens that are looked up")
+
+    @property
+    def weights(self) -> str | None:
+        """The model to load; None: prompt lookup needs none."""
+        return None if self.model == "ngram" else self.model
 
 
 class RetrievalSettings(Strict):
     """The self-drafter and its sparse cache; sizes in tokens."""
 
-    model: str | None = Field(
-        None,
-        description="the self-drafter's weights, such as a quantised copy of the target's; by default the target's",
+    model: str | None = Field(None, description="the self-drafter's weights; by default the target's")
+    quantization: Literal["int8", "int4", "fp8"] | None = Field(
+        None, description="of a copy of these weights that is the retrieval tier's own; never of the target's"
     )
     budget: int = Field(1024, ge=2, description="tokens of the full cache that a snapshot holds")
     chunk: int = Field(8, ge=1, description="tokens that are selected together")
@@ -65,6 +73,11 @@ class RetrievalSettings(Strict):
     piece_bytes: int = Field(
         64 * 2**20, ge=2**10, description="largest piece in which a snapshot is carried between tier actors"
     )
+
+    @property
+    def own_weights(self) -> bool:
+        """Whether the retrieval tier's weights are other than the target's."""
+        return self.model is not None or self.quantization is not None
 
     @model_validator(mode="after")
     def _chunks(self) -> RetrievalSettings:
@@ -294,6 +307,13 @@ class Settings(Strict):
         if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
             given = self.speculation.micro_batches
             raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
+        return self
+
+    @model_validator(mode="after")
+    def _int4_has_a_kernel(self) -> Settings:
+        if self.retrieval.quantization == "int4" and (not self.device.startswith("cuda") or self.dtype != "bfloat16"):
+            given = f"device {self.device} and dtype {self.dtype}"
+            raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {given}; try int8")
         return self
 
     @property

@@ -7,12 +7,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
-from hashlib import blake2b
 
 import torch
 
 from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core.attention import KERNELS
+from triforce_core.bench.synthetic import chance
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
@@ -66,11 +66,6 @@ class Pace:
             if tier <= below and chance(seed, position, below.name) >= acceptance:
                 token = (token + 1) % VOCAB_SIZE
         return token
-
-
-def chance(seed: int, position: int, what: str) -> float:
-    """Uniform in [0, 1), the same in every process."""
-    return int.from_bytes(blake2b(f"{seed}/{position}/{what}".encode(), digest_size=6).digest()) / 2**48
 
 
 def sleep_until(moment: float) -> None:

@@ -26,6 +26,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Batch, Forward
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import ATTENTION, load_model, resolve
+from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner
 from triforce_core.roles import ModelVerifier
 from triforce_core.sampling.draw import Draw, perturbed_logits
@@ -124,10 +125,18 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
     error = float(errors(models, plain, runner, temperature).quantile(0.99))
     epsilon = 2 * error  # the best logit and the emitted one may be wrong in opposite directions
     speculative = run(local_engine(models.served, models.drafter, settings), (8, 3))
+    int8 = copy.deepcopy(models.served)
+    quantize_weights(int8, "int8")
+    quantized = run(local_engine(models.served, models.drafter, settings, int8), (8, 3))
     unverified = run(local_engine(models.drafter, models.drafter, settings), (0, 0)).tokens
 
     rates, mismatches = {}, {}
-    for name, tokens in [("plain", plain), ("TriForce", speculative.tokens), ("the drafter alone", unverified)]:
+    for name, tokens in [
+        ("plain", plain),
+        ("TriForce", speculative.tokens),
+        ("with an int8 self-drafter", quantized.tokens),
+        ("the drafter alone", unverified),
+    ]:
         gap = gaps(models, tokens, params)
         rates[name], mismatches[name] = float((gap > epsilon).double().mean()), float((gap > 0).double().mean())
     equal = sum(a == b for x, y in zip(plain, speculative.tokens, strict=True) for a, b in zip(x, y, strict=True))
@@ -140,7 +149,8 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
 
     assert count / rounds > 2, "the test is about passes over many tokens"
     allowed = rates["plain"] + 3 * (max(rates["plain"], 0.005) / count) ** 0.5
-    assert rates["TriForce"] <= allowed
-    assert mismatches["TriForce"] <= mismatches["plain"] + 3 * (max(mismatches["plain"], 0.005) / count) ** 0.5
+    for name in "TriForce", "with an int8 self-drafter":
+        assert rates[name] <= allowed
+        assert mismatches[name] <= mismatches["plain"] + 3 * (max(mismatches["plain"], 0.005) / count) ** 0.5
     # A distilled drafter often says what its target does; still the same rule must refuse it by a wide margin.
     assert rates["the drafter alone"] > 5 * allowed, "an epsilon that lets anything pass would prove nothing"

@@ -21,6 +21,7 @@ from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import Proposal, Proposer, SamplingParams, Tally, Tier, Work
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
+from triforce_core.ngram import NgramProposer
 from triforce_core.roles import ModelProposer, ModelVerifier
 from triforce_core.run_ahead import RunAhead
 
@@ -36,26 +37,38 @@ SETTINGS = Settings.model_validate(
 )
 
 
-@pytest.fixture(scope="module")
-def target() -> PreTrainedModel:
+def one_layer(vocab_size: int) -> PreTrainedModel:
     sizes = {"num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 64, "head_dim": 8}
-    model = random_model(vocab_size=VOCAB, initializer_range=0.3, **sizes)
+    model = random_model(vocab_size=vocab_size, initializer_range=0.3, **sizes)
     model.set_attn_implementation(ATTENTION)
     return model
+
+
+@pytest.fixture(scope="module")
+def target() -> PreTrainedModel:
+    return one_layer(VOCAB)
 
 
 class LossyChain:
     """Three tiers of which the lower two are elsewhere; also the sink that takes snapshots there, late or never."""
 
-    def __init__(self, target: PreTrainedModel, rng: random.Random, events: Counter[str], micro_batches: int) -> None:
-        self.rng, self.events, self.micro_batches = rng, events, micro_batches
+    def __init__(
+        self,
+        target: PreTrainedModel,
+        rng: random.Random,
+        events: Counter[str],
+        micro_batches: int,
+        *,
+        by_lookup: bool = False,
+    ) -> None:
+        self.rng, self.events, self.micro_batches, self.by_lookup = rng, events, micro_batches, by_lookup
         self.faults, self.patience = rng.choice([0.0, 0.03, 0.15]), rng.choice([4, 20])
         self.retrieval = with_noise(target, rng.choice([0.0, 0.1]), seed=rng.randrange(100))
         self.drafter = with_noise(target, rng.choice([0.02, 0.2]), seed=rng.randrange(100))
         self.on_the_way: dict[int, tuple[int, Snapshot]] = {}
         self.versions: dict[int, int] = {}  # that the target knows to have arrived
         self.kv: CountingRetrievalKV
-        self.drafts: ModelProposer
+        self.drafts: ModelProposer | NgramProposer
         below = self.link(self.make_retrieval)
         retrieval = SETTINGS.retrieval.model_copy(update={"resync_every": rng.choice([None, 1, 4])})
         settings = SETTINGS.model_copy(update={"retrieval": retrieval})
@@ -74,7 +87,7 @@ class LossyChain:
         return RunAhead(decoder, self.micro_batches)
 
     def make_drafts(self) -> Proposer:
-        self.drafts = draft_proposer(self.drafter, SETTINGS)
+        self.drafts = NgramProposer(3) if self.by_lookup else draft_proposer(self.drafter, SETTINGS)
         return self.drafts
 
     def deliver(self, snapshot: Snapshot) -> None:
@@ -99,10 +112,10 @@ class LossyChain:
         return self.versions.get(sequence_id, 0)
 
     def requests(self) -> list[Request]:
-        rng = self.rng
+        rng, vocab = self.rng, self.retrieval.config.vocab_size
         return [
             Request(
-                random_tokens(rng.choice([1, 20, 60, 150]), seed=rng.randrange(1000), vocab=VOCAB),
+                random_tokens(rng.choice([1, 20, 60, 150]), seed=rng.randrange(1000), vocab=vocab),
                 max_tokens=rng.choice([3, 50, 50]),
                 sampling=SamplingParams(rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([0.9, 1.0])),
                 seed=rng.randrange(1000),
@@ -127,6 +140,7 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
         outcome = finish(chain.engine, requests)
         assert outcome.tokens == [plain(chain.engine, r) for r in requests], f"run {run}"
         accepted += sum(levels[0].accepted for levels in outcome.tallies)
+        assert isinstance(chain.drafts, ModelProposer)
         caches = [chain.engine.scheduler.kv, chain.kv, chain.drafts.runner.kv]
         assert not any(kv.held for kv in caches), "a tier keeps a sequence that has ended"
         assert all(kv.allocator.num_free == kv.allocator.num_slots for kv in caches)
@@ -142,6 +156,23 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
     ]
     assert not [e for e in expected if events[e] < 20]
     assert events["hand-over: changes refused"] >= 10
+
+
+def test_faults_change_no_token_of_prompt_lookup() -> None:
+    """Over five tokens, of which any text repeats itself."""
+    target = one_layer(vocab_size=5)
+    events: Counter[str] = Counter()
+    drafted = 0
+    for run in range(25):
+        chain = LossyChain(target, random.Random(run), events, 1 + run % 3, by_lookup=True)
+        requests = chain.requests()
+        outcome = finish(chain.engine, requests)
+        assert outcome.tokens == [plain(chain.engine, r) for r in requests], f"run {run}"
+        assert isinstance(chain.drafts, NgramProposer)
+        assert not chain.drafts.held, "the draft tier keeps a sequence that has ended"
+        drafted += sum(levels[1].accepted for levels in outcome.tallies)
+    assert drafted > 100
+    assert min(events[f"link: {mishap}"] for mishap in ("work lost", "answer twice", "peer restarted")) >= 20
 
 
 class Liar:

@@ -82,6 +82,18 @@ def test_generate_is_the_same_wherever_the_kv_lies(
     assert host["stats"]["tokens_per_round"] > 1
 
 
+def test_generate_is_the_same_whatever_drafts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    arguments = ("--prompt-file", prompt, "--temperature", "0", "--tiers")
+    plain = generated(monkeypatch, capsys, *arguments, "target")
+    lookup = generated(monkeypatch, capsys, *arguments, "draft,retrieval,target", "--drafter", "ngram")
+    int8 = generated(monkeypatch, capsys, *arguments, "retrieval,target", "--self-drafter-quantization", "int8")
+    assert plain["token_ids"] == lookup["token_ids"] == int8["token_ids"]
+    assert lookup["stats"]["acceptance"]["draft"] > 0
+    assert int8["stats"]["acceptance"]["retrieval"] > 0.5
+
+
 def test_another_seed_gives_another_text(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:

@@ -23,6 +23,7 @@ BAD: list[tuple[str, list[str]]] = [
     ("retrieval: {selector: best}", ["retrieval.selector", "'best'", "mean_key"]),
     ("retrieval: [1, 2]", ["retrieval", "[1, 2]", "valid dictionary"]),
     ("draft: {window: wide}", ["draft.window", "'wide'", "valid integer"]),
+    ("draft: {ngram: 1}", ["draft.ngram", "1", "greater than or equal to 2"]),
     ("draft: {sinks: -1}", ["draft.sinks", "-1", "greater than or equal to 0"]),
     ("target: {offload: nvme}", ["target.offload", "'nvme'", "'none', 'host' or 'disk'"]),
     ("target: {offload: host, resident_layers: -1}", ["target.resident_layers", "-1", "greater than or equal to 0"]),

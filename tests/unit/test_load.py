@@ -24,6 +24,7 @@ from transformers import (
 from tests.random_models import FAMILIES, random_model
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError
 from triforce_core.models.load import (
+    check_pair,
     check_same_vocabulary,
     check_supported,
     context_length,
@@ -179,9 +180,22 @@ def test_an_unknown_dtype() -> None:
 
 
 def test_a_drafter_with_another_vocabulary() -> None:
-    with pytest.raises(InvalidValueError, match=r"drafter\.vocab_size: 300 must be the target's, 256"):
+    with pytest.raises(
+        InvalidValueError, match=r"drafter\.vocab_size: 300 must be the target's, 256, .* draft\.model: ngram"
+    ):
         check_same_vocabulary(LlamaConfig(vocab_size=256), LlamaConfig(vocab_size=300))
     check_same_vocabulary(LlamaConfig(vocab_size=256), Qwen2Config(vocab_size=256))
+
+
+def test_a_pair_with_other_vocabularies_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
+    """Padding of the embedding counts as tokens, for the target could draw them."""
+    for name, size in (("target", 320), ("drafter", 300)):
+        LlamaConfig(**TINY | {"vocab_size": size}).save_pretrained(tmp_path / name)
+    with pytest.raises(
+        InvalidValueError, match=r"has 300 tokens: must have the target's 320, or set draft\.model: ngram"
+    ):
+        check_pair(str(tmp_path / "target"), str(tmp_path / "drafter"))
+    check_pair(str(tmp_path / "target"), None)
 
 
 def test_the_demo_pair() -> None:

@@ -101,11 +101,13 @@ def bench_decode(
     result: dict[str, Any] = {
         "context": context,
         "output": output,
+        "drafter": settings.draft.model,
         "dtype": settings.dtype,
         "temperature": sampling.temperature,
         "lookaheads": list(settings.speculation.effective),
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
+        "self_drafter_quantization": settings.retrieval.quantization,
         "threads": {"decode": threads.decode, "prefill": threads.prefill},
         "autoregressive_ms_per_token": plain_ms,
         "triforce_ms_per_token": triforce_ms,

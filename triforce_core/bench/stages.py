@@ -12,6 +12,7 @@ from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.engine.assembly import load_local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.errors import require
 from triforce_core.messages import Claim, Proposal, Proposer, SamplingParams, Span, Tier, Work
 
 TOKENS = (1, 3, 5, 9, 17)  # query tokens of a pass, for each sequence
@@ -24,6 +25,7 @@ def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: Sa
 
     Batches go up to the number of prompts. All tiers are in this process.
     """
+    require(settings.draft.weights is not None, "draft.model", settings.draft.model, "has no steps that take time")
     engine = load_local_engine(settings)
     sequences = decoding(engine, prompts, settings.speculation.effective, sampling)
     retrieval = level_below(engine.decoder)

@@ -9,7 +9,14 @@ import typer
 from rich.console import Console
 
 from triforce_core.cli.figures import show_figures
-from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, decoding_settings, with_options_of
+from triforce_core.cli.options import (
+    JsonOption,
+    SeedOption,
+    TemperatureOption,
+    decoding_settings,
+    geometry_settings,
+    with_options_of,
+)
 from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
@@ -53,6 +60,47 @@ def decode(
             report=progress.print,
         )
     show_figures(figures, as_json=as_json)
+
+
+@bench_app.command()
+@with_options_of(geometry_settings)
+def device(
+    settings: Settings,
+    geometry: Annotated[
+        str, typer.Option(help="llama2-7b-128k, llama-3.1-8b, or a config.json of transformers")
+    ] = "llama2-7b-128k",
+    drafter_geometry: Annotated[str, typer.Option(help="the drafter's, alike")] = "llama-68m",
+    context: Annotated[int, typer.Option(min=1, help="prompt tokens")] = 122_880,
+    output: Annotated[int, typer.Option(help="output tokens of each run")] = 256,
+    prefill: Annotated[int, typer.Option(min=1, help="prompt tokens whose prefill is measured")] = 8192,
+    acceptance: Annotated[
+        str,
+        typer.Option(help="how often a token of retrieval, and of draft, is accepted: drawn, for no model is trained"),
+    ] = ".92,.6",
+    fill: Annotated[str, typer.Option(help="random | prefill: where the prompt's KV comes from")] = "random",
+    seed: SeedOption = 0,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
+    max_load: MaxLoadOption = 1.0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Times of each stage for a model's geometry with random weights, and decoding with synthetic acceptance."""
+    from triforce_core.bench.device import Load, bench_device, check
+    from triforce_core.bench.geometry import geometry_of
+    from triforce_core.bench.machine import quiet_machine
+    from triforce_core.bench.synthetic import Acceptance
+    from triforce_core.models.load import torch_device
+
+    require(fill in ("random", "prefill"), "fill", fill, "must be random or prefill")
+    rates = Acceptance.parse(acceptance)
+    load = Load(context, output, min(prefill, context), rates, seed, repeats, fill == "random")
+    shapes = geometry_of(geometry, drafter_geometry)
+    torch_device(settings.device)  # refused before anything is waited for
+    check(settings, shapes, load)
+    progress = Console(stderr=True, highlight=False)
+    with quiet_machine(max_load, force=force):
+        figures = bench_device(settings, shapes, load, progress.print)
+    show_figures({"geometry": geometry, "drafter_geometry": drafter_geometry} | figures, as_json=as_json)
 
 
 @bench_app.command()

@@ -19,6 +19,10 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file o
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy")]
+DrafterOption = Annotated[str | None, typer.Option(help="model directory or hub id; ngram: prompt lookup in its place")]
+QuantizationOption = Annotated[
+    str | None, typer.Option(help="int8 | int4 | fp8: of the retrieval tier's own copy of the target's weights")
+]
 OffloadOption = Annotated[str | None, typer.Option(help="the target's KV: none | host | disk (--offload-path)")]
 ResidentOption = Annotated[int | None, typer.Option(help="layers whose KV stays on the device under offload")]
 OffloadPathOption = Annotated[str | None, typer.Option(help="directory for the KV where --offload is disk")]
@@ -57,7 +61,8 @@ def decoding_settings(
     chunk: Annotated[int | None, typer.Option(help="tokens selected together")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16")] = None,
     target: Annotated[str | None, typer.Option(help="model directory or hub id")] = None,
-    drafter: Annotated[str | None, typer.Option(help="model directory or hub id")] = None,
+    drafter: DrafterOption = None,
+    self_drafter_quantization: QuantizationOption = None,
     offload: OffloadOption = None,
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
@@ -72,6 +77,7 @@ def decoding_settings(
             "speculation.lookaheads": None if lookaheads is None else parse_lookaheads(lookaheads),
             "retrieval.budget": budget,
             "retrieval.chunk": chunk,
+            "retrieval.quantization": self_drafter_quantization,
             "dtype": dtype,
             "target.model": target,
             "draft.model": drafter,
@@ -81,6 +87,32 @@ def decoding_settings(
             "threads.decode": threads,
             "threads.prefill": threads,
             "max_sequences": 1,
+        },
+    )
+
+
+def geometry_settings(
+    device: Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16")] = None,
+    lookaheads: Annotated[str | None, typer.Option(help="tokens drafted by retrieval and by draft, e.g. 8,3")] = None,
+    budget: Annotated[int | None, typer.Option(help="tokens of KV in the retrieval tier")] = None,
+    chunk: Annotated[int | None, typer.Option(help="tokens selected together")] = None,
+    self_drafter_quantization: QuantizationOption = None,
+    threads: ThreadsOption = None,
+    config: ConfigOption = None,
+) -> Settings:
+    """Of commands that run models of a given shape, whatever their weights."""
+    return settings_from(
+        config,
+        {
+            "device": device,
+            "dtype": dtype,
+            "speculation.lookaheads": None if lookaheads is None else parse_lookaheads(lookaheads),
+            "retrieval.budget": budget,
+            "retrieval.chunk": chunk,
+            "retrieval.quantization": self_drafter_quantization,
+            "threads.decode": threads,
+            "threads.prefill": threads,
         },
     )
 

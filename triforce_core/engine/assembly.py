@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sized
 
 from transformers import PreTrainedModel
 
@@ -24,20 +24,24 @@ from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
 from triforce_core.models.load import (
     check_pair,
+    check_quantization,
     check_same_vocabulary,
     check_self_drafter,
     context_length,
     kv_geometry,
     load_model,
 )
+from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner, threads_for
+from triforce_core.ngram import NgramProposer
 from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
 
+Judge = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
 MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
-    """The draft tier."""
+    """The draft tier with a model."""
     window = WindowSettings(settings.draft.sinks, settings.draft.window, settings.draft.slack)
     positions = context_length(model.config)
     rule = f"tokens of sinks, window and slack must fit the drafter's {positions} positions"
@@ -58,16 +62,24 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings))
 
 
-def retrieval_verifier(model: PreTrainedModel, kv: RetrievalKV, settings: Settings) -> ModelVerifier:
+def retrieval_verifier(
+    model: PreTrainedModel, kv: RetrievalKV, settings: Settings, judge: Judge = ModelVerifier
+) -> ModelVerifier:
     """The retrieval tier by itself."""
-    return ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
+    return judge(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
 
 
 def retrieval_decoder(
-    model: PreTrainedModel, kv: RetrievalKV, drafts: Proposer, settings: Settings, *, micro_batches: int = 1
+    model: PreTrainedModel,
+    kv: RetrievalKV,
+    drafts: Proposer,
+    settings: Settings,
+    *,
+    micro_batches: int = 1,
+    judge: Judge = ModelVerifier,
 ) -> SpeculativeDecoder:
     """The retrieval tier over whatever drafts for it."""
-    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings), micro_batches=micro_batches)
+    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, judge), micro_batches=micro_batches)
 
 
 def target_engine(
@@ -79,11 +91,12 @@ def target_engine(
     micro_batches: int = 1,
     first_sequence_id: int = 1,
     doorbell: Doorbell | None = None,
+    judge: Judge = ModelVerifier,
 ) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain."""
     limits = target_limits(model.config, settings)
     kv = target_kv(kv_geometry(model), limits.kv_pool_tokens, settings)
-    verifier = ModelVerifier(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
+    verifier = judge(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
@@ -98,17 +111,33 @@ def local_engine(
     drafter: PreTrainedModel | None,
     settings: Settings,
     self_drafter: PreTrainedModel | None = None,
+    judge: Judge = ModelVerifier,
 ) -> Engine:
     """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without a
-    drafter nothing is drafted below it.
+    drafter nothing is drafted below it, unless by prompt lookup.
     """
     own = target if self_drafter is None else self_drafter
     sparse = retrieval_kv(own, settings)
     drafts: Proposer = NoProposer()
-    if drafter is not None:
+    if settings.draft.weights is None:
+        drafts = NgramProposer(settings.draft.ngram)
+    elif drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
         drafts = draft_proposer(drafter, settings)
-    return target_engine(target, settings, retrieval_decoder(own, sparse, drafts, settings), sparse)
+    below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)
+    return target_engine(target, settings, below, sparse, judge=judge)
+
+
+def load_retrieval_model(settings: Settings) -> PreTrainedModel:
+    """The weights of a retrieval tier that shares none: those of `retrieval.model` or a copy of the target's, quantised
+    where the settings want it.
+    """
+    own = settings.retrieval.model
+    name, role = (own, "self-drafter") if own else (settings.target.model, "target")
+    model = load_model(name, role, settings.dtype, settings.device)
+    if settings.retrieval.quantization:
+        quantize_weights(model, settings.retrieval.quantization)
+    return model
 
 
 def load_local_engine(settings: Settings, *, drafting: bool | None = None) -> Engine:
@@ -118,32 +147,45 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None) -> En
     """
     if drafting is None:
         drafting = settings.speculation.effective[1] > 0
-    check_pair(settings.target.model, settings.draft.model if drafting else None)
+    drafter = settings.draft.weights if drafting else None
+    check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
+    check_quantization(settings.retrieval.quantization)
 
     def load(name: str, role: str) -> PreTrainedModel:
         return load_model(name, role, settings.dtype, settings.device)
 
     return local_engine(
         load(settings.target.model, "target"),
-        load(settings.draft.model, "drafter") if drafting else None,
+        load(drafter, "drafter") if drafter else None,
         settings,
-        load(settings.retrieval.model, "self-drafter") if settings.retrieval.model else None,
+        load_retrieval_model(settings) if settings.retrieval.own_weights else None,
     )
 
 
-def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
-    """Each tier's, down the chain of one process."""
-    runners: dict[Tier, ModelRunner] = {}
+def levels_of(engine: Engine) -> Iterator[ModelVerifier | ModelProposer | NgramProposer]:
+    """What does each tier's work, down the chain of one process; what drafts nothing is left out."""
     level: Proposer = engine.decoder
     while isinstance(level, SpeculativeDecoder):
         assert isinstance(level.verifier, ModelVerifier)
-        runners[level.verifier.tier] = level.verifier.runner
+        yield level.verifier
         level = level.proposer
-    if isinstance(level, ModelProposer):
-        runners[level.tier] = level.runner
-    return runners
+    if isinstance(level, ModelProposer | NgramProposer):
+        yield level
+
+
+def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
+    """Of each tier with a model."""
+    return {level.tier: level.runner for level in levels_of(engine) if not isinstance(level, NgramProposer)}
+
+
+def held_of(engine: Engine) -> dict[Tier, Sized]:
+    """The sequences that each tier holds."""
+    return {
+        level.tier: level.held if isinstance(level, NgramProposer) else level.runner.kv.held
+        for level in levels_of(engine)
+    }
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:

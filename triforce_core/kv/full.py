@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from triforce_core.kv.base import Batch, Held, KVCache, Placement
+from triforce_core.kv.base import Batch, Forward, Held, KVCache, Placement
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
-from triforce_core.messages import SequenceSpec
+from triforce_core.messages import SequenceSpec, Span
 
 RECENT_QUERIES = 8  # rows of a prefill chunk whose queries are kept for selecting chunks; of a verify pass, all
 LANDMARKED_TOGETHER = 1024  # chunks whose keys are copied together
@@ -72,6 +72,20 @@ class FullKV(KVCache):
             held = self.held[row.sequence_id]
             held.queries[layer] = query[:, row.stop - len(held.query_positions) : row.stop].clone()
         return super().attend(layer, query, keys, values, scale, batch)
+
+    @torch.inference_mode()
+    def fill(self, span: Span) -> None:
+        """Hold KV up to the end of `span`, of what is missing drawn from a normal law: for benchmarks of passes over a
+        long context, whose times do not depend on what stands in it. The sequence is open, or begins with the span.
+        """
+        placed = self._align(Forward(span, num_sampled=0))
+        assert isinstance(placed, Placement)
+        held = self.held[span.sequence_id]
+        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+            for start, stop in placed.writes:
+                keys[:, start:stop].normal_()
+                values[:, start:stop].normal_()
+            held.queries[layer] = keys.new_empty(len(keys), len(held.query_positions), keys.shape[-1]).normal_()
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

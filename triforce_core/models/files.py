@@ -6,6 +6,7 @@ that run no model need no more.
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,9 @@ def stop_token_ids(name: str) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
+OR_NONE = "or set draft.model: ngram, which needs no model"
+
+
 def check_pair(target: str, drafter: str | None) -> None:
     """Refuse a pair that cannot work, before any weights are loaded: tiers exchange token ids. None: no drafter.
 
@@ -110,13 +114,15 @@ def check_pair(target: str, drafter: str | None) -> None:
     if drafter is None:
         return
     sizes = [target_config.vocab_size, load_config(drafter, "drafter").vocab_size]
-    require(sizes[0] == sizes[1], "drafter", drafter, f"has {sizes[1]} tokens: must have the target's {sizes[0]}")
+    rule = f"has {sizes[1]} tokens: must have the target's {sizes[0]}, {OR_NONE}"
+    require(sizes[0] == sizes[1], "drafter", drafter, rule)
     try:
         theirs = AutoTokenizer.from_pretrained(resolve(drafter, "drafter"), trust_remote_code=False).get_vocab()
     except (OSError, ValueError, KeyError):
         return
     same = theirs == load_tokenizer(target).get_vocab()
-    require(same, "drafter", drafter, f"has a vocabulary other than that of the target {target!r}")
+    rule = f"has a vocabulary other than that of the target {target!r}: take another, {OR_NONE}"
+    require(same, "drafter", drafter, rule)
 
 
 def check_self_drafter(target: str, name: str) -> None:
@@ -130,7 +136,13 @@ def check_self_drafter(target: str, name: str) -> None:
         require(one == other, "retrieval.model", name, rule)
 
 
+def check_quantization(kind: str | None) -> None:
+    """Raise `InvalidValueError` where quantised weights are wanted and the package that makes them is not there."""
+    missing = kind is not None and find_spec("torchao") is None
+    require(not missing, "retrieval.quantization", kind, "needs the package torchao: pip install torchao")
+
+
 def check_same_vocabulary(target: PretrainedConfig, drafter: PretrainedConfig) -> None:
     """The part of `check_pair` that loaded models allow."""
-    rule = f"must be the target's, {target.vocab_size}"
+    rule = f"must be the target's, {target.vocab_size}, {OR_NONE}"
     require(drafter.vocab_size == target.vocab_size, "drafter.vocab_size", drafter.vocab_size, rule)

@@ -17,6 +17,7 @@ from triforce_core.errors import InvalidValueError, UnknownModelError, Unsupport
 from triforce_core.kv.base import Batch, KVGeometry
 from triforce_core.models.files import (
     check_pair,
+    check_quantization,
     check_same_vocabulary,
     check_self_drafter,
     check_supported,
@@ -33,6 +34,7 @@ __all__ = [
     "DTYPES",
     "check_attention",
     "check_pair",
+    "check_quantization",
     "check_same_vocabulary",
     "check_self_drafter",
     "check_supported",

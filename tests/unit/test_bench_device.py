@@ -1,0 +1,148 @@
+"""`triforce bench device` on a tiny geometry: all figures are there, and synthetic acceptance is what was asked for."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.command_line import Refusals, run
+from tests.random_models import random_model
+from triforce_core.bench.decode import Measurement
+from triforce_core.bench.device import Load, prefill_flops, synthetic_engine
+from triforce_core.bench.geometry import SHAPES, geometry_of
+from triforce_core.bench.geometry import random_model as model_of
+from triforce_core.bench.synthetic import Acceptance, chance
+from triforce_core.config import load_settings
+from triforce_core.engine.assembly import runners_of
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import InvalidValueError
+from triforce_core.messages import GREEDY, Tier
+from triforce_core.models.load import kv_geometry
+
+SETTINGS = load_settings(
+    dtype="float32", retrieval={"budget": 64, "recent": 16}, threads={"decode": 1, "prefill": 1}, max_sequences=1
+)
+PROMPT = tuple(range(200))
+
+
+@pytest.fixture(autouse=True)
+def _threads() -> object:
+    """Runners set the number of threads: put it back."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture
+def shape(tmp_path: Path) -> str:
+    """A configuration as transformers writes it."""
+    random_model().config.save_pretrained(tmp_path)
+    return str(tmp_path / "config.json")
+
+
+def measured(shape: str, acceptance: Acceptance, *, seed: int, output: int, fill: bool = True) -> Measurement:
+    load = Load(len(PROMPT), output, 50, acceptance, seed, repeats=1, fill=fill)
+    engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), load)
+    return Measurement(engine, Request(PROMPT, output, GREEDY, seed, (8, 3)))
+
+
+def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shape: str) -> None:
+    small = ("--context", "300", "--output", "40", "--prefill", "100", "--repeats", "1", "--budget", "64", "--force")
+    arguments = ("--geometry", shape, "--drafter-geometry", shape, "--threads", "1", "--dtype", "float32", "--json")
+    assert run(monkeypatch, "bench", "device", *small, *arguments) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["device"], result["geometry"], result["context"]) == ("cpu", shape, 300)
+    assert result["copy_bandwidth_gb_s"] > 0
+    assert result["matrix_peak_tflops"] > 0
+    assert result["host_link_gb_s"] is None, "a CPU is its own host"
+    stages = result["stages"]
+    assert list(stages["verify"]) == ["1", "3", "7", "9", "17"]
+    for stage in (stages["draft"], stages["retrieval"], *stages["verify"].values()):
+        assert stage["share"] == pytest.approx(
+            stage["bytes"] / (stage["ms"] / 1e3) / 1e9 / result["copy_bandwidth_gb_s"]
+        )
+    assert stages["prefill"]["tokens_per_s"] == pytest.approx(100 / (stages["prefill"]["ms"] / 1e3))
+    decoding = result["decoding"]
+    assert decoding["speedup"] == pytest.approx(decoding["plain_ms_per_token"] / decoding["triforce_ms_per_token"])
+    assert decoding["acceptance"]["synthetic"] is True
+    assert decoding["acceptance"]["asked"] == {"retrieval": 0.92, "draft": 0.6}
+    # What a pass reads: the weights but the embeddings, and of KV what it sees.
+    model = model_of(geometry_of(shape, shape).target, SETTINGS)
+    weights = sum(weight.nbytes for weight in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    seen = (stages["verify"]["17"]["bytes"] - weights) / kv_geometry(model).bytes_per_token
+    assert 300 + 24 <= seen < 300 + 40
+    assert 64 <= (stages["retrieval"]["bytes"] - weights) / kv_geometry(model).bytes_per_token < 64 + 100
+
+
+@pytest.mark.parametrize("rates", [Acceptance(0.92, 0.6), Acceptance(0.3, 0.95), Acceptance(1.0, 0.0)], ids=str)
+def test_tokens_are_accepted_as_often_as_asked(shape: str, rates: Acceptance) -> None:
+    """Within four standard errors."""
+    stats = measured(shape, rates, seed=5, output=600).stats
+    for tally, rate in zip(stats.tallies[:2], (rates.retrieval, rates.draft), strict=True):
+        judged = tally.accepted + tally.rejected
+        assert judged > 200
+        assert tally.accepted / judged == pytest.approx(rate, abs=4 * (rate * (1 - rate) / judged) ** 0.5)
+
+
+def test_the_same_seed_gives_the_same_counts(shape: str) -> None:
+    one, again, other = (
+        measured(shape, Acceptance(0.8, 0.6), seed=seed, output=200).stats.tallies for seed in (1, 1, 2)
+    )
+    assert one == again != other
+
+
+@pytest.mark.parametrize("fill", [True, False])
+def test_the_models_run_every_pass(shape: str, fill: bool) -> None:
+    """Filled prompts are the one thing that they are spared."""
+    load = Load(len(PROMPT), 100, 50, Acceptance(0.9, 0.6), 0, repeats=1, fill=fill)
+    engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), load)
+    stats = Measurement(engine, Request(PROMPT, 100, GREEDY, 0, (8, 3))).stats
+    passes = {tier: runner.passes for tier, runner in runners_of(engine).items()}
+    assert passes[Tier.TARGET] == stats.tallies[0].rounds + (0 if fill else 1)
+    assert passes[Tier.RETRIEVAL] == stats.tallies[1].rounds
+    assert passes[Tier.DRAFT] >= stats.tallies[1].proposed
+
+
+def test_what_is_drawn_is_spread_evenly() -> None:
+    drawn = sorted(chance(3, position, "TARGET") for position in range(2000))
+    assert all(abs(value - index / 2000) < 0.04 for index, value in enumerate(drawn))  # Kolmogorov, p < 1e-2
+
+
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "llama-68m"])
+def test_the_published_shapes(name: str) -> None:
+    geometry = geometry_of(name)
+    assert geometry.target.vocab_size == geometry.drafter.vocab_size
+    with torch.device("meta"):
+        parameters = AutoModelForCausalLM.from_config(geometry.target).num_parameters()
+    assert round(parameters / 1e9, 2) == {"llama2-7b-128k": 6.74, "llama-3.1-8b": 8.03}[name]
+
+
+def test_flops_of_a_prefill(shape: str) -> None:
+    model = model_of(geometry_of(shape, shape).target, SETTINGS)
+    # Two layers of 64×(64 + 2×32 + 64) and 3×64×128, and for attention 4 heads × 16 twice over half of n².
+    assert prefill_flops(model, 10) == 2 * 10 * 2 * (64 * 192 + 3 * 64 * 128) + 2 * 2 * 4 * 16 * 10**2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--geometry", "gpt-5"], ["geometry", "gpt-5", "llama2-7b-128k"]),
+        (["--acceptance", "1.2,.5"], ["acceptance", "1.2,.5", "between 0 and 1"]),
+        (["--acceptance", "high"], ["acceptance", "high", "two numbers"]),
+        (["--fill", "zeros"], ["fill", "zeros", "random or prefill"]),
+        (["--device", "abacus"], ["device", "abacus", "must be cpu"]),
+        (["--lookaheads", "8,0"], ["lookaheads", "(8, 0)", "1 or more"]),
+        (["--context", "131000"], ["context", "131000", "1024 tokens of output", "131072 positions"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(refusals: Refusals, arguments: list[str], named: list[str]) -> None:
+    refusals.check(named, "bench", "device", "--force", *arguments)
+
+
+def test_rates_are_checked_where_they_are_read() -> None:
+    with pytest.raises(InvalidValueError, match="must each be between 0 and 1"):
+        Acceptance.parse("nan,.5")

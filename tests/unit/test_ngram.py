@@ -1,0 +1,149 @@
+"""Prompt lookup: what it proposes, by hand and against a search of the whole text; and the protocol's rules."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from triforce_core.messages import GREEDY, Proposal, SequenceSpec, Span, Tally, Tier, Work
+from triforce_core.ngram import NgramProposer
+
+Tokens = tuple[int, ...]
+STOP = 9
+SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=1000, stop_token_ids=(STOP,))
+
+
+def ask(
+    proposer: NgramProposer,
+    tokens: Tokens,
+    lookahead: int = 4,
+    *,
+    start: int = 0,
+    sequence_id: int = 1,
+    spec: SequenceSpec = SPEC,
+) -> Proposal:
+    """State `tokens` from `start` on; the answer."""
+    proposer.submit([Work(Span(sequence_id, start, tokens, None if start else spec), (lookahead,))])
+    [answer] = proposer.collect(0.0)
+    assert (answer.sequence_id, answer.start) == (sequence_id, start + len(tokens))
+    assert answer.origins == bytes([Tier.DRAFT]) * len(answer.tokens)
+    assert answer.tallies == (Tally(),)
+    return answer
+
+
+@pytest.mark.parametrize(
+    ("text", "lookahead", "expected"),
+    [
+        ((1, 2, 3, 4, 5, 1, 2), 3, (3, 4, 5)),
+        ((1, 2, 3, 4, 5, 1, 2), 1, (3,)),
+        ((1, 2, 3, 4, 5, 1, 2), 0, ()),
+        ((1, 2, 3, 4, 5, 1, 2), 7, (3, 4, 5, 1, 2, 3, 4)),  # on through its own words
+        ((7, 7, 7), 4, (7, 7, 7, 7)),
+        ((1, 2, 3, 1, 2, 4, 1, 2), 1, (4,)),  # the most recent place
+        ((5, 1, 2, 3, 1, 2, 4, 5, 1, 2), 1, (3,)),  # the longest run
+        ((1, 2, 3, 2), 4, ()),  # one token is no run
+        ((1, 2, 3, 4), 4, ()),
+        ((1,), 4, ()),
+        ((1, 2, STOP, 3, 1, 2), 4, (STOP,)),
+        ((1, 2, 3, STOP, 1, 2), 4, (3, STOP)),
+    ],
+)
+def test_what_followed_the_last_tokens_before(text: Tokens, lookahead: int, expected: Tokens) -> None:
+    assert ask(NgramProposer(3), text, lookahead).tokens == expected
+
+
+@pytest.mark.parametrize(("max_length", "count"), [(12, 4), (11, 3), (9, 1), (8, 0), (7, 0)])
+def test_the_last_token_is_left_to_the_target(max_length: int, count: int) -> None:
+    text = (1, 2, 3, 4, 5, 1, 2)
+    assert len(ask(NgramProposer(3), text, 4, spec=replace(SPEC, max_length=max_length)).tokens) == count
+
+
+def test_a_statement_beyond_what_is_held_is_answered_by_what_is_missing() -> None:
+    proposer = NgramProposer(3)
+    assert ask(proposer, (1, 2), start=5).missing_from == 0
+    assert not proposer.held
+    assert ask(proposer, (1, 2, 3)).missing_from is None
+    answer = ask(proposer, (1, 2), start=5)
+    assert (answer.missing_from, answer.tokens) == (3, ())
+    assert ask(proposer, (7, 1, 2), start=3).tokens == (3, 7, 1, 2)
+
+
+def test_work_that_is_replaced_still_states_what_it_stated() -> None:
+    proposer = NgramProposer(3)
+    proposer.submit([Work(Span(1, 0, (1, 2, 3), SPEC), (4,))])
+    proposer.submit([Work(Span(1, 3, (1, 2)), (1,))])
+    assert [p.tokens for p in proposer.collect(0.0)] == [(3,)]
+    assert proposer.collect(0.0) == []
+
+
+def test_release_is_idempotent_and_forgets() -> None:
+    proposer = NgramProposer(3)
+    ask(proposer, (1, 2, 3, 1, 2))
+    ask(proposer, (1, 2, 4, 1, 2), sequence_id=2)
+    proposer.submit([Work(Span(1, 5, (3,)), (1,))])
+    for _ in range(2):
+        proposer.release([1, 77])
+    assert proposer.collect(0.0) == []
+    assert set(proposer.held) == {2}
+    assert ask(proposer, (3,), start=5).missing_from == 0
+    assert ask(proposer, (1, 2, 8, 1, 2)).tokens[0] == 8
+    assert ask(proposer, (), start=5, sequence_id=2).tokens[0] == 4
+
+
+def searched(text: Tokens, longest: int, lookahead: int, spec: SequenceSpec) -> Tokens:
+    """The same by searching the text from its end, for each length of run and for each token anew."""
+    drafted: Tokens = ()
+    for n in range(longest, 1, -1):
+        for end in range(len(text) - 1, n - 1, -1):
+            if text[end - n : end] == text[-n:]:
+                while len(drafted) < min(lookahead, spec.max_length - 1 - len(text)):
+                    drafted += ((text + drafted)[end + len(drafted)],)
+                    if drafted[-1] in spec.stop_token_ids:
+                        break
+                return drafted
+    return drafted
+
+
+tokens = st.lists(st.sampled_from([1, 2, 3, STOP]), max_size=12).map(tuple)
+# A statement is (how far before the end of the text it starts, what it says from there on, how far to look ahead).
+statements = st.lists(st.tuples(st.integers(0, 15), tokens, st.integers(0, 6)), min_size=1, max_size=12)
+
+
+@given(first=tokens, statements=statements, longest=st.integers(2, 4), max_length=st.integers(1, 60))
+def test_any_statements_find_what_a_search_finds(
+    first: Tokens, statements: list[tuple[int, Tokens, int]], longest: int, max_length: int
+) -> None:
+    proposer, spec = NgramProposer(longest), replace(SPEC, max_length=max_length)
+    text = first
+    assert ask(proposer, text, 3, spec=spec).tokens == searched(text, longest, 3, spec)
+    for back, said, lookahead in statements:
+        start = max(0, len(text) - back)
+        text = text[:start] + said
+        found = ask(proposer, said, lookahead, start=start, spec=spec)
+        assert found.missing_from is None
+        assert found.tokens == searched(text, longest, lookahead, spec)
+    ask(proposer, (), 1, start=0, spec=spec)  # back to nothing
+    assert not any(occurrences.latest for occurrences in proposer.held[1].occurrences), "runs of no text are kept"
+
+
+class Counted(int):
+    """A token that counts how often it is looked up."""
+
+    lookups = 0
+
+    def __hash__(self) -> int:
+        Counted.lookups += 1
+        return int(self)
+
+
+@pytest.mark.parametrize("context", [100, 10_000])
+def test_a_step_looks_up_what_is_new_whatever_the_context(context: int) -> None:
+    proposer = NgramProposer(3)
+    ask(proposer, tuple(Counted(i * i % 97) for i in range(context)))
+    before = Counted.lookups
+    ask(proposer, tuple(map(Counted, (1, 2, 3))), start=context)
+    ask(proposer, tuple(map(Counted, (1, 5))), start=context)  # a correction
+    assert 0 < Counted.lookups - before < 100

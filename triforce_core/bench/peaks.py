@@ -1,0 +1,54 @@
+"""What the device itself can do, measured in the run that is held against it: copying, multiplying, taking in."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+REPEATS = 7
+
+
+@dataclass(frozen=True, slots=True)
+class Peaks:
+    copy_gb_s: float  # device to device, bytes read and bytes written
+    host_link_gb_s: float | None  # pinned host memory to device; None: the device is the host
+    matrix_tflops: float  # of one large product in the dtype of the weights
+
+
+def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
+    """Medians over a few repeats, with the sizes of a large device on CUDA and of a small one elsewhere."""
+    large = device.type == "cuda"
+    count, side = (2**30, 8192) if large else (2**26, 1024)
+    source = torch.ones(count, dtype=torch.uint8, device=device)
+    into = torch.empty_like(source)
+    copying = seconds(lambda: into.copy_(source), device)
+    link = None
+    if large:
+        host = torch.ones(count // 4, dtype=torch.uint8).pin_memory()
+        link = len(host) / seconds(lambda: into[: len(host)].copy_(host, non_blocking=True), device) / 1e9
+    left = torch.randn(side, side, device=device).to(dtype)
+    out = torch.empty_like(left)
+    multiplying = seconds(lambda: torch.mm(left, left, out=out), device)
+    return Peaks(2 * count / copying / 1e9, link, 2 * side**3 / multiplying / 1e12)
+
+
+def seconds(run: Callable[[], object], device: torch.device) -> float:
+    """The median time of `run` with all that it started on the device, after one run that does not count."""
+    taken = []
+    for _ in range(REPEATS + 1):
+        synchronize(device)
+        begin = time.perf_counter()
+        run()
+        synchronize(device)
+        taken.append(time.perf_counter() - begin)
+    return statistics.median(taken[1:])
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

@@ -1,0 +1,73 @@
+"""Tiers whose passes are real and whose judgements are drawn: what speculation would bring at given acceptance rates,
+on weights that nobody trained. Every figure from here is labelled as synthetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from triforce_core.errors import InvalidValueError, require
+from triforce_core.kv.full import FullKV
+from triforce_core.messages import Claim, Tier, Verdict
+from triforce_core.models.runner import ModelRunner
+from triforce_core.roles import ModelVerifier, judge
+
+
+@dataclass(frozen=True, slots=True)
+class Acceptance:
+    """How often a proposed token is accepted, given that those before it were."""
+
+    retrieval: float  # one of the retrieval tier, by the target
+    draft: float  # one of the draft tier, by the retrieval tier
+
+    @classmethod
+    def parse(cls, text: str) -> Acceptance:
+        """From `.92,.6`. Raises `InvalidValueError`."""
+        try:
+            rates = cls(*map(float, text.split(",")))
+        except (TypeError, ValueError):
+            rule = "must be two numbers: acceptance of retrieval, of draft"
+            raise InvalidValueError("acceptance", text, rule) from None
+        chances = (rates.retrieval, rates.draft)
+        require(all(0 <= each <= 1 for each in chances), "acceptance", text, "must each be between 0 and 1")
+        return rates
+
+    def by(self, tier: Tier) -> float:
+        """With which the tier accepts what is proposed to it."""
+        return self.retrieval if tier == Tier.TARGET else self.draft
+
+
+def chance(seed: int, position: int, what: str) -> float:
+    """Uniform in [0, 1), the same in every process."""
+    return int.from_bytes(blake2b(f"{seed}/{position}/{what}".encode(), digest_size=6).digest()) / 2**48
+
+
+class SyntheticVerifier(ModelVerifier):
+    """Runs the model as ever, and then accepts each proposed token with the given chance, a function of `seed`, tier
+    and position. With `fill`, prompt chunks are not run: their KV is random.
+    """
+
+    def __init__(self, runner: ModelRunner, tier: Tier, acceptance: Acceptance, seed: int, *, fill: bool) -> None:
+        super().__init__(runner, tier)
+        self.rate, self.seed, self.fill = acceptance.by(tier), seed, fill
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        if self.fill and isinstance(self.runner.kv, FullKV):
+            for claim in claims:
+                if not claim.sample:
+                    self.runner.kv.fill(claim.span)
+        verdicts = super().verify(claims)
+        return [
+            self._draw(claim, verdict) if claim.proposed and verdict.tokens else verdict
+            for claim, verdict in zip(claims, verdicts, strict=True)
+        ]
+
+    def _draw(self, claim: Claim, verdict: Verdict) -> Verdict:
+        """The verdict of a verifier whose own tokens are the proposed ones as often as the rate wants."""
+        end, vocab_size = claim.span.end, self.runner.model.config.vocab_size
+        own = [
+            token if chance(self.seed, end + index, self.tier.name) < self.rate else (token + 1) % vocab_size
+            for index, token in enumerate(claim.proposed)
+        ]
+        return judge([*own, verdict.tokens[-1]], claim, self.runner.kv.held[claim.span.sequence_id].spec)

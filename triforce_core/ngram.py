@@ -1,0 +1,115 @@
+"""Prompt lookup: the drafts of a sequence are what followed its last tokens the last time they stood in it.
+
+A leaf of the chain that needs no model (Saxena 2023, "Prompt Lookup Decoding"). Texts that repeat themselves, such as
+edits of a given source or answers that quote a document, are drafted well; others hardly at all, and at no cost.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, in_turn
+
+SHORTEST = 2  # a single token stands nearly everywhere, and says little about what follows
+
+
+class Occurrences:
+    """Where each run of `n` tokens of a growing text last ended. Costs are those of the change, not of the text."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self.latest: dict[tuple[int, ...], int] = {}  # by run: where it ends, exclusive
+        self.earlier: list[int] = [0] * n  # by end: where the same run ended before; 0: nowhere
+
+    def grow(self, tokens: list[int]) -> None:
+        """Take in what `tokens` has beyond what was seen."""
+        for end in range(len(self.earlier), len(tokens) + 1):
+            run = tuple(tokens[end - self.n : end])
+            self.earlier.append(self.latest.get(run, 0))
+            self.latest[run] = end
+
+    def shrink(self, tokens: list[int], length: int) -> None:
+        """Forget what ends beyond `length`; `tokens` is the text as it was seen."""
+        for end in range(len(self.earlier) - 1, max(length, self.n - 1), -1):
+            before, run = self.earlier.pop(), tuple(tokens[end - self.n : end])
+            if before:
+                self.latest[run] = before
+            else:
+                del self.latest[run]
+
+    def before_last(self) -> int:
+        """Where the text's last run ended the time before; 0: it is new, or the text is shorter than a run."""
+        return self.earlier[-1]
+
+
+class Text:
+    """One sequence, as last stated, with the places of its runs."""
+
+    def __init__(self, spec: SequenceSpec, longest: int) -> None:
+        self.spec = spec
+        self.tokens: list[int] = []
+        self.occurrences = [Occurrences(n) for n in range(longest, SHORTEST - 1, -1)]
+
+    def state(self, start: int, tokens: tuple[int, ...]) -> None:
+        """The align rule: from `start`, which is not beyond the end, the text is `tokens`; what agrees is kept."""
+        held = self.tokens[start : start + len(tokens)]
+        common = start + next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
+        for occurrences in self.occurrences:
+            occurrences.shrink(self.tokens, common)
+        self.tokens[common:] = tokens[common - start :]
+        for occurrences in self.occurrences:
+            occurrences.grow(self.tokens)
+
+    def continued(self, count: int) -> tuple[int, ...]:
+        """At most `count` tokens that followed the longest run that stood here before, up to a stop token.
+
+        Where that place is so near the end that it runs into it, it goes on through what it gave, as in LZ77.
+        """
+        place = next((place for o in self.occurrences if (place := o.before_last())), 0)
+        if not place:
+            return ()
+        drafted: list[int] = []
+        period = len(self.tokens) - place
+        while len(drafted) < count and not (drafted and drafted[-1] in self.spec.stop_token_ids):
+            drafted.append(self.tokens[place + len(drafted)] if len(drafted) < period else drafted[-period])
+        return tuple(drafted)
+
+
+class NgramProposer:
+    """The leaf of the chain in place of a drafting model; runs of `longest` tokens down to two are looked up."""
+
+    def __init__(self, longest: int, tier: Tier = Tier.DRAFT) -> None:
+        assert longest >= SHORTEST
+        self.longest, self.tier = longest, tier
+        self.held: dict[int, Text] = {}
+        self.waiting: dict[int, Work] = {}
+
+    def submit(self, work: list[Work]) -> None:
+        for w in work:
+            replaced = self.waiting.get(w.span.sequence_id)
+            span = in_turn(replaced.span, w.span) if replaced else w.span
+            self.waiting[w.span.sequence_id] = replace(w, span=span)
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        """Answer everything that waits; never blocks."""
+        work, self.waiting = list(self.waiting.values()), {}
+        return [self._answer(w) for w in work]
+
+    def _answer(self, work: Work) -> Proposal:
+        span = work.span
+        text = self.held.get(span.sequence_id)
+        if text is None and span.start == 0:
+            assert span.spec is not None, "a span from 0 carries the spec"
+            text = self.held[span.sequence_id] = Text(span.spec, self.longest)
+        if text is None or span.start > len(text.tokens):
+            missing_from = 0 if text is None else len(text.tokens)
+            return Proposal(span.sequence_id, span.end, missing_from=missing_from, tallies=(Tally(),))
+        text.state(span.start, span.tokens)
+        room = text.spec.max_length - 1 - span.end  # the last token is the target's own
+        tokens = text.continued(min(work.lookaheads[0], room))
+        return Proposal(span.sequence_id, span.end, tokens, bytes([self.tier]) * len(tokens), tallies=(Tally(),))
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.waiting.pop(sequence_id, None)
+            self.held.pop(sequence_id, None)
