@@ -83,7 +83,7 @@ class Pipeline:
         self.stopped = True
         if self.channel is not None:
             await self.channel.close(grace=None)
-        for actor in self.actors.each():
+        for actor in (*self.actors.each(), *self.actors.followers):
             ray.kill(actor)
 
 

@@ -14,6 +14,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.fit import Bundle, Node, misfit
+from actors.ranks import RankActor, rank_name
 from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
@@ -34,21 +35,26 @@ class TierActors:
     draft: ActorHandle[Any]
     retrieval: ActorHandle[Any]
     target: ActorHandle[Any]
+    followers: tuple[ActorHandle[Any], ...] = ()  # the other ranks of those that are divided
 
     def all(self) -> dict[Tier, ActorHandle[Any]]:
         return {Tier.DRAFT: self.draft, Tier.RETRIEVAL: self.retrieval, Tier.TARGET: self.target}
 
     def each(self) -> list[ActorHandle[Any]]:
-        """Every actor once, the target last."""
+        """Every tier actor once, the target last."""
         return list(dict.fromkeys(self.all().values()))
 
 
-def bundles(placement: PlacementSettings, beside_target: float = 0.0) -> list[Bundle]:
-    """What the processes of a pipeline reserve; the first is the target's, with room for `beside_target` CPUs more."""
+def bundles(settings: Settings, beside_target: float = 0.0) -> list[Bundle]:
+    """What the processes of a pipeline reserve; the first is the target's, with room for `beside_target` CPUs more.
+
+    The ranks of a tier share a bundle: one bundle is on one node.
+    """
     found = []
-    for index, group in enumerate(placement.groups):
-        cpus = group.cpus + (0.0 if index else beside_target)
-        bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", group.gpus)) if amount}
+    for index, group in enumerate(settings.placement.groups):
+        ranks = settings.ranks(group.tiers)
+        cpus = round(ranks * group.cpus + (0.0 if index else beside_target), 4)
+        bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", ranks * group.gpus)) if amount}
         found.append(bundle or {"CPU": 0.001})  # Ray knows no empty bundle
     return found
 
@@ -58,18 +64,19 @@ def selectors(placement: PlacementSettings) -> list[dict[str, str]]:
     return [group.labels for group in placement.groups]
 
 
-def reserve(placement: PlacementSettings, timeout_s: float = 60.0) -> PlacementGroup:
+def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
     """A placement group for one pipeline, ready; it is the caller's to remove.
 
     Raises `UnavailableError` that says what is missing when the cluster has no place for it within `timeout_s` seconds.
     """
+    placement = settings.placement
     group: PlacementGroup = placement_group(
-        bundles(placement), strategy=placement.strategy, bundle_label_selector=selectors(placement)
+        bundles(settings), strategy=placement.strategy, bundle_label_selector=selectors(placement)
     )
     if group.wait(int(timeout_s)):
         return group
     remove_placement_group(group)
-    reason = misfit(placement, bundles(placement), nodes()) or "what it needs is there, and taken"
+    reason = misfit(placement, bundles(settings), nodes()) or "what it needs is there, and taken"
     raise UnavailableError(f"no place for the pipeline within {timeout_s:g} s: {reason}")
 
 
@@ -83,32 +90,36 @@ def place_tiers(
     """
     pipeline = uuid.uuid4().hex[:8]
     placed: dict[str, ActorHandle[Any]] = {}
+    followers: list[ActorHandle[Any]] = []
     groups = settings.placement.groups
     names = [f"triforce-{pipeline}-{each.tiers[0]}" for each in groups]
     for index, each in reversed(list(enumerate(groups))):
+        name, below = names[index], names[index + 1 : index + 2]
         where = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
-        handle = create(actors[each.tiers[0]], settings, each, names[index : index + 2], where, *more)
+        for rank in range(1, settings.ranks(each.tiers)):
+            followers.append(create(RankActor, settings, each, rank_name(name, rank), where, each))
+        handle = create(actors[each.tiers[0]], settings, each, name, where, *below, *more)
         placed.update(dict.fromkeys(each.tiers, handle))
-    return TierActors(**placed)
+    return TierActors(**placed, followers=tuple(followers))
 
 
 def create(
-    cls: type[TierActor], settings: Settings, group: DeviceGroup, names: list[str], where: Any, *more: Any
+    cls: type[TierActor] | type[RankActor], settings: Settings, group: DeviceGroup, name: str, where: Any, *more: Any
 ) -> ActorHandle[Any]:
-    """The actor of the group's uppermost tier, with its name and, where there is one, that of the actor below it."""
+    """An actor of the group with this name; `more` is what it takes beyond the settings."""
     environment = ENVIRONMENT if group.cores is None else ENVIRONMENT | {"OMP_NUM_THREADS": str(len(group.cores))}
     # Without this, an actor is aborted by Ray 2.60 when a transfer to it fails. `options` below does not know it.
     options: dict[str, Any] = {"enable_tensor_transport": True} if settings.retrieval.transport == "rdt" else {}
     remote: Any = ray.remote(**options)(cls) if options else ray.remote(cls)
     handle: ActorHandle[Any] = remote.options(
-        name=names[0],
+        name=name,
         num_cpus=group.cpus,
         num_gpus=group.gpus,
         max_concurrency=4,
-        max_restarts=0 if issubclass(cls, TargetActor) else -1,  # without a target there is nothing to go on with
+        max_restarts=0 if "target" in group.tiers else -1,  # without a target there is nothing to go on with
         scheduling_strategy=where,
         runtime_env={"env_vars": environment},
-    ).remote(settings, *names[1:], *more)
+    ).remote(settings, *more)
     return handle
 
 

@@ -10,23 +10,22 @@ Whoever places the actors imports this module too; what loads torch is imported 
 from __future__ import annotations
 
 import logging
-import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Sequence, Sized
-from contextlib import suppress
+from collections.abc import Sized
 from typing import TYPE_CHECKING
 
 import ray
 
+from actors.cores import keep_to
 from actors.links import RemoteProposer
+from actors.ranks import lead
 from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
-from triforce_core.errors import require
 from triforce_core.messages import Proposer, Tier
 from triforce_core.ngram import NgramProposer
 from triforce_core.run_ahead import RunAhead
@@ -37,6 +36,8 @@ if TYPE_CHECKING:
     from actors.handover import Piece
     from actors.target_server import AsyncServer
     from triforce_core.engine.engine import Engine
+    from triforce_core.kv.retrieval import RetrievalKV
+    from triforce_core.models.ranks import Leader
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -44,15 +45,6 @@ CONNECT_TIMEOUT_S = 30.0
 def address_of(name: str) -> str:
     """Where the tier actor of this name serves now; waits while Ray restarts it."""
     return str(ray.get(ray.get_actor(name).start.remote()))
-
-
-def keep_to(cores: Sequence[int], field: str) -> None:
-    """Run this process on these cores of its node only. Threads to come inherit it."""
-    allowed = os.sched_getaffinity(0)
-    require(allowed.issuperset(cores), field, list(cores), f"must be among the cores of its node, {sorted(allowed)}")
-    for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
-            os.sched_setaffinity(int(thread), cores)
 
 
 class TierActor(ABC):
@@ -65,6 +57,7 @@ class TierActor(ABC):
         self.settings = settings
         self.server: LinkServer | AsyncServer | None = None
         self.inner: dict[Tier, Sized] = {}  # the sequences of the tiers below that this process holds as well
+        self.ranks: Leader | None = None  # where this process leads others, each with a share of the models
         self.starting = threading.Lock()
 
     def start(self) -> str:
@@ -72,11 +65,18 @@ class TierActor(ABC):
         with self.starting:  # the owner of the pipeline calls it, and so does the tier above
             if self.server is None:
                 name = self.tier.name.lower()
-                [cores] = [group.cores for group in self.settings.placement.groups if name in group.tiers]
-                if cores is not None:
-                    keep_to(cores, f"placement.{name}.cores")
+                [group] = [group for group in self.settings.placement.groups if name in group.tiers]
+                if group.cores is not None:
+                    keep_to(group.cores, f"placement.{name}.cores")
+                world = self.settings.ranks(group.tiers)
+                self.ranks = lead(world, self.settings.device) if world > 1 else None
                 host = self.settings.server.tier_host
-                self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
+                try:
+                    self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
+                except Exception:
+                    if self.ranks is not None:
+                        self.ranks.close()
+                    raise
             return self.server.address
 
     @abstractmethod
@@ -94,10 +94,11 @@ class TierActor(ABC):
         ]
         return [status.SerializeToString() for status in (own, *inner)]
 
-    def load(self, name: str, role: str) -> PreTrainedModel:
+    def load(self, name: str, role: str, ranks: Leader | None = None) -> PreTrainedModel:
+        """The model, or where it is divided over ranks this one's share."""
         from triforce_core.models.load import load_model
 
-        return load_model(name, role, self.settings.dtype, self.settings.device)
+        return load_model(name, role, self.settings.dtype, self.settings.device, ranks)
 
     def connect(self, below: str, timeout_s: float, doorbell: Doorbell) -> RemoteProposer:
         """The tier actor of this name, waited for a while; it may come later."""
@@ -144,9 +145,12 @@ class RetrievalActor(TierActor):
     def verifier(self) -> Verifier:
         from actors.handover import SnapshotReceiver
         from triforce_core.engine.assembly import load_retrieval_model, retrieval_kv, retrieval_verifier
+        from triforce_core.models.replay import LeadingRetrievalKV
 
-        model = load_retrieval_model(self.settings)
-        kv = retrieval_kv(model, self.settings)
+        model = load_retrieval_model(self.settings, self.ranks)
+        own_kv = retrieval_kv(model, self.settings)
+        kv: RetrievalKV | LeadingRetrievalKV
+        kv = own_kv if self.ranks is None else LeadingRetrievalKV(own_kv, self.ranks)
         self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
         return retrieval_verifier(model, kv, self.settings)
 
@@ -197,11 +201,13 @@ class TargetActor(TierActor):
 
     def engine(self) -> Engine:
         from actors.handover import sink_for
-        from triforce_core.engine.assembly import target_engine
+        from triforce_core.engine.assembly import full_kv, target_engine
+        from triforce_core.models.replay import LeadingFullKV
 
         if not self.retrieval:
             return self._whole_chain()
-        model, doorbell = self.load(self.settings.target.model, "target"), Doorbell()
+        model, doorbell = self.load(self.settings.target.model, "target", self.ranks), Doorbell()
+        kv = full_kv(model, self.settings)
         link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
         self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
         return target_engine(
@@ -209,6 +215,7 @@ class TargetActor(TierActor):
             self.settings,
             link,
             self.sink,
+            kv=kv if self.ranks is None else LeadingFullKV(kv, self.ranks, gathered=True),
             micro_batches=self.settings.micro_batches,
             first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
             doorbell=doorbell,
@@ -218,7 +225,8 @@ class TargetActor(TierActor):
         """All tiers here: the retrieval tier takes its snapshots as they are cut, and shares weights where it may."""
         from triforce_core.engine.assembly import held_of, load_local_engine
 
-        engine = load_local_engine(self.settings, drafting=True)  # requests may ask for drafts where settings do not
+        # Requests may ask for drafts where settings do not.
+        engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks)
         self.inner = {tier: held for tier, held in held_of(engine).items() if tier != self.tier}
         return engine
 

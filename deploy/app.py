@@ -62,7 +62,7 @@ def build_app(args: Settings) -> Application:
         PipelineReplica,
         name="pipeline",
         ray_actor_options=options,
-        placement_group_bundles=bundles(args.placement, beside_target=DOOR_CPUS),
+        placement_group_bundles=bundles(args, beside_target=DOOR_CPUS),
         placement_group_strategy=args.placement.strategy,
         placement_group_bundle_label_selector=selectors(args.placement),
         request_router_config=prefix_router(args, limits),
@@ -179,14 +179,17 @@ def check_models(settings: Settings) -> Limits:
     """What the target can serve. Refuses what the tiers would refuse: one line now, not a failed start later."""
     from triforce_core.attention import kernel_for
     from triforce_core.engine.limits import target_limits
-    from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, load_config
+    from triforce_core.models.files import check_pair, check_quantization, check_ranks, check_self_drafter, load_config
 
     check_pair(settings.target.model, settings.draft.weights)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
+    config = load_config(settings.target.model, "target")
+    for tier in ("target", "retrieval"):
+        check_ranks(config, settings.target.model, settings.ranks((tier,)), f"{tier}.tensor_parallel")
     kernel_for(settings)
-    return target_limits(load_config(settings.target.model, "target"), settings)
+    return target_limits(config, settings)
 
 
 @contextmanager
@@ -215,7 +218,7 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     from actors.placement import bundles, nodes
 
     placement, copies = settings.placement, settings.server.replicas
-    pipeline = bundles(placement, beside_target=DOOR_CPUS)
+    pipeline = bundles(settings, beside_target=DOOR_CPUS)
     cpus = math.ceil(DOOR_CPUS + copies.max * sum(bundle.get("CPU", 0.0) for bundle in pipeline))
     context: Any = ray.init(
         address="local",

@@ -54,6 +54,9 @@ class RetrievalSettings(Strict):
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
         None, description="of a copy of these weights that is the retrieval tier's own; never of the target's"
     )
+    tensor_parallel: int | None = Field(
+        None, ge=1, description="processes that share the weights and KV heads, each on a GPU; by default the target's"
+    )
     budget: int = Field(1024, ge=2, description="tokens of the full cache that a snapshot holds")
     chunk: int = Field(8, ge=1, description="tokens that are selected together")
     recent: int = Field(64, ge=0, description="tokens before the snapshot's position that are always in it")
@@ -93,6 +96,9 @@ class TargetSettings(Strict):
 
     model: str = Field("demo", description="directory, hub id, or `demo` for the embedded target")
     served_name: str | None = Field(None, description="the name that clients use; by default the last part of `model`")
+    tensor_parallel: int = Field(
+        1, ge=1, description="processes that share the weights and KV heads between them, each on a GPU of its own"
+    )
     context_length: int | None = Field(
         None, ge=2, description="prompt + output tokens; by default what the model allows"
     )
@@ -315,6 +321,39 @@ class Settings(Strict):
             given = f"device {self.device} and dtype {self.dtype}"
             raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {given}; try int8")
         return self
+
+    @model_validator(mode="after")
+    def _whole_weights_are_quantised(self) -> Settings:
+        ranks = self.ranks(("retrieval",))
+        if self.retrieval.quantization and ranks > 1:
+            given = self.retrieval.quantization
+            raise ValueError(f"retrieval.quantization {given} must be null with tensor_parallel {ranks}")
+        return self
+
+    @model_validator(mode="after")
+    def _ranks_have_devices(self) -> Settings:
+        if max(map(self.ranks, COLOCATED["none"])) == 1:
+            return self
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"device {self.device!r} must be cpu or cuda with tensor_parallel: each rank has its own")
+        if self.placement.colocate == "all" and self.ranks(("target",)) != self.ranks(("retrieval",)):
+            one, other = self.ranks(("target",)), self.ranks(("retrieval",))
+            raise ValueError(
+                f"retrieval.tensor_parallel {other} must be target.tensor_parallel {one}: they share weights"
+            )
+        for group in self.placement.groups:
+            if self.ranks(group.tiers) > 1 and group.gpus % 1:
+                raise ValueError(
+                    f"placement: {group.name} reserves {group.gpus:g} GPUs for each of {self.ranks(group.tiers)} ranks:"
+                    " must be whole, for two shares may be of the same GPU"
+                )
+        return self
+
+    def ranks(self, tiers: tuple[str, ...]) -> int:
+        """How many processes tiers in one process become by tensor parallelism; the first of them is that process."""
+        of_target = self.target.tensor_parallel
+        of = {"target": of_target, "retrieval": self.retrieval.tensor_parallel or of_target, "draft": 1}
+        return max(of[tier] for tier in tiers)
 
     @property
     def micro_batches(self) -> int:

@@ -91,7 +91,7 @@ class Arrangement:
 
     def __init__(self, settings: Settings, runner: asyncio.Runner, pace: Pace | None) -> None:
         self.runner = runner
-        self.group = reserve(settings.placement)
+        self.group = reserve(settings)
         actors = place_tiers(settings, self.group) if pace is None else place_tiers(settings, self.group, PACED, pace)
         self.pipeline = Pipeline(actors)
         self.wait(self.pipeline.connect())

@@ -24,7 +24,7 @@ def running(settings: Settings) -> Iterator[Running]:
 
     from actors.placement import reserve
 
-    group = reserve(settings.placement)
+    group = reserve(settings)
     try:
         with asyncio.Runner() as runner:
             pipeline = runner.run(Pipeline.start(settings, group))

@@ -88,7 +88,7 @@ def placed(settings: Settings) -> Iterator[dict[Tier, Landed]]:
 
     from actors.placement import place_tiers, reserve
 
-    group = reserve(settings.placement, timeout_s=30)
+    group = reserve(settings, timeout_s=30)
     actors = place_tiers(settings, group)
     try:
         yield {tier: ray.get(actor.__ray_call__.remote(where), timeout=60) for tier, actor in actors.all().items()}
@@ -164,7 +164,7 @@ def test_what_cannot_be_placed_is_said(settings: Settings, reason: str) -> None:
 
     began = time.monotonic()
     with pytest.raises(UnavailableError, match=f"no place for the pipeline within 2 s: {reason}"):
-        reserve(settings.placement, timeout_s=2)
+        reserve(settings, timeout_s=2)
     assert time.monotonic() - began < 20
 
 
@@ -173,7 +173,7 @@ def test_what_is_taken_is_said() -> None:
 
     from actors.placement import reserve
 
-    both = arranged("none", target={"gpus": 2}).placement
+    both = arranged("none", target={"gpus": 2})
     for _ in range(2):
         group = reserve(both)
         with pytest.raises(UnavailableError, match="what it needs is there, and taken"):

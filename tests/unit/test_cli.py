@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,18 @@ def test_generate_is_the_same_whatever_drafts(
     assert plain["token_ids"] == lookup["token_ids"] == int8["token_ids"]
     assert lookup["stats"]["acceptance"]["draft"] > 0
     assert int8["stats"]["acceptance"]["retrieval"] > 0.5
+
+
+@pytest.mark.slow
+def test_generate_is_the_same_on_two_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--seed", "3")
+    whole = generated(monkeypatch, capsys, *arguments)
+    divided = generated(monkeypatch, capsys, *arguments, "--tensor-parallel", "2")
+    assert divided["token_ids"] == whole["token_ids"]
+    assert divided["stats"]["acceptance"] == whole["stats"]["acceptance"]
+    assert not multiprocessing.active_children()
 
 
 def test_another_seed_gives_another_text(

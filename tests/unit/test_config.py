@@ -57,6 +57,19 @@ BAD: list[tuple[str, list[str]]] = [
         "placement: {colocate: all}\nspeculation: {micro_batches: 2}",
         ["speculation.micro_batches 2 must be 1 where placement.colocate is all"],
     ),
+    ("target: {tensor_parallel: 0}", ["target.tensor_parallel", "0", "greater than or equal to 1"]),
+    (
+        "target: {tensor_parallel: 2}\ndevice: cuda:1",
+        ["device 'cuda:1' must be cpu or cuda with tensor_parallel"],
+    ),
+    (
+        "target: {tensor_parallel: 2}\nretrieval: {tensor_parallel: 1}\nplacement: {colocate: all}",
+        ["retrieval.tensor_parallel 1 must be target.tensor_parallel 2"],
+    ),
+    (
+        "retrieval: {tensor_parallel: 2}\nplacement: {retrieval: {gpus: 0.5}}",
+        ["retrieval reserves 0.5 GPUs for each of 2 ranks: must be whole"],
+    ),
     ("dtype: float8", ["dtype", "'float8'", "bfloat16"]),
     ("max_sequences: 0", ["max_sequences", "0", "greater than or equal to 1"]),
     ("- a list", ["config", "settings.yaml", "must be a mapping of sections"]),

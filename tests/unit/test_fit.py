@@ -6,7 +6,7 @@ import pytest
 
 from actors.fit import Node, matches, misfit
 from actors.placement import bundles
-from triforce_core.config import PlacementSettings, load_settings
+from triforce_core.config import PlacementSettings, Settings, load_settings
 
 TYPE = "ray.io/accelerator-type"
 
@@ -55,7 +55,7 @@ MIXED = [node(gpus=1, kind="H100"), node(gpus=1, kind="L4"), node(gpus=1, kind="
     ],
 )
 def test_what_does_not_fit_is_said(wanted: PlacementSettings, nodes: list[Node], reason: str | None) -> None:
-    said = misfit(wanted, bundles(wanted), nodes)
+    said = misfit(wanted, bundles(Settings(placement=wanted)), nodes)
     assert said is None if reason is None else (said is not None and reason in said), said
 
 
@@ -63,18 +63,28 @@ def test_what_does_not_fit_is_said(wanted: PlacementSettings, nodes: list[Node],
 def test_every_pipeline_needs_its_own(copies: int, fits: bool) -> None:
     wanted = placement("STRICT_SPREAD", "draft_with_retrieval", gpus=0.5)
     nodes = [node(gpus=1), node(gpus=1), node(gpus=1), node(gpus=2, kind="H100")]
-    said = misfit(wanted, bundles(wanted), nodes, copies)
+    said = misfit(wanted, bundles(Settings(placement=wanted)), nodes, copies)
     assert (said is None) == fits, said
     assert fits or f"{copies} pipelines" in str(said)
 
 
 def test_the_replicas_own_process_shares_the_targets_bundle() -> None:
-    alone, shared = bundles(placement()), bundles(placement(), beside_target=0.5)
+    settings = Settings(placement=placement())
+    alone, shared = bundles(settings), bundles(settings, beside_target=0.5)
     assert shared == [{"CPU": 0.6, "GPU": 1.0}, *alone[1:]]
-    assert (
-        bundles(load_settings(placement={t: {"cpus": 0} for t in ("draft", "retrieval", "target")}).placement)
-        == [{"CPU": 0.001}] * 3
-    )
+    nothing = load_settings(placement={t: {"cpus": 0} for t in ("draft", "retrieval", "target")})
+    assert bundles(nothing) == [{"CPU": 0.001}] * 3
+
+
+def test_the_ranks_of_a_tier_are_on_one_node() -> None:
+    each = {t: {"gpus": 1, "cpus": 0.5} for t in ("draft", "retrieval", "target")}
+    settings = load_settings(target={"tensor_parallel": 2}, placement=each)
+    found = bundles(settings)
+    assert found == [{"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 0.5, "GPU": 1.0}]
+    assert misfit(settings.placement, found, [node(gpus=2), node(gpus=3)]) is None
+    said = misfit(settings.placement, found, [node(gpus=1)] * 8)
+    assert said is not None
+    assert "no node has 1 CPU, 2 GPU for target" in said
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.load import DTYPES, load_tokenizer, resolve
+from triforce_core.models.ranks import Leader
 from triforce_core.models.runner import Threads, threads_for
 
 Report = Callable[[str], None]
@@ -76,11 +77,12 @@ def bench_decode(
     first_file: int,
     with_transformers: bool,
     report: Report,
+    ranks: Leader | None = None,
 ) -> dict[str, Any]:
     """Run it and return the figures; one prefill a run, the two modes in alternating order."""
     load_before = os.getloadavg()[0]
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
-    engine = load_local_engine(settings)
+    engine = load_local_engine(settings, ranks=ranks)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
     threads = threads_for(runners_of(engine)[Tier.TARGET].model, settings)
 

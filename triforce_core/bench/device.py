@@ -103,7 +103,7 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: Load) -> Engi
         self_drafter = random_model(geometry.target, settings)
         quantize_weights(self_drafter, settings.retrieval.quantization)
     judge = partial(SyntheticVerifier, acceptance=load.acceptance, seed=load.seed, fill=load.fill)
-    return local_engine(target, random_model(geometry.drafter, settings), settings, self_drafter, judge)
+    return local_engine(target, random_model(geometry.drafter, settings), settings, self_drafter, judge=judge)
 
 
 def decode(engine: Engine, settings: Settings, load: Load, prompt: tuple[int, ...], report: Report) -> dict[str, Any]:

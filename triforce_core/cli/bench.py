@@ -45,9 +45,10 @@ def decode(
     """Plain decoding against TriForce on the same held-out text, in alternating order."""
     from triforce_core.bench.decode import bench_decode
     from triforce_core.bench.machine import quiet_machine
+    from triforce_core.engine.ranks import local_ranks
 
     progress = Console(stderr=True, highlight=False)
-    with quiet_machine(max_load, force=force):
+    with quiet_machine(max_load, force=force), local_ranks(settings) as ranks:
         figures = bench_decode(
             settings,
             context=context,
@@ -58,6 +59,7 @@ def decode(
             first_file=first_file,
             with_transformers=transformers,
             report=progress.print,
+            ranks=ranks,
         )
     show_figures(figures, as_json=as_json)
 

@@ -44,24 +44,25 @@ def generate(
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 
     from triforce_core.engine.assembly import load_local_engine, run_to_end
+    from triforce_core.engine.ranks import local_ranks
     from triforce_core.engine.sequence import Request
     from triforce_core.models.load import load_tokenizer, stop_token_ids
 
-    engine = load_local_engine(settings)
     tokenizer = load_tokenizer(settings.target.model)
     prompt = tuple(tokenizer(text)["input_ids"])
     stops = stop_token_ids(settings.target.model)
     request = Request(prompt, max_tokens, sampling, seed, settings.speculation.effective, stops)
     console = Console(highlight=False, soft_wrap=True)
     output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[Piece]()
-    for step in run_to_end(engine, [request]):
-        # One token at a time, so that each piece has one origin.
-        new = [output.feed([token], bytes([origin])) for token, origin in zip(step.tokens, step.origins, strict=True)]
-        if step.finish_reason is not None:
-            new.append(output.finish())
-        if not as_json:
-            show(console, new)
-        pieces += new
+    with local_ranks(settings) as ranks:
+        for step in run_to_end(load_local_engine(settings, ranks=ranks), [request]):
+            # One token at a time, so that each piece has one origin.
+            new = [output.feed([t], bytes([origin])) for t, origin in zip(step.tokens, step.origins, strict=True)]
+            if step.finish_reason is not None:
+                new.append(output.finish())
+            if not as_json:
+                show(console, new)
+            pieces += new
     stats, completion = step.stats, joined(pieces)
     if as_json:
         typer.echo(

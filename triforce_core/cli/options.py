@@ -17,6 +17,9 @@ Made = TypeVar("Made")
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
+TensorParallelOption = Annotated[
+    int | None, typer.Option(help="processes that share target and retrieval tier, each with a GPU of its own")
+]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy")]
 DrafterOption = Annotated[str | None, typer.Option(help="model directory or hub id; ngram: prompt lookup in its place")]
@@ -66,6 +69,7 @@ def decoding_settings(
     offload: OffloadOption = None,
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
+    tensor_parallel: TensorParallelOption = None,
     threads: ThreadsOption = None,
     config: ConfigOption = None,
 ) -> Settings:
@@ -84,6 +88,7 @@ def decoding_settings(
             "target.offload": offload,
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,
+            "target.tensor_parallel": tensor_parallel,
             "threads.decode": threads,
             "threads.prefill": threads,
             "max_sequences": 1,
@@ -119,9 +124,12 @@ def geometry_settings(
 
 def serving_settings(
     port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
+    drafter: DrafterOption = None,
+    self_drafter_quantization: QuantizationOption = None,
     offload: OffloadOption = None,
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
+    tensor_parallel: TensorParallelOption = None,
     config: ConfigOption = None,
 ) -> Settings:
     """Of commands that serve."""
@@ -129,9 +137,12 @@ def serving_settings(
         config,
         {
             "server.port": port,
+            "draft.model": drafter,
+            "retrieval.quantization": self_drafter_quantization,
             "target.offload": offload,
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,
+            "target.tensor_parallel": tensor_parallel,
         },
     )
 

@@ -16,6 +16,7 @@ from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.engine.target_kv import target_kv
 from triforce_core.errors import require
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
@@ -32,7 +33,9 @@ from triforce_core.models.load import (
     load_model,
 )
 from triforce_core.models.quantize import quantize_weights
-from triforce_core.models.runner import ModelRunner, threads_for
+from triforce_core.models.ranks import Group, Leader
+from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
+from triforce_core.models.runner import Cache, ModelRunner, threads_for
 from triforce_core.ngram import NgramProposer
 from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
 
@@ -62,16 +65,27 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings))
 
 
+def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
+    """The target's cache."""
+    return target_kv(kv_geometry(model), target_limits(model.config, settings).kv_pool_tokens, settings)
+
+
+def runner_for(model: PreTrainedModel, kv: Cache, settings: Settings) -> ModelRunner:
+    """Of a model and its cache, or of this rank's share of them."""
+    kind = LeadingRunner if isinstance(kv, LeadingKV) else ModelRunner
+    return kind(model, kv, threads_for(model, settings))
+
+
 def retrieval_verifier(
-    model: PreTrainedModel, kv: RetrievalKV, settings: Settings, judge: Judge = ModelVerifier
+    model: PreTrainedModel, kv: Cache, settings: Settings, judge: Judge = ModelVerifier
 ) -> ModelVerifier:
     """The retrieval tier by itself."""
-    return judge(ModelRunner(model, kv, threads_for(model, settings)), Tier.RETRIEVAL)
+    return judge(runner_for(model, kv, settings), Tier.RETRIEVAL)
 
 
 def retrieval_decoder(
     model: PreTrainedModel,
-    kv: RetrievalKV,
+    kv: Cache,
     drafts: Proposer,
     settings: Settings,
     *,
@@ -88,15 +102,18 @@ def target_engine(
     below: Proposer,
     sink: SnapshotSink,
     *,
+    kv: FullKV | LeadingFullKV | None = None,
     micro_batches: int = 1,
     first_sequence_id: int = 1,
     doorbell: Doorbell | None = None,
     judge: Judge = ModelVerifier,
 ) -> Engine:
-    """The target tier over whatever proposes to it, with the engine that drives the chain."""
+    """The target tier over whatever proposes to it, with the engine that drives the chain. `kv` is by default one of
+    its own.
+    """
     limits = target_limits(model.config, settings)
-    kv = target_kv(kv_geometry(model), limits.kv_pool_tokens, settings)
-    verifier = judge(ModelRunner(model, kv, threads_for(model, settings)), Tier.TARGET)
+    kv = kv or full_kv(model, settings)
+    verifier = judge(runner_for(model, kv, settings), Tier.TARGET)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
@@ -106,18 +123,30 @@ def target_engine(
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell)
 
 
+def local_caches(
+    full: FullKV, sparse: RetrievalKV, ranks: Leader | None
+) -> tuple[FullKV | LeadingFullKV, RetrievalKV | LeadingRetrievalKV]:
+    """Of a chain that is all on the same ranks: each has its share of a snapshot where it cut it."""
+    if ranks is None:
+        return full, sparse
+    return LeadingFullKV(full, ranks, gathered=False), LeadingRetrievalKV(sparse, ranks)
+
+
 def local_engine(
     target: PreTrainedModel,
     drafter: PreTrainedModel | None,
     settings: Settings,
     self_drafter: PreTrainedModel | None = None,
+    *,
+    ranks: Leader | None = None,
     judge: Judge = ModelVerifier,
 ) -> Engine:
     """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without a
-    drafter nothing is drafted below it, unless by prompt lookup.
+    drafter nothing is drafted below it, unless by prompt lookup. With ranks, target and retrieval tier are divided over
+    them.
     """
     own = target if self_drafter is None else self_drafter
-    sparse = retrieval_kv(own, settings)
+    full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)
     drafts: Proposer = NoProposer()
     if settings.draft.weights is None:
         drafts = NgramProposer(settings.draft.ngram)
@@ -125,26 +154,29 @@ def local_engine(
         check_same_vocabulary(target.config, drafter.config)
         drafts = draft_proposer(drafter, settings)
     below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)
-    return target_engine(target, settings, below, sparse, judge=judge)
+    return target_engine(target, settings, below, sparse, kv=full, judge=judge)
 
 
-def load_retrieval_model(settings: Settings) -> PreTrainedModel:
+def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreTrainedModel:
     """The weights of a retrieval tier that shares none: those of `retrieval.model` or a copy of the target's, quantised
-    where the settings want it.
+    where the settings want it. With a group, this rank's share of them.
     """
     own = settings.retrieval.model
     name, role = (own, "self-drafter") if own else (settings.target.model, "target")
-    model = load_model(name, role, settings.dtype, settings.device)
+    model = load_model(name, role, settings.dtype, settings.device, group)
     if settings.retrieval.quantization:
         quantize_weights(model, settings.retrieval.quantization)
     return model
 
 
-def load_local_engine(settings: Settings, *, drafting: bool | None = None) -> Engine:
+def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
     """The chain of the models that the settings name, checked to go together before any weights are loaded.
 
-    `drafting`: with the drafter; by default where the settings' own lookaheads use it.
+    `drafting`: with the drafter; by default where the settings' own lookaheads use it. `ranks`: those that the settings
+    ask for, here to follow.
     """
+    wanted, here = settings.ranks(("target", "retrieval")), ranks.world if ranks else 1
+    require(wanted == here, "target.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
     if drafting is None:
         drafting = settings.speculation.effective[1] > 0
     drafter = settings.draft.weights if drafting else None
@@ -153,14 +185,15 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None) -> En
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
 
-    def load(name: str, role: str) -> PreTrainedModel:
-        return load_model(name, role, settings.dtype, settings.device)
+    def load(name: str, role: str, group: Leader | None = None) -> PreTrainedModel:
+        return load_model(name, role, settings.dtype, settings.device, group)
 
     return local_engine(
-        load(settings.target.model, "target"),
+        load(settings.target.model, "target", ranks),
         load(drafter, "drafter") if drafter else None,
         settings,
-        load_retrieval_model(settings) if settings.retrieval.own_weights else None,
+        load_retrieval_model(settings, ranks) if settings.retrieval.own_weights else None,
+        ranks=ranks,
     )
 
 

@@ -5,15 +5,25 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from typing import Protocol
 
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
-from triforce_core.kv.full import FullKV
 from triforce_core.kv.selectors import Selector
-from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec
+
+
+class SnapshotSource(Protocol):
+    """The target's KV cache as far as snapshots go; see kv/full.py."""
+
+    def cut(
+        self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
+    ) -> Snapshot: ...
+
+    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None: ...
 
 
 class SnapshotPolicy:
@@ -25,7 +35,7 @@ class SnapshotPolicy:
 
     def __init__(
         self,
-        kv: FullKV,
+        kv: SnapshotSource,
         sink: SnapshotSink,
         chunks: ChunkSettings,
         selector: Selector,

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import Protocol
 
 from triforce_core.engine.sequence import Sequence
-from triforce_core.kv.base import KVCache
-from triforce_core.messages import Work
+from triforce_core.messages import SequenceSpec, Work
+
+
+class Pool(Protocol):
+    """The target's KV cache as far as admission goes."""
+
+    def can_open(self, spec: SequenceSpec) -> bool: ...
+
+    def open(self, sequence_id: int, spec: SequenceSpec) -> object: ...
 
 
 class Scheduler:
@@ -15,7 +23,7 @@ class Scheduler:
     A request goes live when the target's pool has room for its whole length, so that no live request ever lacks room.
     """
 
-    def __init__(self, kv: KVCache, *, max_sequences: int, prefill_chunk: int) -> None:
+    def __init__(self, kv: Pool, *, max_sequences: int, prefill_chunk: int) -> None:
         self.kv, self.max_sequences, self.prefill_chunk = kv, max_sequences, prefill_chunk
         self.queue: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}

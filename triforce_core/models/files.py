@@ -83,6 +83,16 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     return config.num_hidden_layers, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> None:
+    """Refuse to divide a model over `world` ranks that cannot be; `field` is the setting that asks for it."""
+    if world == 1:
+        return
+    if not getattr(config, "base_model_tp_plan", None):
+        raise UnsupportedModelError(f"model {name!r}: transformers has no tensor-parallel plan for {config.model_type}")
+    for what, heads in (("attention", config.num_attention_heads), ("KV", kv_shape(config)[1])):
+        require(heads % world == 0, field, world, f"must divide the {heads} {what} heads of {name!r}")
+
+
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer, as transformers loads it."""
     try:

@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, require
@@ -18,6 +19,7 @@ from triforce_core.kv.base import Batch, KVGeometry
 from triforce_core.models.files import (
     check_pair,
     check_quantization,
+    check_ranks,
     check_same_vocabulary,
     check_self_drafter,
     check_supported,
@@ -28,6 +30,7 @@ from triforce_core.models.files import (
     resolve,
     stop_token_ids,
 )
+from triforce_core.models.ranks import Group
 
 __all__ = [
     "ATTENTION",
@@ -35,6 +38,7 @@ __all__ = [
     "check_attention",
     "check_pair",
     "check_quantization",
+    "check_ranks",
     "check_same_vocabulary",
     "check_self_drafter",
     "check_supported",
@@ -81,10 +85,15 @@ def attention_through_kv(
 AttentionInterface.register(ATTENTION, attention_through_kv)
 
 
-def load_model(name: str, role: str, dtype: str, device: str) -> PreTrainedModel:
-    """Weights in `dtype` on `device`, in inference mode. Safetensors only, no remote code."""
+def load_model(name: str, role: str, dtype: str, device: str, group: Group | None = None) -> PreTrainedModel:
+    """Weights in `dtype` on `device`, in inference mode. Safetensors only, no remote code.
+
+    With a group, this rank's share of them, by transformers' own plan; every rank must load at the same time.
+    """
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
-    load_config(name, role)
+    config = load_config(name, role)
+    if group is not None:
+        check_ranks(config, name, group.world, "tensor_parallel")
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -94,6 +103,7 @@ def load_model(name: str, role: str, dtype: str, device: str) -> PreTrainedModel
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
@@ -105,6 +115,8 @@ def load_model(name: str, role: str, dtype: str, device: str) -> PreTrainedModel
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
     model.to(torch_device(device)).eval()
+    if group is not None:
+        group.meet()  # the passes that follow have a deadline
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
 
@@ -152,6 +164,6 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def kv_geometry(model: PreTrainedModel) -> KVGeometry:
-    """The shape of the model's KV, from its configuration."""
+    """The shape of the model's KV, from its configuration; of this rank's share where the model is divided."""
     layers, kv_heads, head_dim = kv_shape(model.config)
-    return KVGeometry(layers, kv_heads, head_dim, model.dtype, model.device)
+    return KVGeometry(layers, kv_heads // (model.tp_size or 1), head_dim, model.dtype, model.device)

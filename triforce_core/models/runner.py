@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
-from triforce_core.kv.base import Batch, Forward, KVCache
+from triforce_core.kv.base import Batch, Forward, Held, KVGeometry
 
 MANY_TOKENS = 64  # from here on a pass is worth all prefill threads
 TINY_PARAMETERS = 100_000_000
@@ -30,10 +31,26 @@ def threads_for(model: PreTrainedModel, settings: Settings) -> Threads:
     return Threads(settings.threads.decode or decode, settings.threads.prefill or ALL_THREADS)
 
 
+class Cache(Protocol):
+    """A KV cache as its runner sees it."""
+
+    @property
+    def geometry(self) -> KVGeometry: ...
+
+    @property
+    def held(self) -> Mapping[int, Held]:
+        """By sequence id."""
+        ...
+
+    def prepare(self, forwards: list[Forward]) -> Batch: ...
+
+    def release(self, sequence_id: int) -> None: ...
+
+
 class ModelRunner:
     """Several runners may share one model: only the KV cache is a runner's own."""
 
-    def __init__(self, model: PreTrainedModel, kv: KVCache, threads: Threads | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, kv: Cache, threads: Threads | None = None) -> None:
         self.model, self.kv = model, kv
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took

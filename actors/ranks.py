@@ -1,0 +1,61 @@
+"""Ranks as Ray actors: the followers of a tier that is divided over several devices, beside the tier actor that leads.
+
+Ray places and restarts them, and brings them together once; what passes between ranks afterwards is not Ray's.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+import ray
+from ray.exceptions import GetTimeoutError
+
+from actors.cores import keep_to
+from triforce_core.config import DeviceGroup, Settings
+from triforce_core.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from triforce_core.models.ranks import Invitation, Leader
+
+START_TIMEOUT_S = 60.0  # of a rank's process, by Ray
+
+
+def rank_name(tier: str, rank: int) -> str:
+    """Of the actor that is this rank of the tier actor with this name."""
+    return f"{tier}-rank{rank}"
+
+
+class RankActor:
+    """Follows the tier actor that invites it, one at a time. It ends with its leader, for Ray to restart it."""
+
+    def __init__(self, settings: Settings, group: DeviceGroup) -> None:
+        logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
+        self.settings, self.group = settings, group
+
+    def follow(self, invitation: Invitation) -> None:
+        """Returns when the leader has stopped."""
+        from triforce_core.engine.ranks import follow
+
+        if self.group.cores is not None:
+            keep_to(self.group.cores, f"placement.{self.group.tiers[0]}.cores")
+        follow(self.settings, self.group.tiers, invitation)
+
+
+def lead(world: int, device: str) -> Leader:
+    """Of this tier actor: bring its other ranks together. Raises `UnavailableError` where they do not come."""
+    from triforce_core.models.ranks import Meeting
+
+    own = ray.get_runtime_context().get_actor_name()
+    assert own is not None, "tier actors are found by name"
+    followers = [ray.get_actor(rank_name(own, rank)) for rank in range(1, world)]
+    for rank, follower in enumerate(followers, start=1):
+        try:
+            ray.get(follower.__ray_ready__.remote(), timeout=START_TIMEOUT_S)  # Ray may be restarting it
+        except GetTimeoutError:
+            ray.kill(follower, no_restart=False)
+            raise UnavailableError(f"rank {rank} of {own} hangs: it is started anew") from None
+    meeting = Meeting(world)
+    for rank, follower in enumerate(followers, start=1):
+        follower.follow.remote(meeting.invitation(rank))
+    return meeting.lead(device)

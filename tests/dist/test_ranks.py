@@ -1,0 +1,98 @@
+"""Tiers whose ranks are actors: the tokens of one process, and a tier that comes back whole when it loses a rank."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+from ray.actor import ActorHandle
+
+from actors.pipeline import Pipeline
+from tests.conftest import HeldOut
+from tests.dist.conftest import StartPipeline
+from tests.dist.decoding import Tiers
+from tests.dist.test_faults import NUM_TOKENS, decode, pid_of, proposed_by, wait_for_drafts
+from tests.dist.test_pipeline import request
+from triforce_core.config import load_settings
+from triforce_core.engine.assembly import load_local_engine, run_to_end
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import UnavailableError
+from triforce_core.messages import SamplingParams, Tier
+
+pytestmark = pytest.mark.slow
+SETTINGS = load_settings(
+    dtype="float32",
+    max_sequences=2,
+    target={"tensor_parallel": 2, "kv_pool_tokens": 4000, "prefill_chunk": 500},
+    retrieval={"budget": 256, "refresh_every": 24, "recent": 32},
+)
+WHOLE = SETTINGS.model_copy(update={"target": SETTINGS.target.model_copy(update={"tensor_parallel": 1})})
+
+
+def pid(actor: ActorHandle[Any]) -> int:
+    import ray
+
+    return int(ray.get(actor.__ray_call__.remote(lambda _: os.getpid()), timeout=60))
+
+
+def plain(prompt: tuple[int, ...], seed: int, temperature: float, count: int) -> list[int]:
+    """In this process, with no tier but the target."""
+    asked = Request(prompt, count, SamplingParams(temperature, top_p=0.95 if seed % 2 else 1.0), seed, (0, 0))
+    return [token for output in run_to_end(load_local_engine(WHOLE, drafting=False), [asked]) for token in output.tokens]
+
+
+def test_pairs_of_actors_give_the_tokens_of_one_process(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
+    prompt = held_out("inspect.py", 700)
+    with start_pipeline(SETTINGS) as (runner, pipeline):
+        tiers = Tiers(pipeline, runner.run)
+        pids = [pid(actor) for actor in (*pipeline.actors.each(), *pipeline.actors.followers)]
+        assert len(set(pids)) == 5, "two pairs, and the draft tier"
+        asked = [request(prompt, seed=seed, temperature=temperature) for seed, temperature in ((0, 0.0), (1, 0.8))]
+        for decoded, (seed, temperature) in zip(tiers.decode(*asked), ((0, 0.0), (1, 0.8)), strict=True):
+            assert decoded.tokens == plain(prompt, seed, temperature, 60)
+            assert set(decoded.origins) == {0, 1, 2}
+            assert decoded.stats[-1].snapshots > 1
+        tiers.wait_idle()
+    until = time.monotonic() + 10
+    while alive := [p for p in pids if os.path.exists(f"/proc/{p}/exe")]:
+        assert time.monotonic() < until, f"{alive} outlive their pipeline"
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("leads", [False, True], ids=["follower", "leader"])
+def test_a_retrieval_tier_that_loses_a_rank_changes_no_token_and_comes_back(
+    start_pipeline: StartPipeline, held_out: HeldOut, leads: bool
+) -> None:
+    prompt = held_out("inspect.py", 600)
+    with start_pipeline(SETTINGS) as (runner, pipeline):
+        [of_retrieval, _] = pipeline.actors.followers
+        expected, undisturbed = runner.run(decode(pipeline, prompt))
+        assert len(expected) == NUM_TOKENS
+        before = {pid_of(pipeline, Tier.RETRIEVAL), pid(of_retrieval)}
+        victim = pid_of(pipeline, Tier.RETRIEVAL) if leads else pid(of_retrieval)
+        tokens, origins = runner.run(decode(pipeline, prompt, lambda: os.kill(victim, signal.SIGKILL)))
+        assert tokens == expected
+        assert proposed_by(Tier.RETRIEVAL, origins) < proposed_by(Tier.RETRIEVAL, undisturbed)
+        wait_for_drafts(runner, pipeline, prompt)
+        assert before.isdisjoint({pid_of(pipeline, Tier.RETRIEVAL), pid(of_retrieval)}), "both ranks are new"
+        assert runner.run(decode(pipeline, prompt))[0] == expected
+
+
+def test_a_target_that_loses_a_rank_has_failed(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
+    """And is said to have: its pipeline is replaced by whoever owns it."""
+    prompt = held_out("inspect.py", 600)
+    with start_pipeline(SETTINGS) as (runner, pipeline):
+        [_, of_target] = pipeline.actors.followers
+        victim = pid(of_target)
+        with pytest.raises(UnavailableError):
+            runner.run(decode(pipeline, prompt, lambda: os.kill(victim, signal.SIGKILL)))
+        with pytest.raises(UnavailableError):
+            runner.run(check(pipeline))
+
+
+async def check(pipeline: Pipeline) -> None:
+    await asyncio.wait_for(pipeline.check(10.0), 20)

@@ -1,0 +1,55 @@
+"""A process that is rank 1 of one group after another: starting one for every group would cost seconds each."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+
+from triforce_core.config import Settings
+from triforce_core.models.ranks import Leader, Meeting
+
+
+class RankProcess:
+    """Ends when it is closed, and with the process that made it."""
+
+    def __init__(self) -> None:
+        self.start()
+
+    def start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.calls, theirs = context.Pipe()
+        self.process = context.Process(target=follow_each, args=(theirs,), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    @contextmanager
+    def lead(self, settings: Settings, tiers: tuple[str, ...]) -> Iterator[Leader]:
+        """This process as rank 0 of a process with these tiers."""
+        if not self.process.is_alive():  # a test before this one has failed
+            self.start()
+        meeting = Meeting(2)
+        self.calls.send((settings, tiers, meeting.invitation(1)))
+        leader = meeting.lead(settings.device)
+        try:
+            yield leader
+            leader.stop()
+        finally:
+            leader.close()
+
+    def close(self) -> None:
+        self.calls.close()
+        self.process.join(10)
+        assert self.process.exitcode == 0
+
+
+def follow_each(calls: Connection) -> None:
+    from triforce_core.engine.ranks import follow
+
+    while True:
+        try:
+            arguments = calls.recv()
+        except EOFError:
+            return
+        follow(*arguments)

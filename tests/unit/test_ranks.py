@@ -1,0 +1,106 @@
+"""What is refused of tensor parallelism before any process is started, and ranks that end with one another."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from multiprocessing.connection import Connection
+
+import pytest
+from transformers import GPT2Config, LlamaConfig
+
+from tests.command_line import Refusals
+from tests.rank_process import RankProcess
+from triforce_core.config import load_settings
+from triforce_core.engine.assembly import load_local_engine
+from triforce_core.errors import InvalidValueError, UnavailableError, UnknownModelError, UnsupportedModelError
+from triforce_core.models.files import check_ranks
+from triforce_core.models.ranks import Meeting, follow_leader
+
+DIVISIBLE = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
+
+
+@pytest.mark.parametrize(
+    ("world", "words"), [(3, "must divide the 8 attention heads"), (8, "must divide the 4 KV heads")]
+)
+def test_heads_must_divide(world: int, words: str) -> None:
+    with pytest.raises(InvalidValueError, match=f"target.tensor_parallel: {world} {words} of 'm'"):
+        check_ranks(DIVISIBLE, "m", world, "target.tensor_parallel")
+    check_ranks(DIVISIBLE, "m", 4, "target.tensor_parallel")
+
+
+def test_a_model_that_transformers_cannot_divide_is_refused_by_name() -> None:
+    with pytest.raises(UnsupportedModelError, match="model 'm': transformers has no tensor-parallel plan for gpt2"):
+        check_ranks(GPT2Config(), "m", 2, "target.tensor_parallel")
+    check_ranks(GPT2Config(), "m", 1, "target.tensor_parallel")
+
+
+def test_the_retrieval_tier_is_divided_as_the_target_is_unless_said_otherwise() -> None:
+    settings = load_settings(target={"tensor_parallel": 2})
+    assert [settings.ranks((tier,)) for tier in ("draft", "retrieval", "target")] == [1, 2, 2]
+    settings = load_settings(target={"tensor_parallel": 2}, retrieval={"tensor_parallel": 1})
+    assert [settings.ranks(group.tiers) for group in settings.placement.groups] == [2, 1, 1]
+
+
+def test_an_engine_without_the_ranks_that_it_needs_is_refused() -> None:
+    with pytest.raises(InvalidValueError, match=r"target\.tensor_parallel: 2 needs 2 ranks: this command has 1"):
+        load_local_engine(load_settings(target={"tensor_parallel": 2}))
+
+
+def test_what_generate_cannot_divide_it_refuses(refusals: Refusals) -> None:
+    named = ["target.tensor_parallel: 3", "must divide the 8 attention heads of 'demo'"]
+    refusals.check(named, "generate", "--prompt-file", __file__, "--tensor-parallel", "3")
+
+
+def test_followers_that_do_not_come_are_not_waited_for_long() -> None:
+    meeting = Meeting(3)
+    with pytest.raises(UnavailableError, match=r"only 0 of 2 other ranks came within 0.01 s"):
+        meeting.lead("cpu", timeout_s=0.01)
+    assert not meeting.folder.exists()
+
+
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_rank_ends_with_the_other(victim: int) -> None:
+    """By SIGKILL, which no process can answer, while the other waits for nothing."""
+    context = multiprocessing.get_context("spawn")
+    (to_leader, of_leader), (to_follower, of_follower) = context.Pipe(), context.Pipe()
+    leader = context.Process(target=lead_for_ever, args=(of_leader,))
+    follower = context.Process(target=follow_for_ever, args=(of_follower,))
+    leader.start()
+    follower.start()
+    to_follower.send(to_leader.recv())
+    ranks = [leader, follower]
+    assert to_leader.recv() == "met"
+    os.kill(ranks[victim].pid or 0, signal.SIGKILL)
+    survivor = ranks[1 - victim]
+    survivor.join(10)
+    assert survivor.exitcode == 1
+    ranks[victim].join(10)
+
+
+@pytest.mark.slow
+def test_what_a_follower_cannot_load_its_leader_raises() -> None:
+    process = RankProcess()
+    with (
+        pytest.raises(UnknownModelError, match="'/nowhere' is not a directory"),
+        process.lead(load_settings(target={"model": "/nowhere"}), ("target",)) as leader,
+    ):
+        leader.meet()
+    process.process.join(10)
+    assert process.process.exitcode == 1, "it cannot go on"
+
+
+def lead_for_ever(calls: Connection) -> None:
+    meeting = Meeting(2)
+    calls.send(meeting.invitation(1))
+    leader = meeting.lead("cpu")
+    leader.meet()
+    calls.send("met")
+    calls.recv()
+
+
+def follow_for_ever(calls: Connection) -> None:
+    follower = follow_leader(calls.recv(), "cpu")
+    follower.meet()
+    follower.hear()

@@ -1,0 +1,102 @@
+"""Snapshots over ranks: splitting and joining undo one another, and what ranks cut joins to what one process cuts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.stating import spec
+from triforce_core.attention import KERNELS
+from triforce_core.errors import InvalidValueError
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.full import FullHeld, FullKV
+from triforce_core.kv.selectors import MeanKey
+from triforce_core.kv.shards import join, split
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+
+LENGTH, DIM, LAYERS, GROUP = 400, 4, 3, 2  # GROUP: query heads a KV head
+
+
+class Rank:
+    """A full cache that holds a range of KV heads, of KV and queries that are the same whoever holds them."""
+
+    def __init__(self, heads: range, seed: int) -> None:
+        self.heads, self.seed = heads, seed
+        geometry = KVGeometry(LAYERS, len(heads), DIM, torch.float32, torch.device("cpu"))
+        self.kv = FullKV(geometry, LENGTH, KERNELS["reference"])
+        held = self.kv.open(1, spec(LENGTH))
+        assert isinstance(held, FullHeld)
+        self.held = held
+        for layer in range(LAYERS):
+            for local, head in enumerate(heads):
+                generator = torch.Generator().manual_seed(1000 * seed + 10 * layer + head)
+                for pool in (self.kv.keys, self.kv.values):
+                    pool[layer][local] = torch.randn(LENGTH, DIM, generator=generator)
+
+    def grow(self, position: int) -> None:
+        """Settled up to `position`; what the queries there look for is new."""
+        self.held.cached = position
+        self.held.query_positions = range(position - 1, position)
+        for layer in range(LAYERS):
+            each = [
+                torch.randn(
+                    GROUP, 1, DIM, generator=torch.Generator().manual_seed(7 * self.seed + position + layer + 31 * head)
+                )
+                for head in self.heads
+            ]
+            self.held.queries[layer] = torch.cat(each)
+
+
+def cuts(rank: Rank, chunks: ChunkSettings, seed: int) -> Iterator[Snapshot]:
+    """Whole ones, changes to the latest or to its base, and additions, the same ones for every rank."""
+    rng = random.Random(seed)
+    position = 20
+    while position < LENGTH:
+        rank.grow(position)
+        latest = rank.held.snapshots_cut
+        base = rng.choice([0, latest, latest, max(0, latest - 1)])
+        added = rank.kv.resync(1, position, base) if rng.random() < 0.3 else None
+        yield added if added is not None else rank.kv.cut(1, position, chunks, MeanKey(), base)
+        position += rng.choice([1, 5, 13, 40])
+
+
+def assert_same(one: Snapshot, other: Snapshot) -> None:
+    assert one.cut == other.cut
+    assert one.num_tokens == other.num_tokens
+    for ours, theirs in zip(one.tensors, other.tensors, strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+    if one.changes and other.changes:
+        assert (one.changes.base, one.changes.kept) == (other.changes.base, other.changes.kept)
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    "chunks", [ChunkSettings(64, 8, 16), ChunkSettings(40, 1, 5), ChunkSettings(64, 32, 0), ChunkSettings(512, 8, 8)]
+)
+@pytest.mark.parametrize(("world", "kv_heads"), [(1, 2), (2, 2), (2, 4), (4, 4), (3, 6)])
+def test_what_ranks_cut_is_what_one_process_cuts(world: int, kv_heads: int, chunks: ChunkSettings, seed: int) -> None:
+    whole = Rank(range(kv_heads), seed)
+    share = kv_heads // world
+    ranks = [Rank(range(r * share, (r + 1) * share), seed) for r in range(world)]
+    kinds: set[str] = set()
+    for snapshot, *parts in zip(*(cuts(each, chunks, seed) for each in (whole, *ranks)), strict=True):
+        assert_same(join(parts), snapshot)
+        for part, of_whole in zip(parts, split(snapshot, world), strict=True):
+            assert_same(of_whole, part)
+        changes = snapshot.changes
+        kinds.add("whole" if changes is None else "changes" if len(changes.places) else "additions")
+        if changes is not None:
+            assert changes.places.diff().gt(0).all()
+    assert "whole" in kinds
+    assert len(kinds) > 1, "changes and additions were cut, too"
+
+
+def test_heads_that_do_not_divide_are_refused() -> None:
+    whole = Rank(range(4), 0)
+    whole.grow(100)
+    with pytest.raises(InvalidValueError, match="snapshot: 4 KV heads must divide by 3 ranks"):
+        split(whole.kv.cut(1, 100, ChunkSettings(64, 8, 16), MeanKey()), 3)

@@ -1,0 +1,108 @@
+"""The ranks of tensor parallelism: what a follower does from its start to its end, and followers as child processes."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.context import SpawnProcess
+
+import torch
+
+from triforce_core.config import Settings
+from triforce_core.engine.assembly import full_kv, load_retrieval_model, retrieval_kv, runner_for
+from triforce_core.errors import require
+from triforce_core.messages import Tier
+from triforce_core.models.files import check_ranks, load_config
+from triforce_core.models.load import load_model
+from triforce_core.models.ranks import Follower, Invitation, Leader, Meeting, follow_leader
+from triforce_core.models.replay import Replica
+
+STOP_TIMEOUT_S = 10.0
+
+
+def follow(settings: Settings, tiers: tuple[str, ...], invitation: Invitation) -> None:
+    """Be a rank of a process with these tiers, until its leader stops or ends."""
+    follower = follow_leader(invitation, settings.device)
+    try:
+        replica = replica_of(settings, tiers, follower)
+    except Exception as error:
+        follower.fail(error)
+    try:
+        replica.follow()
+    except Exception as error:
+        follower.abort(f"what its leader did has failed here: {error}")
+    follower.close()
+
+
+def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> Replica:
+    """Loads models in the order in which the leader does."""
+    target = retrieval = None
+    if "target" in tiers:
+        target = retrieval = load_model(settings.target.model, "target", settings.dtype, settings.device, group)
+    if "retrieval" in tiers and (target is None or settings.retrieval.own_weights):
+        retrieval = load_retrieval_model(settings, group)
+    full = full_kv(target, settings) if target is not None and "target" in tiers else None
+    sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
+    replica = Replica(group, full, sparse)
+    if target is not None and full is not None:
+        replica.runners[Tier.TARGET] = runner_for(target, full, settings)
+    if retrieval is not None and sparse is not None:
+        replica.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings)
+    return replica
+
+
+@contextmanager
+def local_ranks(settings: Settings) -> Iterator[Leader | None]:
+    """This process as the leader of child processes, for a chain that is all in it; None where settings ask for none.
+
+    The children end with this process, however that ends.
+    """
+    world = settings.ranks(("target", "retrieval"))
+    if world == 1:
+        yield None
+        return
+    check_local(settings, world)
+    meeting = Meeting(world)
+    spawn = multiprocessing.get_context("spawn")
+    children = [
+        spawn.Process(target=be_child, args=(settings, meeting.invitation(rank)), daemon=True)
+        for rank in range(1, world)
+    ]
+    for child in children:
+        child.start()
+    try:
+        leader = meeting.lead(settings.device)
+        try:
+            yield leader
+            leader.stop()
+        finally:
+            leader.close()
+    finally:
+        end(children)
+
+
+def check_local(settings: Settings, world: int) -> None:
+    """Refuse what cannot be, before processes are started."""
+    both = settings.ranks(("target",)), settings.ranks(("retrieval",))
+    rule = f"must be target.tensor_parallel, {both[0]}, in one process"
+    require(both[0] == both[1], "retrieval.tensor_parallel", both[1], rule)
+    check_ranks(load_config(settings.target.model, "target"), settings.target.model, world, "target.tensor_parallel")
+    if settings.device == "cuda":
+        here = torch.cuda.device_count()
+        require(here >= world, "target.tensor_parallel", world, f"needs {world} GPUs: {here} are here")
+
+
+def be_child(settings: Settings, invitation: Invitation) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, it is for the leader
+    follow(settings, ("target", "retrieval"), invitation)
+
+
+def end(children: list[SpawnProcess]) -> None:
+    for child in children:
+        child.join(STOP_TIMEOUT_S)
+        if child.is_alive():
+            os.kill(child.pid or 0, signal.SIGKILL)
+            child.join()

@@ -1,0 +1,236 @@
+"""Replay: the followers of a tier do to their KV caches what is done to the leader's, in the same order.
+
+What a cache does on the host side is a function of the calls on it alone, so ranks need not agree on anything but
+those. The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; a pass is
+told by its `prepare`. On the other side `Replica` makes the same calls.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.selectors import Selector
+from triforce_core.kv.shards import split
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+from triforce_core.messages import SequenceSpec, Tier
+from triforce_core.models.ranks import Follower, Leader, outline
+from triforce_core.models.runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True)
+class Open:
+    tier: Tier
+    sequence_id: int
+    spec: SequenceSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    tier: Tier
+    forwards: list[Forward]
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    tier: Tier
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """`gathered`: the leader waits for the ranks' shares; else each keeps its own, for `Deliver`."""
+
+    sequence_id: int
+    position: int
+    chunks: ChunkSettings
+    selector: Selector
+    base: int
+    gathered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Resync:
+    sequence_id: int
+    position: int
+    base: int
+    gathered: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """A snapshot for the retrieval tier; the contents of each rank's share follow."""
+
+    outlines: list[Snapshot]  # by rank
+
+
+@dataclass(frozen=True, slots=True)
+class Deliver:
+    """What every rank cut last is for its own retrieval cache."""
+
+
+Command = Open | Pass | Release | Cut | Resync | Take | Deliver
+
+
+class LeadingKV:
+    """The leader's cache of one tier, as those see it who use it."""
+
+    def __init__(self, kv: KVCache, tier: Tier, ranks: Leader) -> None:
+        self.kv, self.tier, self.ranks = kv, tier, ranks
+        self.order = threading.RLock()  # snapshots may come from other threads: commands are told as they are obeyed
+
+    @property
+    def geometry(self) -> KVGeometry:
+        """Of this rank's share."""
+        return self.kv.geometry
+
+    @property
+    def held(self) -> Mapping[int, Held]:
+        return self.kv.held
+
+    def can_open(self, spec: SequenceSpec) -> bool:
+        return self.kv.can_open(spec)
+
+    def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
+        with self.order:
+            self.tell(Open(self.tier, sequence_id, spec))
+            return self.kv.open(sequence_id, spec)
+
+    def prepare(self, forwards: list[Forward]) -> Batch:
+        with self.order:
+            self.tell(Pass(self.tier, forwards))
+            return self.kv.prepare(forwards)
+
+    def release(self, sequence_id: int) -> None:
+        with self.order:
+            self.tell(Release(self.tier, sequence_id))
+            self.kv.release(sequence_id)
+
+    def tell(self, command: Command) -> None:
+        self.ranks.tell(command)
+
+
+class LeadingFullKV(LeadingKV):
+    """Of the target. `gathered`: snapshots are for another process, and whole; else they are this rank's share."""
+
+    def __init__(self, kv: FullKV, ranks: Leader, *, gathered: bool) -> None:
+        super().__init__(kv, Tier.TARGET, ranks)
+        self.full, self.gathered = kv, gathered
+
+    def cut(
+        self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
+    ) -> Snapshot:
+        self.tell(Cut(sequence_id, position, chunks, selector, base, self.gathered))
+        snapshot = self.full.cut(sequence_id, position, chunks, selector, base)
+        return self.ranks.gather(snapshot) if self.gathered else snapshot
+
+    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None:
+        self.tell(Resync(sequence_id, position, base, self.gathered))
+        snapshot = self.full.resync(sequence_id, position, base)
+        return self.ranks.gather(snapshot) if self.gathered and snapshot is not None else snapshot
+
+
+class LeadingRetrievalKV(LeadingKV):
+    """Of the retrieval tier. Snapshots come from any thread; they are handed to the followers by the one that runs
+    passes, for only one may use torch.distributed.
+    """
+
+    def __init__(self, kv: RetrievalKV, ranks: Leader) -> None:
+        super().__init__(kv, Tier.RETRIEVAL, ranks)
+        self.sparse = kv
+        self.taken: list[list[Snapshot]] = []  # not handed on yet: the shares of all ranks
+
+    def take(self, snapshot: Snapshot) -> bool:
+        """As `RetrievalKV.take`; the snapshot is whole."""
+        shares = split(snapshot, self.ranks.world)
+        with self.order:
+            accepted = self.sparse.take(shares[0])
+            if accepted:
+                self.taken.append(shares)
+        return accepted
+
+    def confirmed(self, sequence_id: int) -> int:
+        return self.sparse.confirmed(sequence_id)
+
+    # In one process with the target, each rank's share is there already.
+
+    def deliver(self, snapshot: Snapshot) -> None:
+        self.tell(Deliver())
+        self.sparse.take(snapshot)
+
+    def in_flight(self, sequence_id: int) -> bool:
+        return False
+
+    def tell(self, command: Command) -> None:
+        taken, self.taken = self.taken, []
+        for shares in taken:
+            self.ranks.tell(Take([outline(share) for share in shares]))
+            self.ranks.scatter(shares[1:])
+        super().tell(command)
+
+
+class LeadingRunner(ModelRunner):
+    """A pass that fails here leaves the other ranks in the middle of theirs: there is no going on."""
+
+    kv: LeadingKV
+
+    def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
+        try:
+            return super().forward(forwards)
+        except Exception as error:
+            self.kv.ranks.abort(f"a pass has failed: {error}")
+
+
+class Replica:
+    """A follower's side: the caches that its leader has, each with this rank's share of the KV, and their runners."""
+
+    def __init__(self, group: Follower, full: FullKV | None, sparse: RetrievalKV | None) -> None:
+        self.group, self.full, self.sparse = group, full, sparse
+        self.runners: dict[Tier, ModelRunner] = {}
+        self.last_cut: Snapshot | None = None
+
+    def follow(self) -> None:
+        """Do as told until there is no more to do."""
+        while (command := self.group.hear()) is not None:
+            self.obey(command)
+
+    def obey(self, command: Command) -> None:
+        match command:
+            case Pass(tier, forwards):
+                self.runners[tier].forward(forwards)  # its logits are the leader's, too
+            case Open(tier, sequence_id, spec):
+                self.cache(tier).open(sequence_id, spec)
+            case Release(tier, sequence_id):
+                self.cache(tier).release(sequence_id)
+            case Cut(sequence_id, position, chunks, selector, base, gathered):
+                assert self.full is not None
+                self.keep(self.full.cut(sequence_id, position, chunks, selector, base), gathered)
+            case Resync(sequence_id, position, base, gathered):
+                assert self.full is not None
+                self.keep(self.full.resync(sequence_id, position, base), gathered)
+            case Take(outlines):
+                assert self.sparse is not None
+                share = outlines[self.group.rank]
+                self.sparse.take(self.group.accept(share, self.sparse.geometry.device))
+            case Deliver():
+                assert self.sparse is not None
+                assert self.last_cut is not None
+                self.sparse.take(self.last_cut)
+                self.last_cut = None
+
+    def keep(self, cut: Snapshot | None, gathered: bool) -> None:
+        if cut is not None and gathered:
+            self.group.give(cut)
+        else:
+            self.last_cut = cut
+
+    def cache(self, tier: Tier) -> KVCache:
+        cache = self.full if tier is Tier.TARGET else self.sparse
+        assert cache is not None, "a leader tells of what it has"
+        return cache
