@@ -120,8 +120,11 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
     """
+    from triforce_core.models.device import torch_device
+
     began = time.monotonic()
     check_ports(settings)
+    torch_device(settings.device)  # the tiers run on this machine
     check_models(settings)
     try:
         # Handlers twice, because ray.init installs its own.
@@ -177,19 +180,27 @@ def check_ports(settings: Settings) -> None:
 
 def check_models(settings: Settings) -> Limits:
     """What the target can serve. Refuses what the tiers would refuse: one line now, not a failed start later."""
-    from triforce_core.attention import kernel_for
+    from triforce_core.attention import check_kernel
     from triforce_core.engine.limits import target_limits
-    from triforce_core.models.files import check_pair, check_quantization, check_ranks, check_self_drafter, load_config
+    from triforce_core.models.files import (
+        check_pair,
+        check_quantization,
+        check_ranks,
+        check_self_drafter,
+        kv_shape,
+        load_config,
+    )
 
     check_pair(settings.target.model, settings.draft.weights)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
-    config = load_config(settings.target.model, "target")
+    target, drafter = load_config(settings.target.model, "target"), settings.draft.weights
     for tier in ("target", "retrieval"):
-        check_ranks(config, settings.target.model, settings.ranks((tier,)), f"{tier}.tensor_parallel")
-    kernel_for(settings)
-    return target_limits(config, settings)
+        check_ranks(target, settings.target.model, settings.ranks((tier,)), f"{tier}.tensor_parallel")
+    for config in (target, load_config(drafter, "drafter")) if drafter else (target,):
+        check_kernel(settings, head_dim=kv_shape(config)[2])
+    return target_limits(target, settings)
 
 
 @contextmanager

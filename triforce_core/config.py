@@ -20,6 +20,7 @@ COLOCATED = {
     "draft_with_retrieval": (("target",), ("retrieval", "draft")),
     "all": (("target", "retrieval", "draft"),),
 }
+DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With KV off the device its transfer is what costs: in few passes over a prompt, in long blocks, there is less of it.
 OFFLOADED_PREFILL_CHUNK = 32_768
 OFFLOADED_LOOKAHEADS = (16, 3)
@@ -295,8 +296,13 @@ class Settings(Strict):
     server: ServerSettings = ServerSettings()
     threads: ThreadSettings = ThreadSettings()
     dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
-    device: str = "cpu"
-    attention: str | None = Field(None, description="kernel by name; by default the best for the device")
+    device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    attention: str | None = Field(None, description="kernel by name; by default the best for device and dtype")
+    graphs: Literal["auto", "on", "eager", "off"] = Field(
+        "auto",
+        description="passes over few tokens in the draft and retrieval tiers: on captures them as CUDA graphs, eager"
+        " runs the same code without capture, off runs them as all others; auto is on for CUDA and off for the CPU",
+    )
     max_sequences: int = Field(8, ge=1, description="requests that a pipeline decodes at the same time")
 
     @field_validator("speculation")
@@ -315,9 +321,28 @@ class Settings(Strict):
             raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
         return self
 
+    @field_validator("device")
+    @classmethod
+    def _device_name(cls, value: str) -> str:
+        if not DEVICE.fullmatch(value):
+            raise ValueError("must be cpu, cuda or cuda:N")
+        return value
+
+    @field_validator("graphs", mode="before")
+    @classmethod
+    def _on_and_off(cls, value: object) -> object:
+        """YAML reads a bare on and off as truth values."""
+        return ("on" if value else "off") if isinstance(value, bool) else value
+
+    @model_validator(mode="after")
+    def _graphs_need_cuda(self) -> Settings:
+        if self.graphs == "on" and self.device_type != "cuda":
+            raise ValueError(f"graphs 'on' must be auto, eager or off where device is {self.device}")
+        return self
+
     @model_validator(mode="after")
     def _int4_has_a_kernel(self) -> Settings:
-        if self.retrieval.quantization == "int4" and (not self.device.startswith("cuda") or self.dtype != "bfloat16"):
+        if self.retrieval.quantization == "int4" and (self.device_type != "cuda" or self.dtype != "bfloat16"):
             given = f"device {self.device} and dtype {self.dtype}"
             raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {given}; try int8")
         return self
@@ -354,6 +379,10 @@ class Settings(Strict):
         of_target = self.target.tensor_parallel
         of = {"target": of_target, "retrieval": self.retrieval.tensor_parallel or of_target, "draft": 1}
         return max(of[tier] for tier in tiers)
+
+    @property
+    def device_type(self) -> str:
+        return self.device.partition(":")[0]
 
     @property
     def micro_batches(self) -> int:

@@ -174,10 +174,10 @@ class CountingRetrievalKV(RetrievalKV):
         return placed
 
 
-def engine_for(case: Case, events: Counter[str]) -> Engine:
+def engine_for(case: Case, events: Counter[str], graphs: str = "off") -> Engine:
     """The chain of engine/assembly.py, with models of each tier's own, the case's tail, and counters."""
     target, retrieval, drafter = models(case)
-    settings = case.settings
+    settings = case.settings.model_copy(update={"graphs": graphs})
     kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"])
     kv.events = events
     inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings), settings)
@@ -202,10 +202,10 @@ def finish(engine: Engine, requests: list[Request]) -> Outcome:
     return Outcome([got[i] for i in sorted(got)], [tallies[i] for i in sorted(got)])
 
 
-def speculate(case: Case, num_tokens: int, prompts: Tokens) -> Outcome:
+def speculate(case: Case, num_tokens: int, prompts: Tokens, graphs: str = "off") -> Outcome:
     """The case's requests in one batch, through all tiers."""
     events: Counter[str] = Counter()
-    outcome = finish(engine_for(case, events), case.requests(num_tokens, prompts))
+    outcome = finish(engine_for(case, events, graphs), case.requests(num_tokens, prompts))
     outcome.events = events
     return outcome
 

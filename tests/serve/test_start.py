@@ -9,7 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from deploy.app import check_models
+from tests.random_models import random_model
 from tests.serve.conftest import free_ports
+from triforce_core.config import Settings
+from triforce_core.errors import InvalidValueError
 
 
 def refusal(tmp_path: Path, config: str) -> str:
@@ -54,6 +58,20 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "target" in said
     assert "none" in said
     assert "is not a directory with a config.json" in said
+
+
+def test_a_device_that_is_not_here(tmp_path: Path) -> None:
+    port, grpc_port = free_ports(2)
+    said = refusal(tmp_path, f"device: cuda:99\nserver: {{port: {port}, grpc_port: {grpc_port}}}")
+    assert "device: 'cuda:99'" in said
+
+
+def test_heads_that_flash_attention_does_not_take(tmp_path: Path) -> None:
+    """Known from the configuration, before any weights are loaded."""
+    random_model(hidden_size=80, head_dim=20).save_pretrained(tmp_path / "odd")
+    settings = Settings(target={"model": str(tmp_path / "odd")}, draft={"model": str(tmp_path / "odd")}, device="cuda")
+    with pytest.raises(InvalidValueError, match=r"heads of a multiple of 8 .* have 20: set attention: blocked"):
+        check_models(settings)
 
 
 def test_a_placement_that_this_machine_does_not_have(tmp_path: Path) -> None:

@@ -202,6 +202,8 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
             ["target.offload_path", "/nowhere", "must be a directory"],
         ),
         (["--threads", "0"], ["threads", "0", "greater than or equal to 1"]),
+        (["--device", "nowhere"], ["device", "nowhere", "must be cpu, cuda or cuda:N"]),
+        (["--device", "cuda:99"], ["device", "cuda:99", "PyTorch"]),
         (["--dtype", "int3"], ["dtype", "int3", "bfloat16"]),
         (["--max-tokens", "many"], ["max-tokens", "integer"]),
         (["--max-tokens", "0"], ["max_tokens", "0", "at least 1"]),

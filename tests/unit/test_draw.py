@@ -10,6 +10,7 @@ from scipy import stats
 
 from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.sampling.draw import Draw, draw_tokens, perturbed_logits
+from triforce_core.sampling.noise import gumbel, row_keys
 from triforce_core.sampling.warp import warp
 
 LOGITS = torch.tensor([1.3, -0.4, 0.0, 2.1, -3.0, 0.9, 0.9, -1.2])
@@ -82,3 +83,13 @@ def test_low_precision_logits_are_drawn_as_their_float32_values() -> None:
 
 def test_nothing_to_draw() -> None:
     assert draw_tokens(torch.empty(0, 8), []) == []
+
+
+def test_the_noise_is_that_of_the_draw_s_seed_and_position() -> None:
+    """Of each row that has any: every tier must add the same, whatever else is in its batch."""
+    draws = [Draw(SamplingParams(), 5, 9), Draw(GREEDY, 1, 2), Draw(SamplingParams(), 2**62, 3)]
+    found = perturbed_logits(torch.zeros(3, 4), draws)
+    for row, draw in zip(found, draws, strict=True):
+        first, second = row_keys(torch.tensor(draw.seed), torch.tensor(draw.position))
+        noise = gumbel(first, second, torch.arange(4))
+        torch.testing.assert_close(row, noise if draw.sampling.temperature else torch.zeros(4, dtype=torch.float64))

@@ -1,24 +1,87 @@
 """Attention kernels, one backend a file. A kernel attends to one range of keys; `merge` joins the ranges of a row."""
 
+from importlib.util import find_spec
+
+import torch
+
 from triforce_core.attention.base import Kernel, Partial, merge
+from triforce_core.attention.blocked import blocked
 from triforce_core.attention.cpu_flash import cpu_flash
+from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
+from triforce_core.attention.ranged import Ranged, gathered
 from triforce_core.attention.reference import reference
 from triforce_core.config import Settings
 from triforce_core.errors import require
 
-KERNELS: dict[str, Kernel] = {"cpu_flash": cpu_flash, "reference": reference}
+KERNELS: dict[str, Kernel] = {
+    "cpu_flash": cpu_flash,
+    "reference": reference,
+    "blocked": blocked,
+    "cuda_flash": cuda_flash,
+    "flash_attn": flash_attn,
+}
+ON_CUDA = ("cuda_flash", "flash_attn")
 
 
-def default_kernel(device_type: str) -> str:
-    """By name. Other devices than the CPU get the reference for now: right, and slow."""
-    return "cpu_flash" if device_type == "cpu" else "reference"
+def default_kernel(device_type: str, dtype: str) -> str:
+    """By name: FlashAttention where there is one, which on a GPU takes 16 bits only."""
+    if device_type == "cpu":
+        return "cpu_flash"
+    if dtype == "float32":
+        return "blocked"
+    return "flash_attn" if find_spec("flash_attn") else "cuda_flash"
 
 
-def kernel_for(settings: Settings) -> Kernel:
-    """The kernel that the settings name, or the default. Raises `InvalidValueError`."""
-    name = settings.attention or default_kernel(settings.device.split(":")[0])
+def kernel_name(settings: Settings) -> str:
+    return settings.attention or default_kernel(settings.device_type, settings.dtype)
+
+
+def check_kernel(settings: Settings, head_dim: int) -> None:
+    """Raise `InvalidValueError` unless the kernel that the settings name can be that of a model with such heads."""
+    name = kernel_name(settings)
     require(name in KERNELS, "attention", name, f"must be one of {', '.join(KERNELS)}")
+    if name == "cpu_flash":
+        require(settings.device_type == "cpu", "attention", name, f"runs on the CPU, and device is {settings.device}")
+    if name not in ON_CUDA:
+        return
+    require(settings.device_type == "cuda", "attention", name, f"runs on CUDA, and device is {settings.device}")
+    rule = f"takes bfloat16 and float16, and dtype is {settings.dtype}: set attention: blocked"
+    require(settings.dtype != "float32", "attention", name, rule)
+    rule = f"takes heads of a multiple of {HEAD_DIM_STEP} up to {MAX_HEAD_DIM}, and the model's heads have {head_dim}"
+    fits = head_dim % HEAD_DIM_STEP == 0 and head_dim <= MAX_HEAD_DIM
+    require(fits, "attention", name, f"{rule}: set attention: blocked")
+
+
+def kernel_for(settings: Settings, head_dim: int) -> Kernel:
+    """The kernel that the settings name, or the default, on the machine and device that run it.
+
+    Raises `InvalidValueError`, also for a package that is not installed and a GPU that is too old.
+    """
+    check_kernel(settings, head_dim)
+    name = kernel_name(settings)
+    if name in ON_CUDA:
+        rule = "is not installed (pip install flash-attn); attention: cuda_flash is PyTorch's own"
+        require(name != "flash_attn" or find_spec("flash_attn") is not None, "attention", name, rule)
+        has = torch.cuda.get_device_capability(settings.device)
+        rule = f"needs a GPU of compute capability 8.0 or more, and {settings.device} has {has[0]}.{has[1]}"
+        require(has >= (8, 0), "attention", name, f"{rule}: set attention: blocked")
     return KERNELS[name]
 
 
-__all__ = ["KERNELS", "Kernel", "Partial", "default_kernel", "kernel_for", "merge"]
+def ranged_for(settings: Settings) -> Ranged:
+    """What goes with the kernel in captured passes."""
+    return flash_ranged if kernel_name(settings) in ON_CUDA else gathered
+
+
+__all__ = [
+    "KERNELS",
+    "ON_CUDA",
+    "Kernel",
+    "Partial",
+    "Ranged",
+    "check_kernel",
+    "default_kernel",
+    "kernel_for",
+    "merge",
+    "ranged_for",
+]

@@ -30,8 +30,9 @@ from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
 from triforce_core.messages import GREEDY, Claim, SequenceSpec, Span, Tier
+from triforce_core.models.device import torch_device
 from triforce_core.models.files import context_length, kv_shape
-from triforce_core.models.load import DTYPES, torch_device
+from triforce_core.models.load import DTYPES
 from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight_bytes
 from triforce_core.models.runner import ModelRunner
 from triforce_core.roles import ModelVerifier

@@ -12,7 +12,8 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.load import ATTENTION, DTYPES, check_attention, load_config, torch_device
+from triforce_core.models.device import torch_device
+from triforce_core.models.load import ATTENTION, DTYPES, check_attention, load_config
 
 DRAFTER = "llama-68m"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -91,7 +91,7 @@ def device(
     from triforce_core.bench.geometry import geometry_of
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.bench.synthetic import Acceptance
-    from triforce_core.models.load import torch_device
+    from triforce_core.models.device import torch_device
 
     require(fill in ("random", "prefill"), "fill", fill, "must be random or prefill")
     rates = Acceptance.parse(acceptance)

@@ -20,6 +20,7 @@ JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object"
 TensorParallelOption = Annotated[
     int | None, typer.Option(help="processes that share target and retrieval tier, each with a GPU of its own")
 ]
+DeviceOption = Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy")]
 DrafterOption = Annotated[str | None, typer.Option(help="model directory or hub id; ngram: prompt lookup in its place")]
@@ -70,6 +71,7 @@ def decoding_settings(
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
     tensor_parallel: TensorParallelOption = None,
+    device: DeviceOption = None,
     threads: ThreadsOption = None,
     config: ConfigOption = None,
 ) -> Settings:
@@ -89,6 +91,7 @@ def decoding_settings(
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,
             "target.tensor_parallel": tensor_parallel,
+            "device": device,
             "threads.decode": threads,
             "threads.prefill": threads,
             "max_sequences": 1,
@@ -97,7 +100,7 @@ def decoding_settings(
 
 
 def geometry_settings(
-    device: Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N")] = None,
+    device: DeviceOption = None,
     dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16")] = None,
     lookaheads: Annotated[str | None, typer.Option(help="tokens drafted by retrieval and by draft, e.g. 8,3")] = None,
     budget: Annotated[int | None, typer.Option(help="tokens of KV in the retrieval tier")] = None,
@@ -130,6 +133,7 @@ def serving_settings(
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
     tensor_parallel: TensorParallelOption = None,
+    device: DeviceOption = None,
     config: ConfigOption = None,
 ) -> Settings:
     """Of commands that serve."""
@@ -143,6 +147,7 @@ def serving_settings(
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,
             "target.tensor_parallel": tensor_parallel,
+            "device": device,
         },
     )
 

@@ -112,4 +112,4 @@ def _forward(runner: ModelRunner, tokens: list[int], stop: int, num_sampled: int
 
 
 def _kernel(model: PreTrainedModel) -> Kernel:
-    return KERNELS[default_kernel(model.device.type)]
+    return KERNELS[default_kernel(model.device.type, str(model.dtype).removeprefix("torch."))]

@@ -25,7 +25,8 @@ from triforce_core.demo.corpus import Corpus, build_corpus
 from triforce_core.demo.recall import RecallTasks, recall_probe
 from triforce_core.demo.settings import DemoSettings
 from triforce_core.errors import require
-from triforce_core.models.load import load_model, torch_device
+from triforce_core.models.device import torch_device
+from triforce_core.models.load import load_model
 
 Tick = Callable[[], None]
 _SCORED = 1024  # tokens at the end of each window that are scored with little and with much context

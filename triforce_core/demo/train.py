@@ -29,7 +29,7 @@ from triforce_core.demo.recall import RecallTasks
 from triforce_core.demo.report import Clock, StageReport, truncate_curve
 from triforce_core.demo.settings import MODELS, DemoSettings, ModelName, Stage
 from triforce_core.errors import TriForceError, require
-from triforce_core.models.load import torch_device
+from triforce_core.models.device import torch_device
 
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(ids, positions, labels), each [rows, length] → loss of each label, [rows, length] float32."""

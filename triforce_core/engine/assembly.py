@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sized
 
 from transformers import PreTrainedModel
 
-from triforce_core.attention import kernel_for
+from triforce_core.attention import check_kernel, kernel_for
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
@@ -16,6 +16,7 @@ from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.engine.target_kv import target_kv
 from triforce_core.errors import require
+from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
@@ -23,6 +24,7 @@ from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
+from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import (
     check_pair,
     check_quantization,
@@ -30,6 +32,8 @@ from triforce_core.models.load import (
     check_self_drafter,
     context_length,
     kv_geometry,
+    kv_shape,
+    load_config,
     load_model,
 )
 from triforce_core.models.quantize import quantize_weights
@@ -41,6 +45,7 @@ from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
 
 Judge = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
 MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
+FEW_DRAFT_TOKENS = 4  # a drafting step has one token; the first after a round, those that the drafter had not guessed
 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
@@ -52,8 +57,8 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     geometry, sequences = kv_geometry(model), settings.max_sequences
     num_bytes = geometry.bytes_per_token * window.capacity * sequences
     check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
-    kv = StreamingKV(geometry, sequences, window, kernel_for(settings))
-    return ModelProposer(ModelRunner(model, kv, threads_for(model, settings)))
+    kv = StreamingKV(geometry, sequences, window, kernel_for(settings, geometry.head_dim))
+    return ModelProposer(runner_for(model, kv, settings, FEW_DRAFT_TOKENS))
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
@@ -62,7 +67,7 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     geometry, sequences, budget = kv_geometry(model), settings.max_sequences, settings.retrieval.budget
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
     check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")
-    return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings))
+    return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim))
 
 
 def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
@@ -70,17 +75,26 @@ def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
     return target_kv(kv_geometry(model), target_limits(model.config, settings).kv_pool_tokens, settings)
 
 
-def runner_for(model: PreTrainedModel, kv: Cache, settings: Settings) -> ModelRunner:
-    """Of a model and its cache, or of this rank's share of them."""
+def runner_for(model: PreTrainedModel, kv: Cache, settings: Settings, few_tokens: int = 0) -> ModelRunner:
+    """Of a model and its cache, or of this rank's share of them. Passes over up to `few_tokens` of each sequence have
+    constant shapes where the settings want that and the cache can do it.
+    """
+    own = kv.kv if isinstance(kv, LeadingKV) else kv
+    shaped = shaped_passes(model, own, settings, few_tokens) if few_tokens and isinstance(own, FixedKV) else None
     kind = LeadingRunner if isinstance(kv, LeadingKV) else ModelRunner
-    return kind(model, kv, threads_for(model, settings))
+    return kind(model, kv, threads_for(model, settings), shaped)
+
+
+def few_retrieval_tokens(settings: Settings) -> int:
+    """A round judges what was drafted, draws one more, and may owe the cache the last token of the round before."""
+    return settings.speculation.effective[1] + 2
 
 
 def retrieval_verifier(
     model: PreTrainedModel, kv: Cache, settings: Settings, judge: Judge = ModelVerifier
 ) -> ModelVerifier:
     """The retrieval tier by itself."""
-    return judge(runner_for(model, kv, settings), Tier.RETRIEVAL)
+    return judge(runner_for(model, kv, settings, few_retrieval_tokens(settings)), Tier.RETRIEVAL)
 
 
 def retrieval_decoder(
@@ -186,6 +200,7 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
     check_quantization(settings.retrieval.quantization)
 
     def load(name: str, role: str, group: Leader | None = None) -> PreTrainedModel:
+        check_kernel(settings, head_dim=kv_shape(load_config(name, role))[2])
         return load_model(name, role, settings.dtype, settings.device, group)
 
     return local_engine(

@@ -12,7 +12,13 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import full_kv, load_retrieval_model, retrieval_kv, runner_for
+from triforce_core.engine.assembly import (
+    few_retrieval_tokens,
+    full_kv,
+    load_retrieval_model,
+    retrieval_kv,
+    runner_for,
+)
 from triforce_core.errors import require
 from triforce_core.messages import Tier
 from triforce_core.models.files import check_ranks, load_config
@@ -50,7 +56,7 @@ def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> R
     if target is not None and full is not None:
         replica.runners[Tier.TARGET] = runner_for(target, full, settings)
     if retrieval is not None and sparse is not None:
-        replica.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings)
+        replica.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
     return replica
 
 

@@ -18,7 +18,7 @@ FIELD = "target.kv_pool_tokens"
 
 def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
     """Raises `InvalidValueError` with the bytes that it takes and those that are free, and what to set."""
-    target, kernel = settings.target, kernel_for(settings)
+    target, kernel = settings.target, kernel_for(settings, geometry.head_dim)
     if target.offload == "none" or target.resident_layers == geometry.num_layers:
         instead = "disk" if geometry.device == HOST else "host"
         remedy = f"lower it, or set target.offload: {instead}"

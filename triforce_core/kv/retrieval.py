@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from triforce_core.attention import Kernel
-from triforce_core.kv.base import Held, KVCache, KVGeometry, Lack, Placement
+from triforce_core.kv.base import Held, KVGeometry, Lack, Placement
+from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.snapshot import Changes, Snapshot
 from triforce_core.messages import SequenceSpec
@@ -28,11 +29,11 @@ class RetrievalHeld(Held):
     snapshot_tokens: int = 0
 
 
-class RetrievalKV(KVCache):
+class RetrievalKV(FixedKV):
     """`take` may be called from any thread; a new version takes effect at the next pass, whole."""
 
     def __init__(self, geometry: KVGeometry, max_sequences: int, budget: int, tail_tokens: int, kernel: Kernel) -> None:
-        super().__init__(geometry, max_sequences * (budget + tail_tokens), kernel)
+        super().__init__(geometry, max_sequences, budget + tail_tokens, kernel)
         self.budget, self.tail_tokens = budget, tail_tokens
         self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each the base of the next
         self.max_sequences = max_sequences
@@ -86,9 +87,6 @@ class RetrievalKV(KVCache):
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> RetrievalHeld:
         return RetrievalHeld(spec, ranges=ranges)
-
-    def slots_for(self, spec: SequenceSpec) -> int:
-        return self.budget + self.tail_tokens
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:
         assert isinstance(held, RetrievalHeld)

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from triforce_core.attention import Kernel
 from triforce_core.errors import require
-from triforce_core.kv.base import Held, KVCache, KVGeometry, Placement
+from triforce_core.kv.base import Held, KVGeometry, Placement
+from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.messages import SequenceSpec
 
@@ -41,18 +42,15 @@ class StreamingHeld(Held):
     window_start: int = 0
 
 
-class StreamingKV(KVCache):
-    """Memory and attention cost are bounded by `settings.capacity` a sequence, whatever its length."""
+class StreamingKV(FixedKV):
+    """A sequence owns `settings.capacity` slots."""
 
     def __init__(self, geometry: KVGeometry, max_sequences: int, settings: WindowSettings, kernel: Kernel) -> None:
-        super().__init__(geometry, max_sequences * settings.capacity, kernel)
+        super().__init__(geometry, max_sequences, settings.capacity, kernel)
         self.settings = settings
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> StreamingHeld:
         return StreamingHeld(spec, ranges=ranges, window_start=self.settings.sinks)
-
-    def slots_for(self, spec: SequenceSpec) -> int:
-        return self.settings.capacity
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)

@@ -51,8 +51,8 @@ def load_config(name: str, role: str) -> PretrainedConfig:
 def check_supported(config: PretrainedConfig, name: str) -> None:
     """Raise `UnsupportedModelError` for a feature that would make the output differ from the model's own."""
 
-    def refuse(feature: str, value: object) -> None:
-        raise UnsupportedModelError(f"model {name!r}: {feature} = {value!r} is not supported")
+    def refuse(feature: str, value: object, rule: str = "is not supported") -> None:
+        raise UnsupportedModelError(f"model {name!r}: {feature} = {value!r} {rule}")
 
     if getattr(config, "is_encoder_decoder", False):
         refuse("is_encoder_decoder", True)
@@ -65,7 +65,7 @@ def check_supported(config: PretrainedConfig, name: str) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     kind = rope.get("rope_type", "default")
     if kind not in SUPPORTED_ROPE:
-        refuse("rope_type", kind)
+        refuse("rope_type", kind, f"must be one of {', '.join(sorted(SUPPORTED_ROPE))}")
     for feature in ("attn_logit_softcapping", "attention_chunk_size", "kv_lora_rank", "sinks"):
         if getattr(config, feature, None):
             refuse(feature, getattr(config, feature))

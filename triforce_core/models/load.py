@@ -14,8 +14,9 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, require
+from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
 from triforce_core.kv.base import Batch, KVGeometry
+from triforce_core.models.device import check_dtype, torch_device
 from triforce_core.models.files import (
     check_pair,
     check_quantization,
@@ -44,6 +45,7 @@ __all__ = [
     "check_supported",
     "context_length",
     "kv_geometry",
+    "kv_shape",
     "load_config",
     "load_model",
     "load_tokenizer",
@@ -91,6 +93,8 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     With a group, this rank's share of them, by transformers' own plan; every rank must load at the same time.
     """
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
+    where = torch_device(device)
+    check_dtype(dtype, where)
     config = load_config(name, role)
     if group is not None:
         check_ranks(config, name, group.world, "tensor_parallel")
@@ -114,22 +118,11 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
-    model.to(torch_device(device)).eval()
+    model.to(where).eval()
     if group is not None:
         group.meet()  # the passes that follow have a deadline
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
-
-
-def torch_device(name: str) -> torch.device:
-    """Raises `InvalidValueError` for a device that is not here."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise InvalidValueError("device", name, "must be cpu, cuda or cuda:N") from None
-    here = device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
-    require(here, "device", name, "is not available on this machine")
-    return device
 
 
 class FirstToken:

@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, Forward, Held, KVGeometry
+from triforce_core.models.graphs import ShapedPasses
+from triforce_core.transfer import on_device
 
 MANY_TOKENS = 64  # from here on a pass is worth all prefill threads
 TINY_PARAMETERS = 100_000_000
@@ -48,10 +50,12 @@ class Cache(Protocol):
 
 
 class ModelRunner:
-    """Several runners may share one model: only the KV cache is a runner's own."""
+    """Several runners may share one model: only the KV cache is a runner's own, and the passes of constant shape."""
 
-    def __init__(self, model: PreTrainedModel, kv: Cache, threads: Threads | None = None) -> None:
-        self.model, self.kv = model, kv
+    def __init__(
+        self, model: PreTrainedModel, kv: Cache, threads: Threads | None = None, shaped: ShapedPasses | None = None
+    ) -> None:
+        self.model, self.kv, self.shaped = model, kv, shaped
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
@@ -66,25 +70,29 @@ class ModelRunner:
         batch = self.kv.prepare(forwards)
         if not batch.rows:
             return torch.empty(0, self.model.config.vocab_size), batch
-        device = self.kv.geometry.device
+        logits = self.shaped.forward(batch) if self.shaped is not None else None
+        if logits is None:
+            logits = self._forward(batch)
+        self.passes += 1
+        self.seconds += time.perf_counter() - started
+        return logits, batch
+
+    def _forward(self, batch: Batch) -> Tensor:
+        """One pass of the batch's own shape."""
         if self.threads is not None and batch.num_tokens >= MANY_TOKENS:
             torch.set_num_threads(self.threads.prefill)
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
+        inputs = on_device([*token_ids, *positions, *sampled], torch.int64, self.kv.geometry.device)
+        ids, places, wanted = inputs.split([len(token_ids), len(positions), len(sampled)])
         output = self.model(
-            input_ids=torch.tensor([token_ids], device=device),
-            position_ids=torch.tensor([positions], device=device),
-            logits_to_keep=torch.tensor(sampled, dtype=torch.long, device=device),
-            use_cache=False,
-            kv=batch,
+            input_ids=ids[None], position_ids=places[None], logits_to_keep=wanted, use_cache=False, kv=batch
         )
-        logits = output.logits[0].float()
+        logits: Tensor = output.logits[0].float()
         if self.threads is not None:  # what follows, sampling and selecting chunks, is small work again
             torch.set_num_threads(self.threads.decode)
-        self.passes += 1
-        self.seconds += time.perf_counter() - started
-        return logits, batch
+        return logits
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:

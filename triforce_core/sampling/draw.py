@@ -10,6 +10,7 @@ from torch import Tensor
 from triforce_core.messages import SamplingParams
 from triforce_core.sampling.noise import gumbel, row_keys
 from triforce_core.sampling.warp import warp
+from triforce_core.transfer import on_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +33,9 @@ def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
     if not noisy:
         return perturbed
     device = logits.device
-    seeds = torch.tensor([draws[i].seed for i in noisy], device=device)
-    positions = torch.tensor([draws[i].position for i in noisy], device=device)
+    numbers = [noisy, [draws[i].seed for i in noisy], [draws[i].position for i in noisy]]
+    rows, seeds, positions = on_device(numbers, torch.int64, device)
     first, second = row_keys(seeds, positions)
-    rows = torch.tensor(noisy, device=device)
     if all(draws[i].sampling == SamplingParams(draws[i].sampling.temperature) for i in noisy):  # nothing excluded
         vocabulary = torch.arange(logits.shape[-1], device=device)
         perturbed[rows] += gumbel(first[:, None], second[:, None], vocabulary)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.messages import SamplingParams
+from triforce_core.transfer import on_device
 
 
 def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
@@ -19,10 +20,11 @@ def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     Rows with temperature 0 are left as they are: their token is the argmax whatever the truncation.
     """
     temperatures = [p.temperature or 1.0 for p in params]
-    warped = logits / logits.new_tensor(temperatures)[:, None]
+    warped = logits / on_device(temperatures, logits.dtype, logits.device)[:, None]
     truncated = [i for i, p in enumerate(params) if p.temperature and (p.top_k or p.top_p < 1 or p.min_p)]
     if truncated:
-        warped[truncated] = truncate(warped[truncated], [params[i] for i in truncated])
+        rows = on_device(truncated, torch.int64, logits.device)
+        warped[rows] = truncate(warped[rows], [params[i] for i in truncated])
     return warped
 
 
@@ -30,10 +32,13 @@ def truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Exclude what top-k, top-p and min-p exclude; of equal logits the lower vocabulary ids stay first."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
-    top_k = logits.new_tensor([min(p.top_k, vocab) or vocab for p in params])[:, None]
-    # The sum of all probabilities rounds to 1 before the last of them: off must be more than that.
-    top_p = logits.new_tensor([p.top_p if p.top_p < 1 else torch.inf for p in params])[:, None]
-    min_p = logits.new_tensor([p.min_p for p in params])[:, None]
+    numbers = [
+        [float(min(p.top_k, vocab) or vocab) for p in params],
+        # The sum of all probabilities rounds to 1 before the last of them: off must be more than that.
+        [p.top_p if p.top_p < 1 else torch.inf for p in params],
+        [p.min_p for p in params],
+    ]
+    top_k, top_p, min_p = on_device(numbers, logits.dtype, logits.device).unsqueeze(-1)
 
     ranks = torch.arange(vocab, device=logits.device)
     ranked = ranked.masked_fill(ranks >= top_k, -torch.inf)

@@ -1,0 +1,97 @@
+"""Passes of constant shape, which are what a GPU captures, against ordinary ones: the same proposals, the same tokens.
+
+The target has no such passes, so its tokens could hardly differ; what is compared is what the other tiers proposed, and
+what became of it, in each request.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.conftest import HeldOut
+from tests.exactness.cases import CASES, COVERING, DEMO, Case, Outcome, finish, random_prompts, speculate
+from tests.random_models import random_pair, random_tokens, with_noise
+from triforce_core.config import Settings
+from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.sequence import Request
+from triforce_core.kv.base import Batch
+from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.messages import GREEDY, SamplingParams
+from triforce_core.models.graphs import ShapedPasses
+
+# Batches of five, greedy and not, snapshots that are refreshed and tails that are full, windows that move.
+QUICK = [case for case in COVERING if case.batch == 5 and case.budget < 1024 and case.window == 60][:2]
+QUICK.append(replace(DEMO[1], window=60))
+SLOW = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in CASES if case not in QUICK]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How many passes of each tier had a shape, and how many had none that fits."""
+    counted: Counter[str] = Counter()
+    forward = ShapedPasses.forward
+
+    def counting(shaped: ShapedPasses, batch: Batch) -> torch.Tensor | None:
+        logits = forward(shaped, batch)
+        tier = "retrieval" if isinstance(batch.cache, RetrievalKV) else "draft"
+        counted[f"{tier}: {'ordinary' if logits is None else 'shaped'}"] += 1
+        return logits
+
+    monkeypatch.setattr(ShapedPasses, "forward", counting)
+    return counted
+
+
+def assert_same(found: Outcome, expected: Outcome) -> None:
+    assert found.tokens == expected.tokens
+    assert found.tallies == expected.tallies
+    assert found.events == expected.events
+
+
+@pytest.mark.parametrize("case", [*QUICK, *SLOW], ids=str)
+def test_all_that_is_proposed_is_the_same(case: Case, passes: Counter[str], held_out: HeldOut) -> None:
+    text = held_out("turtle.py", 3 * case.budget + 100) if case.model == "demo" else random_prompts(case)
+    found = speculate(case, 40, text, graphs="eager")
+    for tier in ("draft", "retrieval"):
+        assert passes[f"{tier}: shaped"] > 20
+    passes.clear()
+    assert_same(found, speculate(case, 40, text))
+    assert not passes, "off is off"
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) -> None:
+    """More requests than there is room for, of all lengths and lookaheads, on models with grouped query heads."""
+    target, _ = random_pair(num_attention_heads=8, num_key_value_heads=2)
+    sampling = SamplingParams(temperature) if temperature else GREEDY
+    requests = [
+        Request(
+            random_tokens(3 + 37 * (i % 5), seed=i),
+            max_tokens=5 + 13 * (i % 4),
+            sampling=sampling,
+            seed=i,
+            lookaheads=[(8, 3), (4, 1), (3, 0), (0, 2), (6, 12)][i % 5],
+        )
+        for i in range(10)
+    ]
+
+    def run(graphs: str) -> Outcome:
+        settings = Settings.model_validate(
+            {
+                "dtype": "float32",
+                "max_sequences": 3,
+                "graphs": graphs,
+                "retrieval": {"budget": 32, "recent": 8, "refresh_every": 16},
+                "draft": {"sinks": 2, "window": 20, "slack": 10},
+            }
+        )
+        return finish(local_engine(target, with_noise(target, 0.2), settings), requests)
+
+    found = run("eager")
+    for tier in ("draft", "retrieval"):
+        assert passes[f"{tier}: shaped"] > 20
+        assert passes[f"{tier}: ordinary"] > 5, "some passes are too long for any shape"
+    assert_same(found, run("off"))

@@ -1,0 +1,97 @@
+"""FlashAttention on the GPU against the reference in float32, on the same 16-bit numbers."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import pytest
+import torch
+from torch import Tensor
+
+from triforce_core.attention import KERNELS, ON_CUDA, Kernel
+from triforce_core.attention.blocked import blocked
+from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.ranged import WorkItems, attend, cut, gathered
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+INSTALLED = [name for name in ON_CUDA if name != "flash_attn" or find_spec("flash_attn")]
+OUTPUT, LSE = 2e-2, 5e-3  # absolute, for outputs of size about 1: bfloat16 has 8 bits
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+
+def pool_of(kv_heads: int, slots: int, head_dim: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((2, kv_heads, slots, head_dim), torch.nan, dtype=dtype, device="cuda")
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[name] for name in INSTALLED], ids=INSTALLED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize(("queries", "past"), [(1, 0), (1, 700), (9, 1030), (64, 0), (300, 200), (2048, 5000)])
+def test_a_kernel_is_the_reference(
+    kernel: Kernel, dtype: torch.dtype, head_dim: int, kv_heads: int, queries: int, past: int
+) -> None:
+    query = normal(8, queries, head_dim, seed=0, dtype=dtype)
+    pool = pool_of(kv_heads, past + queries + 60, head_dim, dtype)
+    view = pool[:, :, 30:-30]
+    view.copy_(normal(*view.shape, seed=1, dtype=dtype))
+    for causal in (False, True):
+        part = kernel(query, view[0], view[1], head_dim**-0.5, causal)
+        expected = blocked(query.float(), view[0].float(), view[1].float(), head_dim**-0.5, causal)
+        assert part.output.dtype == dtype
+        torch.testing.assert_close(part.output.float(), expected.output, atol=OUTPUT, rtol=0)
+        torch.testing.assert_close(part.lse, expected.lse, atol=LSE, rtol=0)
+
+
+@pytest.mark.parametrize("kernel", [KERNELS[name] for name in INSTALLED], ids=INSTALLED)
+def test_one_query_over_128k_keys(kernel: Kernel) -> None:
+    """Where the library splits the keys by itself."""
+    query, pool = normal(32, 1, 128, seed=2), normal(2, 8, 131_072, 128, seed=3)
+    part = kernel(query, pool[0], pool[1], 128**-0.5, False)
+    expected = blocked(query.float(), pool[0].float(), pool[1].float(), 128**-0.5, False)
+    torch.testing.assert_close(part.output.float(), expected.output, atol=OUTPUT, rtol=0)
+    torch.testing.assert_close(part.lse, expected.lse, atol=LSE, rtol=0)
+
+
+@pytest.mark.parametrize("splits", [1, 3, 16])
+@pytest.mark.parametrize("group", [1, 4])
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+def test_ranges_that_are_tensors(splits: int, group: int, head_dim: int) -> None:
+    """In any order, empty ones among them, in a pool of which all else is NaN; and with the pass's own tokens."""
+    kv_heads, queries, longest = 2, 5, 5000
+    starts, lengths = [20_000, 5, 12_000, 0], [5000, 0, 4097, 1]
+    pool = pool_of(kv_heads, 30_000, head_dim, torch.bfloat16)
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        pool[:, :, start : start + length] = normal(2, kv_heads, length, head_dim, seed=i)
+    pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut(start, length, splits)]
+    first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, (0, 0), strict=True))
+    offsets = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda") * (queries * group)
+    items = WorkItems(first, count[:-1].contiguous(), offsets, longest, splits)
+
+    each = normal(len(pieces), queries * group, kv_heads, head_dim, seed=9)
+    found = flash_ranged(each, pool[0], pool[1], head_dim**-0.5, items)
+    expected = gathered(each.float(), pool[0].float(), pool[1].float(), head_dim**-0.5, items)
+    torch.testing.assert_close(found.output.float(), expected.output, atol=OUTPUT, rtol=0)
+    torch.testing.assert_close(found.lse, expected.lse, atol=LSE, rtol=0)
+
+    tokens = len(starts) * queries
+    query = normal(group * kv_heads, tokens, head_dim, seed=10)
+    own = normal(2, kv_heads, tokens, head_dim, seed=11)
+    merged = attend(flash_ranged, query, own[0], own[1], (pool[0], pool[1]), head_dim**-0.5, items)
+    exact = attend(gathered, query.float(), *own.float(), (pool[0].float(), pool[1].float()), head_dim**-0.5, items)
+    torch.testing.assert_close(merged.float(), exact, atol=OUTPUT, rtol=0)
+
+
+def test_float32_over_128k_keys_takes_bounded_memory() -> None:
+    query, pool = normal(32, 512, 64, seed=4, dtype=torch.float32), normal(2, 8, 131_072, 64, seed=5)
+    keys, values = pool.float()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    blocked(query, keys, values, 0.125, True)
+    assert torch.cuda.max_memory_allocated() - before < 2**30, "whole, the scores are 8 GiB"

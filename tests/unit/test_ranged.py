@@ -1,0 +1,85 @@
+"""Attention over ranges that are tensors: how they are cut, and that what comes out is the textbook's."""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.test_attention import textbook
+from triforce_core.attention.ranged import LEAST_KEYS, WorkItems, attend, cut, gathered, num_splits
+
+HEAD_DIM, LONGEST = 8, 600
+
+
+@given(st.integers(0, 1000), st.integers(0, 5000), st.integers(1, 40))
+@example(7, 0, 3)
+@example(0, LEAST_KEYS + 1, 2)
+def test_pieces_are_the_whole_range_in_order(start: int, length: int, splits: int) -> None:
+    pieces = cut(start, length, splits)
+    assert len(pieces) == splits
+    assert [slot for first, count in pieces for slot in range(first, first + count)] == [*range(start, start + length)]
+    read = [count for _, count in pieces if count]
+    assert all(count >= LEAST_KEYS for count in read[:-1]), "only the last may be short"
+    assert max(read, default=0) <= max(LEAST_KEYS, -(-length // splits)), "none does more than its share"
+
+
+@given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 32), st.integers(1, 140_000))
+@example(132, 1, 8, 131_072)
+def test_every_worker_has_an_item_as_far_as_there_is_work(
+    workers: int, sequences: int, kv_heads: int, longest: int
+) -> None:
+    splits = num_splits(workers, sequences, kv_heads, longest)
+    assert splits >= 1
+    assert splits == 1 or longest // splits >= LEAST_KEYS
+    assert sequences * kv_heads * splits >= workers or longest // (splits + 1) < LEAST_KEYS
+    assert sequences * kv_heads * (splits - 1) < workers, "no more than that"
+
+
+lengths_of = st.lists(st.one_of(st.just(0), st.integers(0, LONGEST)), min_size=1, max_size=4)
+
+
+@given(lengths_of, st.integers(1, 5), st.integers(1, 3), st.sampled_from([1, 3]), st.sampled_from([1, 2]))
+@example([0, LONGEST, 257], 4, 3, 2, 2)
+def test_attention_is_that_of_the_textbook(
+    lengths: list[int], queries: int, splits: int, group: int, kv_heads: int
+) -> None:
+    """Ranges anywhere in the pool, in any order; whatever nobody may read is NaN."""
+    random = torch.Generator().manual_seed(sum(lengths) + queries)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=random)
+
+    starts = [(LONGEST + 10) * place + 5 for place in torch.randperm(len(lengths), generator=random).tolist()]
+    pool = torch.full((2, kv_heads, (LONGEST + 10) * len(lengths), HEAD_DIM), torch.nan)
+    for start, length in zip(starts, lengths, strict=True):
+        pool[:, :, start : start + length] = normal(2, kv_heads, length, HEAD_DIM)
+    tokens = len(lengths) * queries
+    query = 2 * normal(group * kv_heads, tokens, HEAD_DIM)
+    keys, values = normal(2, kv_heads, tokens, HEAD_DIM)
+    pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut(start, length, splits)]
+    items = work_items(pieces, queries * group, splits)
+    output = attend(gathered, query, keys, values, (pool[0], pool[1]), 0.3, items)
+    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
+        own, past = slice(i * queries, (i + 1) * queries), slice(start, start + length)
+        all_keys, all_values = (
+            torch.cat([cached[:, past], new[:, own]], dim=1) for cached, new in zip(pool, (keys, values), strict=True)
+        )
+        expected, _ = textbook(query[:, own], all_keys, all_values, 0.3, causal=True)
+        torch.testing.assert_close(output[own].transpose(0, 1).double(), expected, atol=1e-5, rtol=0)
+
+
+def work_items(pieces: list[tuple[int, int]], queries: int, splits: int) -> WorkItems:
+    starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, (0, 0), strict=True))
+    offsets = torch.tensor([*itertools.accumulate([queries] * len(pieces), initial=0)], dtype=torch.int32)
+    return WorkItems(starts, lengths[:-1], offsets, LONGEST, splits)
+
+
+def test_an_empty_item_counts_for_nothing() -> None:
+    pool = torch.full((1, 10, HEAD_DIM), torch.nan)
+    part = gathered(torch.randn(2, 3, 1, HEAD_DIM), pool, pool, 0.3, work_items([(0, 0), (9, 0)], 3, 1))
+    assert part.output.eq(0).all()
+    assert part.lse.eq(-torch.inf).all()

@@ -1,0 +1,97 @@
+"""Which shapes of passes there are, and which of them a batch takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.random_models import FAMILIES, random_model, random_tokens
+from tests.stating import spec
+from triforce_core.attention import KERNELS, Ranged
+from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.ranged import gathered
+from triforce_core.config import load_settings
+from triforce_core.kv.base import Forward, KVGeometry
+from triforce_core.kv.fixed import FixedBatch, PassShape
+from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.messages import Span
+from triforce_core.models.graphs import ShapedPasses, TwinPass, doubling, shaped_passes
+from triforce_core.models.load import ATTENTION, kv_geometry
+
+SHAPES = [PassShape(n, q) for n in (1, 2, 4) for q in (1, 4, 6)]
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"), [(1, [1]), (2, [1, 2]), (5, [1, 2, 4, 5]), (8, [1, 2, 4, 8]), (9, [1, 2, 4, 8, 9])]
+)
+def test_sizes_double_up_to_the_most(most: int, sizes: list[int]) -> None:
+    assert doubling(most) == sizes
+
+
+class Recording:
+    """A pass that runs no model: its logits are the number of each token."""
+
+    def __init__(self, batch: FixedBatch, ran: list[PassShape]) -> None:
+        self.batch, self.ran = batch, ran
+
+    def run(self) -> torch.Tensor:
+        self.ran.append(self.batch.shape)
+        return torch.arange(self.batch.shape.tokens)[:, None].float()
+
+
+@pytest.mark.parametrize(
+    ("lengths", "shape"),
+    [
+        ([1], (1, 1)),
+        ([3], (1, 4)),
+        ([1, 1], (2, 1)),
+        ([1, 4], (2, 4)),
+        ([1, 1, 5], (4, 6)),
+        ([6, 2, 3, 1], (4, 6)),
+        ([7], None),
+        ([1, 1, 1, 1, 1], None),
+    ],
+    ids=str,
+)
+def test_a_batch_takes_the_smallest_shape_with_room(lengths: list[int], shape: tuple[int, int] | None) -> None:
+    geometry = KVGeometry(1, 2, 8, torch.float32, torch.device("cpu"))
+    kv, ran = StreamingKV(geometry, 5, WindowSettings(2, 8, 6), KERNELS["reference"]), list[PassShape]()
+    shaped = ShapedPasses([Recording(FixedBatch(kv, s, gathered, workers=1), ran) for s in SHAPES])
+    forwards = [Forward(Span(i, 0, random_tokens(n, seed=i), spec(100)), 1) for i, n in enumerate(lengths)]
+    logits = shaped.forward(kv.prepare(forwards))
+    assert ran == ([] if shape is None else [shape])
+    assert (logits is None) == (shape is None)
+    assert logits is None or len(logits) == len(lengths), "those of the sampled tokens and no more"
+
+
+@pytest.mark.parametrize("ranged", [gathered, flash_ranged])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_pass_depends_on_no_value(family: str, ranged: Ranged) -> None:
+    """It runs on shapes alone, without data: nothing is asked of the device that the host would have to wait for."""
+    model = random_model(family).to("meta", torch.bfloat16)
+    model.set_attn_implementation(ATTENTION)
+    kv = StreamingKV(kv_geometry(model), 4, WindowSettings(4, 600, 40), KERNELS["reference"])
+    twin = TwinPass(model, FixedBatch(kv, PassShape(4, 5), ranged, workers=132))
+    assert twin.batch.splits > 1
+    assert (twin.run().shape, twin.run().dtype) == ((20, 256), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("text", "mode"),
+    [("", "auto"), ("graphs: off", "off"), ("graphs: eager", "eager"), ("device: cuda:1\ngraphs: on", "on")],
+)
+def test_the_setting_is_read_as_it_is_written(text: str, mode: str, tmp_path: Path) -> None:
+    """A bare on is true to YAML."""
+    path = tmp_path / "settings.yaml"
+    path.write_text(text)
+    assert load_settings(path).graphs == mode
+
+
+@pytest.mark.parametrize(("mode", "shapes"), [("auto", None), ("off", None), ("eager", 9)])
+def test_on_the_cpu_there_are_twins_where_they_are_asked_for(mode: str, shapes: int | None) -> None:
+    model = random_model()
+    kv = StreamingKV(kv_geometry(model), 3, WindowSettings(4, 20, 8), KERNELS["reference"])
+    shaped = shaped_passes(model, kv, load_settings(dtype="float32", max_sequences=3, graphs=mode), most_queries=4)
+    assert (shaped and len(shaped.passes)) == shapes

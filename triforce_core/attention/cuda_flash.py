@@ -1,0 +1,89 @@
+"""FlashAttention on CUDA, in bfloat16 and float16: PyTorch's own operator, or the `flash-attn` package. Not run on a
+GPU yet.
+
+Both call their kernel over one sequence, where it splits long keys over the whole GPU by itself (flash-decoding). The
+call over several sequences, which a captured pass needs because lengths are tensors there, does not: the pass cuts its
+ranges (ranged.py).
+"""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+from torch import Tensor
+
+from triforce_core.attention.base import Kernel, Partial, merge_partials
+from triforce_core.attention.ranged import WorkItems
+
+MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
+
+
+def cuda_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    """By the operator in PyTorch, which returns the log-sum-exp as no public function does; see `Kernel` for shapes."""
+    return past_and_own(torch_flash, query, keys, values, scale, causal)
+
+
+def flash_attn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    """By the package; see `Kernel` for the shapes."""
+    return past_and_own(package_flash, query, keys, values, scale, causal)
+
+
+def past_and_own(inner: Kernel, query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    """A kernel of `inner`, which is causal only where there are as many keys as queries.
+
+    To see keys that all queries see, grouped query heads are folded into queries, so that KV is read once a group.
+    """
+    past = keys.shape[1] - query.shape[1]
+    if not causal or query.shape[1] == 1:
+        return folded(inner, query, keys, values, scale)
+    own = inner(query, keys[:, past:], values[:, past:], scale, True)
+    return merge_partials([folded(inner, query, keys[:, :past], values[:, :past], scale), own]) if past else own
+
+
+def folded(inner: Kernel, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial:
+    heads, queries, head_dim = query.shape
+    output, lse = inner(query.reshape(keys.shape[0], -1, head_dim), keys, values, scale, False)
+    return Partial(output.reshape(heads, queries, head_dim), lse.reshape(heads, queries))
+
+
+def torch_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(tokens_first(x) for x in (query, keys, values)),
+        *(None, None, query.shape[1], keys.shape[1]),  # one sequence: no offsets
+        *(0.0, causal, False),  # no dropout, no debug mask
+        scale=scale,
+    )
+    return Partial(output[0].transpose(0, 1), lse[0])
+
+
+def package_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
+    package = importlib.import_module("flash_attn")
+    output, lse, _ = package.flash_attn_func(
+        *(tokens_first(x) for x in (query, keys, values)), softmax_scale=scale, causal=causal, return_attn_probs=True
+    )
+    return Partial(output[0].transpose(0, 1), lse[0])
+
+
+def tokens_first(heads_first: Tensor) -> Tensor:
+    """[heads, tokens, head_dim] as one sequence of a batch, [1, tokens, heads, head_dim]; a view."""
+    return heads_first.transpose(0, 1)[None]
+
+
+def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
+    """By PyTorch's operator over several sequences; see `Ranged` for the shapes.
+
+    With the lengths given apart, the operator reads nothing but starts from the offsets of the keys: they need neither
+    ascend nor touch.
+    """
+    count, queries, kv_heads, _ = query.shape
+    output, lse, *_ = torch.ops.aten._flash_attention_forward(
+        *(query.flatten(0, 1), keys.transpose(0, 1), values.transpose(0, 1)),
+        *(items.query_starts, items.starts, queries, items.longest),
+        *(0.0, False, False),  # no dropout, not causal, no debug mask
+        scale=scale,
+        seqused_k=items.lengths,
+    )
+    # Of an empty item the operator says +inf, and its output is 0.
+    lse = lse.view(kv_heads, count, queries).masked_fill((items.lengths == 0)[:, None], -torch.inf)
+    return Partial(output.view(query.shape), lse)

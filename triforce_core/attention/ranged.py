@@ -1,0 +1,110 @@
+"""Attention whose ranges of keys are tensors: what a captured pass can call, for nothing of it depends on a length.
+
+A pass has a constant number of sequences with a constant number of queries each. What a query sees is in two parts,
+merged by their log-sum-exps: a range of the pool, which is cut into as many items as the device has room for, and the
+pass's own tokens before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import ceil
+
+import torch
+from torch import Tensor
+
+from triforce_core.attention.base import Partial
+
+LEAST_KEYS = 256  # of an item: with fewer, what is merged costs more than what is read
+
+
+@dataclass(frozen=True, slots=True)
+class WorkItems:
+    """For each sequence `splits` items: its queries see slots [start, start + length) of the pool. All int32."""
+
+    starts: Tensor  # [items + 1]; the last is of no meaning
+    lengths: Tensor  # [items]; 0: an empty item
+    query_starts: Tensor  # [items + 1]: the items' queries lie one after another
+    longest: int  # that a length can be
+    splits: int
+
+
+# ranged(query [items, queries, kv_heads, head_dim], keys [kv_heads, slots, head_dim], values, scale, items) -> Partial
+# of output [items, queries, kv_heads, head_dim] and lse [kv_heads, items, queries]; of an empty item 0 and -inf.
+Ranged = Callable[[Tensor, Tensor, Tensor, float, WorkItems], Partial]
+
+
+def num_splits(workers: int, sequences: int, kv_heads: int, longest: int) -> int:
+    """Items a sequence, so that `workers`, such as a GPU's multiprocessors, all have one to read."""
+    return max(1, min(ceil(workers / (sequences * kv_heads)), longest // LEAST_KEYS))
+
+
+def cut(start: int, length: int, splits: int) -> list[tuple[int, int]]:
+    """The range [start, start + length) in `splits` pieces (start, length) of at least `LEAST_KEYS`, while it lasts."""
+    step = max(LEAST_KEYS, ceil(length / splits))
+    return [(start + min(i * step, length), max(0, min(step, length - i * step))) for i in range(splits)]
+
+
+def attend(
+    ranged: Ranged,
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    pool: tuple[Tensor, Tensor],
+    scale: float,
+    items: WorkItems,
+) -> Tensor:
+    """query [heads, tokens, head_dim], and keys and values [kv_heads, tokens, head_dim] of the same tokens, which are
+    those of the first sequence, then of the next; the pool's keys and values [kv_heads, slots, head_dim].
+
+    Returns [tokens, heads, head_dim]. Each token sees its sequence's items and, of its own sequence, no later token.
+    """
+    kv_heads, sequences = keys.shape[0], items.lengths.shape[0] // items.splits
+    dtype = query.dtype
+    query = query.unflatten(1, (sequences, -1)).unflatten(0, (kv_heads, -1))
+    past = over_items(ranged, query, *pool, scale, items)
+    own = over_own(query, keys.unflatten(1, (sequences, -1)), values.unflatten(1, (sequences, -1)), scale)
+    weights = torch.cat([past.lse, own.lse[None]]).softmax(0).unsqueeze(-1)
+    output = (weights[:-1] * past.output).sum(0) + weights[-1] * own.output
+    return output.permute(2, 3, 0, 1, 4).flatten(2, 3).flatten(0, 1).to(dtype)
+
+
+def over_items(ranged: Ranged, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
+    """query [kv_heads, group, sequences, queries, head_dim] → output [splits, *query's], lse the same but head_dim.
+
+    The heads of a group are folded into queries, so that KV is read once for all of them.
+    """
+    group, sequences, queries = query.shape[1:4]
+    each = query.permute(2, 1, 3, 0, 4).flatten(1, 2)  # [sequences, group * queries, kv_heads, head_dim]
+    output, lse = ranged(each.repeat_interleave(items.splits, 0), keys, values, scale, items)
+    output = output.unflatten(1, (group, queries)).unflatten(0, (sequences, items.splits))
+    lse = lse.unflatten(2, (group, queries)).unflatten(1, (sequences, items.splits))
+    return Partial(output.permute(1, 4, 2, 0, 3, 5), lse.permute(2, 0, 3, 1, 4))
+
+
+def over_own(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial:
+    """Causal, over the few tokens of the pass itself: query [kv_heads, group, sequences, queries, head_dim], keys and
+    values the same without a group. The output is float32.
+    """
+    scores = query.float() @ keys.float().mT.unsqueeze(1) * scale
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+    scores = scores.masked_fill(future, -torch.inf)
+    lse = scores.logsumexp(-1)
+    return Partial((scores - lse.unsqueeze(-1)).exp() @ values.float().unsqueeze(1), lse)
+
+
+def gathered(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
+    """The textbook, on any device: copies every range in its greatest length, and masks what is beyond its own.
+
+    What is not seen may hold anything, NaN included. See `Ranged` for the shapes.
+    """
+    offsets = torch.arange(items.longest, device=keys.device)
+    slots = (items.starts[:-1, None] + offsets).clamp(max=keys.shape[1] - 1)
+    seen = offsets < items.lengths[:, None]  # [items, longest]
+    near_keys, near_values = keys[:, slots].float(), values[:, slots].float()  # [kv_heads, items, longest, head_dim]
+    scores = (query.permute(2, 0, 1, 3).float() @ near_keys.mT * scale).masked_fill(~seen[:, None], -torch.inf)
+    lse = scores.logsumexp(-1)
+    shares = (scores - lse.unsqueeze(-1)).exp().masked_fill(~seen[:, None], 0)  # of an empty item: NaN before
+    output = shares @ near_values.masked_fill(~seen[..., None], 0)
+    return Partial(output.permute(1, 2, 0, 3).to(query.dtype), lse)

@@ -1,0 +1,117 @@
+"""Passes over few tokens with constant buffers, captured as CUDA graphs: the launch of one graph for that of a thousand
+kernels, which is most of what a small model or a sparse cache costs on a GPU.
+
+There is one a shape (sequences, tokens of each). A batch goes to the smallest that has room for it; one that fits none
+takes an ordinary pass. Without capture the same code runs on any device: the twin, by which it is tested. The capture
+has not been run on a GPU yet. docs/decisions/0015-graphs.md
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from triforce_core.attention import ranged_for
+from triforce_core.config import Settings
+from triforce_core.kv.base import Batch
+from triforce_core.kv.fixed import FixedBatch, FixedKV, PassShape
+
+WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
+
+
+class Pass(Protocol):
+    """Runs the model over what was loaded into its batch."""
+
+    batch: FixedBatch
+
+    def run(self) -> Tensor:
+        """Logits, [tokens of the shape, vocab] float32, those of the sampled tokens first."""
+        ...
+
+
+class TwinPass:
+    """What is captured, as it is."""
+
+    def __init__(self, model: PreTrainedModel, batch: FixedBatch) -> None:
+        self.model, self.batch = model, batch
+
+    @torch.inference_mode()
+    def run(self) -> Tensor:
+        batch = self.batch
+        batch.unpack()
+        output = self.model(
+            input_ids=batch.token_ids[None],
+            position_ids=batch.positions[None],
+            logits_to_keep=batch.sampled,
+            use_cache=False,
+            kv=batch,
+        )
+        logits: Tensor = output.logits[0].float()
+        return logits
+
+
+class CapturedPass:
+    """A twin as a CUDA graph, in memory `pool`. Capturing runs passes over nothing: only the dump slot is written."""
+
+    def __init__(self, twin: TwinPass, pool: Any) -> None:
+        self.batch, self.graph = twin.batch, torch.cuda.CUDAGraph()
+        device = twin.batch.inputs.device
+        with torch.cuda.device(device):
+            side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+            side.wait_stream(current)
+            with torch.cuda.stream(side):
+                for _ in range(WARM_UPS):
+                    twin.run()
+            current.wait_stream(side)
+            # Other threads may use the GPU meanwhile: only this one must do nothing that a graph cannot hold.
+            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+                self.logits = twin.run()
+
+    def run(self) -> Tensor:
+        self.graph.replay()
+        return self.logits.clone()  # graphs share memory: the next replay of any may overwrite it
+
+
+class ShapedPasses:
+    """The passes of one runner."""
+
+    def __init__(self, passes: list[Pass]) -> None:
+        self.passes = sorted(passes, key=lambda each: each.batch.shape.tokens)
+
+    def forward(self, batch: Batch) -> Tensor | None:
+        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None: it fits no shape."""
+        smallest = next((each for each in self.passes if each.batch.shape.has_room(batch)), None)
+        if smallest is None:
+            return None
+        smallest.batch.load(batch)
+        return smallest.run()[: sum(row.num_sampled for row in batch.rows)]
+
+
+def shaped_passes(model: PreTrainedModel, kv: FixedKV, settings: Settings, most_queries: int) -> ShapedPasses | None:
+    """Those of batches up to `max_sequences` and up to `most_queries` tokens of each sequence, as the settings want
+    them; None: they want none.
+    """
+    capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
+    if not capture and settings.graphs != "eager":
+        return None
+    device = kv.geometry.device
+    workers = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    ranged = ranged_for(settings)
+    shapes = [PassShape(n, q) for n in doubling(settings.max_sequences) for q in doubling(most_queries)]
+    twins = [TwinPass(model, FixedBatch(kv, shape, ranged, workers)) for shape in shapes]
+    if not capture:
+        return ShapedPasses([*twins])
+    pool = torch.cuda.graph_pool_handle()
+    # The largest first, so that the others fit into the memory that it leaves in the pool.
+    largest_first = track(twins[::-1], f"capturing {len(twins)} graphs", console=Console(stderr=True))
+    return ShapedPasses([CapturedPass(twin, pool) for twin in largest_first])
+
+
+def doubling(most: int) -> list[int]:
+    """1, 2, 4 … and `most`."""
+    return [*(2**i for i in range((most - 1).bit_length())), most]
