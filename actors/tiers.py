@@ -151,6 +151,8 @@ class RetrievalActor(TierActor):
         own_kv = retrieval_kv(model, self.settings)
         kv: RetrievalKV | LeadingRetrievalKV
         kv = own_kv if self.ranks is None else LeadingRetrievalKV(own_kv, self.ranks)
+        if self.ranks is not None:
+            self.ranks.meet()
         self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
         return retrieval_verifier(model, kv, self.settings)
 
@@ -208,6 +210,8 @@ class TargetActor(TierActor):
             return self._whole_chain()
         model, doorbell = self.load(self.settings.target.model, "target", self.ranks), Doorbell()
         kv = full_kv(model, self.settings)
+        if self.ranks is not None:
+            self.ranks.meet()
         link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
         self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
         return target_engine(

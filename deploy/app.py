@@ -120,11 +120,13 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
     """
+    from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
 
     began = time.monotonic()
     check_ports(settings)
     torch_device(settings.device)  # the tiers run on this machine
+    offload_directory(settings.target.offload_path)
     check_models(settings)
     try:
         # Handlers twice, because ray.init installs its own.
@@ -196,8 +198,9 @@ def check_models(settings: Settings) -> Limits:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
     target, drafter = load_config(settings.target.model, "target"), settings.draft.weights
-    for tier in ("target", "retrieval"):
-        check_ranks(target, settings.target.model, settings.ranks((tier,)), f"{tier}.tensor_parallel")
+    own = settings.retrieval.model or settings.target.model
+    for tier, name in (("target", settings.target.model), ("retrieval", own)):
+        check_ranks(load_config(name, tier), name, settings.ranks((tier,)), f"{tier}.tensor_parallel")
     for config in (target, load_config(drafter, "drafter")) if drafter else (target,):
         check_kernel(settings, head_dim=kv_shape(config)[2])
     return target_limits(target, settings)

@@ -100,7 +100,8 @@ class SpeculativeDecoder:
         self.grown: list[int] = []  # sequences whose blocks the last round has extended; they need another
         self.unasked: list[Proposal] = []  # the empty answers of sequences for which it is not asked
         self.ready: dict[int, Proposal] = {}  # arrived and not judged, oldest first
-        self.drafted: set[int] = set()  # live sequences that the level below works for
+        self.live: set[int] = set()  # sequences met and not released
+        self.drafted: set[int] = set()  # of these, the ones that the level below works for
 
     def submit(self, work: list[Work]) -> None:
         self.resume([Block(w) for w in work])
@@ -109,6 +110,7 @@ class SpeculativeDecoder:
         """Submit work of which a part may be done already."""
         ids = {b.work.span.sequence_id for b in blocks}
         self.withdraw(ids)  # replaced work is not waited for
+        self.live |= ids
         self.drafted -= ids
         self.drafted |= {b.work.span.sequence_id for b in blocks if b.asks_below}
         self.blocks.update({b.work.span.sequence_id: b for b in blocks})
@@ -166,7 +168,7 @@ class SpeculativeDecoder:
         level above has nothing to judge then. One by itself is left alone: this level would idle while it is judged.
         """
         here = {sequence_id for sequence_id, block in self.blocks.items() if not block.ahead}
-        if not self.hand_up_early or not self.grown or len(here) < 2 or not self.drafted <= here:
+        if not self.hand_up_early or not self.grown or len(here) < 2 or not self.live <= here:
             return None
         longest = max((self.blocks[sequence_id] for sequence_id in self.grown), key=lambda block: len(block.tokens))
         return longest if 2 * len(longest.tokens) >= longest.work.lookaheads[0] else None
@@ -230,6 +232,7 @@ class SpeculativeDecoder:
 
     def release(self, sequence_ids: list[int]) -> None:
         self.withdraw(sequence_ids)
+        self.live.difference_update(sequence_ids)
         self.drafted.difference_update(sequence_ids)
         self.proposer.release(sequence_ids)
         self.verifier.release(sequence_ids)

@@ -18,7 +18,9 @@ from triforce_core.simulate.scenario import Stages
 from triforce_core.simulate.stage_times import StageTimes
 from triforce_core.timeline import Stage
 
-Gaps = dict[tuple[Tier, Tier], float]  # mean ms from the end of a pass of one tier to the beginning of another's
+Gaps = dict[
+    tuple[Tier, Tier], float
+]  # mean ms from the end of a pass of one tier to the beginning of the next, by tiers
 
 
 def calibration(
@@ -35,19 +37,25 @@ def calibration(
     up = gaps.get((Tier.RETRIEVAL, Tier.TARGET), hop_ms)
     inner = [gaps[link] for link in ((Tier.RETRIEVAL, Tier.DRAFT), (Tier.DRAFT, Tier.RETRIEVAL)) if link in gaps]
     between = mean(inner) if inner else hop_ms
-    down = gaps.get((Tier.TARGET, Tier.DRAFT), up + between)  # the retrieval tier passes it on
     # What the target does after a pass, before anybody hears of it: it commits tokens, and cuts snapshots.
-    more = {Tier.TARGET: max(0.0, down - up - between)}
+    if (Tier.TARGET, Tier.DRAFT) in gaps:  # the retrieval tier has passed it on
+        after = gaps[Tier.TARGET, Tier.DRAFT] - up - between
+    elif (Tier.TARGET, Tier.RETRIEVAL) in gaps:
+        after = gaps[Tier.TARGET, Tier.RETRIEVAL] - up
+    else:
+        after = gaps.get((Tier.TARGET, Tier.TARGET), 0.0)
+    steps = steps_in_turn(runs)
+    more = {Tier.TARGET: max(0.0, after), Tier.DRAFT: gaps.get((Tier.DRAFT, Tier.DRAFT), 0.0) * (1 - 1 / steps)}
     if shared_core:
-        more[Tier.DRAFT] = 2 * between / steps_in_turn(runs)
+        more[Tier.DRAFT] += 2 * between / steps
     points = Stages.model_validate(alone)
     stages = {}
     for tier in Tier:
         taken = [stage for run in runs for stage in run if stage.tier == tier]
         factor, batch = longer(StageTimes(points.of(tier)), taken), mean(s.batch for s in taken) if taken else 1
         stages[tier.name.lower()] = [
-            {**point, "ms": factor * point["ms"] + more.get(tier, 0.0) * point["batch"] / batch}
-            for point in alone[tier.name.lower()]
+            {**point, "ms": factor * point["ms"] + more.get(tier, 0.0) * share}
+            for point, share in with_shares(alone[tier.name.lower()], batch)
         ]
     return {
         "stages": stages,
@@ -55,21 +63,25 @@ def calibration(
     }
 
 
+def with_shares(points: list[dict[str, Any]], batch: float) -> list[tuple[dict[str, Any], float]]:
+    """Each point of a table, and how its batch compares to a mean one. A single point stands for all batches."""
+    return [(point, point["batch"] / batch if len(points) > 1 else 1.0) for point in points]
+
+
 def mean_gaps(runs: Iterable[list[Stage]]) -> Gaps:
-    """Between the passes of different tiers that follow one another."""
+    """Between passes that follow one another."""
     found: dict[tuple[Tier, Tier], list[float]] = defaultdict(list)
     for run in runs:
         for one, other in pairwise(run):
-            if one.tier != other.tier:
-                found[one.tier, other.tier].append(1e3 * (other.start - one.stop))
+            found[one.tier, other.tier].append(1e3 * (other.start - one.stop))
     return {link: mean(gaps) for link, gaps in found.items()}
 
 
 def steps_in_turn(runs: Iterable[list[Stage]]) -> float:
-    """Draft steps of an inner round, on average."""
-    rounds = [[stage.tier for stage in run] for run in runs]
-    steps = sum(tiers.count(Tier.DRAFT) for tiers in rounds)
-    return steps / max(1, sum(pair == (Tier.DRAFT, Tier.RETRIEVAL) for tiers in rounds for pair in pairwise(tiers)))
+    """Draft steps of an inner round, on average; 1 where there are none."""
+    pairs = [(one.tier, other.tier) for run in runs for one, other in pairwise(run)]
+    rounds = pairs.count((Tier.DRAFT, Tier.RETRIEVAL))
+    return 1 + pairs.count((Tier.DRAFT, Tier.DRAFT)) / rounds if rounds else 1.0
 
 
 def longer(times: StageTimes, stages: list[Stage]) -> float:

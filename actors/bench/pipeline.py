@@ -44,6 +44,9 @@ def bench_pipeline(
     placement = settings.placement
     if pace is not None:
         require(placement.colocate == "none", "placement.colocate", placement.colocate, "must be none for paced tiers")
+    for tier in ("target", "retrieval"):
+        ranks = settings.ranks((tier,))
+        require(ranks == 1, f"{tier}.tensor_parallel", ranks, "must be 1: stages are measured one process each")
     require(load.output >= 16, "output", load.output, "must be at least 16 tokens, to measure between them")
     load_before = os.getloadavg()[0]
     messages = decode_requests(settings, load, pace)

@@ -21,9 +21,10 @@ def table() -> dict[str, list[dict[str, Any]]]:
     }
 
 
-def sequential_run(batch: int, rounds: int = 3, blocks: int = 20) -> list[Stage]:
-    """Passes take 1.25 times as long as alone. A message within the drafting tiers takes 0.5 ms, one up to the target
-    1 ms, and the target is busy with other things for 2 ms a request before it sends one down.
+def sequential_run(batch: int, rounds: int = 3, blocks: int = 20, steps: int = 1) -> list[Stage]:
+    """Passes take 1.25 times as long as alone. A message within the drafting tiers takes 0.4 ms up and 0.6 ms down, one
+    up to the target 1 ms, and the target is busy with other things for 2 ms a request before it sends one down. From
+    draft step to draft step it is 0.1 ms. In no particular order.
     """
     stages, now = list[Stage](), 0.0
 
@@ -35,14 +36,16 @@ def sequential_run(batch: int, rounds: int = 3, blocks: int = 20) -> list[Stage]
 
     for _ in range(blocks):
         for _ in range(rounds):
-            run(Tier.DRAFT, 1)
-            now += 0.5
+            for step in range(steps):
+                now += 0.1 * (step > 0)
+                run(Tier.DRAFT, 1)
+            now += 0.4
             run(Tier.RETRIEVAL, 1)
-            now += 0.5
-        now += 0.5
+            now += 0.6
+        now += 0.4
         run(Tier.TARGET, 1)
         now += 1.0 + 0.5 + 2.0 * batch
-    return stages
+    return stages[1::2] + stages[::2]
 
 
 def ms_of(found: dict[str, Any], tier: str, batch: int) -> float:
@@ -68,10 +71,25 @@ def test_messages_within_a_shared_core_are_its_work() -> None:
 
 
 def test_tiers_that_took_no_part_are_as_alone() -> None:
-    found = calibration(table(), [[s for s in sequential_run(1) if s.tier == Tier.TARGET]], 0.2, shared_core=False)
+    passes = [Stage(Tier.TARGET, 0.052 * n, 0.052 * n + 0.05, 0.05, 1, 1) for n in range(9)]
+    found = calibration(table(), [passes], 0.2, shared_core=False)
     assert found["hop_ms"] == {"target_retrieval": 0.2, "retrieval_draft": 0.2}
     assert ms_of(found, "draft", 2) == pytest.approx(3.0)
-    assert ms_of(found, "target", 1) == pytest.approx(50.0)
+    assert ms_of(found, "target", 1) == pytest.approx(50.0 + 2.0), "what it does between its passes"
+
+
+def test_draft_steps_include_what_is_between_them() -> None:
+    found = calibration(table(), [sequential_run(1, steps=3)], 9.0, shared_core=False)
+    assert ms_of(found, "draft", 1) == pytest.approx(1.25 * 2.0 + 0.1 * 2 / 3)
+    found = calibration(table(), [sequential_run(1, steps=3)], 9.0, shared_core=True)
+    assert ms_of(found, "draft", 1) == pytest.approx(1.25 * 2.0 + 0.1 * 2 / 3 + 2 * 0.5 / 3)
+
+
+def test_one_point_stands_for_every_batch() -> None:
+    alone = {tier: points[:1] for tier, points in table().items()}
+    found = calibration(alone, [sequential_run(2)], 9.0, shared_core=False)
+    measured = 1.25 * 40.0 * 1.5
+    assert ms_of(found, "target", 1) == pytest.approx(measured + 2.0 * 2)
 
 
 @pytest.mark.parametrize("shared_core", [False, True])
@@ -90,5 +108,5 @@ def test_a_simulation_of_the_run_takes_as_long(shared_core: bool) -> None:
             "duration_s": 20,
         }
     )
-    block_s = (run[-1].stop + 3.5e-3 - run[0].start) / 50
+    block_s = (max(stage.stop for stage in run) + 3.5e-3 - min(stage.start for stage in run)) / 50
     assert simulate(scenario).tokens_per_s == pytest.approx(7 / block_s, rel=0.02)

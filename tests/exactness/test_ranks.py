@@ -91,6 +91,7 @@ def divided(settings: Settings, ranks: Leader, tiers: tuple[str, ...]) -> Engine
     retrieval = load_model(own, "self-drafter", dtype, "cpu", ranks if "retrieval" in tiers else None)
     drafts = draft_proposer(load_model(settings.draft.model, "drafter", dtype, "cpu"), settings)
     full, sparse = full_kv(target, settings), retrieval_kv(retrieval, settings)
+    ranks.meet()
     if tiers == ("target",):
         below = retrieval_decoder(retrieval, sparse, drafts, settings)
         return target_engine(target, settings, below, sparse, kv=LeadingFullKV(full, ranks, gathered=True))
@@ -146,13 +147,17 @@ def test_two_ranks_give_the_tokens_of_one_process(
     assert events["additions"] > 3 or not more
 
 
-def test_the_demo_pair_divided_gives_its_tokens(rank: RankProcess, held_out: HeldOut) -> None:
-    """Eight KV heads, weights that both tiers share."""
+@pytest.mark.parametrize(("offload", "graphs"), [("none", "off"), ("host", "eager")])
+def test_the_demo_pair_divided_gives_its_tokens(
+    rank: RankProcess, held_out: HeldOut, offload: str, graphs: str
+) -> None:
+    """Eight KV heads, weights that both tiers share; wherever the KV lies, and in passes of constant shape, too."""
     settings = load_settings(
         dtype="float32",
         max_sequences=2,
         threads={"decode": 1, "prefill": 1},
-        target={"kv_pool_tokens": 2000},
+        graphs=graphs,
+        target={"kv_pool_tokens": 2000, "offload": offload, "prefill_chunk": 200},
         retrieval={"budget": 128, "recent": 32, "refresh_every": 24},
     )
     prompt = held_out("inspect.py", 600)

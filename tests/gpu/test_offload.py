@@ -35,7 +35,7 @@ def model() -> PreTrainedModel:
 
 def runners(model: PreTrainedModel, offload: Offload) -> tuple[ModelRunner, ModelRunner]:
     """In memory, and offloaded."""
-    geometry, kernel = kv_geometry(model), KERNELS[default_kernel("cuda")]
+    geometry, kernel = kv_geometry(model), KERNELS[default_kernel("cuda", "float32")]
     memory, offloaded = FullKV(geometry, POOL, kernel), OffloadedKV(geometry, POOL, kernel, offload)
     return ModelRunner(model, memory), ModelRunner(model, offloaded)
 
@@ -73,7 +73,7 @@ def test_the_host_s_part_is_pinned_and_the_device_holds_no_more_than_planned(mod
     geometry, offload = kv_geometry(model), Offload(1)
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
-    kv = OffloadedKV(geometry, POOL, KERNELS[default_kernel("cuda")], offload)
+    kv = OffloadedKV(geometry, POOL, KERNELS[default_kernel("cuda", "float32")], offload)
     on_device, on_host = offload.kv_bytes(geometry, POOL)
     assert on_device <= torch.cuda.memory_allocated() - before < on_device + 2**21  # the allocator rounds up
     assert kv.host.nbytes == on_host

@@ -206,6 +206,24 @@ class TestEarly:
         assert self.collect(decoder, below, drafted(2, (2, 3), sequence_id=2)) == []
         assert self.collect(decoder, below, drafted(5, (5, 6), sequence_id=2)) == [(2, (2, 3, 4, 5, 6, 7))]
 
+    def test_among_several_one_that_is_there_is_enough(self, below: Below, verifier: Counting) -> None:
+        decoder = SpeculativeDecoder(below, verifier, micro_batches=1, hand_up_early=True)
+        decoder.submit([work(n, lookaheads=(5, 2)) for n in (1, 2, 3)])
+        below.answers = [[drafted(2, (2, 3), sequence_id=1), drafted(2, (), 2), drafted(2, (), 3)]]
+        assert decoder.collect(1.0) == []
+        assert [b.sequence_id for b in decoder.collect(1.0)] == [1], "the longest"
+        below.answers = [[drafted(3, (3,), 2), drafted(3, (3,), 3)]]
+        assert decoder.collect(1.0) == [], "three tokens each"
+        below.answers = [[drafted(5, (), 2), drafted(5, (), 3)]]
+        assert decoder.collect(1.0) == [], "the first has not come back"
+
+    def test_sequences_that_nobody_drafts_for_count(self, below: Below, verifier: Counting) -> None:
+        decoder = SpeculativeDecoder(below, verifier, micro_batches=2, hand_up_early=True)
+        decoder.submit([work(n, lookaheads=(2, 0)) for n in (1, 2)])
+        assert decoder.collect(1.0) == [], "one token each"
+        assert [b.sequence_id for b in decoder.collect(1.0)] == [1], "half of two"
+        assert [(b.sequence_id, len(b.tokens)) for b in decoder.collect(1.0)] == [(2, 2)], "whole, for one is there"
+
     def test_work_that_comes_during_a_round_is_counted(self, below: Below, verifier: Counting) -> None:
         decoder = SpeculativeDecoder(below, verifier, micro_batches=2, hand_up_early=True)
         decoder.submit([work(1, lookaheads=(5, 2)), work(2, lookaheads=(1, 2))])

@@ -248,3 +248,29 @@ def test_one_point_is_a_constant_and_contexts_are_interpolated() -> None:
     assert StageTimes([StagePoint(ms=7)]).ms(99, 99, 99) == 7
     times = StageTimes([StagePoint(context=1000, ms=10), StagePoint(context=3000, ms=30)])
     assert [times.ms(1, 1, context) for context in (500, 1000, 2000, 4000)] == [10, 10, 20, 40]
+
+
+def test_a_target_that_idles_gets_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two requests and rounds that vary; a target that shares the device takes turns anyway."""
+    settings: dict[str, Any] = {"users": 2, "micro_batches": 2, "duration_s": 60}
+    apart, together = (simulate(scenario_of("h200", **settings, colocate=c)) for c in ("none", "all"))
+    monkeypatch.setattr(RetrievalStation, "early", lambda *_: [])
+    waiting, same = (simulate(scenario_of("h200", **settings, colocate=c)) for c in ("none", "all"))
+    assert apart.tokens_per_s > 1.03 * waiting.tokens_per_s
+    assert together.tokens_per_s == same.tokens_per_s
+
+
+def test_guesses_that_are_dropped_in_their_round_leave_nothing() -> None:
+    stages = {tier: [{"ms": ms}] for tier, ms in (("draft", 1), ("retrieval", 8), ("target", 20))}
+    scenario = Scenario.model_validate(
+        {
+            "stages": stages,
+            "acceptance": {"retrieval": 0.5, "draft": 0.7},
+            "lookaheads": (4, 3),
+            "micro_batches": 3,
+            "run_ahead": True,
+            "load": {"concurrency": 2, "output_tokens": 300},
+            "duration_s": 20,
+        }
+    )
+    assert simulate(scenario).tokens_per_s > 0

@@ -85,6 +85,12 @@ def bench_device(settings: Settings, geometry: Geometry, load: Load, report: Rep
 def check(settings: Settings, geometry: Geometry, load: Load) -> None:
     """Raise `InvalidValueError` for what would come to light only after the weights are made."""
     require(settings.draft.weights is not None, "draft.model", settings.draft.model, "has no steps that take time")
+    for tier in ("target", "retrieval"):
+        ranks = settings.ranks((tier,))
+        require(ranks == 1, f"{tier}.tensor_parallel", ranks, "must be 1: one device is measured")
+    require(
+        settings.retrieval.model is None, "retrieval.model", settings.retrieval.model, "must be null: none is loaded"
+    )
     lookaheads = settings.speculation.effective
     require(all(lookaheads), "speculation.lookaheads", lookaheads, "must be 1 or more, for all tiers take part")
     require(load.output >= 2, "output", load.output, "must be at least 2 tokens, to take time between them")

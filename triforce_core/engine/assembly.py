@@ -167,6 +167,8 @@ def local_engine(
     elif drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
         drafts = draft_proposer(drafter, settings)
+    if ranks is not None:
+        ranks.meet()
     below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)
     return target_engine(target, settings, below, sparse, kv=full, judge=judge)
 
@@ -189,8 +191,10 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
     `drafting`: with the drafter; by default where the settings' own lookaheads use it. `ranks`: those that the settings
     ask for, here to follow.
     """
-    wanted, here = settings.ranks(("target", "retrieval")), ranks.world if ranks else 1
-    require(wanted == here, "target.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
+    here = ranks.world if ranks else 1
+    for tier in ("target", "retrieval"):
+        wanted = settings.ranks((tier,))
+        require(wanted == here, f"{tier}.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
     if drafting is None:
         drafting = settings.speculation.effective[1] > 0
     drafter = settings.draft.weights if drafting else None

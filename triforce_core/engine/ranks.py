@@ -44,14 +44,15 @@ def follow(settings: Settings, tiers: tuple[str, ...], invitation: Invitation) -
 
 
 def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> Replica:
-    """Loads models in the order in which the leader does."""
+    """Loads models in the order in which the leader does, and meets it once more when there is memory for KV."""
     target = retrieval = None
     if "target" in tiers:
         target = retrieval = load_model(settings.target.model, "target", settings.dtype, settings.device, group)
     if "retrieval" in tiers and (target is None or settings.retrieval.own_weights):
         retrieval = load_retrieval_model(settings, group)
-    full = full_kv(target, settings) if target is not None and "target" in tiers else None
+    full = full_kv(target, settings) if target is not None else None
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
+    group.meet()
     replica = Replica(group, full, sparse)
     if target is not None and full is not None:
         replica.runners[Tier.TARGET] = runner_for(target, full, settings)

@@ -85,7 +85,8 @@ class FullKV(KVCache):
             for start, stop in placed.writes:
                 keys[:, start:stop].normal_()
                 values[:, start:stop].normal_()
-            held.queries[layer] = keys.new_empty(len(keys), len(held.query_positions), keys.shape[-1]).normal_()
+            shape = len(keys), len(held.query_positions), keys.shape[-1]  # on the device, wherever the pool lies
+            held.queries[layer] = torch.empty(shape, dtype=keys.dtype, device=self.geometry.device).normal_()
 
     # -- snapshots -----------------------------------------------------------------------------------------------------
 

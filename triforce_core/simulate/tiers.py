@@ -111,7 +111,10 @@ class RetrievalStation(TierStation[Blocks]):
 
     def early(self, blocks: list[Block]) -> list[Block]:
         """The longest, if half done, where all of several requests grow here: the target has nothing to judge then."""
-        if self.replica.sequential or not 1 < len(self.replica.live) == len(self.growing):
+        alone = [Tier.TARGET] in map(list, self.replica.scenario.devices)  # elsewhere it would take turns with this one
+        if not blocks or not alone or self.replica.sequential:
+            return []
+        if not 1 < len(self.replica.live) == len(self.growing):
             return []
         longest = max(blocks, key=lambda block: block.tokens)
         return [longest] if 2 * longest.tokens >= self.lookahead else []
