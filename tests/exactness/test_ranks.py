@@ -28,6 +28,7 @@ from triforce_core.engine.assembly import (
 )
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
+from triforce_core.errors import InvalidValueError
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import load_model
@@ -167,3 +168,14 @@ def test_the_demo_pair_divided_gives_its_tokens(
         outcome = finish(load_local_engine(with_ranks(settings), ranks=ranks), asked)
     assert outcome.tokens == expected.tokens
     assert outcome.tallies == expected.tallies
+
+
+def test_a_rank_without_room_for_its_share_is_heard() -> None:
+    settings = load_settings(dtype="float32", max_sequences=1, target={"kv_pool_tokens": 2000})
+    without = settings.model_copy(update={"target": settings.target.model_copy(update={"kv_pool_tokens": 10**10})})
+    rank = RankProcess()
+    refused = pytest.raises(InvalidValueError, match=r"target\.kv_pool_tokens")
+    with refused, rank.lead(with_ranks(without), BOTH) as ranks:
+        load_local_engine(with_ranks(settings), ranks=ranks)
+    rank.process.join(30)
+    assert rank.process.exitcode == 1, "a follower does not outlive its leader's group"
