@@ -198,9 +198,10 @@ def check_models(settings: Settings) -> Limits:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
     target, drafter = load_config(settings.target.model, "target"), settings.draft.weights
-    own = settings.retrieval.model or settings.target.model
-    for tier, name in (("target", settings.target.model), ("retrieval", own)):
-        check_ranks(load_config(name, tier), name, settings.ranks((tier,)), f"{tier}.tensor_parallel")
+    check_ranks(target, settings.target.model, settings.ranks(("target",)), "target.tensor_parallel")
+    own, shared = settings.retrieval.model, settings.target.model
+    lower = load_config(own, "self-drafter") if own else target
+    check_ranks(lower, own or shared, settings.ranks(("retrieval",)), "retrieval.tensor_parallel")
     for config in (target, load_config(drafter, "drafter")) if drafter else (target,):
         check_kernel(settings, head_dim=kv_shape(config)[2])
     return target_limits(target, settings)
