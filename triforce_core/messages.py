@@ -6,7 +6,7 @@ A `Span` says what a sequence *is* from some position on; `Work` asks a tier to 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol
 
@@ -108,6 +108,14 @@ class Tally(NamedTuple):
 
     def __add__(self, other: tuple[int, ...]) -> Tally:  # type: ignore[override]
         return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def wait_in_turn(waiting: dict[int, Work], work: list[Work]) -> None:
+    """Put work, by sequence id, beside what waits; of work that it replaces the statement is kept."""
+    for w in work:
+        replaced = waiting.get(w.span.sequence_id)
+        span = in_turn(replaced.span, w.span) if replaced else w.span
+        waiting[w.span.sequence_id] = replace(w, span=span)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,9 +6,7 @@ edits of a given source or answers that quote a document, are drafted well; othe
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, in_turn
+from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, wait_in_turn
 
 SHORTEST = 2  # a single token stands nearly everywhere, and says little about what follows
 
@@ -85,10 +83,7 @@ class NgramProposer:
         self.waiting: dict[int, Work] = {}
 
     def submit(self, work: list[Work]) -> None:
-        for w in work:
-            replaced = self.waiting.get(w.span.sequence_id)
-            span = in_turn(replaced.span, w.span) if replaced else w.span
-            self.waiting[w.span.sequence_id] = replace(w, span=span)
+        wait_in_turn(self.waiting, work)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """Answer everything that waits; never blocks."""

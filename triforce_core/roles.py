@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.kv.base import Forward, Lack, Row
-from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, in_turn
+from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, wait_in_turn
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_core.timeline import TIMELINE
@@ -24,10 +24,7 @@ class ModelProposer:
         self.waiting: dict[int, Work] = {}
 
     def submit(self, work: list[Work]) -> None:
-        for w in work:
-            replaced = self.waiting.get(w.span.sequence_id)
-            span = in_turn(replaced.span, w.span) if replaced else w.span
-            self.waiting[w.span.sequence_id] = replace(w, span=span)
+        wait_in_turn(self.waiting, work)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """Draft for everything that waits; never blocks on anything but the model."""

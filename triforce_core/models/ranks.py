@@ -16,6 +16,7 @@ import socket
 import tempfile
 import threading
 import time
+from abc import ABC, abstractmethod
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -48,7 +49,7 @@ class Invitation:
     world: int  # ranks in all
 
 
-class Group:
+class Group(ABC):
     """One rank's end of what joins them; `connections` are to the followers, by rank, or to the leader alone.
 
     When another rank's process ends, this one does: without it no pass can be, and collectives that wait for it would
@@ -79,9 +80,9 @@ class Group:
         logging.shutdown()
         os._exit(1)
 
+    @abstractmethod
     def meet(self) -> None:
         """Wait until all ranks have come this far, however long that takes: loading weights does."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """Let go of the others."""
