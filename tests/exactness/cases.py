@@ -174,10 +174,14 @@ class CountingRetrievalKV(RetrievalKV):
         return placed
 
 
-def engine_for(case: Case, events: Counter[str], graphs: str = "off") -> Engine:
-    """The chain of engine/assembly.py, with models of each tier's own, the case's tail, and counters."""
+def engine_for(case: Case, events: Counter[str], requests: list[Request], graphs: str = "off") -> Engine:
+    """The chain of engine/assembly.py, with models of each tier's own, the case's tail, counters, and a pool that the
+    requests fill.
+    """
     target, retrieval, drafter = models(case)
-    settings = case.settings.model_copy(update={"graphs": graphs})
+    pool_tokens = sum(len(r.prompt) + r.max_tokens for r in requests)
+    of_target = case.settings.target.model_copy(update={"kv_pool_tokens": pool_tokens})
+    settings = case.settings.model_copy(update={"graphs": graphs, "target": of_target})
     kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"])
     kv.events = events
     inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings), settings)
@@ -205,15 +209,16 @@ def finish(engine: Engine, requests: list[Request]) -> Outcome:
 def speculate(case: Case, num_tokens: int, prompts: Tokens, graphs: str = "off") -> Outcome:
     """The case's requests in one batch, through all tiers."""
     events: Counter[str] = Counter()
-    outcome = finish(engine_for(case, events, graphs), case.requests(num_tokens, prompts))
+    requests = case.requests(num_tokens, prompts)
+    outcome = finish(engine_for(case, events, requests, graphs), requests)
     outcome.events = events
     return outcome
 
 
 def decode_plainly(case: Case, num_tokens: int, prompts: Tokens) -> list[Tokens]:
     """The same requests, each alone, with no tier but the target taking part."""
-    engine = engine_for(case, Counter())
     plain = [Request(r.prompt, r.max_tokens, r.sampling, r.seed, (0, 0)) for r in case.requests(num_tokens, prompts)]
+    engine = engine_for(case, Counter(), plain)
     return [finish(engine, [request]).tokens[0] for request in plain]
 
 

@@ -1,7 +1,6 @@
 """Passes of constant shape, which are what a GPU captures, against ordinary ones: the same proposals, the same tokens.
 
-The target has no such passes, so its tokens could hardly differ; what is compared is what the other tiers proposed, and
-what became of it, in each request.
+Not the tokens alone are compared, but what each tier proposed, and what became of it, in each request.
 """
 
 from __future__ import annotations
@@ -18,8 +17,10 @@ from tests.random_models import random_pair, random_tokens, with_noise
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.sequence import Request
-from triforce_core.kv.base import Batch
+from triforce_core.kv.base import Batch, KVCache
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.streaming import StreamingKV
 from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.graphs import ShapedPasses
 
@@ -27,6 +28,8 @@ from triforce_core.models.graphs import ShapedPasses
 QUICK = [case for case in COVERING if case.batch == 5 and case.budget < 1024 and case.window == 60][:2]
 QUICK.append(replace(DEMO[1], window=60))
 SLOW = [pytest.param(case, id=str(case), marks=pytest.mark.slow) for case in CASES if case not in QUICK]
+
+TIERS: dict[type[KVCache], str] = {FullKV: "target", RetrievalKV: "retrieval", StreamingKV: "draft"}
 
 
 @pytest.fixture
@@ -37,7 +40,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     def counting(shaped: ShapedPasses, batch: Batch) -> torch.Tensor | None:
         logits = forward(shaped, batch)
-        tier = "retrieval" if isinstance(batch.cache, RetrievalKV) else "draft"
+        [tier] = (name for kind, name in TIERS.items() if isinstance(batch.cache, kind))
         counted[f"{tier}: {'ordinary' if logits is None else 'shaped'}"] += 1
         return logits
 
@@ -55,7 +58,7 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def test_all_that_is_proposed_is_the_same(case: Case, passes: Counter[str], held_out: HeldOut) -> None:
     text = held_out("turtle.py", 3 * case.budget + 100) if case.model == "demo" else random_prompts(case)
     found = speculate(case, 40, text, graphs="eager")
-    for tier in ("draft", "retrieval"):
+    for tier in TIERS.values():
         assert passes[f"{tier}: shaped"] > 20
     passes.clear()
     assert_same(found, speculate(case, 40, text))
@@ -84,6 +87,7 @@ def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) ->
                 "dtype": "float32",
                 "max_sequences": 3,
                 "graphs": graphs,
+                "target": {"kv_pool_tokens": 600},  # fragmented soon
                 "retrieval": {"budget": 32, "recent": 8, "refresh_every": 16},
                 "draft": {"sinks": 2, "window": 20, "slack": 10},
             }
@@ -91,7 +95,7 @@ def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) ->
         return finish(local_engine(target, with_noise(target, 0.2), settings), requests)
 
     found = run("eager")
-    for tier in ("draft", "retrieval"):
+    for tier in TIERS.values():
         assert passes[f"{tier}: shaped"] > 20
         assert passes[f"{tier}: ordinary"] > 5, "some passes are too long for any shape"
     assert_same(found, run("off"))

@@ -69,7 +69,7 @@ def test_ranges_that_are_tensors(splits: int, group: int, head_dim: int) -> None
     pool = pool_of(kv_heads, 30_000, head_dim, torch.bfloat16)
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         pool[:, :, start : start + length] = normal(2, kv_heads, length, head_dim, seed=i)
-    pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut(start, length, splits)]
+    pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, (0, 0), strict=True))
     offsets = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda") * (queries * group)
     items = WorkItems(first, count[:-1].contiguous(), offsets, longest, splits)

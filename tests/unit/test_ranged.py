@@ -15,16 +15,27 @@ from triforce_core.attention.ranged import LEAST_KEYS, WorkItems, attend, cut, g
 HEAD_DIM, LONGEST = 8, 600
 
 
-@given(st.integers(0, 1000), st.integers(0, 5000), st.integers(1, 40))
-@example(7, 0, 3)
-@example(0, LEAST_KEYS + 1, 2)
-def test_pieces_are_the_whole_range_in_order(start: int, length: int, splits: int) -> None:
-    pieces = cut(start, length, splits)
+@given(
+    st.lists(st.tuples(st.integers(0, 100), st.integers(1, 5000)), max_size=4).flatmap(
+        lambda parts: st.tuples(st.just(parts), st.integers(max(1, len(parts)), 40))
+    )
+)
+@example(([], 3))
+@example(([(0, LEAST_KEYS + 1)], 2))
+@example(([(0, 1000), (1, 1000)], 2))
+@example(([(7, 900), (1, 100)], 3))
+def test_pieces_are_the_whole_ranges_in_order(case: tuple[list[tuple[int, int]], int]) -> None:
+    parts, splits = case
+    stops = [*itertools.accumulate(gap + length for gap, length in parts)]
+    ranges = [(stop - length, stop) for stop, (_, length) in zip(stops, parts, strict=True)]
+    pieces = cut(ranges, splits)
     assert len(pieces) == splits
-    assert [slot for first, count in pieces for slot in range(first, first + count)] == [*range(start, start + length)]
-    read = [count for _, count in pieces if count]
-    assert all(count >= LEAST_KEYS for count in read[:-1]), "only the last may be short"
-    assert max(read, default=0) <= max(LEAST_KEYS, -(-length // splits)), "none does more than its share"
+    read = [slot for first, count in pieces for slot in range(first, first + count)]
+    assert read == [slot for start, stop in ranges for slot in range(start, stop)]
+    ends = {stop for _, stop in ranges}
+    assert all(n >= LEAST_KEYS or first + n in ends for first, n in pieces if n), "only the last of a range is short"
+    share = -(-sum(length for _, length in parts) // max(1, splits - len(parts) + 1))
+    assert max(count for _, count in pieces) <= max(LEAST_KEYS, share), "none does more than its share"
 
 
 @given(st.integers(1, 200), st.integers(1, 16), st.integers(1, 32), st.integers(1, 140_000))
@@ -60,7 +71,7 @@ def test_attention_is_that_of_the_textbook(
     tokens = len(lengths) * queries
     query = 2 * normal(group * kv_heads, tokens, HEAD_DIM)
     keys, values = normal(2, kv_heads, tokens, HEAD_DIM)
-    pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut(start, length, splits)]
+    pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     items = work_items(pieces, queries * group, splits)
     output = attend(gathered, query, keys, values, (pool[0], pool[1]), 0.3, items)
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):

@@ -14,7 +14,9 @@ from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.ranged import gathered
 from triforce_core.config import load_settings
 from triforce_core.kv.base import Forward, KVGeometry
-from triforce_core.kv.fixed import FixedBatch, PassShape
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.offloaded import Offload, OffloadedKV
+from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Span
 from triforce_core.models.graphs import ShapedPasses, TwinPass, doubling, shaped_passes
@@ -33,7 +35,7 @@ def test_sizes_double_up_to_the_most(most: int, sizes: list[int]) -> None:
 class Recording:
     """A pass that runs no model: its logits are the number of each token."""
 
-    def __init__(self, batch: FixedBatch, ran: list[PassShape]) -> None:
+    def __init__(self, batch: ShapedBatch, ran: list[PassShape]) -> None:
         self.batch, self.ran = batch, ran
 
     def run(self) -> torch.Tensor:
@@ -58,7 +60,7 @@ class Recording:
 def test_a_batch_takes_the_smallest_shape_with_room(lengths: list[int], shape: tuple[int, int] | None) -> None:
     geometry = KVGeometry(1, 2, 8, torch.float32, torch.device("cpu"))
     kv, ran = StreamingKV(geometry, 5, WindowSettings(2, 8, 6), KERNELS["reference"]), list[PassShape]()
-    shaped = ShapedPasses([Recording(FixedBatch(kv, s, gathered, workers=1), ran) for s in SHAPES])
+    shaped = ShapedPasses([Recording(ShapedBatch(kv, s, kv.slots_each, gathered, workers=1), ran) for s in SHAPES])
     forwards = [Forward(Span(i, 0, random_tokens(n, seed=i), spec(100)), 1) for i, n in enumerate(lengths)]
     logits = shaped.forward(kv.prepare(forwards))
     assert ran == ([] if shape is None else [shape])
@@ -73,9 +75,16 @@ def test_a_pass_depends_on_no_value(family: str, ranged: Ranged) -> None:
     model = random_model(family).to("meta", torch.bfloat16)
     model.set_attn_implementation(ATTENTION)
     kv = StreamingKV(kv_geometry(model), 4, WindowSettings(4, 600, 40), KERNELS["reference"])
-    twin = TwinPass(model, FixedBatch(kv, PassShape(4, 5), ranged, workers=132))
-    assert twin.batch.splits > 1
-    assert (twin.run().shape, twin.run().dtype) == ((20, 256), torch.float32)
+    full = FullKV(kv_geometry(model), 2000, KERNELS["reference"])
+    shape, heads = PassShape(4, 5), model.config.num_attention_heads
+    queries = torch.empty(len(full.keys), heads, 20, full.geometry.head_dim, dtype=torch.bfloat16, device="meta")
+    for batch in (
+        ShapedBatch(kv, shape, kv.slots_each, ranged, 132),
+        VerifyBatch(full, shape, 1000, ranged, 132, queries),
+    ):
+        twin = TwinPass(model, batch)
+        assert twin.batch.splits > 1
+        assert (twin.run().shape, twin.run().dtype) == ((20, 256), torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -95,3 +104,21 @@ def test_on_the_cpu_there_are_twins_where_they_are_asked_for(mode: str, shapes: 
     kv = StreamingKV(kv_geometry(model), 3, WindowSettings(4, 20, 8), KERNELS["reference"])
     shaped = shaped_passes(model, kv, load_settings(dtype="float32", max_sequences=3, graphs=mode), most_queries=4)
     assert (shaped and len(shaped.passes)) == shapes
+
+
+def test_an_offloaded_target_has_none() -> None:
+    """What is copied differs from pass to pass."""
+    model = random_model()
+    settings = load_settings(dtype="float32", max_sequences=3, graphs="eager")
+    geometry, kernel = kv_geometry(model), KERNELS["reference"]
+    assert shaped_passes(model, OffloadedKV(geometry, 100, kernel, Offload()), settings, 4) is None
+    shaped = shaped_passes(model, FullKV(geometry, 100, kernel), settings, 4)
+    assert shaped is not None
+    assert all(isinstance(each.batch, VerifyBatch) for each in shaped.passes)
+
+
+def test_a_captured_target_needs_attention_that_copies_nothing() -> None:
+    """In float32 there is none on a GPU: its passes would copy every context at its greatest length."""
+    model = random_model()
+    settings = load_settings(device="cuda:0", dtype="float32", max_sequences=3, graphs="on")
+    assert shaped_passes(model, FullKV(kv_geometry(model), 100, KERNELS["reference"]), settings, 4) is None

@@ -81,6 +81,7 @@ __all__ = [
     "Ranged",
     "check_kernel",
     "default_kernel",
+    "gathered",
     "kernel_for",
     "merge",
     "ranged_for",

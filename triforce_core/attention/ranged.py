@@ -40,10 +40,15 @@ def num_splits(workers: int, sequences: int, kv_heads: int, longest: int) -> int
     return max(1, min(ceil(workers / (sequences * kv_heads)), longest // LEAST_KEYS))
 
 
-def cut(start: int, length: int, splits: int) -> list[tuple[int, int]]:
-    """The range [start, start + length) in `splits` pieces (start, length) of at least `LEAST_KEYS`, while it lasts."""
-    step = max(LEAST_KEYS, ceil(length / splits))
-    return [(start + min(i * step, length), max(0, min(step, length - i * step))) for i in range(splits)]
+def cut(ranges: list[tuple[int, int]], splits: int) -> list[tuple[int, int]]:
+    """The ranges [start, stop), at most `splits`, in as many pieces (start, length), which may be empty.
+
+    Of at least `LEAST_KEYS` each, while a range lasts.
+    """
+    total = sum(stop - start for start, stop in ranges)
+    step = max(LEAST_KEYS, ceil(total / max(1, splits - len(ranges) + 1)))
+    pieces = [(first, min(step, stop - first)) for start, stop in ranges for first in range(start, stop, step)]
+    return pieces + [(0, 0)] * (splits - len(pieces))
 
 
 def attend(

@@ -16,7 +16,7 @@ from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.engine.target_kv import target_kv
 from triforce_core.errors import require
-from triforce_core.kv.fixed import FixedKV
+from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
@@ -39,7 +39,7 @@ from triforce_core.models.load import (
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.ranks import Group, Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
-from triforce_core.models.runner import Cache, ModelRunner, threads_for
+from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.ngram import NgramProposer
 from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
 
@@ -75,14 +75,17 @@ def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
     return target_kv(kv_geometry(model), target_limits(model.config, settings).kv_pool_tokens, settings)
 
 
-def runner_for(model: PreTrainedModel, kv: Cache, settings: Settings, few_tokens: int = 0) -> ModelRunner:
+def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
     """Of a model and its cache, or of this rank's share of them. Passes over up to `few_tokens` of each sequence have
     constant shapes where the settings want that and the cache can do it.
     """
-    own = kv.kv if isinstance(kv, LeadingKV) else kv
-    shaped = shaped_passes(model, own, settings, few_tokens) if few_tokens and isinstance(own, FixedKV) else None
-    kind = LeadingRunner if isinstance(kv, LeadingKV) else ModelRunner
-    return kind(model, kv, threads_for(model, settings), shaped)
+    own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
+    return kind(model, kv, threads_for(model, settings), shaped_passes(model, own, settings, few_tokens))
+
+
+def few_target_tokens(settings: Settings) -> int:
+    """A pass judges the longest block that can be handed up, and has the last token before it."""
+    return sum(settings.speculation.effective) + 1
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
@@ -91,7 +94,7 @@ def few_retrieval_tokens(settings: Settings) -> int:
 
 
 def retrieval_verifier(
-    model: PreTrainedModel, kv: Cache, settings: Settings, judge: Judge = ModelVerifier
+    model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, judge: Judge = ModelVerifier
 ) -> ModelVerifier:
     """The retrieval tier by itself."""
     return judge(runner_for(model, kv, settings, few_retrieval_tokens(settings)), Tier.RETRIEVAL)
@@ -99,7 +102,7 @@ def retrieval_verifier(
 
 def retrieval_decoder(
     model: PreTrainedModel,
-    kv: Cache,
+    kv: KVCache | LeadingKV,
     drafts: Proposer,
     settings: Settings,
     *,
@@ -127,7 +130,7 @@ def target_engine(
     """
     limits = target_limits(model.config, settings)
     kv = kv or full_kv(model, settings)
-    verifier = judge(runner_for(model, kv, settings), Tier.TARGET)
+    verifier = judge(runner_for(model, kv, settings, few_target_tokens(settings)), Tier.TARGET)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)

@@ -14,6 +14,7 @@ import torch
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import (
     few_retrieval_tokens,
+    few_target_tokens,
     full_kv,
     load_retrieval_model,
     retrieval_kv,
@@ -55,7 +56,7 @@ def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> R
     group.meet()
     replica = Replica(group, full, sparse)
     if target is not None and full is not None:
-        replica.runners[Tier.TARGET] = runner_for(target, full, settings)
+        replica.runners[Tier.TARGET] = runner_for(target, full, settings, few_target_tokens(settings))
     if retrieval is not None and sparse is not None:
         replica.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
     return replica

@@ -108,12 +108,15 @@ class KVCache(ABC):
     def __init__(
         self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, pools: Sequence[Tensor] | None = None
     ) -> None:
-        """`pools`: one a layer, shaped as `KVGeometry.new_pool` makes them, which is the default; see `on_device`."""
+        """`pools`: one a layer, shaped as `KVGeometry.new_pool` makes them; see `on_device`. By default they are made,
+        with one slot that is not handed out.
+        """
         if pools is None:
-            pools = [geometry.new_pool(pool_tokens) for _ in range(geometry.num_layers)]
+            pools = [geometry.new_pool(pool_tokens + 1) for _ in range(geometry.num_layers)]
         self.keys = [pool[0] for pool in pools]  # a layer: [kv_heads, pool_tokens, head_dim]
         self.values = [pool[1] for pool in pools]
         self.geometry, self.kernel = geometry, kernel
+        self.dump_slot = pool_tokens  # written by what only fills a pass up (shaped.py); nobody reads it
         self.allocator = RangeAllocator(pool_tokens)
         self.held: dict[int, Held] = {}
 

@@ -8,6 +8,7 @@ has not been run on a GPU yet. docs/decisions/0015-graphs.md
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Protocol
 
 import torch
@@ -16,18 +17,22 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.attention import ranged_for
+from triforce_core.attention import gathered, ranged_for
 from triforce_core.config import Settings
-from triforce_core.kv.base import Batch
-from triforce_core.kv.fixed import FixedBatch, FixedKV, PassShape
+from triforce_core.kv.base import Batch, KVCache
+from triforce_core.kv.fixed import FixedKV
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.offloaded import OffloadedKV
+from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 
 WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
+LONGEST_CONTEXT = 32_768  # tokens that a sequence of the target's sees: beyond, reading them hides every launch
 
 
 class Pass(Protocol):
     """Runs the model over what was loaded into its batch."""
 
-    batch: FixedBatch
+    batch: ShapedBatch
 
     def run(self) -> Tensor:
         """Logits, [tokens of the shape, vocab] float32, those of the sampled tokens first."""
@@ -37,7 +42,7 @@ class Pass(Protocol):
 class TwinPass:
     """What is captured, as it is."""
 
-    def __init__(self, model: PreTrainedModel, batch: FixedBatch) -> None:
+    def __init__(self, model: PreTrainedModel, batch: ShapedBatch) -> None:
         self.model, self.batch = model, batch
 
     @torch.inference_mode()
@@ -85,31 +90,57 @@ class ShapedPasses:
 
     def forward(self, batch: Batch) -> Tensor | None:
         """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None: it fits no shape."""
-        smallest = next((each for each in self.passes if each.batch.shape.has_room(batch)), None)
+        smallest = next((each for each in self.passes if each.batch.has_room(batch)), None)
         if smallest is None:
             return None
         smallest.batch.load(batch)
-        return smallest.run()[: sum(row.num_sampled for row in batch.rows)]
+        logits = smallest.run()
+        smallest.batch.settle(batch)
+        return logits[: sum(row.num_sampled for row in batch.rows)]
 
 
-def shaped_passes(model: PreTrainedModel, kv: FixedKV, settings: Settings, most_queries: int) -> ShapedPasses | None:
+def shaped_passes(model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int) -> ShapedPasses | None:
     """Those of batches up to `max_sequences` and up to `most_queries` tokens of each sequence, as the settings want
-    them; None: they want none.
+    them; None: they want none, or the cache cannot do it.
     """
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
         return None
-    device = kv.geometry.device
-    workers = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-    ranged = ranged_for(settings)
-    shapes = [PassShape(n, q) for n in doubling(settings.max_sequences) for q in doubling(most_queries)]
-    twins = [TwinPass(model, FixedBatch(kv, shape, ranged, workers)) for shape in shapes]
+    if isinstance(kv, OffloadedKV):
+        return None  # what is copied differs from pass to pass
+    if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
+        return None  # it would copy every context in the greatest length that there is room for
+    sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
+    twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
     if not capture:
         return ShapedPasses([*twins])
     pool = torch.cuda.graph_pool_handle()
     # The largest first, so that the others fit into the memory that it leaves in the pool.
     largest_first = track(twins[::-1], f"capturing {len(twins)} graphs", console=Console(stderr=True))
     return ShapedPasses([CapturedPass(twin, pool) for twin in largest_first])
+
+
+def shaped_batches(
+    model: PreTrainedModel, kv: KVCache, settings: Settings, sizes: list[int], queries: list[int]
+) -> Iterator[ShapedBatch]:
+    """One for each number of sequences and of tokens of each, the largest last."""
+    geometry, ranged = kv.geometry, ranged_for(settings)
+    cuda = geometry.device.type == "cuda"
+    workers = torch.cuda.get_device_properties(geometry.device).multi_processor_count if cuda else 1
+    shapes = [PassShape(n, q) for n in sizes for q in queries]
+    if isinstance(kv, FixedKV):
+        for shape in shapes:
+            yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers)
+    elif isinstance(kv, FullKV):
+        longest = min(kv.allocator.num_slots, LONGEST_CONTEXT)
+        heads = model.config.num_attention_heads // (model.tp_size or 1)
+        kept = torch.empty(
+            *(geometry.num_layers, heads, shapes[-1].tokens, geometry.head_dim),
+            dtype=geometry.dtype,
+            device=geometry.device,
+        )
+        for shape in shapes:
+            yield VerifyBatch(kv, shape, longest, ranged, workers, kept)
 
 
 def doubling(most: int) -> list[int]:

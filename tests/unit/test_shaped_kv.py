@@ -1,8 +1,11 @@
-"""A pass of constant shape is an ordinary pass: the same attention, the same KV in the pool, whatever fills it up."""
+"""A pass of constant shape is an ordinary pass: the same attention, the same KV in the pool, the same queries kept,
+whatever fills it up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -15,9 +18,11 @@ from tests.random_models import random_tokens
 from tests.stating import spec
 from triforce_core.attention import KERNELS
 from triforce_core.attention.ranged import gathered
-from triforce_core.kv.base import Batch, Forward, KVGeometry
-from triforce_core.kv.fixed import FixedBatch, FixedKV, PassShape
+from triforce_core.kv.base import Batch, Forward, KVGeometry, joined
+from triforce_core.kv.fixed import FixedKV
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Span
@@ -62,6 +67,22 @@ def long_retrieval() -> RetrievalKV:
     return RetrievalKV(GEOMETRY, MAX_SEQUENCES, 600, 20, KERNELS["reference"])
 
 
+def full() -> FullKV:
+    """Sequences are of different lengths, so that the pool becomes fragmented."""
+    return FullKV(GEOMETRY, length_of(0) + length_of(1) + length_of(2) // 2, KERNELS["reference"])
+
+
+def length_of(sequence: int) -> int:
+    return 100 + 30 * sequence
+
+
+def shaped(kv: FixedKV | FullKV) -> ShapedBatch:
+    if isinstance(kv, FixedKV):
+        return ShapedBatch(kv, SHAPE, kv.slots_each, gathered, workers=100)
+    queries = torch.full((LAYERS, KV_HEADS * GROUP, SHAPE.tokens + 3, HEAD_DIM), torch.nan)
+    return VerifyBatch(kv, SHAPE, 600, gathered, 100, queries)  # in two pieces, for a sequence may lie in two ranges
+
+
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
@@ -69,15 +90,16 @@ def normal(seed: int, *shape: int) -> Tensor:
 class Twins:
     """Two caches with the same history: one runs passes of constant shape where they fit, the other never does."""
 
-    def __init__(self, make: Callable[[], FixedKV]) -> None:
+    def __init__(self, make: Callable[[], FixedKV | FullKV]) -> None:
         self.ordinary, self.fixed = make(), make()
         for kv in (self.ordinary, self.fixed):
             for pool in (*kv.keys, *kv.values):
                 pool.fill_(torch.nan)  # what was never written is never read
-        self.pass_ = FixedBatch(self.fixed, SHAPE, gathered, workers=100)
+        self.pass_ = shaped(self.fixed)
         self.texts: dict[int, tuple[int, ...]] = {}
         self.versions = 0
         self.compared = 0  # rows of passes that fitted
+        self.fragmented = 0  # of these, the ones whose sequence lies in several ranges
 
     def state(self, passed: list[Statement]) -> None:
         """One pass over these, in both."""
@@ -89,7 +111,7 @@ class Twins:
             text = text[: max(0, len(text) - s.rolled_back)]
             text += random_tokens(s.grown, seed=len(text) + s.sequence)
             self.texts[s.sequence] = text
-            forwards.append(Forward(Span(s.sequence, 0, text, spec(1000)), min(s.sampled, s.grown)))
+            forwards.append(Forward(Span(s.sequence, 0, text, spec(length_of(s.sequence))), min(s.sampled, s.grown)))
         batch, twin = self.ordinary.prepare(forwards), self.fixed.prepare(forwards)
         assert [row.placed for row in batch.rows] == [row.placed for row in twin.rows]
         self.attend(batch, twin)
@@ -103,15 +125,18 @@ class Twins:
                 assert isinstance(kv, RetrievalKV)
                 kv.deliver(Snapshot(sequence, self.versions, len(text), keys, values))
         else:
-            self.texts.pop(sequence, None)
-            for kv in (self.ordinary, self.fixed):
-                kv.release(sequence)
+            self.forget(sequence)
+
+    def forget(self, sequence: int) -> None:
+        self.texts.pop(sequence, None)
+        for kv in (self.ordinary, self.fixed):
+            kv.release(sequence)
 
     def attend(self, batch: Batch, twin: Batch) -> None:
         """Both attend to the same queries, keys and values; where the shape has tokens of its own, garbage."""
         if not batch.rows:
             return
-        fits = SHAPE.has_room(twin)
+        fits = self.pass_.has_room(twin)
         tokens = [t for row in batch.rows for t in range(row.first, row.stop)]
         places = [i * SHAPE.queries + t for i, row in enumerate(twin.rows) for t in range(row.stop - row.first)]
         if fits:
@@ -134,10 +159,22 @@ class Twins:
                 assert output.isfinite().all()
                 found = output[places]
                 self.compared += len(batch.rows)
+                self.fragmented += sum(len(joined([], row.placed.visible)) > 1 for row in batch.rows)
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
             for ours, theirs in ((self.fixed.keys, self.ordinary.keys), (self.fixed.values, self.ordinary.values)):
                 own = torch.arange(ours[layer].shape[1]) != self.fixed.dump_slot
                 torch.testing.assert_close(ours[layer][:, own], theirs[layer][:, own], atol=0, rtol=0, equal_nan=True)
+        if fits:
+            self.pass_.settle(twin)
+            self.pass_.load(Batch(self.fixed))  # what is kept stays as it is
+        self.check_queries(batch)
+
+    def check_queries(self, batch: Batch) -> None:
+        if isinstance(self.ordinary, FullKV) and isinstance(self.fixed, FullKV):
+            for row in batch.rows:
+                theirs, ours = self.ordinary.held[row.sequence_id], self.fixed.held[row.sequence_id]
+                assert ours.query_positions == theirs.query_positions
+                torch.testing.assert_close(ours.queries, theirs.queries, atol=0, rtol=0)
 
     def check_inputs(self, batch: Batch, places: list[int]) -> None:
         assert self.pass_.token_ids[places].tolist() == [t for row in batch.rows for t in row.placed.tokens]
@@ -146,29 +183,58 @@ class Twins:
         assert self.pass_.sampled[: len(sampled)].tolist() == sampled
 
 
-@pytest.mark.parametrize("make", [streaming, retrieval, long_retrieval])
+@pytest.mark.parametrize("make", [streaming, retrieval, long_retrieval, full])
 @given(histories)
-def test_any_history(make: Callable[[], FixedKV], history: list[list[Statement]]) -> None:
+def test_any_history(make: Callable[[], FixedKV | FullKV], history: list[list[Statement]]) -> None:
     """Growth, rollback, moved windows, snapshots, sequences that come and go, in batches of any mixture."""
     twins = Twins(make)
-    assert (twins.pass_.splits > 1) == (make is long_retrieval)
+    assert (twins.pass_.splits > 1) == (make in (long_retrieval, full))
     for passed in history:
         twins.state(passed)
 
 
-@pytest.mark.parametrize("make", [streaming, retrieval])
-def test_a_long_history_has_passes_that_fit_and_others(make: Callable[[], FixedKV]) -> None:
+@pytest.mark.parametrize("make", [streaming, retrieval, full])
+def test_a_long_history_has_passes_that_fit_and_others(make: Callable[[], FixedKV | FullKV]) -> None:
     twins = Twins(make)
     for i in range(60):
         twins.state([Statement(s, i % (s + 2), 1 + (i + s) % 5, 1, i in (1, 20 + s)) for s in range(3)])
     assert 50 < twins.compared < 60 * 3 * LAYERS
 
 
-def test_the_dump_slot_is_nobodys() -> None:
-    kv = streaming()
-    for sequence in range(MAX_SEQUENCES):
-        assert kv.open(sequence, spec(1000)) is not None
+def test_a_sequence_in_several_ranges() -> None:
+    twins = Twins(full)
+    twins.state([Statement(s, 0, 60, 1, False) for s in (0, 1)])
+    twins.forget(0)
+    twins.state([Statement(2, 0, 120, 1, False)])  # where the first one was, and behind the second
+    for i in range(12):
+        twins.state([Statement(s, i % 3, 1 + i % 5, 1, False) for s in (1, 2)])
+    assert twins.fragmented == 12 * LAYERS
+
+
+def test_a_sequence_in_more_ranges_than_pieces_or_longer_than_is_read_does_not_fit() -> None:
+    kv = full()
+    batch = kv.prepare([Forward(Span(0, 0, random_tokens(60, seed=0), spec(100)), 1)])
+    queries = torch.empty(LAYERS, KV_HEADS * GROUP, 5, HEAD_DIM)
+    roomy, narrow = (VerifyBatch(kv, PassShape(1, 5), most, gathered, 4, queries) for most in (600, 50))
+    assert not roomy.has_room(batch), "60 tokens are more than 5"
+    batch = kv.prepare([Forward(Span(0, 0, random_tokens(63, seed=0), spec(100)), 1)])
+    assert roomy.has_room(batch)
+    assert not narrow.has_room(batch)
+    [row] = batch.rows
+    batch.rows = [replace(row, placed=replace(row.placed, visible=[(0, 20), (30, 50), (60, 80)]))]
+    assert roomy.splits == 2
+    assert not roomy.has_room(batch)
+
+
+@pytest.mark.parametrize("make", [streaming, full])
+def test_the_dump_slot_is_nobodys(make: Callable[[], FixedKV | FullKV]) -> None:
+    kv = make()
+    sequences = [*range(MAX_SEQUENCES)] if isinstance(kv, FixedKV) else [0, 1]
+    for sequence in sequences:
+        assert kv.open(sequence, spec(length_of(sequence))) is not None
+    for start in range(kv.allocator.num_free):  # and what is left, slot by slot
+        assert kv.open(100 + start, spec(1)) is not None
     owned = [slot for held in kv.held.values() for start, stop in held.ranges for slot in range(start, stop)]
-    assert len(owned) == len(set(owned)) == MAX_SEQUENCES * kv.slots_each
+    assert sorted(owned) == [*range(kv.allocator.num_slots)]
     assert kv.dump_slot not in owned
     assert 0 <= kv.dump_slot < kv.keys[0].shape[1]
