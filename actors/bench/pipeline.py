@@ -158,6 +158,7 @@ def conditions(settings: Settings, load: Load, pace: Pace | None) -> dict[str, A
         "micro_batches": settings.micro_batches,
         "budget": settings.retrieval.budget,
         "dtype": settings.dtype,
+        "kv_dtype": settings.target.kv_dtype,
         "colocate": settings.placement.colocate,
         "cores": {tier.name.lower(): cores_of(settings, tier) for tier in Tier},
     }

@@ -72,7 +72,9 @@ def http_app(service: Service) -> FastAPI:
     async def status() -> dict[str, Any]:
         replicas = await service.pipelines.status()
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
-        return {"in_flight": service.in_flight, "places": service.room, "tiers": tiers}
+        given = service.settings
+        target = {"model": service.model.name, "dtype": given.dtype, "kv_dtype": given.target.kv_dtype}
+        return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
     return app
 

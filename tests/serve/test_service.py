@@ -131,6 +131,19 @@ def test_a_lost_pipeline_asks_to_come_back() -> None:
         assert served()[0].get(path).status_code == 503
 
 
+class WithoutTiers(Scripted):
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
+        return {}
+
+
+def test_rounded_kv_is_another_target_and_said_to_be() -> None:
+    settings = load_settings(target={"kv_dtype": "float8_e4m3fn"})
+    rounding = ServedModel.load(settings)
+    assert rounding.fingerprint != model().fingerprint
+    answer = TestClient(http_app(Service(settings, rounding, WithoutTiers()))).get("/status")
+    assert answer.json()["target"] == {"model": "demo", "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+
+
 def test_a_draining_server_takes_nothing_new_and_finishes_the_rest() -> None:
     async def drained() -> list[str]:
         _, service, _ = served(event(ids("a")), 0.3, event(ids("b"), gen.FINISH_REASON_LENGTH))

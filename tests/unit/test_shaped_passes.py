@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -106,12 +107,13 @@ def test_on_the_cpu_there_are_twins_where_they_are_asked_for(mode: str, shapes: 
     assert (shaped and len(shaped.passes)) == shapes
 
 
-def test_an_offloaded_target_has_none() -> None:
-    """What is copied differs from pass to pass."""
+def test_a_target_whose_kv_is_offloaded_or_rounded_has_none() -> None:
+    """What is copied or widened differs from pass to pass."""
     model = random_model()
     settings = load_settings(dtype="float32", max_sequences=3, graphs="eager")
     geometry, kernel = kv_geometry(model), KERNELS["reference"]
     assert shaped_passes(model, OffloadedKV(geometry, 100, kernel, Offload()), settings, 4) is None
+    assert shaped_passes(model, FullKV(replace(geometry, rounded=True), 100, kernel), settings, 4) is None
     shaped = shaped_passes(model, FullKV(geometry, 100, kernel), settings, 4)
     assert shaped is not None
     assert all(isinstance(each.batch, VerifyBatch) for each in shaped.passes)

@@ -105,6 +105,7 @@ def bench_decode(
         "output": output,
         "drafter": settings.draft.model,
         "dtype": settings.dtype,
+        "kv_dtype": settings.target.kv_dtype,
         "temperature": sampling.temperature,
         "lookaheads": list(settings.speculation.effective),
         "budget": settings.retrieval.budget,

@@ -70,6 +70,7 @@ def bench_device(settings: Settings, geometry: Geometry, load: Load, report: Rep
         "torch": torch.__version__,
         "context": load.context,
         "dtype": settings.dtype,
+        "kv_dtype": settings.target.kv_dtype,
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
         "self_drafter_quantization": settings.retrieval.quantization,

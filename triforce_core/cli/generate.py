@@ -71,6 +71,7 @@ def generate(
                     "text": completion.text,
                     "token_ids": completion.tokens,
                     "finish_reason": step.finish_reason,
+                    "kv_dtype": settings.target.kv_dtype,
                     "usage": {"prompt_tokens": len(prompt), "completion_tokens": output.num_tokens},
                     "stats": {
                         "prefill_s": stats.prefill_s,
@@ -84,7 +85,7 @@ def generate(
         )
         return
     console.print()
-    console.print(legend(stats))
+    console.print(legend(stats, settings))
 
 
 def read_prompt(path: Path) -> str:
@@ -106,10 +107,10 @@ def show(console: Console, pieces: Iterable[Piece]) -> None:
     console.print(Segments(segments), end="")
 
 
-def legend(stats: Stats) -> Text:
-    """Which colour is which tier, and what the output cost."""
+def legend(stats: Stats, settings: Settings) -> Text:
+    """Which colour is which tier, what the target computes with, and what the output cost."""
     costs = [f"prefill {stats.prefill_s:.2f} s"]
     if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: the prefill gave all there is
         costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
     names = ((f"{tier.name.lower()} ", COLOURS[tier]) for tier in Tier)
-    return Text.assemble(*names, (f"| {', '.join(costs)}", "dim"))
+    return Text.assemble(*names, (f"| {settings.numbers} | {', '.join(costs)}", "dim"))

@@ -27,6 +27,9 @@ DrafterOption = Annotated[str | None, typer.Option(help="model directory or hub 
 QuantizationOption = Annotated[
     str | None, typer.Option(help="int8 | int4 | fp8: of the retrieval tier's own copy of the target's weights")
 ]
+KVDtypeOption = Annotated[
+    str | None, typer.Option(help="the target's KV: auto | float8_e4m3fn: half the memory, but another target's tokens")
+]
 OffloadOption = Annotated[str | None, typer.Option(help="the target's KV: none | host | disk (--offload-path)")]
 ResidentOption = Annotated[int | None, typer.Option(help="layers whose KV stays on the device under offload")]
 OffloadPathOption = Annotated[str | None, typer.Option(help="directory for the KV where --offload is disk")]
@@ -67,6 +70,7 @@ def decoding_settings(
     target: Annotated[str | None, typer.Option(help="model directory or hub id")] = None,
     drafter: DrafterOption = None,
     self_drafter_quantization: QuantizationOption = None,
+    kv_dtype: KVDtypeOption = None,
     offload: OffloadOption = None,
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
@@ -87,6 +91,7 @@ def decoding_settings(
             "dtype": dtype,
             "target.model": target,
             "draft.model": drafter,
+            "target.kv_dtype": kv_dtype,
             "target.offload": offload,
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,
@@ -106,6 +111,7 @@ def geometry_settings(
     budget: Annotated[int | None, typer.Option(help="tokens of KV in the retrieval tier")] = None,
     chunk: Annotated[int | None, typer.Option(help="tokens selected together")] = None,
     self_drafter_quantization: QuantizationOption = None,
+    kv_dtype: KVDtypeOption = None,
     offload: OffloadOption = None,
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
@@ -122,6 +128,7 @@ def geometry_settings(
             "retrieval.budget": budget,
             "retrieval.chunk": chunk,
             "retrieval.quantization": self_drafter_quantization,
+            "target.kv_dtype": kv_dtype,
             "target.offload": offload,
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,
@@ -135,6 +142,7 @@ def serving_settings(
     port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
     drafter: DrafterOption = None,
     self_drafter_quantization: QuantizationOption = None,
+    kv_dtype: KVDtypeOption = None,
     offload: OffloadOption = None,
     resident_layers: ResidentOption = None,
     offload_path: OffloadPathOption = None,
@@ -149,6 +157,7 @@ def serving_settings(
             "server.port": port,
             "draft.model": drafter,
             "retrieval.quantization": self_drafter_quantization,
+            "target.kv_dtype": kv_dtype,
             "target.offload": offload,
             "target.resident_layers": resident_layers,
             "target.offload_path": offload_path,

@@ -106,8 +106,8 @@ def shaped_passes(model: PreTrainedModel, kv: KVCache, settings: Settings, most_
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
         return None
-    if isinstance(kv, OffloadedKV):
-        return None  # what is copied differs from pass to pass
+    if isinstance(kv, OffloadedKV) or kv.geometry.rounded:
+        return None  # what is copied, or widened, differs from pass to pass
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
         return None  # it would copy every context in the greatest length that there is room for
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
