@@ -309,8 +309,13 @@ class Settings(Strict):
     attention: str | None = Field(None, description="kernel by name; by default the best for device and dtype")
     graphs: Literal["auto", "on", "eager", "off"] = Field(
         "auto",
-        description="passes over few tokens in the draft and retrieval tiers: on captures them as CUDA graphs, eager"
+        description="passes over few tokens: on captures them as CUDA graphs, eager"
         " runs the same code without capture, off runs them as all others; auto is on for CUDA and off for the CPU",
+    )
+    compile: Literal["auto", "on", "off"] = Field(
+        "auto",
+        description="norms, rotary embeddings and activations as fused kernels, which torch.compile makes at start;"
+        " auto is on for CUDA, where a compiler works, and off for the CPU; models on several ranks stay as they are",
     )
     max_sequences: int = Field(8, ge=1, description="requests that a pipeline decodes at the same time")
 
@@ -337,7 +342,7 @@ class Settings(Strict):
             raise ValueError("must be cpu, cuda or cuda:N")
         return value
 
-    @field_validator("graphs", mode="before")
+    @field_validator("graphs", "compile", mode="before")
     @classmethod
     def _on_and_off(cls, value: object) -> object:
         """YAML reads a bare on and off as truth values."""
@@ -398,6 +403,11 @@ class Settings(Strict):
         """What the target computes with and, where it is redefined by that, what it sees of its KV; for people."""
         rounds = self.target.rounds_kv
         return f"{self.dtype}, KV rounded to {self.target.kv_dtype}" if rounds else self.dtype
+
+    @property
+    def fused(self) -> bool:
+        """Whether models are to run fused kernels."""
+        return self.compile == "on" or (self.compile == "auto" and self.device_type == "cuda")
 
     @property
     def micro_batches(self) -> int:

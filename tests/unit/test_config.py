@@ -73,6 +73,7 @@ BAD: list[tuple[str, list[str]]] = [
     ),
     ("device: gpu", ["device", "'gpu'", "must be cpu, cuda or cuda:N"]),
     ("graphs: on", ["graphs 'on' must be auto, eager or off where device is cpu"]),
+    ("compile: eager", ["compile", "'eager'", "'auto', 'on' or 'off'"]),
     ("graphs: 1", ["graphs", "'auto', 'on', 'eager' or 'off'"]),
     ("dtype: float8", ["dtype", "'float8'", "bfloat16"]),
     ("max_sequences: 0", ["max_sequences", "0", "greater than or equal to 1"]),

@@ -51,6 +51,26 @@ def cut(ranges: list[tuple[int, int]], splits: int) -> list[tuple[int, int]]:
     return pieces + [(0, 0)] * (splits - len(pieces))
 
 
+# join(past, query, keys, values, scale) -> output: `joined_with_own`, or the same compiled.
+Join = Callable[[Partial, Tensor, Tensor, Tensor, float], Tensor]
+
+
+def joined_with_own(past: Partial, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
+    """Attention over what `over_items` gave and over the few tokens of the pass itself, causally among these.
+
+    query [kv_heads, group, sequences, queries, head_dim], keys and values the same without a group; the output is
+    [tokens, heads, head_dim]. Products are written as sums, which a compiler can fuse with what is around them.
+    """
+    near_keys, near_values = (each.float()[:, None, :, None] for each in (keys, values))  # one for all queries
+    scores = (query.float().unsqueeze(-2) * near_keys).sum(-1) * scale
+    numbers = torch.arange(scores.shape[-1], device=scores.device)
+    scores = scores.masked_fill(numbers > numbers[:, None], -torch.inf)
+    lse = torch.logaddexp(past.lse.logsumexp(0), scores.logsumexp(-1))  # over all that a query sees
+    output = ((scores - lse.unsqueeze(-1)).exp().unsqueeze(-1) * near_values).sum(-2)
+    output = output + ((past.lse - lse).exp().unsqueeze(-1) * past.output).sum(0)
+    return output.permute(2, 3, 0, 1, 4).flatten(2, 3).flatten(0, 1).to(query.dtype)
+
+
 def attend(
     ranged: Ranged,
     query: Tensor,
@@ -59,6 +79,7 @@ def attend(
     pool: tuple[Tensor, Tensor],
     scale: float,
     items: WorkItems,
+    join: Join = joined_with_own,
 ) -> Tensor:
     """query [heads, tokens, head_dim], and keys and values [kv_heads, tokens, head_dim] of the same tokens, which are
     those of the first sequence, then of the next; the pool's keys and values [kv_heads, slots, head_dim].
@@ -66,13 +87,10 @@ def attend(
     Returns [tokens, heads, head_dim]. Each token sees its sequence's items and, of its own sequence, no later token.
     """
     kv_heads, sequences = keys.shape[0], items.lengths.shape[0] // items.splits
-    dtype = query.dtype
     query = query.unflatten(1, (sequences, -1)).unflatten(0, (kv_heads, -1))
     past = over_items(ranged, query, *pool, scale, items)
-    own = over_own(query, keys.unflatten(1, (sequences, -1)), values.unflatten(1, (sequences, -1)), scale)
-    weights = torch.cat([past.lse, own.lse[None]]).softmax(0).unsqueeze(-1)
-    output = (weights[:-1] * past.output).sum(0) + weights[-1] * own.output
-    return output.permute(2, 3, 0, 1, 4).flatten(2, 3).flatten(0, 1).to(dtype)
+    own = keys.unflatten(1, (sequences, -1)), values.unflatten(1, (sequences, -1))
+    return join(past, query, *own, scale)
 
 
 def over_items(ranged: Ranged, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
@@ -80,23 +98,13 @@ def over_items(ranged: Ranged, query: Tensor, keys: Tensor, values: Tensor, scal
 
     The heads of a group are folded into queries, so that KV is read once for all of them.
     """
-    group, sequences, queries = query.shape[1:4]
-    each = query.permute(2, 1, 3, 0, 4).flatten(1, 2)  # [sequences, group * queries, kv_heads, head_dim]
-    output, lse = ranged(each.repeat_interleave(items.splits, 0), keys, values, scale, items)
+    kv_heads, group, sequences, queries, head_dim = query.shape
+    repeated = query.permute(2, 1, 3, 0, 4)[:, None].expand(-1, items.splits, -1, -1, -1, -1)
+    each = repeated.reshape(sequences * items.splits, group * queries, kv_heads, head_dim)  # one copy
+    output, lse = ranged(each, keys, values, scale, items)
     output = output.unflatten(1, (group, queries)).unflatten(0, (sequences, items.splits))
     lse = lse.unflatten(2, (group, queries)).unflatten(1, (sequences, items.splits))
     return Partial(output.permute(1, 4, 2, 0, 3, 5), lse.permute(2, 0, 3, 1, 4))
-
-
-def over_own(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial:
-    """Causal, over the few tokens of the pass itself: query [kv_heads, group, sequences, queries, head_dim], keys and
-    values the same without a group. The output is float32.
-    """
-    scores = query.float() @ keys.float().mT.unsqueeze(1) * scale
-    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-    scores = scores.masked_fill(future, -torch.inf)
-    lse = scores.logsumexp(-1)
-    return Partial((scores - lse.unsqueeze(-1)).exp() @ values.float().unsqueeze(1), lse)
 
 
 def gathered(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:

@@ -24,6 +24,7 @@ from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
+from triforce_core.models.fuse import fuse
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import (
     check_pair,
@@ -76,11 +77,13 @@ def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
 
 
 def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
-    """Of a model and its cache, or of this rank's share of them. Passes over up to `few_tokens` of each sequence have
-    constant shapes where the settings want that and the cache can do it.
+    """Of a model and its cache, or of this rank's share of them. The model runs fused kernels from now on, and passes
+    over up to `few_tokens` of each sequence have constant shapes, where the settings want that and it can be done.
     """
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
-    return kind(model, kv, threads_for(model, settings), shaped_passes(model, own, settings, few_tokens))
+    fused = fuse(model, settings)
+    shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
+    return kind(model, kv, threads_for(model, settings), shaped)
 
 
 def few_target_tokens(settings: Settings) -> int:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import Ranged
-from triforce_core.attention.ranged import WorkItems, attend, cut, num_splits
+from triforce_core.attention.ranged import Join, WorkItems, attend, cut, joined_with_own, num_splits
 from triforce_core.kv.base import Batch, KVCache, joined
 from triforce_core.kv.full import FullKV
 from triforce_core.transfer import staged
@@ -37,10 +37,18 @@ class ShapedBatch:
     sees it; it is token 0 at position 0, sees itself alone where its sequence is empty, and goes to the dump slot.
     """
 
-    def __init__(self, kv: KVCache, shape: PassShape, longest: int, ranged: Ranged, workers: int) -> None:
+    def __init__(
+        self,
+        kv: KVCache,
+        shape: PassShape,
+        longest: int,
+        ranged: Ranged,
+        workers: int,
+        join: Join = joined_with_own,
+    ) -> None:
         """`longest`: the most slots that a sequence's tokens see before them. `workers`: see `num_splits`."""
         self.cache = self
-        self.kv, self.shape, self.longest, self.ranged = kv, shape, longest, ranged
+        self.kv, self.shape, self.longest, self.ranged, self.join = kv, shape, longest, ranged, join
         geometry = kv.geometry
         self.splits = num_splits(workers, shape.sequences, geometry.num_kv_heads, longest)
         items = shape.sequences * self.splits
@@ -103,7 +111,7 @@ class ShapedBatch:
             self.longest,
             self.splits,
         )
-        output = attend(self.ranged, query, keys, values, pool, scale, items)
+        output = attend(self.ranged, query, keys, values, pool, scale, items, self.join)
         pool[0].index_copy_(1, self.slots, keys)
         pool[1].index_copy_(1, self.slots, values)
         return output
@@ -113,10 +121,17 @@ class VerifyBatch(ShapedBatch):
     """One of the target's, whose queries are kept: the next snapshot's chunks are chosen by them."""
 
     def __init__(
-        self, kv: FullKV, shape: PassShape, longest: int, ranged: Ranged, workers: int, queries: Tensor
+        self,
+        kv: FullKV,
+        shape: PassShape,
+        longest: int,
+        ranged: Ranged,
+        workers: int,
+        queries: Tensor,
+        join: Join = joined_with_own,
     ) -> None:
         """`queries` [layers, heads, at least `shape.tokens`, head_dim]: written by every pass that shares it."""
-        super().__init__(kv, shape, longest, ranged, workers)
+        super().__init__(kv, shape, longest, ranged, workers, join)
         self.full, self.queries = kv, queries[:, :, : shape.tokens]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:

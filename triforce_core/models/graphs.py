@@ -18,12 +18,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_core.attention import gathered, ranged_for
+from triforce_core.attention.ranged import Join, joined_with_own
 from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, KVCache
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
+from triforce_core.models.fuse import compiled, compiling
 
 WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
 LONGEST_CONTEXT = 32_768  # tokens that a sequence of the target's sees: beyond, reading them hides every launch
@@ -99,9 +101,12 @@ class ShapedPasses:
         return logits[: sum(row.num_sampled for row in batch.rows)]
 
 
-def shaped_passes(model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int) -> ShapedPasses | None:
+def shaped_passes(
+    model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, fused: bool = False
+) -> ShapedPasses | None:
     """Those of batches up to `max_sequences` and up to `most_queries` tokens of each sequence, as the settings want
-    them; None: they want none, or the cache cannot do it.
+    them; None: they want none, or the cache cannot do it. `fused`: with the attention to the pass's own tokens
+    compiled, too.
     """
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
@@ -111,7 +116,12 @@ def shaped_passes(model: PreTrainedModel, kv: KVCache, settings: Settings, most_
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
         return None  # it would copy every context in the greatest length that there is room for
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
-    twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
+    join = compiled(joined_with_own) if fused else joined_with_own
+    twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries, join)]
+    if fused:
+        with compiling():
+            for twin in twins:
+                twin.run()
     if not capture:
         return ShapedPasses([*twins])
     pool = torch.cuda.graph_pool_handle()
@@ -121,7 +131,7 @@ def shaped_passes(model: PreTrainedModel, kv: KVCache, settings: Settings, most_
 
 
 def shaped_batches(
-    model: PreTrainedModel, kv: KVCache, settings: Settings, sizes: list[int], queries: list[int]
+    model: PreTrainedModel, kv: KVCache, settings: Settings, sizes: list[int], queries: list[int], join: Join
 ) -> Iterator[ShapedBatch]:
     """One for each number of sequences and of tokens of each, the largest last."""
     geometry, ranged = kv.geometry, ranged_for(settings)
@@ -130,7 +140,7 @@ def shaped_batches(
     shapes = [PassShape(n, q) for n in sizes for q in queries]
     if isinstance(kv, FixedKV):
         for shape in shapes:
-            yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers)
+            yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers, join)
     elif isinstance(kv, FullKV):
         longest = min(kv.allocator.num_slots, LONGEST_CONTEXT)
         heads = model.config.num_attention_heads // (model.tp_size or 1)
@@ -140,7 +150,7 @@ def shaped_batches(
             device=geometry.device,
         )
         for shape in shapes:
-            yield VerifyBatch(kv, shape, longest, ranged, workers, kept)
+            yield VerifyBatch(kv, shape, longest, ranged, workers, kept, join)
 
 
 def doubling(most: int) -> list[int]:

@@ -1,0 +1,212 @@
+"""Fused kernels: which parts of a model become some, that they compute the same, and how often anything is compiled."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+from transformers import PreTrainedModel
+
+from tests.compiling import needs_a_compiler, nothing_compiles
+from tests.random_models import FAMILIES, random_model, random_pair, random_tokens
+from tests.stating import spec
+from triforce_core.attention import KERNELS
+from triforce_core.config import Settings, load_settings
+from triforce_core.errors import InvalidValueError
+from triforce_core.kv.base import Forward
+from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.messages import Span
+from triforce_core.models.fuse import (
+    compiled,
+    compiling,
+    fuse,
+    give_forwards,
+    has_own_forward,
+    say_that_it_fails,
+)
+from triforce_core.models.graphs import shaped_passes
+from triforce_core.models.load import kv_geometry
+from triforce_core.models.quantize import quantize_weights
+from triforce_core.models.runner import ModelRunner
+
+FUSED = load_settings(dtype="float32", compile="on")
+LENGTHS = (1, 2, 7, 64, 130)  # of passes
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """Nothing of an earlier test counts."""
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def num_compiled() -> int:
+    return int(counters["stats"]["unique_graphs"])
+
+
+def ordinary_logits(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Of all tokens of a text of this length, in one pass of ours."""
+    kv = StreamingKV(kv_geometry(model), 1, WindowSettings(4, 200, 40), KERNELS["reference"])
+    span = Span(1, 0, random_tokens(length, seed=length), spec(length))
+    logits, _ = ModelRunner(model, kv).forward([Forward(span, length)])
+    return logits
+
+
+def fused_parts(model: PreTrainedModel) -> set[str]:
+    return {name for name, module in model.named_modules() if has_own_forward(module)}
+
+
+@needs_a_compiler
+@pytest.mark.parametrize(
+    "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "llama")]
+)
+def test_logits_are_the_same_and_each_function_is_compiled_twice(family: str) -> None:
+    """For one token and for more; whatever the layers and the lengths."""
+    model = random_pair(family, num_hidden_layers=4).ours
+    expected = {length: ordinary_logits(model, length) for length in LENGTHS}
+    assert fuse(model, FUSED)
+    functions = 4 if family == "qwen3" else 3  # norm, rotation and block; norms of heads have another shape
+    assert num_compiled() == 2 * functions
+    with nothing_compiles():
+        for length, logits in expected.items():
+            torch.testing.assert_close(ordinary_logits(model, length), logits, atol=1e-4, rtol=1e-5)
+        assert fuse(model, FUSED), "it is shared: once is enough"
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_passes_of_constant_shape_share_their_kernels() -> None:
+    """Sixteen shapes: attention to the pass's own tokens is compiled for one sequence and more, one token and more."""
+    model = random_pair(num_hidden_layers=3).ours
+    kv = StreamingKV(kv_geometry(model), 8, WindowSettings(4, 200, 40), KERNELS["reference"])
+    settings = FUSED.model_copy(update={"graphs": "eager", "max_sequences": 8})
+    shaped = shaped_passes(model, kv, settings, 8, fused=True)
+    assert shaped is not None
+    assert len(shaped.passes) == 16
+    assert num_compiled() == 4
+    plain = shaped_passes(model, kv, settings, 8)
+    assert plain is not None
+    with nothing_compiles():
+        for fused, ordinary in zip(shaped.passes, plain.passes, strict=True):
+            torch.testing.assert_close(fused.run(), ordinary.run(), atol=1e-4, rtol=1e-5)
+
+
+@needs_a_compiler
+def test_a_copy_of_a_model_computes_with_weights_of_its_own() -> None:
+    model = random_pair().ours
+    fuse(model, FUSED)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.zero_()
+    assert fused_parts(other) == fused_parts(model)
+    assert ordinary_logits(other, 5).any()
+    assert not ordinary_logits(model, 5).any()
+
+
+def turned(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.transpose(0, -1)
+
+
+@needs_a_compiler
+def test_many_models_do_not_use_up_what_may_be_compiled() -> None:
+    """PyTorch compiles one function eight times at most; here nine stand for models."""
+    for dimensions in range(1, 10):
+        compiled(turned)(torch.zeros([2] * dimensions))
+    assert num_compiled() == 9
+
+
+def scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
+    return tensor * scale
+
+
+@needs_a_compiler
+def test_a_scale_is_a_constant() -> None:
+    """For another there would be another kernel, where a tensor on the host would serve both but no graph."""
+    function, ones = compiled(scaled), torch.ones(3)
+    with compiling():
+        assert function(ones, 0.25).eq(0.25).all()
+    with nothing_compiles():
+        assert function(ones, 0.25).eq(0.25).all()
+        with pytest.raises(RuntimeError, match="recompile"):
+            function(ones, 0.5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_attention_and_blocks_are_fused(family: str) -> None:
+    model = random_model(family)
+    give_forwards(model)
+    norms = {"input_layernorm", "post_attention_layernorm"}
+    parts = norms | {"self_attn", "mlp"} | ({"self_attn.q_norm", "self_attn.k_norm"} if family == "qwen3" else set())
+    layers = {f"model.layers.{layer}.{part}" for layer in range(2) for part in parts}
+    assert fused_parts(model) == layers | {"model.norm"}
+
+
+def test_products_of_quantised_weights_are_left_alone() -> None:
+    whole, quantised = random_model(), random_model()
+    quantize_weights(quantised, "int8")
+    give_forwards(whole)
+    give_forwards(quantised)
+    assert fused_parts(whole) - fused_parts(quantised) == {"model.layers.0.mlp", "model.layers.1.mlp"}
+
+
+def test_a_divided_model_is_left_alone() -> None:
+    model = random_model()
+    model._tp_size = 2
+    assert not fuse(model, FUSED)
+    assert not fused_parts(model)
+
+
+@pytest.mark.parametrize(
+    ("values", "fused"),
+    [
+        ({}, False),
+        ({"compile": "on"}, True),
+        ({"device": "cuda"}, True),
+        ({"device": "cuda:1", "compile": "off"}, False),
+    ],
+    ids=str,
+)
+def test_by_default_models_are_fused_on_cuda(values: dict[str, str], fused: bool) -> None:
+    assert Settings.model_validate(values).fused == fused
+
+
+def test_the_setting_is_read_as_it_is_written(tmp_path: Path) -> None:
+    """A bare on is true to YAML."""
+    path = tmp_path / "settings.yaml"
+    path.write_text("compile: on")
+    assert load_settings(path).compile == "on"
+
+
+@pytest.fixture
+def no_compiler() -> Iterator[None]:
+    from torch._inductor import config
+
+    say_that_it_fails.cache_clear()
+    with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
+        yield
+
+
+def test_without_a_compiler_on_is_refused(no_compiler: None) -> None:
+    with pytest.raises(InvalidValueError, match=r"compile: 'on' needs a compiler .*set compile: off") as refused:
+        fuse(random_pair().ours, FUSED)
+    assert "C++" in str(refused.value), "and what it lacks is said"
+
+
+def test_without_a_compiler_auto_does_without(no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
+    """The settings are those of a GPU, of which nothing but the default is of interest here."""
+    with caplog.at_level(logging.WARNING, logger="triforce_core"):
+        for seed in range(2):
+            model = random_pair(seed=seed).ours
+            assert not fuse(model, Settings(device="cuda"))
+            assert not fused_parts(model)
+            assert ordinary_logits(model, 3).isfinite().all()
+    [record] = [record for record in caplog.records if record.name.startswith("triforce_core")]
+    assert "no fused kernels" in record.getMessage()
