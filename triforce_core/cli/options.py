@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -17,22 +18,8 @@ Made = TypeVar("Made")
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-TensorParallelOption = Annotated[
-    int | None, typer.Option(help="processes that share target and retrieval tier, each with a GPU of its own")
-]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu | cuda | cuda:N")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help="0 is greedy")]
-DrafterOption = Annotated[str | None, typer.Option(help="model directory or hub id; ngram: prompt lookup in its place")]
-QuantizationOption = Annotated[
-    str | None, typer.Option(help="int8 | int4 | fp8: of the retrieval tier's own copy of the target's weights")
-]
-KVDtypeOption = Annotated[
-    str | None, typer.Option(help="the target's KV: auto | float8_e4m3fn: half the memory, but another target's tokens")
-]
-OffloadOption = Annotated[str | None, typer.Option(help="the target's KV: none | host | disk (--offload-path)")]
-ResidentOption = Annotated[int | None, typer.Option(help="layers whose KV stays on the device under offload")]
-OffloadPathOption = Annotated[str | None, typer.Option(help="directory for the KV where --offload is disk")]
 SeedOption = Annotated[int, typer.Option(help="the same seed gives the same tokens")]
 
 
@@ -61,110 +48,76 @@ def with_options_of(
     return decorate
 
 
-def decoding_settings(
-    tiers: Annotated[str | None, typer.Option(help="target | retrieval,target | draft,retrieval,target")] = None,
-    lookaheads: Annotated[str | None, typer.Option(help="tokens drafted by retrieval and by draft, e.g. 8,3")] = None,
-    budget: Annotated[int | None, typer.Option(help="tokens of KV in the retrieval tier")] = None,
-    chunk: Annotated[int | None, typer.Option(help="tokens selected together")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16")] = None,
-    target: Annotated[str | None, typer.Option(help="model directory or hub id")] = None,
-    drafter: DrafterOption = None,
-    self_drafter_quantization: QuantizationOption = None,
-    kv_dtype: KVDtypeOption = None,
-    offload: OffloadOption = None,
-    resident_layers: ResidentOption = None,
-    offload_path: OffloadPathOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    device: DeviceOption = None,
-    threads: ThreadsOption = None,
-    config: ConfigOption = None,
-) -> Settings:
-    """Of commands that decode one text in this process."""
-    return settings_from(
-        config,
-        {
-            "speculation.tiers": tiers,
-            "speculation.lookaheads": None if lookaheads is None else parse_lookaheads(lookaheads),
-            "retrieval.budget": budget,
-            "retrieval.chunk": chunk,
-            "retrieval.quantization": self_drafter_quantization,
-            "dtype": dtype,
-            "target.model": target,
-            "draft.model": drafter,
-            "target.kv_dtype": kv_dtype,
-            "target.offload": offload,
-            "target.resident_layers": resident_layers,
-            "target.offload_path": offload_path,
-            "target.tensor_parallel": tensor_parallel,
-            "device": device,
-            "threads.decode": threads,
-            "threads.prefill": threads,
-            "max_sequences": 1,
-        },
-    )
+def parse_lookaheads(text: str) -> list[int]:
+    parts = text.split(",")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        numbers = []
+    require(len(numbers) == 2, "lookaheads", text, "must be two whole numbers: retrieval,draft")
+    return numbers
 
 
-def geometry_settings(
-    device: DeviceOption = None,
-    dtype: Annotated[str | None, typer.Option(help="float32 | bfloat16")] = None,
-    lookaheads: Annotated[str | None, typer.Option(help="tokens drafted by retrieval and by draft, e.g. 8,3")] = None,
-    budget: Annotated[int | None, typer.Option(help="tokens of KV in the retrieval tier")] = None,
-    chunk: Annotated[int | None, typer.Option(help="tokens selected together")] = None,
-    self_drafter_quantization: QuantizationOption = None,
-    kv_dtype: KVDtypeOption = None,
-    offload: OffloadOption = None,
-    resident_layers: ResidentOption = None,
-    offload_path: OffloadPathOption = None,
-    threads: ThreadsOption = None,
-    config: ConfigOption = None,
-) -> Settings:
-    """Of commands that run models of a given shape, whatever their weights."""
-    return settings_from(
-        config,
-        {
-            "device": device,
-            "dtype": dtype,
-            "speculation.lookaheads": None if lookaheads is None else parse_lookaheads(lookaheads),
-            "retrieval.budget": budget,
-            "retrieval.chunk": chunk,
-            "retrieval.quantization": self_drafter_quantization,
-            "target.kv_dtype": kv_dtype,
-            "target.offload": offload,
-            "target.resident_layers": resident_layers,
-            "target.offload_path": offload_path,
-            "threads.decode": threads,
-            "threads.prefill": threads,
-        },
-    )
+@dataclass(frozen=True, slots=True)
+class SettingOption:
+    """An option that stands for settings: where it is not given, they are those of the file."""
+
+    kind: type
+    help: str
+    fields: tuple[str, ...]  # by their full names
+    parse: Callable[[Any], Any] = lambda given: given
+
+    def parameter(self, name: str) -> inspect.Parameter:
+        annotation = Annotated[self.kind | None, typer.Option(help=self.help)]  # type: ignore[name-defined]
+        return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
-def serving_settings(
-    port: Annotated[int | None, typer.Option(help="HTTP port")] = None,
-    drafter: DrafterOption = None,
-    self_drafter_quantization: QuantizationOption = None,
-    kv_dtype: KVDtypeOption = None,
-    offload: OffloadOption = None,
-    resident_layers: ResidentOption = None,
-    offload_path: OffloadPathOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    device: DeviceOption = None,
-    config: ConfigOption = None,
-) -> Settings:
-    """Of commands that serve."""
-    return settings_from(
-        config,
-        {
-            "server.port": port,
-            "draft.model": drafter,
-            "retrieval.quantization": self_drafter_quantization,
-            "target.kv_dtype": kv_dtype,
-            "target.offload": offload,
-            "target.resident_layers": resident_layers,
-            "target.offload_path": offload_path,
-            "target.tensor_parallel": tensor_parallel,
-            "device": device,
-        },
-    )
+SETTING_OPTIONS = {
+    "port": SettingOption(int, "HTTP port", ("server.port",)),
+    "tiers": SettingOption(str, "target | retrieval,target | draft,retrieval,target", ("speculation.tiers",)),
+    "lookaheads": SettingOption(
+        str, "tokens drafted by retrieval and by draft, e.g. 8,3", ("speculation.lookaheads",), parse_lookaheads
+    ),
+    "budget": SettingOption(int, "tokens of KV in the retrieval tier", ("retrieval.budget",)),
+    "chunk": SettingOption(int, "tokens selected together", ("retrieval.chunk",)),
+    "dtype": SettingOption(str, "float32 | bfloat16 | float16", ("dtype",)),
+    "target": SettingOption(str, "model directory or hub id", ("target.model",)),
+    "drafter": SettingOption(str, "model directory or hub id; ngram: prompt lookup in its place", ("draft.model",)),
+    "self_drafter_quantization": SettingOption(
+        str, "int8 | int4 | fp8: of the retrieval tier's own copy of the target's weights", ("retrieval.quantization",)
+    ),
+    "kv_dtype": SettingOption(
+        str, "the target's KV: auto | float8_e4m3fn: half the memory, but another target's tokens", ("target.kv_dtype",)
+    ),
+    "offload": SettingOption(str, "the target's KV: none | host | disk (--offload-path)", ("target.offload",)),
+    "resident_layers": SettingOption(
+        int, "layers whose KV stays on the device under offload", ("target.resident_layers",)
+    ),
+    "offload_path": SettingOption(str, "directory for the KV where --offload is disk", ("target.offload_path",)),
+    "tensor_parallel": SettingOption(
+        int, "processes that share target and retrieval tier, each with a GPU of its own", ("target.tensor_parallel",)
+    ),
+    "device": SettingOption(str, "cpu | cuda | cuda:N", ("device",)),
+    "threads": SettingOption(int, "CPU threads", ("threads.decode", "threads.prefill")),
+}
+KV_OPTIONS = ("kv_dtype", "offload", "resident_layers", "offload_path")
+
+
+def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
+    """What makes settings of these options and `--config`; those in `fixed` are the command's own choice."""
+
+    def make(config: Path | None, **given: Any) -> Settings:
+        values = {
+            field: None if value is None else SETTING_OPTIONS[name].parse(value)
+            for name, value in given.items()
+            for field in SETTING_OPTIONS[name].fields
+        }
+        return settings_from(config, values | fixed)
+
+    parameters = [SETTING_OPTIONS[name].parameter(name) for name in names]
+    of_file = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
+    make.__signature__ = inspect.Signature([*parameters, of_file])  # type: ignore[attr-defined]
+    return make
 
 
 def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:
@@ -177,11 +130,17 @@ def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:
     return load_settings(config, **overrides)
 
 
-def parse_lookaheads(text: str) -> list[int]:
-    parts = text.split(",")
-    try:
-        numbers = [int(part) for part in parts]
-    except ValueError:
-        numbers = []
-    require(len(numbers) == 2, "lookaheads", text, "must be two whole numbers: retrieval,draft")
-    return numbers
+# Of commands that decode one text in this process.
+decoding_settings = settings_of(
+    *("tiers", "lookaheads", "budget", "chunk", "dtype", "target", "drafter", "self_drafter_quantization"),
+    *(*KV_OPTIONS, "tensor_parallel", "device", "threads"),
+    max_sequences=1,
+)
+# Of commands that run models of a given shape, whatever their weights.
+geometry_settings = settings_of(
+    *("device", "dtype", "lookaheads", "budget", "chunk", "self_drafter_quantization", *KV_OPTIONS, "threads")
+)
+# Of commands that serve.
+serving_settings = settings_of(
+    *("port", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", "device")
+)
