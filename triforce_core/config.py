@@ -399,7 +399,7 @@ class Settings(Strict):
         return self.device.partition(":")[0]
 
     @property
-    def numbers(self) -> str:
+    def precision(self) -> str:
         """What the target computes with and, where it is redefined by that, what it sees of its KV; for people."""
         rounds = self.target.rounds_kv
         return f"{self.dtype}, KV rounded to {self.target.kv_dtype}" if rounds else self.dtype

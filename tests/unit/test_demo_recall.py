@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from triforce_core.demo import weights_dir
 from triforce_core.demo.corpus import Corpus
 from triforce_core.demo.evaluate import EvaluationPlan, answer_runs, recall_accuracy
-from triforce_core.demo.recall import RecallTasks, recall_probe, recall_sequence
+from triforce_core.demo.recall import RecallTasks, recall_once_sequence, recall_probe, recall_sequence
 from triforce_core.demo.settings import load_settings
 
 SETTINGS = load_settings()
@@ -46,6 +46,20 @@ def test_every_answer_stood_in_the_sequence_before() -> None:
     for answer in answer_runs(sequence.is_answer):
         value = TOKENIZER.decode(sequence.ids[answer].tolist()).strip()
         assert value in TOKENIZER.decode(sequence.ids[: answer.start].tolist())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_asked_once_stands_nowhere_nearer_than_its_definition(seed: int) -> None:
+    filler = FILLER[:4097]
+    sequence = recall_once_sequence(np.random.default_rng(seed), TASKS, filler, SETTINGS.recall, answer_weight=3.0)
+    assert len(sequence.ids) == len(filler)
+    assert (sequence.weights[sequence.is_answer] == 3.0).all()
+    text, answers = TOKENIZER.decode(sequence.ids.tolist()), answer_runs(sequence.is_answer)
+    assert 9 <= len(answers) <= 36
+    values = [TOKENIZER.decode(sequence.ids[answer].tolist()).strip() for answer in answers]
+    numbers = [v for v in values if v.isdigit() and sum(v in other for other in values) == 1]  # words occur by chance
+    assert len(numbers) > 3
+    assert all(text.count(number) == 2 for number in numbers)
 
 
 @pytest.mark.parametrize("distance", [256, 1024])

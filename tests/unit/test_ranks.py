@@ -8,15 +8,23 @@ import signal
 from multiprocessing.connection import Connection
 
 import pytest
-from transformers import GPT2Config, LlamaConfig
+from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 
 from tests.command_line import Refusals
+from tests.random_models import random_model
 from tests.rank_process import RankProcess
-from triforce_core.config import load_settings
-from triforce_core.engine.assembly import load_local_engine
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine import assembly, ranks
+from triforce_core.engine.assembly import load_local_engine, runner_for
 from triforce_core.errors import InvalidValueError, UnavailableError, UnknownModelError, UnsupportedModelError
+from triforce_core.kv.base import KVCache
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.models.files import check_ranks
+from triforce_core.models.load import ATTENTION
 from triforce_core.models.ranks import Meeting, follow_leader
+from triforce_core.models.replay import LeadingKV
+from triforce_core.models.runner import ModelRunner
 
 DIVISIBLE = LlamaConfig(num_attention_heads=8, num_key_value_heads=4)
 
@@ -46,6 +54,32 @@ def test_the_retrieval_tier_is_divided_as_the_target_is_unless_said_otherwise() 
 def test_an_engine_without_the_ranks_that_it_needs_is_refused() -> None:
     with pytest.raises(InvalidValueError, match=r"target\.tensor_parallel: 2 needs 2 ranks: this command has 1"):
         load_local_engine(load_settings(target={"tensor_parallel": 2}))
+
+
+def test_every_rank_makes_its_runners_in_the_same_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU their passes are captured then, and to capture a pass is to run it, together with the other ranks."""
+    model, made = random_model(), list[type[KVCache]]()
+    model.set_attn_implementation(ATTENTION)
+
+    def recording(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
+        made.append(type(kv.kv if isinstance(kv, LeadingKV) else kv))
+        return runner_for(model, kv, settings, few_tokens)
+
+    class Alone:
+        """Of a group of one rank."""
+
+        world = 1
+
+        def meet(self) -> None: ...
+
+    settings = load_settings(dtype="float32", draft={"model": "ngram"}, target={"kv_pool_tokens": 100})
+    monkeypatch.setattr(ranks, "load_model", lambda *_: model)
+    monkeypatch.setattr(ranks, "runner_for", recording)
+    monkeypatch.setattr(assembly, "runner_for", recording)
+    ranks.replica_of(settings, ("target", "retrieval"), Alone())  # type: ignore[arg-type]
+    followers, made[:] = [*made], []
+    assembly.local_engine(model, None, settings, ranks=Alone())  # type: ignore[arg-type]
+    assert followers == made == [RetrievalKV, FullKV]
 
 
 def test_what_generate_cannot_divide_it_refuses(refusals: Refusals) -> None:

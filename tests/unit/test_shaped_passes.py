@@ -14,12 +14,14 @@ from triforce_core.attention import KERNELS, Ranged
 from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.ranged import gathered
 from triforce_core.config import load_settings
+from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import Forward, KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Span
+from triforce_core.models import graphs
 from triforce_core.models.graphs import ShapedPasses, TwinPass, doubling, shaped_passes
 from triforce_core.models.load import ATTENTION, kv_geometry
 
@@ -105,6 +107,27 @@ def test_on_the_cpu_there_are_twins_where_they_are_asked_for(mode: str, shapes: 
     kv = StreamingKV(kv_geometry(model), 3, WindowSettings(4, 20, 8), KERNELS["reference"])
     shaped = shaped_passes(model, kv, load_settings(dtype="float32", max_sequences=3, graphs=mode), most_queries=4)
     assert (shaped and len(shaped.passes)) == shapes
+
+
+@pytest.mark.parametrize("mode", ["auto", "on"])
+def test_a_compiler_that_fails_with_attention_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With auto the passes are as they are without a compiler, with on the setting is refused."""
+
+    def broken(*_: object) -> torch.Tensor:
+        raise RuntimeError("no such instruction")
+
+    model = random_model()
+    model.set_attn_implementation(ATTENTION)
+    kv = StreamingKV(kv_geometry(model), 3, WindowSettings(4, 20, 8), KERNELS["reference"])
+    settings = load_settings(dtype="float32", max_sequences=3, graphs="eager", compile=mode)
+    monkeypatch.setattr(graphs, "compiled", lambda _: broken)
+    if mode == "on":
+        with pytest.raises(InvalidValueError, match=r"compile: 'on' needs a compiler.*no such instruction"):
+            shaped_passes(model, kv, settings, 4, fused=True)
+        return
+    shaped = shaped_passes(model, kv, settings, 4, fused=True)
+    assert shaped is not None
+    assert shaped.forward(kv.prepare([Forward(Span(0, 0, (1,), spec(100)), 1)])) is not None
 
 
 def test_a_target_whose_kv_is_offloaded_or_rounded_has_none() -> None:

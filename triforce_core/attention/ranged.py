@@ -59,14 +59,14 @@ def joined_with_own(past: Partial, query: Tensor, keys: Tensor, values: Tensor, 
     """Attention over what `over_items` gave and over the few tokens of the pass itself, causally among these.
 
     query [kv_heads, group, sequences, queries, head_dim], keys and values the same without a group; the output is
-    [tokens, heads, head_dim]. Products are written as sums, which a compiler can fuse with what is around them.
+    [tokens, heads, head_dim].
     """
-    near_keys, near_values = (each.float()[:, None, :, None] for each in (keys, values))  # one for all queries
-    scores = (query.float().unsqueeze(-2) * near_keys).sum(-1) * scale
+    near_keys, near_values = keys.float().unsqueeze(1), values.float().unsqueeze(1)  # for all heads of a group
+    scores = query.float() @ near_keys.mT * scale
     numbers = torch.arange(scores.shape[-1], device=scores.device)
     scores = scores.masked_fill(numbers > numbers[:, None], -torch.inf)
     lse = torch.logaddexp(past.lse.logsumexp(0), scores.logsumexp(-1))  # over all that a query sees
-    output = ((scores - lse.unsqueeze(-1)).exp().unsqueeze(-1) * near_values).sum(-2)
+    output = (scores - lse.unsqueeze(-1)).exp() @ near_values
     output = output + ((past.lse - lse).exp().unsqueeze(-1) * past.output).sum(0)
     return output.permute(2, 3, 0, 1, 4).flatten(2, 3).flatten(0, 1).to(query.dtype)
 

@@ -26,8 +26,8 @@ def rounded(numbers: Tensor) -> Tensor:
 
 
 def widening(kernel: Kernel) -> Kernel:
-    """`kernel` over keys and values that are `ROUNDED`, exactly as if they were in the query's dtype. No more of them
-    than `KEYS`, and a causal call's own tokens, are widened at a time.
+    """`kernel` over keys and values that are `ROUNDED`, as if they were in the query's dtype. No more of them than
+    `KEYS`, and a causal call's own tokens, are widened at a time; the parts are merged.
     """
 
     def over_rounded(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:

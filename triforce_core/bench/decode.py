@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import load_local_engine, run_to_end, runners_of
+from triforce_core.engine.assembly import kernels_of, load_local_engine, run_to_end, runners_of
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
@@ -106,6 +106,7 @@ def bench_decode(
         "drafter": settings.draft.model,
         "dtype": settings.dtype,
         "kv_dtype": settings.target.kv_dtype,
+        "kernels": kernels_of(engine),
         "temperature": sampling.temperature,
         "lookaheads": list(settings.speculation.effective),
         "budget": settings.retrieval.budget,

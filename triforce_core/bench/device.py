@@ -24,7 +24,7 @@ from triforce_core.bench.stages import decoding, drafting, level_below, newest, 
 from triforce_core.bench.synthetic import Acceptance, SyntheticVerifier
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import local_engine, runners_of
+from triforce_core.engine.assembly import kernels_of, local_engine, runners_of
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
@@ -71,6 +71,7 @@ def bench_device(settings: Settings, geometry: Geometry, load: Load, report: Rep
         "context": load.context,
         "dtype": settings.dtype,
         "kv_dtype": settings.target.kv_dtype,
+        "kernels": kernels_of(engine),
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
         "self_drafter_quantization": settings.retrieval.quantization,

@@ -113,4 +113,4 @@ def legend(stats: Stats, settings: Settings) -> Text:
     if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: the prefill gave all there is
         costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
     names = ((f"{tier.name.lower()} ", COLOURS[tier]) for tier in Tier)
-    return Text.assemble(*names, (f"| {settings.numbers} | {', '.join(costs)}", "dim"))
+    return Text.assemble(*names, (f"| {settings.precision} | {', '.join(costs)}", "dim"))

@@ -98,9 +98,12 @@ SETTING_OPTIONS = {
         int, "processes that share target and retrieval tier, each with a GPU of its own", ("target.tensor_parallel",)
     ),
     "device": SettingOption(str, "cpu | cuda | cuda:N", ("device",)),
+    "graphs": SettingOption(str, "passes over few tokens as CUDA graphs: auto | on | eager | off", ("graphs",)),
+    "compile": SettingOption(str, "norms and the like as fused kernels: auto | on | off", ("compile",)),
     "threads": SettingOption(int, "CPU threads", ("threads.decode", "threads.prefill")),
 }
 KV_OPTIONS = ("kv_dtype", "offload", "resident_layers", "offload_path")
+DEVICE_OPTIONS = ("device", "graphs", "compile")
 
 
 def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
@@ -133,14 +136,14 @@ def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:
 # Of commands that decode one text in this process.
 decoding_settings = settings_of(
     *("tiers", "lookaheads", "budget", "chunk", "dtype", "target", "drafter", "self_drafter_quantization"),
-    *(*KV_OPTIONS, "tensor_parallel", "device", "threads"),
+    *(*KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS, "threads"),
     max_sequences=1,
 )
 # Of commands that run models of a given shape, whatever their weights.
 geometry_settings = settings_of(
-    *("device", "dtype", "lookaheads", "budget", "chunk", "self_drafter_quantization", *KV_OPTIONS, "threads")
+    *(*DEVICE_OPTIONS, "dtype", "lookaheads", "budget", "chunk", "self_drafter_quantization", *KV_OPTIONS, "threads")
 )
 # Of commands that serve.
 serving_settings = settings_of(
-    *("port", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", "device")
+    *("port", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS)
 )

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.demo.corpus import Tokens
-from triforce_core.demo.recall import RecallTasks, recall_sequence
+from triforce_core.demo.recall import RecallTasks, recall_once_sequence, recall_sequence
 from triforce_core.demo.settings import DemoSettings, Stage
 
 
@@ -47,9 +47,9 @@ class BatchSource:
         text = self._window(number, length)
         weights, answers = np.ones(length, np.float32), np.zeros(length, bool)
         if rng.random() < self._stage.recall_share:
-            sequence = recall_sequence(
-                rng, self._tasks, text, self._settings.recall, answer_weight=self._stage.answer_weight
-            )
+            once = self._stage.once_share > 0 and rng.random() < self._stage.once_share
+            make = recall_once_sequence if once else recall_sequence
+            sequence = make(rng, self._tasks, text, self._settings.recall, answer_weight=self._stage.answer_weight)
             text, weights, answers = sequence.ids, sequence.weights, sequence.is_answer
         positions = np.arange(length, dtype=np.int64)
         if rng.random() < self._stage.skip_share:

@@ -113,6 +113,21 @@ def recall_sequence(
     return _strew(rng, parts, filler[:0] if dense else filler, length, answer_weight)
 
 
+def recall_once_sequence(
+    rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, settings: RecallSettings, *, answer_weight: float
+) -> RecallSequence:
+    """As `recall_sequence`, in text, with all definitions before all questions, one of each key, in any order.
+
+    Where a key is asked for again and again, all but the first answers can be copied from the question before: that
+    teaches the distance between two questions. Here half the sequence lies between definition and question on average.
+    """
+    most = max(1, len(filler) // (2 * settings.tokens_per_snippet))
+    pool = tasks.tasks(rng, int(rng.integers(max(1, most // 4), most + 1)))
+    asked = [pool[index] for index in rng.permutation(len(pool))]
+    parts = [*((task.definition, False) for task in pool), *((task.question, True) for task in asked)]
+    return _strew(rng, parts, filler, len(filler), answer_weight)
+
+
 def _strew(
     rng: np.random.Generator, parts: list[tuple[Snippet, bool]], filler: Tokens, length: int, answer_weight: float
 ) -> RecallSequence:

@@ -74,6 +74,8 @@ class Stage(_Strict):
     lr_end: float = Field(ge=0)
     recall_share: float = Field(ge=0, le=1)
     """Share of sequences that hold recall tasks."""
+    once_share: float = Field(0.0, ge=0, le=1)
+    """Share of these whose keys are asked for only once, so that no answer stands nearer by than its definition."""
     answer_weight: float = Field(gt=0)
     """Weight of one answer token of theirs in the loss; a token of ordinary text has 1."""
     source: Literal["corpus", "target"] = "corpus"

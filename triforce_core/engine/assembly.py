@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sized
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -24,7 +25,7 @@ from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
-from triforce_core.models.fuse import fuse
+from triforce_core.models.fuse import fuse, is_fused
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import (
     check_pair,
@@ -236,6 +237,17 @@ def levels_of(engine: Engine) -> Iterator[ModelVerifier | ModelProposer | NgramP
 def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
     """Of each tier with a model."""
     return {level.tier: level.runner for level in levels_of(engine) if not isinstance(level, NgramProposer)}
+
+
+def kernels_of(engine: Engine) -> dict[str, dict[str, Any]]:
+    """By tier: whether its model runs fused kernels, and how many passes of constant shape it has."""
+    return {
+        tier.name.lower(): {
+            "fused": is_fused(runner.model),
+            "shapes": len(runner.shaped.passes) if runner.shaped else 0,
+        }
+        for tier, runner in runners_of(engine).items()
+    }
 
 
 def held_of(engine: Engine) -> dict[Tier, Sized]:

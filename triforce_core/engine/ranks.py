@@ -55,10 +55,11 @@ def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> R
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
     group.meet()
     replica = Replica(group, full, sparse)
-    if target is not None and full is not None:
-        replica.runners[Tier.TARGET] = runner_for(target, full, settings, few_target_tokens(settings))
+    # In the leader's order, too: to capture a pass is to run it, and ranks must run the same one.
     if retrieval is not None and sparse is not None:
         replica.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
+    if target is not None and full is not None:
+        replica.runners[Tier.TARGET] = runner_for(target, full, settings, few_target_tokens(settings))
     return replica
 
 

@@ -37,18 +37,11 @@ class ShapedBatch:
     sees it; it is token 0 at position 0, sees itself alone where its sequence is empty, and goes to the dump slot.
     """
 
-    def __init__(
-        self,
-        kv: KVCache,
-        shape: PassShape,
-        longest: int,
-        ranged: Ranged,
-        workers: int,
-        join: Join = joined_with_own,
-    ) -> None:
+    def __init__(self, kv: KVCache, shape: PassShape, longest: int, ranged: Ranged, workers: int) -> None:
         """`longest`: the most slots that a sequence's tokens see before them. `workers`: see `num_splits`."""
         self.cache = self
-        self.kv, self.shape, self.longest, self.ranged, self.join = kv, shape, longest, ranged, join
+        self.kv, self.shape, self.longest, self.ranged = kv, shape, longest, ranged
+        self.join: Join = joined_with_own
         geometry = kv.geometry
         self.splits = num_splits(workers, shape.sequences, geometry.num_kv_heads, longest)
         items = shape.sequences * self.splits
@@ -121,17 +114,10 @@ class VerifyBatch(ShapedBatch):
     """One of the target's, whose queries are kept: the next snapshot's chunks are chosen by them."""
 
     def __init__(
-        self,
-        kv: FullKV,
-        shape: PassShape,
-        longest: int,
-        ranged: Ranged,
-        workers: int,
-        queries: Tensor,
-        join: Join = joined_with_own,
+        self, kv: FullKV, shape: PassShape, longest: int, ranged: Ranged, workers: int, queries: Tensor
     ) -> None:
         """`queries` [layers, heads, at least `shape.tokens`, head_dim]: written by every pass that shares it."""
-        super().__init__(kv, shape, longest, ranged, workers, join)
+        super().__init__(kv, shape, longest, ranged, workers)
         self.full, self.queries = kv, queries[:, :, : shape.tokens]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:

@@ -38,21 +38,30 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     """
     if not settings.fused or (model.tp_size or 1) > 1:
         return False
-    if any(map(has_own_forward, model.modules())):
+    if is_fused(model):
         return True
-    give_forwards(model)
     try:
+        give_forwards(model)
         warm_up(model)
     except Exception as error:  # a compiler that is missing or broken may raise anything
         for module in filter(has_own_forward, model.modules()):
             del module.forward
-        reason = str(error).strip().split("\n")[0]
-        if settings.compile == "on":
-            rule = f"needs a compiler that works on {model.device.type} ({reason}): set compile: off"
-            raise InvalidValueError("compile", settings.compile, rule) from None
-        say_that_it_fails(reason)
+        do_without(settings, error)
         return False
     return True
+
+
+def is_fused(model: PreTrainedModel) -> bool:
+    return any(map(has_own_forward, model.modules()))
+
+
+def do_without(settings: Settings, error: Exception) -> None:
+    """With auto say that the compiler fails, with on raise `InvalidValueError`."""
+    reason = (str(error) or repr(error)).strip().split("\n")[0]
+    if settings.compile == "on":
+        rule = f"needs a compiler that works on {settings.device_type} ({reason}): set compile: off"
+        raise InvalidValueError("compile", settings.compile, rule) from None
+    say_that_it_fails(reason)
 
 
 @cache
@@ -80,8 +89,11 @@ def give_forwards(model: PreTrainedModel) -> None:
 
 
 def rotates(module: nn.Module) -> bool:
+    """By a function: the package `kernels` puts a module in its place, which is a kernel already."""
     forward: Function = type(module).forward
-    return isinstance(forward, FunctionType) and ROTATE in forward.__code__.co_names
+    if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
+        return False
+    return isinstance(forward.__globals__.get(ROTATE), FunctionType)
 
 
 def is_norm(module: nn.Module) -> bool:

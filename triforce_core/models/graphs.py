@@ -25,10 +25,12 @@ from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
-from triforce_core.models.fuse import compiled, compiling
+from triforce_core.models.fuse import compiled, compiling, do_without
 
 WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
-LONGEST_CONTEXT = 32_768  # tokens that a sequence of the target's sees: beyond, reading them hides every launch
+MOST_KV_BYTES = (
+    16 << 30
+)  # that a sequence of the target's sees: reading more hides every launch (a guess, not measured)
 
 
 class Pass(Protocol):
@@ -63,10 +65,14 @@ class TwinPass:
 
 
 class CapturedPass:
-    """A twin as a CUDA graph, in memory `pool`. Capturing runs passes over nothing: only the dump slot is written."""
+    """A twin as a CUDA graph, in memory `pool`. Capturing runs passes over nothing: only the dump slot is written.
 
-    def __init__(self, twin: TwinPass, pool: Any) -> None:
+    `logits` [at least the shape's tokens, vocab] float32: of all that share it, the latest pass's.
+    """
+
+    def __init__(self, twin: TwinPass, pool: Any, logits: Tensor) -> None:
         self.batch, self.graph = twin.batch, torch.cuda.CUDAGraph()
+        self.logits = logits[: twin.batch.shape.tokens]
         device = twin.batch.inputs.device
         with torch.cuda.device(device):
             side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
@@ -77,11 +83,11 @@ class CapturedPass:
             current.wait_stream(side)
             # Other threads may use the GPU meanwhile: only this one must do nothing that a graph cannot hold.
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.logits = twin.run()
+                self.logits.copy_(twin.run())
 
     def run(self) -> Tensor:
         self.graph.replay()
-        return self.logits.clone()  # graphs share memory: the next replay of any may overwrite it
+        return self.logits.clone()
 
 
 class ShapedPasses:
@@ -116,22 +122,35 @@ def shaped_passes(
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
         return None  # it would copy every context in the greatest length that there is room for
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
-    join = compiled(joined_with_own) if fused else joined_with_own
-    twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries, join)]
+    twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
     if fused:
-        with compiling():
-            for twin in twins:
-                twin.run()
+        compile_joins(twins, settings)
     if not capture:
         return ShapedPasses([*twins])
     pool = torch.cuda.graph_pool_handle()
+    most = max(twin.batch.shape.tokens for twin in twins)
+    logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
     # The largest first, so that the others fit into the memory that it leaves in the pool.
     largest_first = track(twins[::-1], f"capturing {len(twins)} graphs", console=Console(stderr=True))
-    return ShapedPasses([CapturedPass(twin, pool) for twin in largest_first])
+    return ShapedPasses([CapturedPass(twin, pool, logits) for twin in largest_first])
+
+
+def compile_joins(twins: list[TwinPass], settings: Settings) -> None:
+    """Have the attention to the passes' own tokens compiled, too; where the compiler fails, as `fuse` does."""
+    join: Join = compiled(joined_with_own)
+    try:
+        with compiling():
+            for twin in twins:
+                twin.batch.join = join
+                twin.run()
+    except Exception as error:  # a compiler that is broken may raise anything
+        for twin in twins:
+            twin.batch.join = joined_with_own
+        do_without(settings, error)
 
 
 def shaped_batches(
-    model: PreTrainedModel, kv: KVCache, settings: Settings, sizes: list[int], queries: list[int], join: Join
+    model: PreTrainedModel, kv: KVCache, settings: Settings, sizes: list[int], queries: list[int]
 ) -> Iterator[ShapedBatch]:
     """One for each number of sequences and of tokens of each, the largest last."""
     geometry, ranged = kv.geometry, ranged_for(settings)
@@ -140,9 +159,9 @@ def shaped_batches(
     shapes = [PassShape(n, q) for n in sizes for q in queries]
     if isinstance(kv, FixedKV):
         for shape in shapes:
-            yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers, join)
+            yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers)
     elif isinstance(kv, FullKV):
-        longest = min(kv.allocator.num_slots, LONGEST_CONTEXT)
+        longest = min(kv.allocator.num_slots, MOST_KV_BYTES // geometry.bytes_per_token)
         heads = model.config.num_attention_heads // (model.tp_size or 1)
         kept = torch.empty(
             *(geometry.num_layers, heads, shapes[-1].tokens, geometry.head_dim),
@@ -150,7 +169,7 @@ def shaped_batches(
             device=geometry.device,
         )
         for shape in shapes:
-            yield VerifyBatch(kv, shape, longest, ranged, workers, kept, join)
+            yield VerifyBatch(kv, shape, longest, ranged, workers, kept)
 
 
 def doubling(most: int) -> list[int]:
