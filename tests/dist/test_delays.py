@@ -7,7 +7,9 @@ import random
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
@@ -110,15 +112,16 @@ requests = st.builds(
 )
 
 
-@settings(max_examples=25)
-@given(
+runs = given(
     batch=st.lists(requests, min_size=1, max_size=4),
     micro_batches=st.integers(1, 3),
     below=st.sampled_from([0, 1, 3, 9]),
     most=st.sampled_from([0.0, 0.002, 0.008]),
     delays=st.integers(0, 999),
 )
-def test_delays_change_no_token(batch: list[Request], micro_batches: int, below: int, most: float, delays: int) -> None:
+
+
+def changes_no_token(batch: list[Request], micro_batches: int, below: int, most: float, delays: int) -> None:
     target, retrieval, drafter = models()
     bells = {tier: Doorbell() for tier in Tier}
     rng = random.Random(delays)
@@ -138,3 +141,16 @@ def test_delays_change_no_token(batch: list[Request], micro_batches: int, below:
     assert tokens == [plain(request) for request in batch]
     if all(request.lookaheads[0] > 1 for request in batch):
         assert drafted > 0
+
+
+@settings(max_examples=10)
+@runs
+def test_delays_change_no_token(**run: Any) -> None:
+    changes_no_token(**run)
+
+
+@pytest.mark.slow
+@settings(max_examples=60)
+@runs
+def test_more_delays_change_no_token(**run: Any) -> None:
+    changes_no_token(**run)

@@ -14,7 +14,9 @@ from triforce_core.config import load_settings
 from triforce_core.messages import SamplingParams, Tier
 
 
-@pytest.mark.parametrize("colocate", ["none", "draft_with_retrieval", pytest.param("all", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "colocate", ["draft_with_retrieval", *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "all"))]
+)
 def test_prompt_lookup_serves_as_the_draft_tier(
     start_pipeline: StartPipeline, held_out: HeldOut, colocate: str
 ) -> None:

@@ -48,8 +48,14 @@ def generate(path: str, prompt: Tokens) -> Tokens:
     return tuple(output[0, len(prompt) :].tolist())
 
 
-@pytest.mark.parametrize("context", DEMO_FILES)
-@pytest.mark.parametrize("name", ["demo", *FAMILIES])
+@pytest.mark.parametrize(
+    ("name", "context"),
+    [
+        pytest.param(name, context, marks=[pytest.mark.slow] if context > 500 and name != "demo" else [])
+        for name in ("demo", *FAMILIES)
+        for context in DEMO_FILES
+    ],
+)
 def test_greedy_output_is_that_of_transformers(
     name: str, context: int, directory: Callable[[str], str], held_out: HeldOut
 ) -> None:

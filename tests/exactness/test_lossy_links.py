@@ -130,7 +130,7 @@ def plain(engine: Engine, request: Request) -> Tokens:
     return finish(engine, [alone]).tokens[0]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 3))])
 def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> None:
     events: Counter[str] = Counter()
     accepted = 0

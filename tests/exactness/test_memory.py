@@ -28,7 +28,8 @@ def long_target(tmp_path: Path) -> Path:
     return tmp_path / "target"
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_peak_memory_at_16k(dtype: str, long_target: Path) -> None:
     command = [sys.executable, "-m", "tests.exactness.measure_memory"]
     arguments = [str(long_target), resolve("demo", "drafter"), dtype, str(CONTEXT)]

@@ -33,7 +33,7 @@ def decoded(settings: Settings, held_out: HeldOut, lookaheads: tuple[int, int], 
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["int8", "fp8"])
+@pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.slow)])
 def test_quantisation_changes_no_token(kind: str, temperature: float, held_out: HeldOut) -> None:
     plain = decoded(settings_for(None), held_out, (0, 0), temperature)
     outcome = decoded(settings_for(kind), held_out, (8, 3), temperature)

@@ -120,8 +120,8 @@ def with_ranks(settings: Settings) -> Settings:
     ("family", "tiers", "more"),
     [
         ("llama", BOTH, {"resync_every": 5}),
-        ("qwen2", ("target",), {}),
-        ("qwen3", ("retrieval",), {"resync_every": 5}),
+        pytest.param("qwen2", ("target",), {}, marks=pytest.mark.slow),
+        pytest.param("qwen3", ("retrieval",), {"resync_every": 5}, marks=pytest.mark.slow),
         pytest.param("mistral", BOTH, {}, marks=pytest.mark.slow),
         pytest.param("llama", ("target",), {"resync_every": 5}, marks=pytest.mark.slow),
         pytest.param("llama", ("retrieval",), {}, marks=pytest.mark.slow),

@@ -35,6 +35,7 @@ def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForce
     assert whole.stats.tokens_per_round > 1
 
 
+@pytest.mark.slow
 def test_without_a_maximum_the_context_is_the_bound(client: TriForceClient) -> None:
     completion = client.generate([1] * 16372, temperature=0)
     assert completion.usage.prompt_tokens + completion.usage.completion_tokens <= 16384

@@ -74,6 +74,7 @@ def test_heads_that_flash_attention_does_not_take(tmp_path: Path) -> None:
         check_models(settings)
 
 
+@pytest.mark.slow
 def test_a_placement_that_this_machine_does_not_have(tmp_path: Path) -> None:
     port, grpc_port = free_ports(2)
     path = tmp_path / "config.yaml"

@@ -79,6 +79,7 @@ def test_rows_of_zeros_stay_finite(kind: Quantization) -> None:
     assert (after - before).norm() < 0.2 * before.norm()
 
 
+@pytest.mark.slow
 def test_importing_it_says_nothing() -> None:
     """A refused command prints one line; the libraries beneath would add theirs."""
     command = [sys.executable, "-c", "import triforce_core.engine.assembly, torchao"]

@@ -34,7 +34,7 @@ class Rank:
             for local, head in enumerate(heads):
                 generator = torch.Generator().manual_seed(1000 * seed + 10 * layer + head)
                 for pool in (self.kv.keys, self.kv.values):
-                    pool[layer][local] = torch.randn(LENGTH, DIM, generator=generator)
+                    pool[layer][local, :LENGTH] = torch.randn(LENGTH, DIM, generator=generator)
 
     def grow(self, position: int) -> None:
         """Settled up to `position`; what the queries there look for is new."""

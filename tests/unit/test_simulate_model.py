@@ -71,7 +71,7 @@ def test_micro_batches_keep_the_busiest_device_busy_where_rounds_do_not_vary(row
     assert 0.97 <= share_of_bound(scenario) <= 1.02
 
 
-@pytest.mark.parametrize("row", ROWS)
+@pytest.mark.parametrize("row", ["h200", *(pytest.param(row, marks=pytest.mark.slow) for row in ("a100", "offload"))])
 def test_run_ahead_of_one_request_is_its_formula(row: str) -> None:
     """Which takes the mean for each block's rounds, and no round of a wrong guess to be in the way."""
     scenario = scenario_of(row, micro_batches=2, run_ahead=True)
@@ -91,7 +91,11 @@ def test_run_ahead_stays_away_beside_micro_batches() -> None:
 
 @pytest.mark.parametrize(
     ("row", "expected"),
-    [("a100", (54.7, 100, 72.7, 102)), ("h200", (137, 245, 170, 298)), ("offload", (10.5, 13.2, 11.2, None))],
+    [
+        ("a100", (54.7, 100, 72.7, 102)),
+        ("h200", (137, 245, 170, 298)),
+        pytest.param("offload", (10.5, 13.2, 11.2, None), marks=pytest.mark.slow),
+    ],
 )
 def test_the_table_of_facts(row: str, expected: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """It was made with rounds cut to the lookahead, as ours never are, and no block handed up early, as ours are."""
