@@ -18,9 +18,7 @@ from triforce_core.simulate.scenario import Stages
 from triforce_core.simulate.stage_times import StageTimes
 from triforce_core.timeline import Stage
 
-Gaps = dict[
-    tuple[Tier, Tier], float
-]  # mean ms from the end of a pass of one tier to the beginning of the next, by tiers
+Gaps = dict[tuple[Tier, Tier], float]  # mean ms from the end of a pass of one tier to the beginning of the next one's
 
 
 def calibration(

@@ -21,7 +21,7 @@ from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
-from triforce_core.messages import Claim, Proposer, SamplingParams, Tally, Tier, Verdict
+from triforce_core.messages import GREEDY, Claim, Proposer, SamplingParams, Tally, Tier, Verdict
 from triforce_core.models.load import ATTENTION, kv_geometry, load_model
 
 Tokens = tuple[int, ...]
@@ -220,6 +220,18 @@ def decode_plainly(case: Case, num_tokens: int, prompts: Tokens) -> list[Tokens]
     plain = [Request(r.prompt, r.max_tokens, r.sampling, r.seed, (0, 0)) for r in case.requests(num_tokens, prompts)]
     engine = engine_for(case, Counter(), plain)
     return [finish(engine, [request]).tokens[0] for request in plain]
+
+
+def mixed_requests(temperature: float, longer: int, more: int) -> list[Request]:
+    """Ten, for batches in which sequences come and go: prompts of four lengths, from 3 tokens on in steps of `longer`,
+    outputs from `more` tokens on, and all kinds of lookaheads.
+    """
+    sampling = SamplingParams(temperature) if temperature else GREEDY
+    lookaheads = [(8, 3), (4, 1), (3, 0), (0, 2), (6, 12)]
+    return [
+        Request(random_tokens(3 + longer * (i % 4), seed=i), more + 13 * (i % 4), sampling, i, lookaheads[i % 5])
+        for i in range(10)
+    ]
 
 
 def random_prompts(case: Case) -> Tokens:

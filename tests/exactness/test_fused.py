@@ -6,14 +6,14 @@ import pytest
 
 from tests.compiling import needs_a_compiler
 from tests.conftest import HeldOut
-from tests.exactness.cases import finish
-from tests.random_models import random_pair, random_tokens, with_noise
+from tests.exactness.cases import finish, mixed_requests
+from tests.random_models import random_pair, with_noise
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import load_local_engine, local_engine, runners_of
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
-from triforce_core.messages import GREEDY, SamplingParams
-from triforce_core.models.fuse import has_own_forward
+from triforce_core.messages import GREEDY
+from triforce_core.models.fuse import is_fused
 
 pytestmark = [pytest.mark.slow, needs_a_compiler]
 
@@ -35,7 +35,7 @@ def settings_with(graphs: str, quantization: str | None = None) -> Settings:
 def assert_exact(engine: Engine, requests: list[Request]) -> None:
     """In batches with all tiers taking part, each request has the tokens that it has alone with the target."""
     for runner in runners_of(engine).values():
-        assert any(has_own_forward(module) for module in runner.model.modules()), "it is fused"
+        assert is_fused(runner.model)
     plain = [Request(r.prompt, r.max_tokens, r.sampling, r.seed, (0, 0)) for r in requests]
     expected = [finish(engine, [request]).tokens[0] for request in plain]
     found = finish(engine, requests)
@@ -49,18 +49,7 @@ def test_of_random_models(graphs: str, temperature: float) -> None:
     """More requests than there is room for, of all lengths and lookaheads, on models with grouped query heads."""
     target, _ = random_pair(num_attention_heads=8, num_key_value_heads=2)
     engine = local_engine(target, with_noise(target, 0.1), settings_with(graphs))
-    sampling = SamplingParams(temperature) if temperature else GREEDY
-    requests = [
-        Request(
-            random_tokens(3 + 57 * (i % 4), seed=i),
-            max_tokens=10 + 13 * (i % 4),
-            sampling=sampling,
-            seed=i,
-            lookaheads=[(8, 3), (4, 1), (3, 0), (0, 2), (6, 12)][i % 5],
-        )
-        for i in range(10)
-    ]
-    assert_exact(engine, requests)
+    assert_exact(engine, mixed_requests(temperature, longer=57, more=10))
 
 
 def test_of_the_demo_pair_with_a_quantised_self_drafter(held_out: HeldOut) -> None:

@@ -12,16 +12,24 @@ import pytest
 import torch
 
 from tests.conftest import HeldOut
-from tests.exactness.cases import CASES, COVERING, DEMO, Case, Outcome, finish, random_prompts, speculate
-from tests.random_models import random_pair, random_tokens, with_noise
+from tests.exactness.cases import (
+    CASES,
+    COVERING,
+    DEMO,
+    Case,
+    Outcome,
+    finish,
+    mixed_requests,
+    random_prompts,
+    speculate,
+)
+from tests.random_models import random_pair, with_noise
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Batch, KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.streaming import StreamingKV
-from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.graphs import ShapedPasses
 
 # Batches of five, greedy and not, snapshots that are refreshed and tails that are full, windows that move.
@@ -69,17 +77,7 @@ def test_all_that_is_proposed_is_the_same(case: Case, passes: Counter[str], held
 def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) -> None:
     """More requests than there is room for, of all lengths and lookaheads, on models with grouped query heads."""
     target, _ = random_pair(num_attention_heads=8, num_key_value_heads=2)
-    sampling = SamplingParams(temperature) if temperature else GREEDY
-    requests = [
-        Request(
-            random_tokens(3 + 37 * (i % 5), seed=i),
-            max_tokens=5 + 13 * (i % 4),
-            sampling=sampling,
-            seed=i,
-            lookaheads=[(8, 3), (4, 1), (3, 0), (0, 2), (6, 12)][i % 5],
-        )
-        for i in range(10)
-    ]
+    requests = mixed_requests(temperature, longer=45, more=5)
 
     def run(graphs: str) -> Outcome:
         settings = Settings.model_validate(

@@ -18,7 +18,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Forward
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import SamplingParams, Span
-from triforce_core.models.fuse import fuse, has_own_forward
+from triforce_core.models.fuse import fuse, is_fused
 from triforce_core.models.load import kv_geometry
 from triforce_core.models.runner import ModelRunner
 
@@ -67,7 +67,7 @@ def decoded(dtype: str, lookaheads: tuple[int, int], temperature: float, compile
     )
     engine = local_engine(target, with_noise(target, 0.1), settings)
     for runner in runners_of(engine).values():
-        assert any(map(has_own_forward, runner.model.modules())) == (compile == "on")
+        assert is_fused(runner.model) == (compile == "on")
     sampling = SamplingParams(temperature)
     requests = [
         Request(random_tokens(3 + 307 * (i % 4), seed=i), 20 + 25 * (i % 4), sampling, seed=i, lookaheads=lookaheads)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 from transformers import PreTrainedModel
+from transformers.models.llama import modeling_llama
 
 from tests.compiling import needs_a_compiler, nothing_compiles
 from tests.random_models import FAMILIES, random_model, random_pair, random_tokens
@@ -96,6 +97,16 @@ def test_passes_of_constant_shape_share_their_kernels() -> None:
     with nothing_compiles():
         for fused, ordinary in zip(shaped.passes, plain.passes, strict=True):
             torch.testing.assert_close(fused.run(), ordinary.run(), atol=1e-4, rtol=1e-5)
+
+
+def test_a_rotation_that_is_a_kernel_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package `kernels` puts a module in the function's place."""
+    model = random_pair().ours
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", torch.nn.Identity())
+    give_forwards(model)
+    parts = fused_parts(model)
+    assert parts, "norms and blocks are fused"
+    assert not [name for name in parts if name.endswith("self_attn")]
 
 
 @needs_a_compiler

@@ -28,9 +28,8 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fuse import compiled, compiling, do_without
 
 WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
-MOST_KV_BYTES = (
-    16 << 30
-)  # that a sequence of the target's sees: reading more hides every launch (a guess, not measured)
+# A target's sequence that sees more KV takes ordinary passes: reading it hides every launch. A guess, not measured.
+MOST_KV_BYTES = 16 << 30
 
 
 class Pass(Protocol):
