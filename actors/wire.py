@@ -14,6 +14,7 @@ from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span,
 
 NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
 NUM_SEEDS = 2**63
+TIER_VALUES = [*map(int, Tier)]
 
 
 def work_batch_to_proto(work: Iterable[Work], release: Iterable[int] = ()) -> pb.WorkBatch:
@@ -91,7 +92,7 @@ def tokens_from_proto(values: Iterable[int], where: str) -> tuple[int, ...]:
 
 def origins_from_proto(origins: bytes, num_tokens: int, where: str) -> bytes:
     require(len(origins) == num_tokens, where, origins, f"must hold one tier for each of {num_tokens} tokens")
-    require(max(origins, default=0) <= max(Tier), where, origins, f"must hold values of {[*map(int, Tier)]}")
+    require(max(origins, default=0) <= TIER_VALUES[-1], where, origins, f"must hold values of {TIER_VALUES}")
     return origins
 
 

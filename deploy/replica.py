@@ -91,8 +91,11 @@ class RemotePipelines:
     """The replicas as `deploy.service` wants them. What Ray raises for a lost replica becomes `UnavailableError`."""
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
-        self.handle = handle
         self.streaming = handle.options(stream=True)
+        # A handle of its own, and so (made by `options`, at once) a router that counts none of this as load: a replica
+        # that answers slowly because it is busy would seem busier still.
+        control: DeploymentHandle[Any] = serve.get_deployment_handle(handle.deployment_name, handle.app_name)
+        self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         prefix = prefix_keys(request.prompt_token_ids)
@@ -108,7 +111,7 @@ class RemotePipelines:
     async def status(self) -> dict[str, list[pb.TierStatus]]:
         try:
             async with asyncio.timeout(STATUS_TIMEOUT_S):
-                replicas = await self.handle.broadcast("status").results_async()
+                replicas = await self.control.broadcast("status").results_async()
         except TimeoutError:
             raise UnavailableError("a replica does not answer") from None
         except Exception as error:
@@ -117,7 +120,7 @@ class RemotePipelines:
 
     async def check(self) -> None:
         try:
-            await self.handle.ping.remote()
+            await self.control.ping.remote()
         except Exception as error:
             raise lost(error) from error
 
