@@ -26,13 +26,14 @@ from numpy.typing import NDArray
 from ray.actor import ActorHandle
 from torch import Tensor
 
-from triforce_core.config import Settings
+from triforce_core.config import RetrievalSettings
 from triforce_core.errors import require
 from triforce_core.kv.snapshot import Changes, Snapshot
 
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # for all pieces of a snapshot
+MAX_SENDING = 16  # snapshots, on their way and queued: they are memory of the target's device
 MAX_CONFIRMED = 4096  # sequences whose confirmed version is remembered
 
 
@@ -203,13 +204,10 @@ class RaySink(ABC):
     """A `SnapshotSink`: one thread cuts snapshots into pieces and has the retrieval actor take them.
 
     The engine's thread only queues. A GPU copies on a stream of its own, so that decoding goes on meanwhile.
-
-    At most `max_waiting` snapshots are queued, one of each sequence that is decoded at a time. Only where the receiver
-    hangs while sequences end and others begin would there be more; then what is oldest is wanted least.
     """
 
-    def __init__(self, receiver: ActorHandle[Any], piece_bytes: int, max_waiting: int) -> None:
-        self.receiver, self.piece_bytes, self.max_waiting = receiver, piece_bytes, max_waiting
+    def __init__(self, receiver: ActorHandle[Any], piece_bytes: int) -> None:
+        self.receiver, self.piece_bytes = receiver, piece_bytes
         self.sending: dict[int, Future[None]] = {}  # by sequence id
         self.versions: dict[int, int] = {}  # confirmed, by sequence id, oldest first
         self.counters = HandoverCounters()
@@ -218,18 +216,14 @@ class RaySink(ABC):
     # -- the engine's thread -------------------------------------------------------------------------------------------
 
     def deliver(self, snapshot: Snapshot) -> None:
-        self.sending = {i: future for i, future in self.sending.items() if not future.done()}
-        waiting = [i for i, future in self.sending.items() if not future.running()]
-        if len(waiting) == self.max_waiting:
-            self.sending.pop(waiting[0]).cancel()
         gathered = torch.cuda.Event() if snapshot.keys.is_cuda else None
         if gathered is not None:
             gathered.record()
         self.sending[snapshot.sequence_id] = self.executor.submit(self._send, snapshot, gathered)
 
-    def in_flight(self, sequence_id: int) -> bool:
-        future = self.sending.get(sequence_id)
-        return future is not None and not future.done()
+    def busy(self, sequence_id: int) -> bool:
+        self.sending = {i: future for i, future in self.sending.items() if not future.done()}
+        return sequence_id in self.sending or len(self.sending) >= MAX_SENDING
 
     def confirmed(self, sequence_id: int) -> int:
         return self.versions.get(sequence_id, 0)
@@ -307,12 +301,11 @@ class RdtSink(RaySink):
 TRANSPORTS: dict[str, type[RaySink]] = {"object_store": ObjectStoreSink, "rdt": RdtSink}
 
 
-def sink_for(settings: Settings, receiver: ActorHandle[Any]) -> RaySink:
+def sink_for(settings: RetrievalSettings, receiver: ActorHandle[Any]) -> RaySink:
     """What takes snapshots to `receiver`, a retrieval actor.
 
     Raises `InvalidValueError` where the transport is not installed.
     """
-    transport = settings.retrieval.transport
-    there = transport != "rdt" or importlib.util.find_spec("nixl") is not None
-    require(there, "retrieval.transport", transport, "needs NIXL: install the package `nixl`")
-    return TRANSPORTS[transport](receiver, settings.retrieval.piece_bytes, settings.max_sequences)
+    there = settings.transport != "rdt" or importlib.util.find_spec("nixl") is not None
+    require(there, "retrieval.transport", settings.transport, "needs NIXL: install the package `nixl`")
+    return TRANSPORTS[settings.transport](receiver, settings.piece_bytes)

@@ -213,7 +213,7 @@ class TargetActor(TierActor):
         if self.ranks is not None:
             self.ranks.meet()
         link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
-        self.sink = sink_for(self.settings, ray.get_actor(self.retrieval))
+        self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
         return target_engine(
             model,
             self.settings,

@@ -92,7 +92,7 @@ def tokens_from_proto(values: Iterable[int], where: str) -> tuple[int, ...]:
 
 def origins_from_proto(origins: bytes, num_tokens: int, where: str) -> bytes:
     require(len(origins) == num_tokens, where, origins, f"must hold one tier for each of {num_tokens} tokens")
-    require(max(origins, default=0) <= TIER_VALUES[-1], where, origins, f"must hold values of {TIER_VALUES}")
+    require(max(origins, default=0) <= max(TIER_VALUES), where, origins, f"must hold values of {TIER_VALUES}")
     return origins
 
 

@@ -92,8 +92,8 @@ class RemotePipelines:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self.streaming = handle.options(stream=True)
-        # A handle of its own, and so (made by `options`, at once) a router that counts none of this as load: a replica
-        # that answers slowly because it is busy would seem busier still.
+        # Another handle has another router, which `options` makes at once. Among the requests that `PrefixRouter`
+        # counts, questions would make a busy replica seem busier: it answers them later.
         control: DeploymentHandle[Any] = serve.get_deployment_handle(handle.deployment_name, handle.app_name)
         self.control = control.options()
 

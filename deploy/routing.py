@@ -15,7 +15,7 @@ from deploy.prefixes import PrefixIndex, preferred
 
 
 class PrefixRouter(RequestRouter):
-    """Serve's router of the gateway's handle: the holders of a request's prefix, else the less busy of two by chance.
+    """Serve's router of the gateway's handles: the holders of a request's prefix, else the less busy of two by chance.
 
     A request brings the keys of its prefix as the keyword `prefix`. Serve takes the first rank of which a replica has
     room, and in a rank the least busy.

@@ -216,7 +216,7 @@ class SlowSink:
     def deliver(self, snapshot: Snapshot) -> None:
         self.on_the_way[snapshot.sequence_id] = [self.rng.choice([0, 0, 1, 5]), snapshot.position]
 
-    def in_flight(self, sequence_id: int) -> bool:
+    def busy(self, sequence_id: int) -> bool:
         return sequence_id in self.on_the_way
 
     def confirmed(self, sequence_id: int) -> int:

@@ -36,7 +36,7 @@ class CountingSink:
 
     def __init__(self, sink: SnapshotSink, events: Counter[str]) -> None:
         self.sink, self.events = sink, events
-        self.in_flight, self.confirmed = sink.in_flight, sink.confirmed
+        self.busy, self.confirmed = sink.busy, sink.confirmed
 
     def deliver(self, snapshot: Snapshot) -> None:
         changes = snapshot.changes

@@ -93,7 +93,7 @@ class LossyChain:
     def deliver(self, snapshot: Snapshot) -> None:
         self.on_the_way[snapshot.sequence_id] = self.rng.choice([0, 0, 2, 6]), snapshot
 
-    def in_flight(self, sequence_id: int) -> bool:
+    def busy(self, sequence_id: int) -> bool:
         """Asked once a round for each request, so this is also the clock."""
         turns, snapshot = self.on_the_way.pop(sequence_id, (0, None))
         if turns and snapshot:
@@ -208,7 +208,7 @@ class Liar:
     def deliver(self, snapshot: Snapshot) -> None:
         """Of no interest."""
 
-    def in_flight(self, sequence_id: int) -> bool:
+    def busy(self, sequence_id: int) -> bool:
         return False
 
     def confirmed(self, sequence_id: int) -> int:

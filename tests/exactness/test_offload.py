@@ -35,7 +35,7 @@ class Recorder:
     """Hands snapshots on, and keeps them."""
 
     def __init__(self, sink: RetrievalKV) -> None:
-        self.sink, self.in_flight, self.confirmed = sink, sink.in_flight, sink.confirmed
+        self.sink, self.busy, self.confirmed = sink, sink.busy, sink.confirmed
         self.snapshots: list[Snapshot] = []
 
     def deliver(self, snapshot: Snapshot) -> None:

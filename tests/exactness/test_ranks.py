@@ -106,7 +106,7 @@ class Handing:
 
     def __init__(self, kv: LeadingRetrievalKV) -> None:
         self.kv = kv
-        self.in_flight, self.confirmed = kv.in_flight, kv.confirmed
+        self.busy, self.confirmed = kv.busy, kv.confirmed
 
     def deliver(self, snapshot: Snapshot) -> None:
         assert self.kv.take(snapshot)

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 import torch
 
-from actors.handover import ObjectStoreSink, Piece, SnapshotReceiver, cut_pieces, sink_for
-from triforce_core.config import RetrievalSettings, Settings
+from actors.handover import MAX_SENDING, ObjectStoreSink, Piece, SnapshotReceiver, cut_pieces, sink_for
+from triforce_core.config import RetrievalSettings
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.snapshot import Changes, Snapshot
 
@@ -158,35 +158,36 @@ def test_pieces_are_cut_one_at_a_time() -> None:
 def test_a_transport_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidValueError, match=r"retrieval\.transport: 'rdt' needs NIXL"):
-        sink_for(Settings(retrieval=RetrievalSettings(transport="rdt")), None)  # type: ignore[arg-type]
-    sink_for(Settings(), None)  # type: ignore[arg-type]
+        sink_for(RetrievalSettings(transport="rdt"), None)  # type: ignore[arg-type]
+    sink_for(RetrievalSettings(), None)  # type: ignore[arg-type]
 
 
-class SlowSink(ObjectStoreSink):
-    """Sends a snapshot when the gate opens, and notes whose it was."""
+class GatedSink(ObjectStoreSink):
+    """Sends snapshots while the gate is open, and notes whose they were."""
 
-    def __init__(self, max_waiting: int) -> None:
-        super().__init__(None, 100, max_waiting)  # type: ignore[arg-type]
-        self.gate, self.begun, self.sent = threading.Event(), threading.Event(), list[int]()
+    def __init__(self) -> None:
+        super().__init__(None, 100)  # type: ignore[arg-type]
+        self.gate, self.sent = threading.Event(), list[int]()
 
     def _send_pieces(self, snapshot: Snapshot) -> bool:
-        self.begun.set()
         self.gate.wait(30)
         self.sent.append(snapshot.sequence_id)
         return True
 
 
-def test_a_snapshot_of_each_sequence_waits_and_of_more_the_oldest_is_given_up() -> None:
-    sink = SlowSink(max_waiting=3)
-    sink.deliver(snapshot_of(1, sequence_id=0))
-    assert sink.begun.wait(30)
-    for sequence_id in (1, 2, 3, 4):
+def test_only_so_many_snapshots_are_held_and_none_is_lost() -> None:
+    sink = GatedSink()
+    for sequence_id in range(MAX_SENDING):
+        assert not sink.busy(sequence_id)
         sink.deliver(snapshot_of(1, sequence_id=sequence_id))
-    assert [i for i in range(5) if sink.in_flight(i)] == [0, 2, 3, 4], "what is on its way stays, too"
+        assert sink.busy(sequence_id)
+    assert sink.busy(MAX_SENDING), "no room for one more"
     sink.gate.set()
     sink.executor.shutdown()
-    assert sink.sent == [0, 2, 3, 4]
-    assert [sink.confirmed(i) for i in range(5)] == [1, 0, 1, 1, 1]
+    assert not sink.busy(0)
+    assert not sink.busy(MAX_SENDING)
+    assert sink.sent == list(range(MAX_SENDING))
+    assert [sink.confirmed(i) for i in sink.sent] == [1] * MAX_SENDING
 
 
 @pytest.mark.parametrize("piece_bytes", [100, 10**6])

@@ -18,7 +18,7 @@ class Recorder:
 
     def __init__(self, refresh_every: int, resync_every: int | None = None) -> None:
         self.sent: list[Sent] = []
-        self.version, self.known, self.busy, self.loses = 0, 0, False, False
+        self.version, self.known, self.occupied, self.loses = 0, 0, False, False
         self.policy = SnapshotPolicy(self, self, ChunkSettings(), MeanKey(), refresh_every, resync_every)  # type: ignore[arg-type]
         request = Request((1,) * 100, 1000, GREEDY, 0, (4, 2))
         self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100), [1] * 100)
@@ -49,8 +49,8 @@ class Recorder:
     def deliver(self, snapshot: Snapshot) -> None:
         self.known = self.known if self.loses else snapshot.version
 
-    def in_flight(self, sequence_id: int) -> bool:
-        return self.busy
+    def busy(self, sequence_id: int) -> bool:
+        return self.occupied
 
     def confirmed(self, sequence_id: int) -> int:
         return self.known
@@ -61,9 +61,9 @@ def test_refreshes_are_changes_to_what_was_confirmed() -> None:
     assert it.grow(0) == [("cut", 99, 0)], "the first, whole"
     assert it.grow(9) == []
     assert it.grow(1) == [("cut", 109, 1)]
-    it.busy = True
+    it.occupied = True
     assert it.grow(20, wanted=True) == [], "one at a time"
-    it.busy = False
+    it.occupied = False
     assert it.grow(0) == [("cut", 129, 2)]
     assert it.grow(1, wanted=True) == [("cut", 130, 0)], "who asks may hold nothing"
     assert it.grow(10) == [("cut", 140, 4)]

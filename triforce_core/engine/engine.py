@@ -48,7 +48,7 @@ class SnapshotPolicy:
     def update(self, sequence: Sequence, *, wanted: bool) -> None:
         """Cut and send one if the sequence has none, the last is old, or the tier asked for it."""
         sequence_id, last = sequence.sequence_id, sequence.last_cut
-        if not sequence.request.lookaheads[0] or self.sink.in_flight(sequence_id):
+        if not sequence.request.lookaheads[0] or self.sink.busy(sequence_id):
             return
         settled = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)

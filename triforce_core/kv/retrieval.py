@@ -73,7 +73,7 @@ class RetrievalKV(FixedKV):
     def deliver(self, snapshot: Snapshot) -> None:
         self.take(snapshot)
 
-    def in_flight(self, sequence_id: int) -> bool:
+    def busy(self, sequence_id: int) -> bool:
         return False
 
     def confirmed(self, sequence_id: int) -> int:

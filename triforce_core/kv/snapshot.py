@@ -76,8 +76,8 @@ class SnapshotSink(Protocol):
 
     def deliver(self, snapshot: Snapshot) -> None: ...
 
-    def in_flight(self, sequence_id: int) -> bool:
-        """Whether a snapshot of this sequence is still on its way."""
+    def busy(self, sequence_id: int) -> bool:
+        """Whether it takes no snapshot of this sequence now: the last is still on its way, or too many others are."""
         ...
 
     def confirmed(self, sequence_id: int) -> int:

@@ -164,7 +164,7 @@ class LeadingRetrievalKV(LeadingKV):
         self.tell(Deliver())
         self.sparse.take(snapshot)
 
-    def in_flight(self, sequence_id: int) -> bool:
+    def busy(self, sequence_id: int) -> bool:
         return False
 
     def tell(self, command: Command) -> None:
