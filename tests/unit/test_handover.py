@@ -177,12 +177,14 @@ class GatedSink(ObjectStoreSink):
 
 def test_only_so_many_snapshots_are_held_and_none_is_lost() -> None:
     sink = GatedSink()
-    for sequence_id in range(MAX_SENDING):
-        assert not sink.busy(sequence_id)
-        sink.deliver(snapshot_of(1, sequence_id=sequence_id))
-        assert sink.busy(sequence_id)
-    assert sink.busy(MAX_SENDING), "no room for one more"
-    sink.gate.set()
+    try:
+        for sequence_id in range(MAX_SENDING):
+            assert not sink.busy(sequence_id)
+            sink.deliver(snapshot_of(1, sequence_id=sequence_id))
+            assert sink.busy(sequence_id)
+        assert sink.busy(MAX_SENDING), "no room for one more"
+    finally:
+        sink.gate.set()
     sink.executor.shutdown()
     assert not sink.busy(0)
     assert not sink.busy(MAX_SENDING)
