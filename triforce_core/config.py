@@ -224,6 +224,12 @@ class PlacementSettings(Strict):
     colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
         "none", description="which tiers share a process and its device; `all` shares the target's weights, too"
     )
+    cpu_latency_us: int | None = Field(
+        None,
+        ge=0,
+        lt=2**31,
+        description="how long cores of the tiers' nodes may take to wake; 0: they never sleep; by default as Linux has it",
+    )
     draft: TierPlacement = TierPlacement()
     retrieval: TierPlacement = TierPlacement()
     target: TierPlacement = TierPlacement()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from actors.cores import CPU_LATENCY
 from deploy.app import prepare_environment
 from tests.conftest import HeldOut
 from tests.dist.conftest import nothing_left, running
@@ -208,6 +210,26 @@ def test_cores_that_are_not_there_are_refused() -> None:
         running(arranged("all", target={"cores": [4096]})),
     ):
         pass
+
+
+@pytest.mark.skipif(not os.access(CPU_LATENCY, os.R_OK | os.W_OK), reason="only root may ask, on Linux")
+def test_cores_are_kept_awake_while_tiers_live() -> None:
+    import ray
+
+    def longest() -> int:
+        return int.from_bytes(CPU_LATENCY.read_bytes(), sys.byteorder, signed=True)
+
+    before = longest()
+    settings = arranged("none")
+    placement = settings.placement.model_copy(update={"cpu_latency_us": 7})
+    with running(settings.model_copy(update={"placement": placement})) as (_, pipeline):
+        for actor in pipeline.actors.each():
+            assert ray.get(actor.__ray_call__.remote(lambda tier: tier.awake is not None), timeout=30)
+        assert longest() == min(7, before)
+    until = time.monotonic() + 30
+    while longest() != before and time.monotonic() < until:
+        time.sleep(0.1)
+    assert longest() == before
 
 
 LINKS = {"none": {"target>retrieval", "retrieval>draft"}, "draft_with_retrieval": {"target>retrieval"}, "all": set()}

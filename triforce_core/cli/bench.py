@@ -15,6 +15,7 @@ from triforce_core.cli.options import (
     TemperatureOption,
     decoding_settings,
     geometry_settings,
+    pipeline_settings,
     with_options_of,
 )
 from triforce_core.config import Settings, TierPlacement
@@ -106,7 +107,7 @@ def device(
 
 
 @bench_app.command()
-@with_options_of(decoding_settings)
+@with_options_of(pipeline_settings)
 def pipeline(
     settings: Settings,
     requests: Annotated[int, typer.Option(min=1, help="decoded together")] = 4,

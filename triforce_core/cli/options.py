@@ -100,6 +100,9 @@ SETTING_OPTIONS = {
     "device": SettingOption(str, "cpu | cuda | cuda:N", ("device",)),
     "graphs": SettingOption(str, "passes over few tokens as CUDA graphs: auto | on | eager | off", ("graphs",)),
     "compile": SettingOption(str, "norms and the like as fused kernels: auto | on | off", ("compile",)),
+    "cpu_latency_us": SettingOption(
+        int, "how long the nodes' cores may take to wake; 0: they never sleep", ("placement.cpu_latency_us",)
+    ),
     "threads": SettingOption(int, "CPU threads", ("threads.decode", "threads.prefill")),
 }
 KV_OPTIONS = ("kv_dtype", "offload", "resident_layers", "offload_path")
@@ -133,17 +136,20 @@ def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:
     return load_settings(config, **overrides)
 
 
-# Of commands that decode one text in this process.
-decoding_settings = settings_of(
+DECODING_OPTIONS = (
     *("tiers", "lookaheads", "budget", "chunk", "dtype", "target", "drafter", "self_drafter_quantization"),
     *(*KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS, "threads"),
-    max_sequences=1,
 )
+
+# Of commands that decode one text in this process.
+decoding_settings = settings_of(*DECODING_OPTIONS, max_sequences=1)
+# Of commands that decode in tier actors.
+pipeline_settings = settings_of(*DECODING_OPTIONS, "cpu_latency_us", max_sequences=1)
 # Of commands that run models of a given shape, whatever their weights.
 geometry_settings = settings_of(
     *(*DEVICE_OPTIONS, "dtype", "lookaheads", "budget", "chunk", "self_drafter_quantization", *KV_OPTIONS, "threads")
 )
 # Of commands that serve.
 serving_settings = settings_of(
-    *("port", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS)
+    *("port", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS, "cpu_latency_us")
 )
