@@ -228,7 +228,7 @@ class PlacementSettings(Strict):
         None,
         ge=0,
         lt=2**31,
-        description="how long cores of the tiers' nodes may take to wake; 0: they never sleep; by default as Linux has it",
+        description="how long the tiers' nodes' cores may take to wake, 0: they never sleep; by default Linux decides",
     )
     draft: TierPlacement = TierPlacement()
     retrieval: TierPlacement = TierPlacement()
