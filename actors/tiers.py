@@ -59,7 +59,7 @@ class TierActor(ABC):
         self.server: LinkServer | AsyncServer | None = None
         self.inner: dict[Tier, Sized] = {}  # the sequences of the tiers below that this process holds as well
         self.ranks: Leader | None = None  # where this process leads others, each with a share of the models
-        self.awake: FileIO | None = None  # open while the node's cores are not to sleep
+        self.awake: FileIO | None = None  # held for the life of this process
         self.starting = threading.Lock()
 
     def start(self) -> str:
@@ -70,8 +70,7 @@ class TierActor(ABC):
                 [group] = [group for group in self.settings.placement.groups if name in group.tiers]
                 if group.cores is not None:
                     keep_to(group.cores, f"placement.{name}.cores")
-                if (latency_us := self.settings.placement.cpu_latency_us) is not None:
-                    self.awake = keep_awake(latency_us, "placement.cpu_latency_us")
+                self.awake = keep_awake(self.settings.placement.cpu_latency_us)
                 world = self.settings.ranks(group.tiers)
                 self.ranks = lead(world, self.settings.device) if world > 1 else None
                 host = self.settings.server.tier_host

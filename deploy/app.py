@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from actors.cores import keep_awake
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, UnavailableError, require
 
@@ -124,6 +125,8 @@ def run(settings: Settings) -> None:
     from triforce_core.models.device import torch_device
 
     began = time.monotonic()
+    if request := keep_awake(settings.placement.cpu_latency_us):
+        request.close()  # the tiers will ask again
     check_ports(settings)
     torch_device(settings.device)  # the tiers run on this machine
     offload_directory(settings.target.offload_path)

@@ -228,7 +228,7 @@ class PlacementSettings(Strict):
         None,
         ge=0,
         lt=2**31,
-        description="how long the tiers' nodes' cores may take to wake, 0: they never sleep; by default Linux decides",
+        description="microseconds that cores of the tiers' nodes may take to wake, 0: never asleep; by default any",
     )
     draft: TierPlacement = TierPlacement()
     retrieval: TierPlacement = TierPlacement()

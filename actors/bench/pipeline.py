@@ -6,6 +6,7 @@ import asyncio
 import os
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,7 @@ import ray
 from actors.bench.arrangement import Arrangement, Run
 from actors.bench.calibration import calibration
 from actors.bench.paced import VOCAB_SIZE, Pace
+from actors.cores import keep_awake
 from actors.wire import sampling_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -50,8 +52,9 @@ def bench_pipeline(
     require(load.output >= 16, "output", load.output, "must be at least 16 tokens, to measure between them")
     load_before = os.getloadavg()[0]
     messages = decode_requests(settings, load, pace)
-    report("each tier by itself")
-    alone = single_stages(settings, load, messages, pace)
+    with keep_awake(placement.cpu_latency_us) or nullcontext():
+        report("each tier by itself")
+        alone = single_stages(settings, load, messages, pace)
     modes: dict[str, dict[str, Any]] = {
         "sequential": {"micro_batches": 1},
         "pipelined": {"run_ahead": load.requests == 1},

@@ -15,6 +15,7 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from actors import cores
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core.bench.machine import quiet_machine
@@ -236,6 +237,14 @@ def test_serve_takes_offload_too(refusals: Refusals) -> None:
     refusals.check(["target.kv_dtype", "'int8'"], "serve", "--kv-dtype", "int8")
     refusals.check(["resident_layers 2 must be 0"], "serve", "--resident-layers", "2")
     refusals.check(["offload_path '/x' must be null where offload is host"], *("serve", "--offload", "host"), *path)
+
+
+@pytest.mark.parametrize("command", [("serve",), ("bench", "pipeline", "--paced", "1,2,3,.5,.5", "--force")])
+def test_cores_that_cannot_be_kept_awake_are_refused_at_once(
+    refusals: Refusals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    monkeypatch.setattr(cores, "CPU_LATENCY", tmp_path / "missing")
+    refusals.check(["placement.cpu_latency_us: 7 cannot be asked", "No such file"], *command, "--cpu-latency-us", "7")
 
 
 def test_an_empty_and_a_binary_prompt_are_refused(

@@ -51,6 +51,8 @@ BAD: list[tuple[str, list[str]]] = [
         "placement: {colocate: all, draft: {labels: {zone: a}}, target: {labels: {zone: b}}}",
         ["labels of target + retrieval + draft must agree on zone"],
     ),
+    ("placement: {cpu_latency_us: -1}", ["placement.cpu_latency_us", "-1", "greater than or equal to 0"]),
+    ("placement: {cpu_latency_us: 2147483648}", ["placement.cpu_latency_us", "2147483648", "less than 2147483648"]),
     ("placement: {draft: {cores: [1, 1]}}", ["placement.draft", "cores [1, 1] must be different numbers"]),
     ("placement: {draft: {cores: [-1]}}", ["placement.draft", "cores [-1] must be different numbers from 0 on"]),
     ("placement: {draft: {cores: []}}", ["placement.draft.cores", "at least 1 item"]),

@@ -101,7 +101,7 @@ SETTING_OPTIONS = {
     "graphs": SettingOption(str, "passes over few tokens as CUDA graphs: auto | on | eager | off", ("graphs",)),
     "compile": SettingOption(str, "norms and the like as fused kernels: auto | on | off", ("compile",)),
     "cpu_latency_us": SettingOption(
-        int, "how long the nodes' cores may take to wake; 0: they never sleep", ("placement.cpu_latency_us",)
+        int, "microseconds that the nodes' cores may take to wake; 0: they never sleep", ("placement.cpu_latency_us",)
     ),
     "threads": SettingOption(int, "CPU threads", ("threads.decode", "threads.prefill")),
 }
