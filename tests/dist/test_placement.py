@@ -58,6 +58,21 @@ def cluster() -> Iterator[None]:
             fake.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def all_is_free(cluster: None) -> None:
+    """A group that was removed gives back what it held a little later; Ray spreads over what is free."""
+    import ray
+
+    def free() -> bool:
+        available = ray.available_resources()
+        return all(available.get(kind) == ray.cluster_resources()[kind] for kind in ("CPU", "GPU"))
+
+    until = time.monotonic() + 30
+    while not free():
+        assert time.monotonic() < until, ray.available_resources()
+        time.sleep(0.1)
+
+
 @dataclass(frozen=True)
 class Landed:
     """Where an actor found itself."""
