@@ -66,8 +66,9 @@ def assert_same(found: Outcome, expected: Outcome) -> None:
 def test_all_that_is_proposed_is_the_same(case: Case, passes: Counter[str], held_out: HeldOut) -> None:
     text = held_out("turtle.py", 3 * case.budget + 100) if case.model == "demo" else random_prompts(case)
     found = speculate(case, 40, text, graphs="eager")
+    enough = 20 if case in QUICK else 0  # where much is accepted passes are few, at lookaheads of 16 most are too long
     for tier in TIERS.values():
-        assert passes[f"{tier}: shaped"] > 0  # at lookaheads of 16 most of the target's are too long for a shape
+        assert passes[f"{tier}: shaped"] > enough
     passes.clear()
     assert_same(found, speculate(case, 40, text))
     assert not passes, "off is off"
