@@ -88,6 +88,7 @@ class Engine:
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
         self.cancelled: deque[int] = deque()
+        self.unsnapped: dict[int, bool] = {}  # by sequence with new tokens: whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
 
     # -- from any thread -----------------------------------------------------------------------------------------------
@@ -127,6 +128,7 @@ class Engine:
     def run_once(self, timeout_s: float = 1.0) -> list[Output]:
         """One turn of the loop; blocks up to `timeout_s` seconds for the tiers below."""
         outputs = self._take_messages()
+        self._update_snapshots()
         self.scheduler.admit()
         self.decoder.submit(self.scheduler.next_work())
         for proposal in self.decoder.collect(timeout_s):
@@ -153,26 +155,35 @@ class Engine:
                 outputs.append(Output(removed.sequence_id, (), b"", FinishReason.CANCELLED, removed.stats))
         return outputs
 
+    def _update_snapshots(self) -> None:
+        """Of what the last turn committed: only now, so that its tokens left before their KV is copied."""
+        for sequence_id, wanted in self.unsnapped.items():
+            if sequence := self.scheduler.live.get(sequence_id):
+                self.snapshots.update(sequence, wanted=wanted)
+        self.unsnapped.clear()
+
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
         """Take the target's answer: a prompt chunk done, or tokens committed."""
-        sequence.waiting = False
-        if sequence.prefilling:
-            sequence.stats.prefill_s += sequence.lap()
+        work, sequence.work = sequence.work, None
+        assert work is not None, "the decoder answers what it was asked"
+        stats, prefilling = sequence.stats, sequence.prefilling
+        if prefilling:
+            stats.prefill_s += sequence.lap()
+        if not work.sample:
             assert proposal.missing_from is None, "the target holds what it was told"
             sequence.prefilled = proposal.start
-            if not sequence.prefilling:
-                self.snapshots.update(sequence, wanted=False)
             return None
-        sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
+        if any(work.lookaheads[1:]):
+            sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
         sequence.tokens += proposal.tokens
         sequence.prefilled = len(sequence.tokens) - 1
-        stats = sequence.stats
-        stats.decode_s += sequence.lap()
-        stats.decoded += len(proposal.tokens)
-        stats.add(proposal.tallies)
+        if not prefilling:
+            stats.decode_s += sequence.lap()
+            stats.decoded += len(proposal.tokens)
+            stats.add(proposal.tallies)
         reason = self._finish_reason(sequence)
         if reason is None:
-            self.snapshots.update(sequence, wanted=proposal.snapshot_wanted)
+            self.unsnapped[sequence.sequence_id] = proposal.snapshot_wanted
         return Output(sequence.sequence_id, proposal.tokens, proposal.origins, reason, stats.copy())
 
     @staticmethod

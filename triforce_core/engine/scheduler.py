@@ -17,6 +17,9 @@ class Pool(Protocol):
     def open(self, sequence_id: int, spec: SequenceSpec) -> object: ...
 
 
+FIRST_TOKEN = (1, 0, 0)  # lookaheads: the target draws one token, and no tier below is asked
+
+
 class Scheduler:
     """First come, first served, with one token budget for the prompt chunks of a pass.
 
@@ -40,18 +43,16 @@ class Scheduler:
         """One Work for each live request that waits for none: its next prompt chunk, or a round of decoding."""
         work, prefill_room = [], self.prefill_chunk
         for sequence in self.live.values():
-            if sequence.waiting:
+            if sequence.work is not None:
                 continue
             if not sequence.prefilling:
-                span = sequence.span(sequence.stated, len(sequence.tokens))
-                work.append(Work(span, (1, *sequence.request.lookaheads)))
+                sequence.work = next_round(sequence)
             elif prefill_room:
-                stop = min(sequence.prefilled + prefill_room, len(sequence.tokens) - 1)
-                prefill_room -= stop - sequence.prefilled
-                work.append(Work(sequence.span(sequence.prefilled, stop), (1,), sample=False))
+                sequence.work = next_chunk(sequence, prefill_room)
+                prefill_room -= len(sequence.work.span.tokens)
             else:
                 continue
-            sequence.waiting = True
+            work.append(sequence.work)
         return work
 
     def remove(self, sequence_id: int) -> Sequence | None:
@@ -61,3 +62,17 @@ class Scheduler:
                 self.queue.remove(queued)
                 return queued
         return self.live.pop(sequence_id, None)
+
+
+def next_chunk(sequence: Sequence, most_tokens: int) -> Work:
+    """Of the prompt. The last chunk gives the first token as well, which needs no tier but the target."""
+    stop = min(sequence.prefilled + most_tokens, len(sequence.tokens))
+    span = sequence.span(sequence.prefilled, stop)
+    return Work(span, FIRST_TOKEN) if stop == len(sequence.tokens) else Work(span, (1,), sample=False)
+
+
+def next_round(sequence: Sequence) -> Work:
+    """Of decoding. Where no tier below is asked, only the target must be told what is new."""
+    lookaheads = sequence.request.lookaheads
+    start = sequence.stated if any(lookaheads) else sequence.prefilled
+    return Work(sequence.span(start, len(sequence.tokens)), (1, *lookaheads))

@@ -8,7 +8,7 @@ from enum import StrEnum
 from itertools import zip_longest
 
 from triforce_core.kv.snapshot import Cut
-from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally
+from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally, Work
 
 
 class FinishReason(StrEnum):
@@ -35,9 +35,9 @@ class Stats:
     """What a request cost, as measured by the engine's clock, in seconds."""
 
     queued_s: float = 0.0
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  # up to the first token, which the pass that ends the prompt gives
     decode_s: float = 0.0
-    decoded: int = 0  # tokens
+    decoded: int = 0  # tokens after the first
     snapshots: int = 0
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
 
@@ -86,9 +86,9 @@ class Sequence:
     request: Request
     spec: SequenceSpec
     tokens: list[int]
-    prefilled: int = 0  # the target holds KV up to here, and more once decoding
-    stated: int = 0  # every tier is believed to have been told the tokens up to here
-    waiting: bool = False  # work was submitted and has not been answered
+    prefilled: int = 0  # the target holds KV up to here
+    stated: int = 0  # the tiers below the target are believed to have been told the tokens up to here
+    work: Work | None = None  # submitted and not answered
     snapshot_position: int | None = None  # where chunks were last selected for the retrieval tier
     last_cut: Cut | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
@@ -96,7 +96,8 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        return self.prefilled < len(self.tokens) - 1
+        """Whether the target has not been given all that the request came with."""
+        return self.prefilled < len(self.request.prompt) + len(self.request.resume)
 
     def span(self, start: int, stop: int) -> Span:
         return Span(self.sequence_id, start, tuple(self.tokens[start:stop]), self.spec if start == 0 else None)
