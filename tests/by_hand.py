@@ -52,3 +52,19 @@ class Counting:
 
     def release(self, sequence_ids: list[int]) -> None:
         """Holds nothing."""
+
+
+class Slots:
+    """A pool of so many tokens."""
+
+    def __init__(self, free: int) -> None:
+        self.free = free
+        self.opened: list[int] = []
+
+    def can_open(self, spec: SequenceSpec) -> bool:
+        return spec.max_length <= self.free
+
+    def open(self, sequence_id: int, spec: SequenceSpec) -> None:
+        assert self.can_open(spec), "admitted without room"
+        self.free -= spec.max_length
+        self.opened.append(sequence_id)

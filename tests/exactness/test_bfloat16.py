@@ -148,6 +148,7 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
         print(f"  {name}: {rate:.2%} violations, {mismatches[name]:.2%} not float32's own choice")
 
     assert count / rounds > 2, "the test is about passes over many tokens"
+    assert rates["plain"] < 0.05, "or plain decoding is itself wrong, and the bound that it sets says nothing"
     allowed = rates["plain"] + 3 * (max(rates["plain"], 0.005) / count) ** 0.5
     for name in "TriForce", "with an int8 self-drafter":
         assert rates[name] <= allowed

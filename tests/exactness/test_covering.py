@@ -84,10 +84,12 @@ def test_the_set_covers_every_pair() -> None:
     assert wanted <= set().union(*map(pairs_of, rows))
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_drafters_that_are_the_target_and_see_everything_are_always_accepted(temperature: float) -> None:
-    """Nothing but a tier's cache could then make it differ: through snapshots, refreshes and growth, none does."""
-    case = replace(PERFECT, temperature=temperature)
+@pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.9)])
+def test_drafters_that_are_the_target_and_see_everything_are_always_accepted(temperature: float, top_p: float) -> None:
+    """Nothing but a tier's cache could then make it differ, or a tier that draws by other rules: through snapshots,
+    refreshes and growth, none does.
+    """
+    case = replace(PERFECT, temperature=temperature, top_p=top_p)
     outcome = speculate(case, 200, random_prompts(case))
     for request, levels in zip(case.requests(200, random_prompts(case)), outcome.tallies, strict=True):
         if len(request.prompt) + 200 <= case.budget:

@@ -148,9 +148,6 @@ def test_the_links_carry_the_blocks_between_three_processes(server: Server) -> N
     for link in after:
         for name in ("work_items", "proposals", "proposed_tokens", "bytes_in", "bytes_out"):
             assert after[link][name] > before[link][name], (link, name)
-    names = [each.name() for each in psutil.Process(server.process.pid).children(recursive=True)]
-    for actor in ("DraftActor", "RetrievalActor", "TargetActor"):
-        assert sum(actor in name for name in names) <= 1
     titles = [" ".join(each.cmdline()) for each in psutil.Process(server.process.pid).children(recursive=True)]
     for actor in ("ray::DraftActor", "ray::RetrievalActor", "ray::TargetActor"):
         assert sum(title.startswith(actor) for title in titles) == 1, titles

@@ -130,6 +130,7 @@ def test_changes_give_what_a_whole_snapshot_gives(chunks: ChunkSettings, kv_head
             whole += snapshot.changes is None
             selected = position
         sent += 1
+        assert len(writer.held.layouts) <= 2, "of the latest and of its base: they are memory of the device"
         if rng.random() < 0.1:
             continue
         assert receiver.take(snapshot) == (snapshot.changes is None or snapshot.changes.base == base)

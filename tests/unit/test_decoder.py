@@ -60,6 +60,24 @@ def test_what_is_ready_need_not_wait(below: Below, verifier: Counting) -> None:
     assert [[p.sequence_id for p in decoder.collect(1.0)] for _ in range(3)] == [[3], [2], [1]]
 
 
+def test_a_pass_takes_its_share_of_what_is_ready_oldest_first(below: Below, verifier: Counting) -> None:
+    """Of four sequences in two micro-batches it judges two, so that the level below has the others; a sequence that
+    nobody drafts for takes no share.
+    """
+    decoder = SpeculativeDecoder(below, verifier, micro_batches=2)
+    decoder.submit([work(n, lookaheads=(9, 2)) for n in (1, 2, 3, 4)])
+    decoder.submit([work(5, lookaheads=(9, 0))])
+    below.answers = [[drafted(2, (2, 3), n) for n in (4, 3, 2)], [drafted(2, (2, 3), 1)]]
+
+    def judged() -> list[int]:
+        before = len(verifier.claims)
+        decoder.collect(1.0)
+        return [c.span.sequence_id for c in verifier.claims[before:]]
+
+    assert judged() == [5, 4, 3]
+    assert judged() == [2, 5, 1], "what came first waited longest"
+
+
 @pytest.mark.parametrize("lookaheads", [(2, 0), (1, 2)])
 def test_later_work_replaces_earlier_and_is_all_that_is_waited_for(
     decoder: SpeculativeDecoder, below: Below, lookaheads: Tokens
@@ -98,6 +116,24 @@ def test_a_skipped_level_passes_on_what_comes_from_below(
     assert (block.tokens, block.origins) == ((8, 9), bytes([Tier.DRAFT] * 2))
     assert block.tallies == (Tally(), Tally())
     assert verifier.claims == []
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        Proposal(1, 22, missing_from=5),
+        Proposal(1, 22, snapshot_wanted=True),
+        Proposal(1, 22, (7,), b"\0", missing_from=0),
+    ],
+)
+def test_a_skipped_level_passes_on_what_is_lacking_below(
+    said: Proposal, decoder: SpeculativeDecoder, below: Below
+) -> None:
+    """Or else the level above would never state it again."""
+    decoder.submit([work(start=20, lookaheads=(0, 2))])
+    below.answers = [[said]]
+    (block,) = decoder.collect(1.0)
+    assert (block.missing_from, block.snapshot_wanted) == (said.missing_from, said.snapshot_wanted)
 
 
 def test_a_prefill_chunk_goes_no_further(decoder: SpeculativeDecoder, below: Below, verifier: Counting) -> None:

@@ -1,11 +1,22 @@
-"""Judging by equality, and where a block ends."""
+"""Judging by equality, where a block ends, and which noise a token is drawn with."""
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Callable
 
-from triforce_core.messages import GREEDY, Claim, SequenceSpec, Span, Verdict
-from triforce_core.roles import judge
+import pytest
+import torch
+
+from tests.random_models import random_pair, random_tokens
+from tests.stating import geometry
+from triforce_core.attention import KERNELS
+from triforce_core.kv.base import Forward, KVCache
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Verdict
+from triforce_core.models.runner import ModelRunner
+from triforce_core.roles import draw_rows, judge
+from triforce_core.sampling.noise import gumbel, row_keys
 
 STOP = 9
 
@@ -35,3 +46,40 @@ def test_what_is_kept_of_a_proposal(
     spec = SequenceSpec(GREEDY, seed=0, prompt_length=10, max_length=max_length, stop_token_ids=(STOP,))
     claim = Claim(Span(1, 0, tuple(range(20, 30)), spec), proposed)
     assert judge(own, claim, spec) == expected
+
+
+PAIR = random_pair()
+VOCAB = 256
+
+
+def noise_alone(seed: int, position: int) -> int:
+    """The token at this position of a request whose model finds all tokens equally likely."""
+    first, second = row_keys(torch.tensor(seed), torch.tensor(position))
+    return int(gumbel(first, second, torch.arange(VOCAB)).argmax())
+
+
+@pytest.mark.parametrize(
+    "new_kv",
+    [
+        lambda: FullKV(geometry(PAIR), 500, KERNELS["cpu_flash"]),
+        # A text of 90 tokens has outgrown the window: slots tell nothing of positions.
+        lambda: StreamingKV(geometry(PAIR), 3, WindowSettings(4, 40, 20), KERNELS["cpu_flash"]),
+    ],
+    ids=["full", "streaming"],
+)
+def test_a_token_is_drawn_with_the_noise_of_the_position_that_it_will_have(new_kv: Callable[[], KVCache]) -> None:
+    """Of one request, of several a pass, and of a text that is stated from its middle on. Were it another position in
+    every tier, tiers would agree and no test of equality would tell; and a resumed request would go on otherwise.
+    """
+    runner = ModelRunner(PAIR.ours, new_kv())
+    texts = {1: random_tokens(90, seed=1), 2: random_tokens(7, seed=2), 3: random_tokens(30, seed=3)}
+    specs = {i: SequenceSpec(SamplingParams(), seed=100 + i, prompt_length=1, max_length=120) for i in texts}
+    runner.forward([Forward(Span(1, 0, texts[1][:80], specs[1]), 0), Forward(Span(3, 0, texts[3], specs[3]), 1)])
+    spans = [Span(1, 80, texts[1][80:]), Span(2, 0, texts[2], specs[2]), Span(3, 30, ())]
+    sampled = {1: 4, 2: 1, 3: 2}
+    logits, batch = runner.forward([Forward(span, sampled[span.sequence_id]) for span in spans])
+    drawn = dict(draw_rows(runner, torch.zeros_like(logits), batch.rows))
+    for i, text in texts.items():
+        # The logits of the last token are the law of the one after it, which stands at position len(text).
+        positions = range(len(text) - sampled[i] + 1, len(text) + 1)
+        assert drawn[i] == [noise_alone(specs[i].seed, position) for position in positions], i
