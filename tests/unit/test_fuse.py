@@ -22,18 +22,19 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import Forward
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Span
+from triforce_core.models import fuse as fusing
 from triforce_core.models.fuse import (
     compiled,
     compiling,
     fuse,
     give_forwards,
     has_own_forward,
-    say_that_it_fails,
 )
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import kv_geometry
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner
+from triforce_core.models.without import say
 
 FUSED = load_settings(dtype="float32", compile="on")
 LENGTHS = (1, 2, 7, 64, 130)  # of passes
@@ -44,6 +45,7 @@ def compiled_anew() -> Iterator[None]:
     """Nothing of an earlier test counts."""
     torch._dynamo.reset()
     counters.clear()
+    say.cache_clear()
     yield
     torch._dynamo.reset()
 
@@ -168,10 +170,50 @@ def test_products_of_quantised_weights_are_left_alone() -> None:
     assert fused_parts(whole) - fused_parts(quantised) == {"model.layers.0.mlp", "model.layers.1.mlp"}
 
 
-def test_a_divided_model_is_left_alone() -> None:
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name.startswith("triforce_core")]
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_a_divided_model_is_left_alone(mode: str, caplog: pytest.LogCaptureFixture) -> None:
+    """Which is said where it was asked for, and once."""
     model = random_model()
     model._tp_size = 2
+    for _ in range(2):
+        assert not fuse(model, Settings(device="cuda", compile=mode))  # type: ignore[arg-type]
+    assert not fused_parts(model)
+    why = "compile: on does nothing here: models on several ranks, here 2, stay as they are"
+    assert said(caplog) == ([why] if mode == "on" else [])
+
+
+def test_a_model_with_nothing_to_fuse_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = random_model()
+    model.model.layers, model.model.norm = torch.nn.ModuleList(), torch.nn.Identity()
     assert not fuse(model, FUSED)
+    assert said(caplog) == ["compile: on does nothing here: LlamaForCausalLM has no part that could become a kernel"]
+
+
+@pytest.mark.parametrize("kind", [torch.OutOfMemoryError, RuntimeError])
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_no_memory_for_the_compiler_is_no_failing_compiler(
+    mode: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What is compiled runs at a time when all KV has its memory. What to lower is said."""
+
+    def full(model: PreTrainedModel) -> None:
+        raise kind("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the manual.")
+
+    model, settings = random_model(), Settings(device="cuda", compile=mode)  # type: ignore[arg-type]
+    monkeypatch.setattr(fusing, "warm_up", full)
+    why = "takes more memory than cuda has (CUDA out of memory. Tried to allocate 20.00 MiB.)"
+    lower = "lower target.kv_pool_tokens, retrieval.budget or max_sequences, or set compile: off"
+    if mode == "on":
+        with pytest.raises(InvalidValueError) as refused:
+            fuse(model, settings)
+        assert str(refused.value) == f"compile: 'on' {why}: {lower}"
+    else:
+        assert not fuse(model, settings)
+        assert said(caplog) == [f"compile: auto: no fused kernels, for it {why}: passes are slower; {lower}"]
     assert not fused_parts(model)
 
 
@@ -200,7 +242,6 @@ def test_the_setting_is_read_as_it_is_written(tmp_path: Path) -> None:
 def no_compiler() -> Iterator[None]:
     from torch._inductor import config
 
-    say_that_it_fails.cache_clear()
     with config.patch({"cpp.cxx": ("no-such-compiler",), "force_disable_caches": True}):
         yield
 
@@ -219,5 +260,6 @@ def test_without_a_compiler_auto_does_without(no_compiler: None, caplog: pytest.
             assert not fuse(model, Settings(device="cuda"))
             assert not fused_parts(model)
             assert ordinary_logits(model, 3).isfinite().all()
-    [record] = [record for record in caplog.records if record.name.startswith("triforce_core")]
-    assert "no fused kernels" in record.getMessage()
+    [message] = said(caplog)
+    assert message.startswith("compile: auto: no fused kernels, for it needs a compiler that works on cuda (")
+    assert message.endswith("): passes are slower; set compile: off")

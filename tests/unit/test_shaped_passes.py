@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,15 +16,16 @@ from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.ranged import gathered
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv.base import Forward, KVGeometry
+from triforce_core.kv.base import Forward, Held, KVCache, KVGeometry, Lack
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
-from triforce_core.messages import Span
+from triforce_core.messages import SequenceSpec, Span
 from triforce_core.models import graphs
 from triforce_core.models.graphs import ShapedPasses, TwinPass, doubling, shaped_passes
 from triforce_core.models.load import ATTENTION, kv_geometry
+from triforce_core.models.without import say
 
 SHAPES = [PassShape(n, q) for n in (1, 2, 4) for q in (1, 4, 6)]
 
@@ -130,20 +132,101 @@ def test_a_compiler_that_fails_with_attention_alone(mode: str, monkeypatch: pyte
     assert shaped.forward(kv.prepare([Forward(Span(0, 0, (1,), spec(100)), 1)])) is not None
 
 
-def test_a_target_whose_kv_is_offloaded_or_rounded_has_none() -> None:
+@pytest.fixture
+def said(caplog: pytest.LogCaptureFixture) -> Callable[[], list[str]]:
+    """What our own log has been told."""
+    say.cache_clear()
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("triforce_core")]
+
+
+class AnyKV(KVCache):
+    """A policy that this engine has not met."""
+
+    def slots_for(self, sequence: SequenceSpec) -> int:
+        return sequence.max_length
+
+    def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Lack:
+        return Lack()
+
+
+def test_a_cache_that_cannot_have_any_is_named_where_graphs_are_asked_for(said: Callable[[], list[str]]) -> None:
     """What is copied or widened differs from pass to pass."""
     model = random_model()
-    settings = load_settings(dtype="float32", max_sequences=3, graphs="eager")
     geometry, kernel = kv_geometry(model), KERNELS["reference"]
-    assert shaped_passes(model, OffloadedKV(geometry, 100, kernel, Offload()), settings, 4) is None
-    assert shaped_passes(model, FullKV(replace(geometry, rounded=True), 100, kernel), settings, 4) is None
-    shaped = shaped_passes(model, FullKV(geometry, 100, kernel), settings, 4)
+    offloaded, rounded = (
+        OffloadedKV(geometry, 100, kernel, Offload()),
+        FullKV(replace(geometry, rounded=True), 100, kernel),
+    )
+    host = {"target": {"offload": "host"}}
+    expected = [
+        (offloaded, host, "with target.offload: host what the target copies differs from pass to pass"),
+        (
+            rounded,
+            {"target": {"kv_dtype": "float8_e4m3fn"}},
+            "with target.kv_dtype: float8_e4m3fn what the target widens",
+        ),
+        (AnyKV(geometry, 100, kernel), {}, "the cache policy AnyKV has no passes of constant shape"),
+    ]
+    for mode, device in [("eager", "cpu"), ("on", "cuda:0"), ("auto", "cuda:0")]:
+        for kv, given, why in expected:
+            settings = load_settings(dtype="bfloat16", device=device, max_sequences=3, graphs=mode, **given)
+            before = len(said())
+            assert shaped_passes(model, kv, settings, 4) is None
+            assert shaped_passes(model, kv, settings, 4) is None
+            new = said()[before:]
+            assert len(new) == (mode != "auto"), "once, and only where it was asked for"
+            assert all(f"graphs: {mode} does nothing here: {why}" in message for message in new)
+    shaped = shaped_passes(model, FullKV(geometry, 100, kernel), load_settings(dtype="float32", graphs="eager"), 4)
     assert shaped is not None
     assert all(isinstance(each.batch, VerifyBatch) for each in shaped.passes)
 
 
-def test_a_captured_target_needs_attention_that_copies_nothing() -> None:
+def test_a_captured_target_needs_attention_that_copies_nothing(said: Callable[[], list[str]]) -> None:
     """In float32 there is none on a GPU: its passes would copy every context at its greatest length."""
     model = random_model()
+    kv = FullKV(kv_geometry(model), 100, KERNELS["reference"])
     settings = load_settings(device="cuda:0", dtype="float32", max_sequences=3, graphs="on")
-    assert shaped_passes(model, FullKV(kv_geometry(model), 100, KERNELS["reference"]), settings, 4) is None
+    assert shaped_passes(model, kv, settings, 4) is None
+    [message] = said()
+    assert message.startswith("graphs: on does nothing here: with attention: blocked a graph of the target would copy")
+
+
+def test_no_memory_for_the_twins_is_said() -> None:
+    """Really: such a batch has no room in any machine."""
+    model = random_model()
+    kv = FullKV(kv_geometry(model), 100, KERNELS["reference"])
+    settings = load_settings(dtype="float32", max_sequences=2**38, graphs="eager")
+    with pytest.raises(
+        InvalidValueError, match=r"graphs: 'eager' takes more memory than cpu has .*: lower target.kv_p"
+    ):
+        shaped_passes(model, kv, settings, 4)
+
+
+@pytest.mark.parametrize("mode", ["on", "auto"])
+def test_no_memory_for_graphs_is_said(
+    mode: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
+) -> None:
+    """There is a way without them, where they are a default. What is no lack of memory is passed on as it is."""
+    errors: list[Exception] = [
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: device-side assert"),
+    ]
+
+    def fails(*_: object) -> None:
+        raise errors.pop(0)
+
+    monkeypatch.setattr(graphs, "captured", fails)
+    model = random_model()
+    kv = StreamingKV(kv_geometry(model), 3, WindowSettings(4, 20, 8), KERNELS["reference"])
+    settings = load_settings(device="cuda:0", dtype="float32", max_sequences=3, graphs=mode)
+    why = "takes more memory than cuda:0 has (CUDA error: out of memory)"
+    lower = "lower target.kv_pool_tokens, retrieval.budget or max_sequences, or set graphs: off"
+    if mode == "on":
+        with pytest.raises(InvalidValueError) as refused:
+            shaped_passes(model, kv, settings, 4)
+        assert str(refused.value) == f"graphs: 'on' {why}: {lower}"
+    else:
+        assert shaped_passes(model, kv, settings, 4) is None
+        assert said() == [f"graphs: auto: no graphs, for it {why}: passes are slower; {lower}"]
+    with pytest.raises(RuntimeError, match="device-side assert"):
+        shaped_passes(model, kv, settings, 4)

@@ -7,10 +7,8 @@ Not run on a GPU yet. docs/decisions/0015-graphs.md
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import cache
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -19,34 +17,39 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
-from triforce_core.errors import InvalidValueError
+from triforce_core.models.without import LOWER, do_without, ignored, out_of_memory, reason_of, shortage
 
 ROTATE = "apply_rotary_pos_emb"  # what attention modules of transformers call, by this name
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of a gated feed-forward block
 
 Function = Callable[..., Any]
 
-log = logging.getLogger(__name__)
-
 
 def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     """Have the model run fused kernels, in place, where the settings want that; whether it does from now on. Compiles
     them, which takes seconds. A model that several runners share may be given again.
 
-    One that is divided over ranks stays as it is. So does one with which the compiler of this machine fails: with auto
-    the log says so, with on this raises `InvalidValueError`.
+    One that is divided over ranks stays as it is, and one without parts for it, which the log says where compile is on.
+    So does one with which the compiler of this machine fails, or runs out of memory: with auto the log says so, with on
+    this raises `InvalidValueError`.
     """
-    if not settings.fused or (model.tp_size or 1) > 1:
+    if not settings.fused:
+        return False
+    if (ranks := model.tp_size or 1) > 1:
+        ignored("compile", settings.compile, f"models on several ranks, here {ranks}, stay as they are")
         return False
     if is_fused(model):
         return True
     try:
         give_forwards(model)
+        if not is_fused(model):
+            ignored("compile", settings.compile, f"{type(model).__name__} has no part that could become a kernel")
+            return False
         warm_up(model)
     except Exception as error:  # a compiler that is missing or broken may raise anything
         for module in filter(has_own_forward, model.modules()):
             del module.forward
-        do_without(settings, error)
+        give_up(settings, error)
         return False
     return True
 
@@ -55,19 +58,13 @@ def is_fused(model: PreTrainedModel) -> bool:
     return any(map(has_own_forward, model.modules()))
 
 
-def do_without(settings: Settings, error: Exception) -> None:
-    """With auto say that the compiler fails, with on raise `InvalidValueError`."""
-    reason = (str(error) or repr(error)).strip().split("\n")[0]
-    if settings.compile == "on":
-        rule = f"needs a compiler that works on {settings.device_type} ({reason}): set compile: off"
-        raise InvalidValueError("compile", settings.compile, rule) from None
-    say_that_it_fails(reason)
-
-
-@cache
-def say_that_it_fails(reason: str) -> None:
-    """Once, not for every model."""
-    log.warning("compile: auto: no fused kernels, for the compiler fails (%s): passes are slower", reason)
+def give_up(settings: Settings, error: Exception) -> None:
+    """On fused kernels: with auto say so, with on raise `InvalidValueError`."""
+    why = f"needs a compiler that works on {settings.device_type} ({reason_of(error)})"
+    remedy = "set compile: off"
+    if out_of_memory(error):
+        why, remedy = shortage(settings, error), f"{LOWER}, or set compile: off"
+    do_without("compile", settings.compile, "no fused kernels", why, remedy)
 
 
 def has_own_forward(module: nn.Module) -> bool:

@@ -17,7 +17,7 @@ from rich.progress import track
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.attention import gathered, ranged_for
+from triforce_core.attention import gathered, kernel_name, ranged_for
 from triforce_core.attention.ranged import Join, joined_with_own
 from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, KVCache
@@ -25,7 +25,8 @@ from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
-from triforce_core.models.fuse import compiled, compiling, do_without
+from triforce_core.models.fuse import compiled, compiling, give_up
+from triforce_core.models.without import LOWER, do_without, ignored, out_of_memory, shortage
 
 WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
 # A target's sequence that sees more KV takes ordinary passes: reading it hides every launch. A guess, not measured.
@@ -110,32 +111,65 @@ def shaped_passes(
     model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, fused: bool = False
 ) -> ShapedPasses | None:
     """Those of batches up to `max_sequences` and up to `most_queries` tokens of each sequence, as the settings want
-    them; None: they want none, or the cache cannot do it. `fused`: with the attention to the pass's own tokens
-    compiled, too.
+    them; None: they want none, or the cache cannot do it, which the log says where graphs are asked for. `fused`: with
+    the attention to the pass's own tokens compiled, too.
+
+    Where there is no memory for them, with auto the log says so, else this raises `InvalidValueError`.
     """
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
         return None
-    if isinstance(kv, OffloadedKV) or kv.geometry.rounded:
-        return None  # what is copied, or widened, differs from pass to pass
+    if why := unshaped(kv, settings, capture):
+        ignored("graphs", settings.graphs, why)
+        return None
+    try:
+        return ShapedPasses(made(model, kv, settings, most_queries, capture=capture, fused=fused))
+    except (RuntimeError, MemoryError) as error:
+        if not out_of_memory(error):
+            raise
+        remedy = f"{LOWER}, or set graphs: off"
+        do_without("graphs", settings.graphs, "no graphs", shortage(settings, error), remedy)
+    if kv.geometry.device.type == "cuda":
+        torch.cuda.empty_cache()  # what was made of them is gone by now: others may have its memory
+    return None
+
+
+def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
+    """Why this cache has no passes of constant shape; None: it has."""
+    if isinstance(kv, OffloadedKV):
+        return f"with target.offload: {settings.target.offload} what the target copies differs from pass to pass"
+    if kv.geometry.rounded:
+        return f"with target.kv_dtype: {settings.target.kv_dtype} what the target widens differs from pass to pass"
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
-        return None  # it would copy every context in the greatest length that there is room for
+        kernel = kernel_name(settings)
+        return f"with attention: {kernel} a graph of the target would copy every context at its greatest length"
+    if not isinstance(kv, FixedKV | FullKV):
+        return f"the cache policy {type(kv).__name__} has no passes of constant shape"
+    return None
+
+
+def made(
+    model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, capture: bool, fused: bool
+) -> list[Pass]:
+    """See `shaped_passes`."""
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
     twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
     if fused:
         compile_joins(twins, settings)
-    if not capture:
-        return ShapedPasses([*twins])
+    return captured(twins, model, kv) if capture else [*twins]
+
+
+def captured(twins: list[TwinPass], model: PreTrainedModel, kv: KVCache) -> list[Pass]:
+    """The passes as graphs, the largest first, so that the others fit into the memory that it leaves in the pool."""
     pool = torch.cuda.graph_pool_handle()
     most = max(twin.batch.shape.tokens for twin in twins)
     logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
-    # The largest first, so that the others fit into the memory that it leaves in the pool.
     largest_first = track(twins[::-1], f"capturing {len(twins)} graphs", console=Console(stderr=True))
-    return ShapedPasses([CapturedPass(twin, pool, logits) for twin in largest_first])
+    return [CapturedPass(twin, pool, logits) for twin in largest_first]
 
 
 def compile_joins(twins: list[TwinPass], settings: Settings) -> None:
-    """Have the attention to the passes' own tokens compiled, too; where the compiler fails, as `fuse` does."""
+    """Have the attention to the passes' own tokens compiled, too; where that fails, as `fuse` does."""
     join: Join = compiled(joined_with_own)
     try:
         with compiling():
@@ -145,7 +179,7 @@ def compile_joins(twins: list[TwinPass], settings: Settings) -> None:
     except Exception as error:  # a compiler that is broken may raise anything
         for twin in twins:
             twin.batch.join = joined_with_own
-        do_without(settings, error)
+        give_up(settings, error)
 
 
 def shaped_batches(
