@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
-from actors.wire import sampling_from_proto, stats_to_proto
+from actors.wire import sampling_from_proto, seed_from_proto, stats_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
@@ -144,7 +144,7 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
         resume=tuple(message.resume_token_ids),
         max_tokens=message.max_tokens,
         sampling=sampling_from_proto(message.sampling),
-        seed=message.seed,
+        seed=seed_from_proto(message.seed),
         lookaheads=(lookaheads[0], lookaheads[1]),
         stop_token_ids=tuple(message.stop_token_ids),
     )

@@ -13,7 +13,7 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
 NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
-NUM_SEEDS = 2**63
+SEED_VALUES = 2**64
 TIER_VALUES = [*map(int, Tier)]
 
 
@@ -96,9 +96,13 @@ def origins_from_proto(origins: bytes, num_tokens: int, where: str) -> bytes:
     return origins
 
 
-def seed_from_proto(seed: int, where: str = "seed") -> int:
-    require(seed < NUM_SEEDS, where, seed, "must be below 2**63")
-    return seed
+def seed_to_proto(seed: int) -> int:
+    """A signed 64-bit seed in two's complement."""
+    return seed % SEED_VALUES
+
+
+def seed_from_proto(seed: int) -> int:
+    return seed - SEED_VALUES if seed >= SEED_VALUES // 2 else seed
 
 
 def _work_to_proto(work: Work) -> pb.Work:
@@ -125,7 +129,7 @@ def _span_from_proto(message: pb.Span, where: str) -> Span:
 def _spec_to_proto(spec: SequenceSpec) -> pb.SequenceSpec:
     return pb.SequenceSpec(
         sampling=sampling_to_proto(spec.sampling),
-        seed=spec.seed,
+        seed=seed_to_proto(spec.seed),
         prompt_length=spec.prompt_length,
         max_length=spec.max_length,
         stop_token_ids=spec.stop_token_ids,
@@ -139,7 +143,7 @@ def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
     require(message.max_length >= message.prompt_length, f"{where}.max_length", message.max_length, rule)
     return SequenceSpec(
         sampling=sampling_from_proto(message.sampling, f"{where}.sampling"),
-        seed=seed_from_proto(message.seed, f"{where}.seed"),
+        seed=seed_from_proto(message.seed),
         prompt_length=message.prompt_length,
         max_length=message.max_length,
         stop_token_ids=tokens_from_proto(message.stop_token_ids, f"{where}.stop_token_ids"),

@@ -26,13 +26,13 @@ from triforce_core.errors import InvalidValueError, UnavailableError, require
 if TYPE_CHECKING:
     from ray.serve import Application
     from ray.serve.config import RequestRouterConfig
+    from ray.serve.handle import DeploymentHandle
 
     from triforce_core.engine.limits import Limits
 
 APPLICATION = "triforce"
 DOOR_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
 SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
-DRAIN_S = 20.0
 LOOK_BACK_S = 11.0  # Serve wants more than its metrics' interval, 10 s
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 ENVIRONMENT = {
@@ -40,6 +40,7 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "one machine only": Ray binds its own ports to the loopback
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # a prompt's; by default 4 MiB, refused without a word
     "TOKENIZERS_PARALLELISM": "false",
 }
 # Nothing of ours blocks a loop, so Serve needs no threads and loops of its own beside it. Together with gRPC: a third
@@ -71,7 +72,7 @@ def build_app(args: Settings) -> Application:
         max_constructor_retry_count=2,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.2,
-        graceful_shutdown_timeout_s=args.server.request_timeout_s,  # a replica too many lets its requests end
+        graceful_shutdown_timeout_s=args.server.drain_s,
         **replicas(args),
     )
     gateway: Any = serve.deployment(
@@ -84,6 +85,7 @@ def build_app(args: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.2,
     )
     application: Application = gateway.bind(args, pipeline.bind(args))
+        graceful_shutdown_timeout_s=args.server.drain_s,
     return application
 
 
@@ -287,11 +289,22 @@ def application(settings: Settings) -> Iterator[None]:
     try:
         yield
     finally:
-        with on_signals(signal.SIG_IGN):
-            tell(f"stopping: requests in flight have {DRAIN_S:g} s to finish")
-            with suppress(Exception):  # a gateway that is gone has nothing to finish
-                handle.drain.remote(DRAIN_S).result(timeout_s=DRAIN_S + 5)
-            serve.delete(APPLICATION)
+        tell(f"stopping: requests in flight have {server.drain_s:g} s to end; Ctrl-C again stops at once")
+        try:
+            drain(handle, server.drain_s)
+        except KeyboardInterrupt:
+            tell("stopping at once")
+
+
+def drain(handle: DeploymentHandle[Any], timeout_s: float) -> None:
+    """Let requests in flight end, and after them the application. Those that do not are left to the end of Ray."""
+    from ray import serve
+
+    done = True
+    with suppress(Exception):  # a gateway that is gone has nothing to finish
+        done = handle.drain.remote(timeout_s).result(timeout_s=timeout_s + 5)
+    if done:
+        serve.delete(APPLICATION)
 
 
 def failure(error: RuntimeError) -> str:

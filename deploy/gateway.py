@@ -32,9 +32,9 @@ class Gateway:
     def __serve_build_asgi_app__(self) -> FastAPI:
         return http_app(self.service)
 
-    async def drain(self, timeout_s: float) -> None:
+    async def drain(self, timeout_s: float) -> bool:
         """For whoever is about to end the application: see `Service.drain`."""
-        await self.service.drain(timeout_s)
+        return await self.service.drain(timeout_s)
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         try:

@@ -7,6 +7,7 @@ from contextlib import aclosing
 
 import grpc
 
+from actors.wire import seed_from_proto, seed_to_proto
 from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
 from deploy.service import Ask, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
@@ -53,7 +54,7 @@ def ask_from(request: pb.GenerateRequest) -> Ask:
         prompt=request.text if prompt == "text" else tuple(request.token_ids.values),
         sampling=sampling,
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
-        seed=request.seed if request.HasField("seed") else None,
+        seed=seed_from_proto(request.seed) if request.HasField("seed") else None,
         stop=tuple(request.stop),
         model=request.model,
         lookaheads=tuple(request.lookaheads.values) if request.HasField("lookaheads") else None,
@@ -67,6 +68,8 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
     response = pb.GenerateResponse(model=service.model.name)
     async with aclosing(generate_stream(service, request)) as chunks:
         async for chunk in chunks:
+            if chunk.HasField("seed"):
+                response.seed = chunk.seed
             response.text += chunk.text
             response.token_ids.extend(chunk.token_ids)
             response.origins += chunk.origins
@@ -78,13 +81,17 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
 
 async def generate_stream(service: Service, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateChunk, None]:
     """The completion as it comes."""
+    first = True
     async with aclosing(service.complete(ask_from(request))) as parts:
         async for part in parts:
-            yield chunk_of(part)
+            yield chunk_of(part, with_seed=first)
+            first = False
 
 
-def chunk_of(part: Part) -> pb.GenerateChunk:
+def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
     chunk = pb.GenerateChunk(text=part.piece.text, token_ids=part.piece.tokens, origins=part.piece.origins)
+    if with_seed:
+        chunk.seed = seed_to_proto(part.seed)
     if part.done:
         finish(chunk, part, part.done)
     return chunk

@@ -6,19 +6,18 @@
 from __future__ import annotations
 
 import asyncio
-import copy
 import hashlib
 import json
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import triforce_core
-from actors.wire import sampling_to_proto, stats_from_proto
+from actors.wire import sampling_to_proto, seed_to_proto, stats_from_proto
+from deploy.encoding import Encoder
 from deploy.errors import DeadlineError, OverloadedError
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -32,6 +31,7 @@ from triforce_core.text import OutputText, Piece, TokenText, joined
 
 FINISH_REASONS = {gen.FINISH_REASON_STOP: FinishReason.STOP, gen.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 MAX_STOP_STRINGS = 16
+MAX_STOP_CHARACTERS = 1024  # of each: all are prepared, and sought in every character of the output, on the event loop
 MAX_LOOKAHEAD = 64
 RANDOM_SEED_BITS = 53  # such a seed survives JSON readers that know only doubles
 
@@ -58,7 +58,7 @@ class Ask:
 
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
-    max_tokens: int | None  # None: what the context leaves
+    max_tokens: int | None  # None: what context and KV pool leave
     seed: int | None = None  # None: one is drawn
     stop: tuple[str, ...] = ()
     model: str = ""  # empty: the default one
@@ -121,19 +121,18 @@ class Service:
         self.settings, self.model, self.pipelines = settings, model, pipelines
         self.meaning = TokenText(model.tokenizer)
         self.max_token_characters = max(map(len, model.tokenizer.get_vocab()))
-        # A tokenizer must not be used by two threads at a time: the thread's own is a copy.
-        self.encoder = copy.deepcopy(model.tokenizer)
-        self.encoding = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+        self.encoder = Encoder(model.tokenizer)
         self.room = settings.places
         self.in_flight = 0
         self.draining = False
 
-    async def drain(self, timeout_s: float) -> None:
-        """Take no more requests; return when those in flight are done, or after `timeout_s` seconds."""
+    async def drain(self, timeout_s: float) -> bool:
+        """Take no more requests; return whether those in flight were done within `timeout_s` seconds."""
         self.draining = True
         until = asyncio.get_running_loop().time() + timeout_s
         while self.in_flight and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
+        return not self.in_flight
 
     async def complete(self, ask: Ask) -> AsyncGenerator[Part, None]:
         """The completion as it is decoded; closing the generator stops it.
@@ -147,7 +146,7 @@ class Service:
             raise OverloadedError(f"all {self.room} places are taken; try again later")
         self.in_flight += 1
         try:
-            self.check_model(ask.model)
+            self.check_model(ask.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
             if ask.timeout_s is not None:
                 require(ask.timeout_s > 0, "timeout_s", ask.timeout_s, "must be above 0")
@@ -165,20 +164,23 @@ class Service:
             self.in_flight -= 1
 
     def check_model(self, name: str) -> None:
-        if name not in ("", self.model.name):
+        if name != self.model.name:
             raise UnknownModelError("model", name, f"is not served here; {self.model.name!r} is")
 
     async def request(self, ask: Ask) -> Request:
         """What the pipeline is asked for, checked: whatever it would refuse is refused here."""
         require(len(ask.stop) <= MAX_STOP_STRINGS, "stop", len(ask.stop), f"must be at most {MAX_STOP_STRINGS} strings")
         require(all(ask.stop), "stop", "", "must not hold an empty string")
+        longest = max(map(len, ask.stop), default=0)
+        rule = f"must be at most {MAX_STOP_CHARACTERS} characters in each string"
+        require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
         lookaheads = self.settings.speculation.effective if ask.lookaheads is None else ask.lookaheads
         check_lookaheads("lookaheads", lookaheads)
         prompt = await self.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
         limits = self.model.limits
         request = Request(
             prompt=prompt,
-            max_tokens=max(1, limits.context_length - len(prompt)) if ask.max_tokens is None else ask.max_tokens,
+            max_tokens=limits.longest_output(len(prompt)) if ask.max_tokens is None else ask.max_tokens,
             sampling=ask.sampling,
             seed=secrets.randbits(RANDOM_SEED_BITS) if ask.seed is None else ask.seed,
             lookaheads=(lookaheads[0], lookaheads[1]),
@@ -201,9 +203,7 @@ class Service:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
-        loop = asyncio.get_running_loop()
-        tokens = await loop.run_in_executor(self.encoding, lambda: self.encoder(text)["input_ids"])
-        return tuple(tokens)
+        return await self.encoder.encode(text)
 
     async def parts(self, ask: Ask, request: Request, deadline: float) -> AsyncGenerator[Part, None]:
         """Decode, and turn tokens into text until the output ends."""
@@ -242,7 +242,7 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
         prompt_token_ids=request.prompt,
         resume_token_ids=request.resume,
         sampling=sampling_to_proto(request.sampling),
-        seed=request.seed,
+        seed=seed_to_proto(request.seed),
         max_tokens=request.max_tokens,
         stop_token_ids=request.stop_token_ids,
         lookaheads=gen.Lookaheads(values=request.lookaheads),

@@ -291,6 +291,12 @@ class ServerSettings(Strict):
     grpc_port: int = Field(9000, ge=1, le=65535)
     max_queued: int = Field(64, ge=1, description="requests beyond the live ones before 429 is answered")
     request_timeout_s: float = Field(600.0, gt=0)
+    drain_timeout_s: float | None = Field(
+        None,
+        ge=0,
+        description="seconds that requests in flight have to end when a replica or the server stops; by default"
+        " request_timeout_s",
+    )
     tier_host: str = Field(
         "127.0.0.1", description="where tier actors serve one another; `node` is the Ray node's address"
     )
@@ -298,6 +304,10 @@ class ServerSettings(Strict):
         10.0, gt=0, description="a tier that does not answer work within this is taken for dead"
     )
     replicas: ReplicaSettings = ReplicaSettings()
+
+    @property
+    def drain_s(self) -> float:
+        return self.request_timeout_s if self.drain_timeout_s is None else self.drain_timeout_s
 
 
 class Settings(Strict):

@@ -34,7 +34,7 @@ class SamplingParams:
         require(0 <= self.temperature <= 100, "temperature", self.temperature, "must be between 0 and 100")
         if self.temperature < 1e-4:  # logits divided by less would overflow
             object.__setattr__(self, "temperature", 0.0)
-        require(self.top_k >= 0, "top_k", self.top_k, "must be 0 (off) or more")
+        require(0 <= self.top_k < 2**31, "top_k", self.top_k, "must be 0 (off) or more, and below 2**31")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be between 0 and 1")
 
@@ -47,7 +47,7 @@ class SequenceSpec:
     """What a tier must know of a request to draw its tokens: fixed for the life of the sequence."""
 
     sampling: SamplingParams
-    seed: int  # 0 ≤ seed < 2**63
+    seed: int  # -2**63 ≤ seed < 2**63
     prompt_length: int  # tokens
     max_length: int  # prompt and output together, tokens; no tier goes beyond
     stop_token_ids: tuple[int, ...] = ()  # a tier that draws one of these ends its block with it

@@ -51,17 +51,24 @@ class Completion:
         return {**self.of(replace(part, piece=joined(pieces))), "usage": usage(part)}
 
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events: a chunk for each part that says something, a comment for each None."""
+        """Server-sent events: a chunk for each part that says something, a comment for each None.
+
+        The first chunk tells the seed.
+        """
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        no_usage = {"usage": None} if with_usage else {}
+        told = False
         try:
             part = first
             while part is None or part.done is None:
                 if part is None:
                     yield ": waiting\n\n"
                 elif part.piece.text or self.body.return_token_ids:
-                    yield event({**self.of(part), **({"usage": None} if with_usage else {})})
+                    seed = {} if told else {"triforce": {"seed": part.seed}}
+                    told = True
+                    yield event({**self.of(part), **seed, **no_usage})
                 part = await anext(rest)
-            yield event({**self.of(part), **({"usage": None} if with_usage else {})})
+            yield event({**self.of(part), **no_usage})
             if with_usage:
                 yield event({**self.frame, "choices": [], "usage": usage(part)})
             yield "data: [DONE]\n\n"

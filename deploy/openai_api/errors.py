@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
@@ -32,7 +33,30 @@ ANSWERS: dict[type[TriForceError], Answer] = {
     UnavailableError: Answer(503, SERVER, "unavailable"),
     DeadlineError: Answer(504, "timeout_error", "timeout"),
 }
+RETRY = {  # headers by status
+    429: {"Retry-After": str(OverloadedError.retry_after_s)},
+    503: {"Retry-After": str(OverloadedError.retry_after_s)},
+    504: {"x-should-retry": "false"},  # OpenAI's clients would: another request of the same length, to the same end
+}
 MALFORMED = {"json_invalid": 400}  # what is wrong with a body by itself; all else about its shape is 422
+
+
+class ErrorDetails(BaseModel):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class ErrorBody(BaseModel):
+    """Every error, for the OpenAPI document."""
+
+    error: ErrorDetails
+
+
+def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
+    """These statuses, as FastAPI wants to be told that a route answers with them."""
+    return {status: {"model": ErrorBody, "description": HTTPStatus(status).phrase} for status in sorted(statuses)}
 
 
 def error_body(message: str, answer: Answer, param: str | None = None) -> dict[str, Any]:
@@ -58,8 +82,7 @@ class AsciiJSON(JSONResponse):
 
 def error_response(error: Exception) -> Response:
     answer, body = answer_to(error)
-    headers = {"Retry-After": str(OverloadedError.retry_after_s)} if answer.status in (429, 503) else None
-    return AsciiJSON(body, answer.status, headers)
+    return AsciiJSON(body, answer.status, RETRY.get(answer.status))
 
 
 def malformed_response(error: RequestValidationError) -> Response:

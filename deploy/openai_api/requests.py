@@ -138,7 +138,7 @@ def lookaheads_from(speculation: Speculation | None, defaults: SpeculationSettin
     """Those of a request; where it only says which tiers take part, they look as far ahead as the settings say."""
     if speculation is None or (speculation.tiers is None and speculation.lookaheads is None):
         return None
-    lookaheads = speculation.lookaheads or defaults.lookaheads
+    lookaheads = defaults.lookaheads if speculation.lookaheads is None else speculation.lookaheads
     check_lookaheads("speculation.lookaheads", lookaheads)
     takes_part = TIER_SETS[speculation.tiers] if speculation.tiers else (True, True)
     return tuple(n * part for n, part in zip(lookaheads, takes_part, strict=True))

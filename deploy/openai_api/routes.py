@@ -11,7 +11,13 @@ from starlette.exceptions import HTTPException
 
 import triforce_core
 from deploy.openai_api.completion import Completion
-from deploy.openai_api.errors import error_response, http_error_response, malformed_response
+from deploy.openai_api.errors import (
+    ANSWERS,
+    documented,
+    error_response,
+    http_error_response,
+    malformed_response,
+)
 from deploy.openai_api.requests import CompletionRequest, ask_from
 from deploy.openai_api.streaming import EventStream, with_idle
 from deploy.service import ServedModel, Service
@@ -37,7 +43,9 @@ def http_app(service: Service) -> FastAPI:
     async def refuse_path(_: Request, error: HTTPException) -> Response:
         return http_error_response(error)
 
-    @app.post("/v1/completions")
+    refusals = {answer.status for answer in ANSWERS.values()}
+
+    @app.post("/v1/completions", responses=documented(*refusals, 422, 500))
     async def complete(body: CompletionRequest) -> Response:
         try:
             completion = Completion(service, body)
@@ -58,7 +66,7 @@ def http_app(service: Service) -> FastAPI:
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [model_card(service.model)]}
 
-    @app.get("/v1/models/{name:path}")
+    @app.get("/v1/models/{name:path}", responses=documented(404, 422))
     async def model(name: str) -> dict[str, Any]:
         service.check_model(name)
         return model_card(service.model)

@@ -6,23 +6,26 @@ import asyncio
 import json
 import logging
 import re
-import threading
+import time
 from collections.abc import AsyncGenerator
 from functools import cache
 from typing import Any
 
 import grpc
 import pytest
+from openai import APIStatusError, OpenAI
 from starlette.testclient import TestClient
 
 from deploy import grpc_api
+from deploy.encoding import SHORT_CHARACTERS, Encoder
+from deploy.errors import DeadlineError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
-from deploy.service import Ask, ServedModel, Service
+from deploy.service import MAX_STOP_CHARACTERS, Ask, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
-from triforce_core.errors import UnavailableError
+from triforce_core.errors import InvalidValueError, UnavailableError
 from triforce_core.messages import SamplingParams
 
 EOS = 0
@@ -73,9 +76,10 @@ def event(tokens: list[int], finish: gen.FinishReason = gen.FINISH_REASON_UNSPEC
     return pb.DecodeEvent(token_ids=tokens, origins=bytes(len(tokens)), finish_reason=finish, stats=stats)
 
 
-def served(*script: pb.DecodeEvent | Exception | float) -> tuple[TestClient, Service, Scripted]:
+def served(*script: pb.DecodeEvent | Exception | float, **settings: Any) -> tuple[TestClient, Service, Scripted]:
     pipelines = Scripted(*script)
-    service = Service(load_settings(), model(), pipelines)
+    given = load_settings(**settings)
+    service = Service(given, ServedModel.load(given) if settings else model(), pipelines)
     return TestClient(http_app(service), raise_server_exceptions=False), service, pipelines
 
 
@@ -137,7 +141,7 @@ class WithoutTiers(Scripted):
 
 
 def test_rounded_kv_is_another_target_and_said_to_be() -> None:
-    settings = load_settings(target={"kv_dtype": "float8_e4m3fn"})
+    settings = load_settings(dtype="bfloat16", target={"kv_dtype": "float8_e4m3fn"})
     rounding = ServedModel.load(settings)
     assert rounding.fingerprint != model().fingerprint
     answer = TestClient(http_app(Service(settings, rounding, WithoutTiers()))).get("/status")
@@ -152,10 +156,11 @@ def test_a_draining_server_takes_nothing_new_and_finishes_the_rest() -> None:
         draining = asyncio.create_task(service.drain(10))
         await asyncio.sleep(0.1)
         assert not draining.done()
+        assert not await service.drain(0)
         with pytest.raises(UnavailableError, match="shutting down"):
             await anext(service.complete(wanted()))
         texts += [part.piece.text async for part in parts]
-        await asyncio.wait_for(draining, 1)
+        assert await asyncio.wait_for(draining, 1)
         return texts
 
     assert asyncio.run(drained()) == ["a", "b"]
@@ -200,18 +205,42 @@ def test_a_silent_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) ->
     assert service.in_flight == 0
 
 
-def test_long_prompts_are_encoded_beside_the_loop() -> None:
-    client, service, pipelines = served(event(ids("a"), gen.FINISH_REASON_LENGTH))
-    encoder, threads = service.encoder, []
+@pytest.mark.parametrize("repeats", [1, 500, SHORT_CHARACTERS // 8])
+def test_the_pipeline_gets_the_tokens_of_the_text(repeats: int) -> None:
+    client, _, pipelines = served(event(ids("a"), gen.FINISH_REASON_LENGTH))
+    text = "import os\n" * repeats
+    assert ask(client, prompt=text).status_code == 200
+    assert list(pipelines.requests[0].prompt_token_ids) == ids(text)
 
-    def watched(text: str) -> Any:
-        threads.append(threading.current_thread().name)
-        return encoder(text)
 
-    service.encoder = watched
-    assert ask(client, prompt="import os\n" * 500).status_code == 200
-    assert [name.rstrip("_0123456789") for name in threads] == ["tokenizer"]
-    assert list(pipelines.requests[0].prompt_token_ids) == ids("import os\n" * 500)
+def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
+    """Nor does the event loop, which all streams share."""
+    long, short = "import os\n" * 100_000, "import os\n" * 50
+
+    async def order() -> tuple[list[str], float]:
+        encoder, done, gaps = Encoder(model().tokenizer), [], []
+
+        async def encode(text: str) -> None:
+            assert len(await encoder.encode(text)) > 100
+            done.append("long" if text is long else "short")
+
+        async def watch() -> None:
+            while True:
+                before = time.perf_counter()
+                await asyncio.sleep(0.001)
+                gaps.append(time.perf_counter() - before)
+
+        watching = asyncio.create_task(watch())
+        waiting = [asyncio.create_task(encode(long)) for _ in range(3)]
+        await asyncio.sleep(0.05)
+        waiting += [asyncio.create_task(encode(short)) for _ in range(5)]
+        await asyncio.gather(*waiting)
+        watching.cancel()
+        return done, max(gaps)
+
+    done, gap = asyncio.run(order())
+    assert done == ["short"] * 5 + ["long"] * 3
+    assert gap < 0.3
 
 
 def test_what_is_complete_is_resumed_without_the_pipeline() -> None:
@@ -229,3 +258,172 @@ def test_what_is_complete_is_resumed_without_the_pipeline() -> None:
     assert part.done is not None
     assert part.done.finish_reason == "stop"
     assert part.done.completion_tokens == len(ids("a b "))
+
+
+ENDED = event(ids("a"), gen.FINISH_REASON_LENGTH)
+
+
+def generated(service: Service, **fields: Any) -> gen.GenerateResponse:
+    """What the gRPC door answers."""
+    return asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**{"text": "def", **fields})))
+
+
+SAMPLING = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25}
+
+
+def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
+    client, service, pipelines = served(ENDED)
+    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3}
+    assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2]}).status_code == 200
+    asked["seed"] %= 2**64
+    generated(service, **asked, sampling=gen.Sampling(**SAMPLING), lookaheads=gen.Lookaheads(values=[5, 2]))
+    expected = pb.DecodeRequest(
+        prompt_token_ids=ids("def"),
+        sampling=pb.SamplingParams(**SAMPLING),
+        stop_token_ids=model().stop_token_ids,
+        lookaheads=gen.Lookaheads(values=[5, 2]),
+        **asked,
+    )
+    assert pipelines.requests == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    "target", [{"context_length": 1000}, {"context_length": 4000, "kv_pool_tokens": 1000}], ids=str
+)
+def test_without_a_maximum_context_and_pool_are_the_bound(target: dict[str, int]) -> None:
+    _, service, pipelines = served(ENDED, target=target)
+    for prompt in (1, 990, 999):
+        generated(service, token_ids=gen.TokenIds(values=[5] * prompt))
+    assert [request.max_tokens for request in pipelines.requests] == [999, 10, 1]
+    with pytest.raises(InvalidValueError, match=r"1000 prompt \+ 1 output tokens' must fit the"):
+        generated(service, token_ids=gen.TokenIds(values=[5] * 1000))
+
+
+def test_nobody_gets_more_time_than_the_server_gives() -> None:
+    client, service, pipelines = served(5.0, server={"request_timeout_s": 0.1})
+    for fields in ({}, {"timeout_s": 100.0}):
+        answer = ask(client, **fields)
+        assert answer.status_code == 504
+        assert answer.json()["error"]["message"] == "the request was not done within 0.1 s"
+        with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
+            generated(service, **fields)
+    assert pipelines.open == 0
+
+
+def test_the_official_client_does_not_repeat_what_took_too_long() -> None:
+    http, _, pipelines = served(5.0)
+    client = OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=2, http_client=http)
+    for stream in (False, True):
+        pipelines.requests.clear()
+        with pytest.raises(APIStatusError) as late:
+            client.completions.create(model="demo", prompt="def", stream=stream, extra_body={"timeout_s": 0.1})
+        assert late.value.status_code == 504
+        assert len(pipelines.requests) == 1
+
+
+def test_a_drawn_seed_is_told_first() -> None:
+    client, service, pipelines = served(event(ids("a")), event(ids(" b")), event(ids(" c"), gen.FINISH_REASON_LENGTH))
+    first, second, last, _ = events_of(ask(client, stream=True))
+    assert first["triforce"] == {"seed": pipelines.requests[-1].seed}
+    assert "triforce" not in second
+    assert last["triforce"]["seed"] == first["triforce"]["seed"]
+
+    async def chunks() -> list[gen.GenerateChunk]:
+        return [chunk async for chunk in grpc_api.generate_stream(service, gen.GenerateRequest(text="def"))]
+
+    told = [chunk.seed if chunk.HasField("seed") else None for chunk in asyncio.run(chunks())]
+    assert told == [pipelines.requests[-1].seed, None, None]
+    assert generated(service).seed == pipelines.requests[-1].seed
+
+
+def test_a_negative_seed_comes_back_as_it_was_sent() -> None:
+    client, service, _ = served(ENDED)
+    assert ask(client, seed=-(2**63)).json()["triforce"]["seed"] == -(2**63)
+    assert events_of(ask(client, seed=-1, stream=True))[0]["triforce"]["seed"] == -1
+    assert generated(service, seed=2**64 - 1).seed == 2**64 - 1
+
+
+HUGE = 10**400  # no double is as large
+NUMBERS: list[tuple[dict[str, Any], str]] = [
+    ({"top_k": 2**31}, "top_k"),
+    ({"top_k": 2**32}, "top_k"),
+    *[
+        ({name: HUGE}, name)
+        for name in ("top_k", "seed", "temperature", "top_p", "min_p", "timeout_s", "n", "logprobs", "presence_penalty")
+    ],
+    *[({"max_tokens": many}, "prompt") for many in (2**32, HUGE)],
+    ({"prompt": [2**32]}, "prompt"),
+    ({"prompt": [HUGE]}, "prompt"),
+    ({"speculation": {"lookaheads": [HUGE, 0]}}, "speculation"),
+    ({"seed": -(2**63) - 1}, "seed"),
+]
+
+
+@pytest.mark.parametrize(("fields", "param"), NUMBERS, ids=lambda value: str(value)[:40])
+def test_numbers_too_large_for_the_wire_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
+    client, _, pipelines = served(ENDED)
+    answer = ask(client, **fields)
+    assert answer.status_code in (400, 413, 422), answer.text
+    assert answer.json()["error"]["message"].startswith(param)
+    assert not pipelines.requests
+
+
+def test_numbers_that_python_does_not_read_are_refused() -> None:
+    client, *_ = served(ENDED)
+    body = b'{"prompt": "def", "max_tokens": ' + b"9" * 5000 + b"}"
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+
+
+def test_the_grpc_door_refuses_a_top_k_that_is_none() -> None:
+    _, service, _ = served(ENDED)
+    with pytest.raises(InvalidValueError, match=f"top_k: {2**32 - 1} must be 0 .off. or more, and below 2..31"):
+        generated(service, sampling=gen.Sampling(top_k=2**32 - 1))
+
+
+def test_no_lookaheads_are_not_the_default_ones() -> None:
+    client, service, pipelines = served(ENDED)
+    answer = ask(client, speculation={"lookaheads": []})
+    assert answer.status_code == 400
+    assert "speculation.lookaheads: [] must be two numbers" in answer.json()["error"]["message"]
+    with pytest.raises(InvalidValueError, match=r"lookaheads: \(\) must be two numbers"):
+        generated(service, lookaheads=gen.Lookaheads())
+    assert not pipelines.requests
+
+
+def test_stop_strings_are_short() -> None:
+    """The tables of sixteen of a megabyte would keep the event loop busy for seconds."""
+    client, service, _ = served(ENDED)
+    longest = "b" * MAX_STOP_CHARACTERS
+    began = time.perf_counter()
+    assert ask(client, stop=[longest] * 16).status_code == 200
+    answer = ask(client, stop=["a", "b" * 1_000_000])
+    assert time.perf_counter() - began < 0.5
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"] == "stop: 1000000 must be at most 1024 characters in each string"
+    with pytest.raises(InvalidValueError, match="stop: 1025 must be at most 1024 characters"):
+        generated(service, stop=[longest + "b"])
+
+
+def test_only_a_body_may_leave_the_model_out() -> None:
+    client, service, _ = served(ENDED)
+    assert client.get("/v1/models/").status_code == 404
+    assert client.get("/v1/models/demo").status_code == 200
+    for name in (None, "", "demo"):
+        assert ask(client, model=name).status_code == 200
+    assert generated(service, model="").model == "demo"
+
+
+def test_the_document_tells_every_status() -> None:
+    client, *_ = served(ENDED)
+    document = client.get("/openapi.json").json()
+    answers = document["paths"]["/v1/completions"]["post"]["responses"]
+    assert set(answers) == {"200", "400", "404", "413", "422", "429", "500", "503", "504"}
+    assert set(document["paths"]["/v1/models/{name}"]["get"]["responses"]) == {"200", "404", "422"}
+    told = [each for path in document["paths"].values() for ask in path.values() for each in ask["responses"].items()]
+    for status, answer in told:
+        if status != "200":
+            assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+    error = document["components"]["schemas"]["ErrorDetails"]
+    for refused in (ask(client, n=2), ask(client, prompt=5), client.get("/v1/models/x")):
+        assert set(refused.json()["error"]) == set(error["properties"]) == set(error["required"])

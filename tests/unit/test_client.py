@@ -39,7 +39,7 @@ THE_STATS = Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, accepta
 class ScriptedGeneration(GenerationServicer):
     """Answers the same two tokens to everything but some prompts.
 
-    `fail:CODE` fails, `break` fails half way, `hang` never ends, `empty` has no output.
+    `fail:CODE` fails, `break` fails half way, `hang` never ends, `empty` has no output, `long` much of it.
     """
 
     def __init__(self) -> None:
@@ -64,6 +64,8 @@ class ScriptedGeneration(GenerationServicer):
             self.ended.wait(10)
         if request.text == "empty":
             return pb.GenerateResponse(model="demo", stats=pb.Stats(prefill_s=0.5))
+        if request.text == "long":
+            return pb.GenerateResponse(model="demo", text="a" * 5_000_000)
         return pb.GenerateResponse(
             model="demo",
             text="ab",
@@ -72,11 +74,12 @@ class ScriptedGeneration(GenerationServicer):
             finish_reason=pb.FINISH_REASON_STOP,
             usage=USAGE,
             stats=STATS,
+            seed=request.seed,
         )
 
     def GenerateStream(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateChunk]:
         self.note(request, context)
-        yield pb.GenerateChunk(text="a", token_ids=[7], origins=b"\x00")
+        yield pb.GenerateChunk(text="a", token_ids=[7], origins=b"\x00", seed=request.seed)
         if request.text == "hang":
             self.ended.wait(10)
         if request.text == "break":
@@ -122,18 +125,28 @@ def client(address: str) -> Iterator[TriForceClient]:
 
 
 def test_generate_returns_the_whole_completion(client: TriForceClient) -> None:
-    assert client.generate("abc") == Completion("demo", "ab", (7, 8), b"\x00\x02", "stop", Usage(3, 2), THE_STATS)
+    expected = Completion("demo", "ab", (7, 8), b"\x00\x02", "stop", Usage(3, 2), THE_STATS, seed=5)
+    assert client.generate("abc", seed=5) == expected
 
 
 def test_stream_returns_the_chunks_in_order(client: TriForceClient) -> None:
-    assert list(client.stream("abc")) == [
-        Chunk("a", (7,), b"\x00"),
+    assert list(client.stream("abc", seed=5)) == [
+        Chunk("a", (7,), b"\x00", seed=5),
         Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS),
     ]
 
 
 def test_figures_that_do_not_exist_are_none(client: TriForceClient) -> None:
-    assert client.generate("empty").stats == Stats(0.5, None, None, Acceptance(None, None))
+    completion = client.generate("empty")
+    assert completion.stats == Stats(0.5, None, None, Acceptance(None, None))
+    assert completion.seed is None
+
+
+@pytest.mark.parametrize("seed", [0, 2**63 - 1, -1, -(2**63)])
+def test_a_seed_is_any_signed_64_bit_number(client: TriForceClient, servicer: ScriptedGeneration, seed: int) -> None:
+    completion, first = client.generate("abc", seed=seed), next(client.stream("abc", seed=seed))
+    assert servicer.request.seed == seed % 2**64
+    assert completion.seed == first.seed == seed
 
 
 def test_models(client: TriForceClient) -> None:
@@ -150,6 +163,7 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
         stop=["\n\n", "END"],
         timeout_s=5,
         lookaheads=pb.Lookaheads(values=[0, 0]),
+        resume_token_ids=[7, 8],
     )
     for call in (client.generate, lambda *args, **named: list(client.stream(*args, **named))):
         call(
@@ -163,6 +177,7 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
             stop=["\n\n", "END"],
             model="demo",
             lookaheads=(0, 0),
+            resume_token_ids=(7, 8),
             timeout_s=5,
         )
         assert servicer.request == expected
@@ -311,7 +326,10 @@ def test_closing_the_client_ends_its_streams(address: str, servicer: ScriptedGen
         ("prompt", {"prompt": "\ud800"}),
         ("temperature", {"temperature": "hot"}),
         ("top_k", {"top_k": 1.5}),
-        ("seed", {"seed": 2**64}),
+        ("seed", {"seed": 2**63}),
+        ("seed", {"seed": -(2**63) - 1}),
+        ("seed", {"seed": 1.0}),
+        ("resume_token_ids", {"resume_token_ids": [-1]}),
         ("max_tokens", {"max_tokens": -1}),
         ("lookaheads", {"lookaheads": (8, -3)}),
         ("stop", {"stop": [3]}),
@@ -321,3 +339,14 @@ def test_values_that_cannot_be_sent_are_named(client: TriForceClient, field: str
     for call in (client.generate, client.stream):
         with pytest.raises(InvalidRequestError, match=rf"^{field}: "):
             call(**{"prompt": "abc", **arguments})  # type: ignore[arg-type]
+
+
+def test_what_no_server_takes_is_not_sent(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    for call in (client.generate, client.stream):
+        with pytest.raises(InvalidRequestError, match=r"^prompt: a request of \d{8} bytes must be at most 64 MiB"):
+            call("x" * (64 << 20))
+    assert servicer.request == pb.GenerateRequest()
+
+
+def test_an_answer_may_be_long(client: TriForceClient) -> None:
+    assert len(client.generate("long").text) == 5_000_000

@@ -18,7 +18,7 @@ LOGITS = torch.tensor([1.3, -0.4, 0.0, 2.1, -3.0, 0.9, 0.9, -1.2])
 samplings = st.sampled_from(
     [GREEDY, SamplingParams(), SamplingParams(0.6, top_p=0.9), SamplingParams(1.3, top_k=5), SamplingParams(min_p=0.1)]
 )
-draws = st.builds(Draw, samplings, seed=st.integers(0, 2**63 - 1), position=st.integers(0, 2**20))
+draws = st.builds(Draw, samplings, seed=st.integers(-(2**63), 2**63 - 1), position=st.integers(0, 2**20))
 
 
 @given(st.lists(draws, min_size=2, max_size=8), st.integers(0, 10**6))

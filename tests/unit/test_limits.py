@@ -23,8 +23,8 @@ GOOD = Request(prompt=(1, 2, 3), max_tokens=10, sampling=GREEDY, seed=0, lookahe
         ({"prompt": (1, 50, 2)}, "prompt: 50 is not a token id: must be at least 0 and below 50"),
         ({"prompt": (1, -1)}, "prompt: -1 is not a token id"),
         ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
-        ({"seed": -1}, "seed: -1 must be at least 0"),
-        ({"seed": 2**63}, f"seed: {2**63} must be at least 0 and below"),
+        ({"seed": -(2**63) - 1}, f"seed: {-(2**63) - 1} must be at least -2**63 and below"),
+        ({"seed": 2**63}, f"seed: {2**63} must be at least -2**63 and below"),
         ({"resume": (1,) * 11}, "resume_token_ids: 11 must be at most max_tokens"),
         ({"resume": (99,)}, "resume_token_ids: 99 is not a token id"),
     ],
@@ -50,6 +50,29 @@ def test_what_is_too_large(prompt: int, max_tokens: int, limits: Limits, named: 
         assert part in str(refusal.value)
 
 
-@pytest.mark.parametrize("changes", [{}, {"prompt": (49,) * 70}, {"seed": 2**63 - 1}, {"resume": (0,) * 9}], ids=str)
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"prompt": (49,) * 70}, {"seed": 2**63 - 1}, {"seed": -1}, {"seed": -(2**63)}, {"resume": (0,) * 9}],
+    ids=str,
+)
 def test_what_fits_passes(changes: dict[str, Any]) -> None:
     LIMITS.check(replace(GOOD, **changes))
+
+
+def test_the_tokens_of_what_is_too_long_are_not_looked_at() -> None:
+    with pytest.raises(TooLargeError, match="1000000 prompt"):
+        LIMITS.check(replace(GOOD, prompt=(50,) * 1_000_000))
+
+
+@pytest.mark.parametrize("pool", [80, 100, 1000])
+@pytest.mark.parametrize("prompt", [1, 79, 80, 99, 100, 200])
+def test_the_longest_output_is_the_most_that_passes(prompt: int, pool: int) -> None:
+    limits = replace(LIMITS, kv_pool_tokens=pool)
+    longest = limits.longest_output(prompt)
+    assert longest >= 1
+    request = replace(GOOD, prompt=(1,) * prompt, max_tokens=longest)
+    if prompt < min(pool, 100):
+        limits.check(request)
+        request = replace(request, max_tokens=longest + 1)
+    with pytest.raises(TooLargeError):
+        limits.check(request)

@@ -30,7 +30,7 @@ def oracle(seed: int, position: int, token_id: int) -> float:
         x = (x ^ (x >> 15)) * 0x735A2D97 % 2**32
         return x ^ (x >> 15)
 
-    low, high = seed % 2**32, seed >> 32
+    low, high = seed % 2**32, (seed >> 32) % 2**32
     first = hash32(hash32(hash32(low) ^ high) ^ position)
     second = hash32(hash32(hash32(high ^ 0x9E3779B9) ^ low) ^ position ^ 0x85EBCA6B)
     uniform = (hash32(hash32(token_id ^ first) ^ second) + 0.5) / 2**32
@@ -42,7 +42,10 @@ EXTREMES = [(0, 0, 0), (1, 2, 3), (2**63 - 1, 2**31, 151_935), (2**32, 131_071, 
 GOLDEN = [1.132578516004063, 2.5220294712026794, 3.1496666258376202, 3.7043307618039503, -0.26466226765540485]
 
 
-@pytest.mark.parametrize(("seed", "position", "token_id"), EXTREMES)
+NEGATIVE = [(-1, 2, 3), (-(2**63), 131_071, 1), (-(2**32), 0, 0)]
+
+
+@pytest.mark.parametrize(("seed", "position", "token_id"), EXTREMES + NEGATIVE)
 def test_the_tensors_compute_the_definition(seed: int, position: int, token_id: int) -> None:
     assert noise(seed, position, token_id).item() == pytest.approx(oracle(seed, position, token_id), rel=1e-14)
 
@@ -54,6 +57,11 @@ def test_known_bits() -> None:
     assert [f"{int(mix(torch.tensor(x))):08x}" for x in (0, 1, 0xFFFFFFFF)] == ["00000000", "86d2fa73", "99b5e683"]
     values = [float(noise(*at)) for at in EXTREMES]
     assert values == pytest.approx(GOLDEN, rel=1e-14)
+
+
+def test_all_64_bits_of_the_seed_matter() -> None:
+    seeds = torch.tensor([1, -1, 2**63 - 1, -(2**63), 0, 2**32 - 1])
+    assert len(noise(seeds, 5, 9).unique()) == len(seeds)
 
 
 def test_mix_is_a_bijection() -> None:
@@ -85,6 +93,8 @@ NEIGHBOURS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
     "next seed": lambda: (noise(n, 3, 4), noise(n + 1, 3, 4)),
     "next seed, all tokens": lambda: (noise(6, 4, n), noise(7, 4, n)),
     "high bit of the seed": lambda: (noise(6, 4, n), noise(6 | 1 << 62, 4, n)),
+    "sign of the seed": lambda: (noise(n, 4, 1), noise(n - 2**63, 4, 1)),
+    "seed and its negative": lambda: (noise(n + 1, 4, 1), noise(-n - 1, 4, 1)),
     "bit 31 and bit 32 of the seed": lambda: (noise(1 << 31, 4, n), noise(1 << 32, 4, n)),
     "seed and position exchanged": lambda: (noise(n, 4, 1), noise(4, n, 1)),
     "seed and token exchanged": lambda: (noise(n, 4, 1), noise(1, 4, n)),

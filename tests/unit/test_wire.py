@@ -21,7 +21,7 @@ token_tuples = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(tuple)
 samplings = st.builds(
     SamplingParams,
     temperature=st.floats(0, 100),
-    top_k=positions,
+    top_k=st.integers(0, 2**31 - 1),
     top_p=st.floats(0, 1, exclude_min=True),
     min_p=st.floats(0, 1),
 )
@@ -32,7 +32,7 @@ def specs(draw: st.DrawFn) -> SequenceSpec:
     prompt_length = draw(st.integers(1, 2**32 - 1))
     return SequenceSpec(
         sampling=draw(samplings),
-        seed=draw(st.integers(0, 2**63 - 1)),
+        seed=draw(st.integers(-(2**63), 2**63 - 1)),
         prompt_length=prompt_length,
         max_length=draw(st.integers(prompt_length, 2**32 - 1)),
         stop_token_ids=draw(token_tuples),
@@ -103,6 +103,14 @@ def test_missing_from_the_start_is_not_missing_nothing() -> None:
     assert [each.missing_from for each in received] == [0, None]
 
 
+@pytest.mark.parametrize(
+    ("seed", "sent"), [(0, 0), (2**63 - 1, 2**63 - 1), (-1, 2**64 - 1), (-(2**63), 2**63)], ids=str
+)
+def test_seeds_are_sent_in_two_s_complement(seed: int, sent: int) -> None:
+    assert wire.seed_to_proto(seed) == sent
+    assert wire.seed_from_proto(sent) == seed
+
+
 def test_a_token_costs_a_few_bytes() -> None:
     """Packed: 128K tokens of a 128K vocabulary fit well into one gRPC message."""
     span = Span(1, 1, tuple(range(131_072)))
@@ -135,7 +143,7 @@ BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
     ("span.spec.sampling.temperature", lambda work: setattr(work.span.spec.sampling, "temperature", math.nan)),
     ("span.spec.sampling.top_p", lambda work: work.span.spec.sampling.ClearField("top_p")),
     ("span.spec.sampling.min_p", lambda work: setattr(work.span.spec.sampling, "min_p", 2)),
-    ("span.spec.seed", lambda work: setattr(work.span.spec, "seed", 2**63)),
+    ("span.spec.sampling.top_k", lambda work: setattr(work.span.spec.sampling, "top_k", 2**31)),
     ("span.spec.prompt_length", lambda work: work.span.spec.ClearField("prompt_length")),
     ("span.spec.max_length", lambda work: setattr(work.span.spec, "max_length", 1)),
     ("span.spec.stop_token_ids", lambda work: work.span.spec.stop_token_ids.append(2**32 - 1)),

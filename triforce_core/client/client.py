@@ -11,7 +11,7 @@ import grpc
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
 from triforce_core.client.errors import from_rpc_error
-from triforce_core.client.request import build_request
+from triforce_core.client.request import MAX_MESSAGE_BYTES, build_request
 from triforce_core.client.results import (
     Chunk,
     Completion,
@@ -21,8 +21,12 @@ from triforce_core.client.results import (
     models_from_proto,
 )
 
-# A deployment that comes back is found again within seconds; gRPC's own backoff grows to two minutes.
-CHANNEL_OPTIONS = (("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2000))
+CHANNEL_OPTIONS = (
+    # A deployment that comes back is found again within seconds; gRPC's own backoff grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
 
 
 class TriForceClient:
@@ -59,12 +63,16 @@ class TriForceClient:
         stop: str | Sequence[str] = (),
         model: str = "",
         lookaheads: Sequence[int] | None = None,
+        resume_token_ids: Sequence[int] = (),
         timeout_s: float | None = None,
     ) -> Completion:
         """The whole completion of `prompt`, a text or token ids. What is left out, the server decides.
 
         `lookaheads` are the tokens to draft at the level below the target, then at each below that; (0, 0) turns
         speculation off. They change the speed and never the output.
+
+        A call that broke off is resumed by the same call with the seed of its first chunk, and the tokens that came as
+        `resume_token_ids`: they count towards `max_tokens`, and are not given again.
         """
         timeout_s = self.timeout_s if timeout_s is None else timeout_s
         request = build_request(
@@ -75,6 +83,7 @@ class TriForceClient:
             stop=stop,
             model=model,
             lookaheads=lookaheads,
+            resume_token_ids=resume_token_ids,
             timeout_s=timeout_s,
         )
         try:
@@ -96,6 +105,7 @@ class TriForceClient:
         stop: str | Sequence[str] = (),
         model: str = "",
         lookaheads: Sequence[int] | None = None,
+        resume_token_ids: Sequence[int] = (),
         timeout_s: float | None = None,
     ) -> ChunkStream:
         """The completion as it is decoded; the arguments of `generate`. Closing or dropping the stream cancels it."""
@@ -108,6 +118,7 @@ class TriForceClient:
             stop=stop,
             model=model,
             lookaheads=lookaheads,
+            resume_token_ids=resume_token_ids,
             timeout_s=timeout_s,
         )
         return ChunkStream(self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata))

@@ -47,11 +47,12 @@ class Completion:
     finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
     usage: Usage
     stats: Stats
+    seed: int | None = None  # the call's, or the one that was drawn for it; None: of an older server
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a completion. The last one has a finish reason, usage and stats."""
+    """A piece of a completion. The first one has the seed, the last one a finish reason, usage and stats."""
 
     text: str  # may be empty while tokens come, and the other way round
     token_ids: tuple[int, ...]
@@ -59,6 +60,7 @@ class Chunk:
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     stats: Stats | None = None
+    seed: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +78,7 @@ def completion_from_proto(message: pb.GenerateResponse) -> Completion:
         finish_reason=FINISH_REASONS.get(message.finish_reason),
         usage=_usage(message.usage),
         stats=_stats(message.stats),
+        seed=_signed(message.seed) if message.HasField("seed") else None,
     )
 
 
@@ -87,11 +90,17 @@ def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
         finish_reason=FINISH_REASONS.get(message.finish_reason),
         usage=_usage(message.usage) if message.HasField("usage") else None,
         stats=_stats(message.stats) if message.HasField("stats") else None,
+        seed=_signed(message.seed) if message.HasField("seed") else None,
     )
 
 
 def models_from_proto(message: pb.ListModelsResponse) -> tuple[Model, ...]:
     return tuple(Model(model.id, model.context_length) for model in message.models)
+
+
+def _signed(seed: int) -> int:
+    """A 64-bit number in two's complement."""
+    return seed - 2**64 if seed >= 2**63 else seed
 
 
 def _usage(message: pb.Usage) -> Usage:

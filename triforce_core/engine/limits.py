@@ -26,15 +26,19 @@ class Limits:
         require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
         num_resumed = len(request.resume)
         require(num_resumed <= request.max_tokens, "resume_token_ids", num_resumed, "must be at most max_tokens")
-        require(0 <= request.seed < 2**63, "seed", request.seed, "must be at least 0 and below 2**63")
-        self.check_tokens("prompt", request.prompt)
-        self.check_tokens("resume_token_ids", request.resume)
+        require(-(2**63) <= request.seed < 2**63, "seed", request.seed, "must be at least -2**63 and below 2**63")
         length = len(request.prompt) + request.max_tokens
         counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
         if length > self.context_length:
             raise TooLargeError("prompt", counts, f"must fit the context of {self.context_length} tokens")
         if length > self.kv_pool_tokens:
             raise TooLargeError("prompt", counts, f"must fit the KV pool of {self.kv_pool_tokens} tokens")
+        self.check_tokens("prompt", request.prompt)  # last: their number is bounded by now
+        self.check_tokens("resume_token_ids", request.resume)
+
+    def longest_output(self, prompt_tokens: int) -> int:
+        """The most output tokens that fit after such a prompt; 1 where none do, which `check` refuses."""
+        return max(1, min(self.context_length, self.kv_pool_tokens) - prompt_tokens)
 
     def check_tokens(self, field: str, tokens: tuple[int, ...]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriforce/v1/generation.proto\x12\x0btriforce.v1\"\xce\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.triforce.v1.TokenIdsH\x00\x12\x18\n\x10resume_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.triforce.v1.Sampling\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\ttimeout_s\x18\t \x01(\x01H\x03\x88\x01\x01\x12+\n\nlookaheads\x18\n \x01(\x0b\x32\x17.triforce.v1.LookaheadsB\x08\n\x06promptB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0c\n\n_timeout_s\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\x8e\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_p\"\x1c\n\nLookaheads\x12\x0e\n\x06values\x18\x01 \x03(\r\"\xcb\x01\n\x10GenerateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07origins\x18\x04 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x07 \x01(\x0b\x32\x12.triforce.v1.Stats\"\xb9\x01\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Stats\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa7\x01\n\x05Stats\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x19\n\x0cms_per_token\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10tokens_per_round\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12+\n\nacceptance\x18\x04 \x01(\x0b\x32\x17.triforce.v1.AcceptanceB\x0f\n\r_ms_per_tokenB\x13\n\x11_tokens_per_round\"P\n\nAcceptance\x12\x12\n\x05\x64raft\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tretrieval\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_draftB\x0c\n\n_retrieval\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triforce.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf2\x01\n\nGeneration\x12G\n\x08Generate\x12\x1c.triforce.v1.GenerateRequest\x1a\x1d.triforce.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.triforce.v1.GenerateRequest\x1a\x1a.triforce.v1.GenerateChunk0\x01\x12M\n\nListModels\x12\x1e.triforce.v1.ListModelsRequest\x1a\x1f.triforce.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriforce/v1/generation.proto\x12\x0btriforce.v1\"\xce\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.triforce.v1.TokenIdsH\x00\x12\x18\n\x10resume_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.triforce.v1.Sampling\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\ttimeout_s\x18\t \x01(\x01H\x03\x88\x01\x01\x12+\n\nlookaheads\x18\n \x01(\x0b\x32\x17.triforce.v1.LookaheadsB\x08\n\x06promptB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0c\n\n_timeout_s\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\x8e\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_p\"\x1c\n\nLookaheads\x12\x0e\n\x06values\x18\x01 \x03(\r\"\xe7\x01\n\x10GenerateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07origins\x18\x04 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x07 \x01(\x0b\x32\x12.triforce.v1.Stats\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\xd5\x01\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Stats\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa7\x01\n\x05Stats\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x19\n\x0cms_per_token\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10tokens_per_round\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12+\n\nacceptance\x18\x04 \x01(\x0b\x32\x17.triforce.v1.AcceptanceB\x0f\n\r_ms_per_tokenB\x13\n\x11_tokens_per_round\"P\n\nAcceptance\x12\x12\n\x05\x64raft\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tretrieval\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_draftB\x0c\n\n_retrieval\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triforce.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf2\x01\n\nGeneration\x12G\n\x08Generate\x12\x1c.triforce.v1.GenerateRequest\x1a\x1d.triforce.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.triforce.v1.GenerateRequest\x1a\x1a.triforce.v1.GenerateChunk0\x01\x12M\n\nListModels\x12\x1e.triforce.v1.ListModelsRequest\x1a\x1f.triforce.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triforce_core._gen.triforce.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1414
-  _globals['_FINISHREASON']._serialized_end=1509
+  _globals['_FINISHREASON']._serialized_start=1470
+  _globals['_FINISHREASON']._serialized_end=1565
   _globals['_GENERATEREQUEST']._serialized_start=46
   _globals['_GENERATEREQUEST']._serialized_end=380
   _globals['_TOKENIDS']._serialized_start=382
@@ -42,21 +42,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOOKAHEADS']._serialized_start=555
   _globals['_LOOKAHEADS']._serialized_end=583
   _globals['_GENERATERESPONSE']._serialized_start=586
-  _globals['_GENERATERESPONSE']._serialized_end=789
-  _globals['_GENERATECHUNK']._serialized_start=792
-  _globals['_GENERATECHUNK']._serialized_end=977
-  _globals['_USAGE']._serialized_start=979
-  _globals['_USAGE']._serialized_end=1036
-  _globals['_STATS']._serialized_start=1039
-  _globals['_STATS']._serialized_end=1206
-  _globals['_ACCEPTANCE']._serialized_start=1208
-  _globals['_ACCEPTANCE']._serialized_end=1288
-  _globals['_LISTMODELSREQUEST']._serialized_start=1290
-  _globals['_LISTMODELSREQUEST']._serialized_end=1309
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1311
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1367
-  _globals['_MODEL']._serialized_start=1369
-  _globals['_MODEL']._serialized_end=1412
-  _globals['_GENERATION']._serialized_start=1512
-  _globals['_GENERATION']._serialized_end=1754
+  _globals['_GENERATERESPONSE']._serialized_end=817
+  _globals['_GENERATECHUNK']._serialized_start=820
+  _globals['_GENERATECHUNK']._serialized_end=1033
+  _globals['_USAGE']._serialized_start=1035
+  _globals['_USAGE']._serialized_end=1092
+  _globals['_STATS']._serialized_start=1095
+  _globals['_STATS']._serialized_end=1262
+  _globals['_ACCEPTANCE']._serialized_start=1264
+  _globals['_ACCEPTANCE']._serialized_end=1344
+  _globals['_LISTMODELSREQUEST']._serialized_start=1346
+  _globals['_LISTMODELSREQUEST']._serialized_end=1365
+  _globals['_LISTMODELSRESPONSE']._serialized_start=1367
+  _globals['_LISTMODELSRESPONSE']._serialized_end=1423
+  _globals['_MODEL']._serialized_start=1425
+  _globals['_MODEL']._serialized_end=1468
+  _globals['_GENERATION']._serialized_start=1568
+  _globals['_GENERATION']._serialized_end=1810
 # @@protoc_insertion_point(module_scope)
