@@ -54,9 +54,11 @@ def build_app(args: Settings) -> Application:
 
     from actors.placement import ENVIRONMENT as QUIET_CORES
     from actors.placement import bundles, selectors
+    from actors.precision import agreed
     from deploy.gateway import Gateway
     from deploy.replica import PipelineReplica
 
+    args = agreed(args)
     limits = check_models(args)
     options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": {**QUIET_CORES, **ONE_LOOP}}}
     places = args.places
@@ -83,9 +85,9 @@ def build_app(args: Settings) -> Application:
         max_queued_requests=places + SPARE_CALLS,  # an outer guard: a burst passes it, and the gateway refuses politely
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         graceful_shutdown_wait_loop_s=0.2,
+        graceful_shutdown_timeout_s=args.server.drain_s,
     )
     application: Application = gateway.bind(args, pipeline.bind(args))
-        graceful_shutdown_timeout_s=args.server.drain_s,
     return application
 
 
@@ -125,7 +127,9 @@ def run(settings: Settings) -> None:
     """
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
+    from triforce_core.models.precision import resolved
 
+    settings = resolved(settings)
     began = time.monotonic()
     if request := keep_awake(settings.placement.cpu_latency_us):
         request.close()  # the tiers will ask again

@@ -320,7 +320,11 @@ class Settings(Strict):
     placement: PlacementSettings = PlacementSettings()
     server: ServerSettings = ServerSettings()
     threads: ThreadSettings = ThreadSettings()
-    dtype: Literal["float32", "bfloat16", "float16"] = "bfloat16"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto",
+        description="of weights, KV and arithmetic; auto is bfloat16 on CUDA and on CPUs with instructions for it,"
+        " else float32, and the same for all replicas: what every node computes well with that may hold a target",
+    )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     attention: str | None = Field(None, description="kernel by name; by default the best for device and dtype")
     graphs: Literal["auto", "on", "eager", "off"] = Field(

@@ -23,6 +23,7 @@ from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
 from triforce_core.models.load import load_tokenizer
+from triforce_core.models.precision import machine_dtype
 
 
 @pytest.fixture(autouse=True)
@@ -221,7 +222,7 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--max-tokens", "many"], ["max-tokens", "integer"]),
         (["--max-tokens", "0"], ["max_tokens", "0", "at least 1"]),
         (["--max-tokens", "20000"], ["prompt", "20000 output tokens", "context of 16384"]),
-        (["--seed", "-1"], ["seed", "-1", "at least 0"]),
+        (["--seed", str(2**63)], ["seed", str(2**63), "below 2**63"]),
         (["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml", "No such file"]),
         (["--no-such-option"], ["--no-such-option"]),
     ],
@@ -299,7 +300,9 @@ def test_config_prints_what_config_reads(
     assert load_settings(path).retrieval.budget == yaml.safe_load(printed)["retrieval"]["budget"] == 256
     assert load_settings(path).speculation.lookaheads == (5, 2)
     assert run(monkeypatch, "config", "--config", str(path), "--json") == 0
-    assert json.loads(capsys.readouterr().out)["speculation"]["lookaheads"] == [5, 2]
+    told = json.loads(capsys.readouterr().out)
+    assert told["speculation"]["lookaheads"] == [5, 2]
+    assert told["dtype"] == machine_dtype("cpu"), "auto, as what it is here"
 
 
 def test_bench_decode_reports_what_it_promises(

@@ -28,6 +28,7 @@ from triforce_core.demo.recall import RecallTasks
 from triforce_core.demo.report import Clock
 from triforce_core.demo.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
 from triforce_core.demo.train import CannotResumeError, train
+from triforce_core.models.precision import machine_dtype
 
 TOKENIZER = weights_dir("target") / "tokenizer.json"
 TINY = {"hidden_size": 32, "intermediate_size": 32, "layers": 1, "heads": 1, "head_dim": 16, "rope_theta": 1e4}
@@ -226,5 +227,6 @@ def test_the_commands_train_export_and_measure_a_pair(
     figures = json.loads(command("evaluate", weights, "--context", "512", "--threads", "1", "--card", "--json"))
     assert list(figures["loss_by_position"]) == ["0-512"]
     assert set(figures["acceptance"]) == {"retrieval", "draft"}
+    assert figures["dtype"] == machine_dtype("cpu")
     assert figures["tokens_seen"] == 2 * 128
     assert json.loads((tmp_path / "weights" / "evaluation.json").read_text()) == figures

@@ -16,6 +16,7 @@ from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings
 from triforce_core.cli.simulate import simulate
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import TriForceError
+from triforce_core.models.precision import resolved
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(generate)
@@ -29,8 +30,8 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 @app.command()
 def config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Print all settings, the defaults filled in."""
-    settings = load_settings(config).model_dump(mode="json")
+    """Print all settings, the defaults filled in; `dtype: auto` as what it is on this machine."""
+    settings = resolved(load_settings(config)).model_dump(mode="json")
     typer.echo(json.dumps(settings) if as_json else yaml.safe_dump(settings, sort_keys=False), nl=as_json)
 
 

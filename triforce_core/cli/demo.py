@@ -27,6 +27,7 @@ TokenizerOption = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="tokenizer.json, in place of the settings'")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu | cuda | cuda:N")]
+DtypeOption = Annotated[str, typer.Option(help="auto | float32 | bfloat16 | float16")]
 
 demo_app = typer.Typer(no_args_is_help=True, help="Train, export and measure the demo pair.")
 
@@ -87,6 +88,7 @@ def evaluate(
     context: Annotated[int | None, typer.Option(min=1, help="longest window, tokens; by default the card's")] = None,
     card: Annotated[bool, typer.Option("--card", help="write card and figures beside the weights")] = False,
     device: DeviceOption = "cpu",
+    dtype: DtypeOption = "auto",
     threads: ThreadsOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -96,7 +98,8 @@ def evaluate(
 
     settings = load_settings(settings_file, cache_dir=cache_dir, tokenizer=weights / "target" / "tokenizer.json")
     plan = EvaluationPlan() if context is None else EvaluationPlan.of_context(context)
-    figures = evaluate(weights, settings, plan, device=device, threads=threads, console=Console(stderr=True))
+    console = Console(stderr=True)
+    figures = evaluate(weights, settings, plan, device=device, dtype=dtype, threads=threads, console=console)
     if card:
         write_card(weights, figures)
     show_figures(figures, as_json=as_json)

@@ -13,6 +13,7 @@ import typer
 
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import require
+from triforce_core.models.precision import resolved
 
 Made = TypeVar("Made")
 
@@ -80,7 +81,7 @@ SETTING_OPTIONS = {
     ),
     "budget": SettingOption(int, "tokens of KV in the retrieval tier", ("retrieval.budget",)),
     "chunk": SettingOption(int, "tokens selected together", ("retrieval.chunk",)),
-    "dtype": SettingOption(str, "float32 | bfloat16 | float16", ("dtype",)),
+    "dtype": SettingOption(str, "auto | float32 | bfloat16 | float16", ("dtype",)),
     "target": SettingOption(str, "model directory or hub id", ("target.model",)),
     "drafter": SettingOption(str, "model directory or hub id; ngram: prompt lookup in its place", ("draft.model",)),
     "self_drafter_quantization": SettingOption(
@@ -110,7 +111,10 @@ DEVICE_OPTIONS = ("device", "graphs", "compile")
 
 
 def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
-    """What makes settings of these options and `--config`; those in `fixed` are the command's own choice."""
+    """What makes settings of these options and `--config`; those in `fixed` are the command's own choice.
+
+    The commands run on this machine, so `dtype: auto` becomes its precision here.
+    """
 
     def make(config: Path | None, **given: Any) -> Settings:
         values = {
@@ -118,7 +122,7 @@ def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
             for name, value in given.items()
             for field in SETTING_OPTIONS[name].fields
         }
-        return settings_from(config, values | fixed)
+        return resolved(settings_from(config, values | fixed))
 
     parameters = [SETTING_OPTIONS[name].parameter(name) for name in names]
     of_file = inspect.Parameter("config", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=ConfigOption)
@@ -151,5 +155,6 @@ geometry_settings = settings_of(
 )
 # Of commands that serve.
 serving_settings = settings_of(
-    *("port", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS, "cpu_latency_us")
+    *("port", "dtype", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS),
+    "cpu_latency_us",
 )

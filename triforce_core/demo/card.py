@@ -102,4 +102,6 @@ def figures_table(figures: dict[str, Any]) -> str:
 def _flat(value: Any, name: str = "") -> list[tuple[str, str]]:
     if isinstance(value, dict):
         return [line for key, inner in value.items() for line in _flat(inner, f"{name}, {key}" if name else key)]
+    if isinstance(value, str):
+        return [(name, value)]
     return [(name, f"{value:.3f}" if isinstance(value, float) else f"{value:,}")]

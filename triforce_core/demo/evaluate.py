@@ -26,7 +26,8 @@ from triforce_core.demo.recall import RecallTasks, recall_probe
 from triforce_core.demo.settings import DemoSettings
 from triforce_core.errors import require
 from triforce_core.models.device import torch_device
-from triforce_core.models.load import load_model
+from triforce_core.models.load import DTYPES, load_model
+from triforce_core.models.precision import machine_dtype
 
 Tick = Callable[[], None]
 _SCORED = 1024  # tokens at the end of each window that are scored with little and with much context
@@ -58,6 +59,7 @@ def evaluate(
     plan: EvaluationPlan = EvaluationPlan(),
     *,
     device: str = "cpu",
+    dtype: str = "auto",
     threads: int | None = None,
     console: Console | None = None,
 ) -> dict[str, Any]:
@@ -65,17 +67,20 @@ def evaluate(
 
     Raises:
         InvalidValueError: no exported pair is there, the held-out files are too short for the plan, there is no such
-            device, or less than one thread.
+            device or dtype, or less than one thread.
     """
     history = weights / "training.json"
     require(history.is_file(), "weights", str(weights), "has no training.json: must be what `demo export` wrote")
     training = json.loads(history.read_text(encoding="utf-8"))
+    where = torch_device(device)
+    dtype = machine_dtype(where.type) if dtype == "auto" else dtype
+    require(dtype in DTYPES, "dtype", dtype, f"must be auto, {', '.join(DTYPES)}")
     if threads is not None:
         require(threads >= 1, "threads", threads, "must be at least 1")
         torch.set_num_threads(threads)
     corpus = build_corpus(settings.corpus, settings.tokenizer, settings.corpus_dir)
-    target = AutoModelForCausalLM.from_pretrained(weights / "target", dtype=torch.bfloat16).eval()
-    target.to(torch_device(device))
+    target = AutoModelForCausalLM.from_pretrained(weights / "target", dtype=DTYPES[dtype]).eval()
+    target.to(where)
     windows = held_out_windows(corpus, plan.context, plan.documents)
     distances = [d for d in plan.recall_distances if d <= plan.context]
     steps = 2 * len(windows) + plan.probes * len(distances) + plan.free_outputs
@@ -87,6 +92,7 @@ def evaluate(
 
         tasks = RecallTasks.from_file(settings.tokenizer)
         return {
+            "dtype": dtype,
             **loss_figures(target, windows, tick),
             "recall_by_distance": {
                 str(distance): recall_accuracy(
@@ -95,7 +101,7 @@ def evaluate(
                 for distance in distances
             },
             "repeated_16gram_share": repeated_share(target, windows[: plan.free_outputs], plan.free_tokens, tick),
-            "acceptance": _acceptance(weights, windows, plan, device, tick),
+            "acceptance": _acceptance(weights, windows, plan, device, dtype, tick),
             "trained_context": training["target"]["trained_context"],
             "tokens_seen": training["target"]["tokens_seen"],
         }
@@ -198,8 +204,10 @@ def repeated_share(
     return repeated / max(1, total)
 
 
-def _acceptance(weights: Path, windows: Sequence[Tensor], plan: EvaluationPlan, device: str, tick: Tick) -> Any:
-    target = load_model(str(weights / "target"), "target", "bfloat16", device)
-    drafter = load_model(str(weights / "drafter"), "drafter", "bfloat16", device)
+def _acceptance(
+    weights: Path, windows: Sequence[Tensor], plan: EvaluationPlan, device: str, dtype: str, tick: Tick
+) -> Any:
+    target = load_model(str(weights / "target"), "target", dtype, device)
+    drafter = load_model(str(weights / "drafter"), "drafter", dtype, device)
     documents = [window[: plan.acceptance_context].tolist() for window in windows]
     return measure_acceptance(target, drafter, documents, on_document=tick)

@@ -38,6 +38,7 @@ from triforce_core.models.load import (
     load_config,
     load_model,
 )
+from triforce_core.models.precision import resolved
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.ranks import Group, Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
@@ -198,6 +199,7 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
     `drafting`: with the drafter; by default where the settings' own lookaheads use it. `ranks`: those that the settings
     ask for, here to follow.
     """
+    settings = resolved(settings)
     here = ranks.world if ranks else 1
     for tier in ("target", "retrieval"):
         wanted = settings.ranks((tier,))

@@ -1,0 +1,48 @@
+"""What `dtype: auto` stands for on a cluster: one precision for all replicas, or they would give different tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from actors.fit import Node
+from actors.placement import bundles, nodes
+from triforce_core.config import Settings
+from triforce_core.models.precision import machine_dtype, resolved
+
+log = logging.getLogger(__name__)
+
+NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
+TIMEOUT_S = 60.0  # for all nodes to start a process and answer
+
+
+def dtypes_of(suitable: Sequence[Node]) -> list[str]:
+    """Each node's own precision."""
+    asked = []
+    for node in suitable:
+        where = NodeAffinitySchedulingStrategy(node.labels[NODE_ID], soft=False)
+        task: Any = ray.remote(machine_dtype).options(num_cpus=0, scheduling_strategy=where)
+        asked.append(task.remote("cpu"))
+    found: list[str] = ray.get(asked, timeout=TIMEOUT_S)
+    return found
+
+
+def agreed(settings: Settings, ask: Callable[[Sequence[Node]], list[str]] = dtypes_of) -> Settings:
+    """The settings with the precision that every node computes well with on which a target may be placed.
+
+    A node that joins later may be of another kind. Where CPU nodes differ, set `dtype: float32`, or choose nodes of one
+    kind by labels.
+    """
+    if settings.dtype != "auto":
+        return settings
+    group, bundle = settings.placement.groups[0], bundles(settings)[0]
+    suitable = [node for node in nodes() if node.suits(bundle, group.labels)]
+    if settings.device_type != "cpu" or not suitable:  # CUDA has one answer; a cluster that is yet to grow has none
+        return resolved(settings)
+    dtype = "bfloat16" if set(ask(suitable)) == {"bfloat16"} else "float32"
+    log.info("dtype: auto is %s on the %d nodes that may hold a target", dtype, len(suitable))
+    return settings.model_copy(update={"dtype": dtype})
