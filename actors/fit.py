@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
+from math import prod
+
+import numpy as np
 
 from triforce_core.config import PlacementSettings
 
 Bundle = dict[str, float]  # Ray resources by name
+SLACK = 1e-6  # of amounts, which are sums of decimal fractions
+NONE = -(2**30)
+MOST_CELLS = 10**7  # of a table of 40 MB
+MOST_STEPS = 3 * 10**9  # of cells: a few seconds; real clusters take a thousandth of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,36 +38,85 @@ def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[
     for group, bundle in zip(placement.groups, bundles, strict=True):
         if not any(node.suits(bundle, group.labels) for node in nodes):
             return f"no node has {shown(bundle, group.labels)} for {group.name}; {listed(nodes)}"
-    if lays_out(placement, bundles * copies, nodes, [dict(node.resources) for node in nodes], []):
+    if lays_out(placement, bundles, nodes, copies):
         return None
     pipelines = "a pipeline's processes" if copies == 1 else f"{copies} pipelines"
     each = "; ".join(f"{g.name}: {shown(b, g.labels)}" for g, b in zip(placement.groups, bundles, strict=True))
     return f"{placement.strategy} cannot lay out {pipelines} ({each}) over {listed(nodes)}"
 
 
-def lays_out(
-    placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], free: list[Bundle], chosen: list[int]
-) -> bool:
-    """Whether the bundles after those for which a node is `chosen` (by index) find one, too, with what is `free`."""
-    position, groups = len(chosen), placement.groups
-    if position == len(bundles):
+def lays_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int) -> bool:
+    """Whether `copies` pipelines find nodes for all their bundles; True as well where to say so would take minutes.
+
+    Node after node, by what each can take. `beside` [wanted of each kind but the last, from 0 on] is how many of the
+    last kind the nodes so far have room for beside so many of the others; negative where these find none.
+    """
+    kinds = kinds_of(placement, bundles)
+    *wanted, wanted_last = [kind.each * copies for kind in kinds]
+    # No two bundles of a pipeline on one node: that can be had if and only if no node has more bundles than there are
+    # pipelines. Bundles are the edges of a graph between kinds and nodes, and pipelines colour them (König 1916).
+    most = copies if placement.strategy == "STRICT_SPREAD" else sum(wanted) + wanted_last
+    rooms = [[min(kind.room(node), kind.each * copies, most) for kind in kinds] for node in nodes]
+    cells = prod(count + 1 for count in wanted)
+    if cells > MOST_CELLS or cells * sum(prod(count + 1 for count in room[:-1]) for room in rooms) > MOST_STEPS:
         return True
-    bundle, labels = bundles[position], groups[position % len(groups)].labels
-    mates = set(chosen[position - position % len(groups) :])  # nodes of the same pipeline
-    for index, node in enumerate(nodes):
-        alone = placement.strategy == "STRICT_SPREAD" and index in mates
-        apart = placement.strategy == "STRICT_PACK" and mates - {index}
-        if alone or apart or not (node.suits(bundle, labels) and holds(free[index], bundle)):
-            continue
-        left = [*free]
-        left[index] = {name: amount - bundle.get(name, 0.0) for name, amount in free[index].items()}
-        if lays_out(placement, bundles, nodes, left, [*chosen, index]):
+    beside = np.full([count + 1 for count in wanted], NONE, dtype=np.int32)
+    beside[(0,) * len(wanted)] = 0
+    for node, room in zip(nodes, rooms, strict=True):
+        # What is asked of this node and the ones before it may be less than what it takes.
+        before = np.pad(beside, [(count, 0) for count in room[:-1]], mode="edge") if wanted else beside.copy()
+        for load, last in loads(kinds, node, room, most):
+            left = tuple(slice(r - n, r - n + w + 1) for r, n, w in zip(room, load, wanted, strict=False))
+            np.maximum(beside, before[left] + last, out=beside)
+        if beside.flat[-1] >= wanted_last:
             return True
     return False
 
 
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Bundles that any node takes for one another."""
+
+    bundle: Bundle
+    labels: tuple[Mapping[str, str], ...]
+    each: int = 1  # of a pipeline
+
+    def room(self, node: Node) -> int:
+        """How many of it a node holds that holds nothing else."""
+        return most_of(self.bundle, node.resources) if all(node.suits({}, labels) for labels in self.labels) else 0
+
+
+def kinds_of(placement: PlacementSettings, bundles: list[Bundle]) -> list[Kind]:
+    """Of one pipeline's bundles, the most frequent kind last. Those that must be on one node are a single bundle."""
+    labels = [group.labels for group in placement.groups]
+    if placement.strategy == "STRICT_PACK":
+        together = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
+        return [Kind(together, tuple(labels))]
+    pairs = zip(bundles, labels, strict=True)
+    alike = Counter((tuple(sorted(bundle.items())), tuple(sorted(wanted.items()))) for bundle, wanted in pairs)
+    kinds = [Kind(dict(bundle), (dict(wanted),), each) for (bundle, wanted), each in alike.items()]
+    return sorted(kinds, key=lambda kind: kind.each)
+
+
+def loads(kinds: list[Kind], node: Node, room: list[int], most: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """What a node holds at the same time: for each number of every kind but the last, the most of the last."""
+    for load in product(*(range(count + 1) for count in room[:-1])):
+        taken = {
+            name: sum(n * kind.bundle.get(name, 0.0) for n, kind in zip(load, kinds, strict=False))
+            for name in node.resources
+        }
+        left = {name: amount - taken[name] for name, amount in node.resources.items()}
+        if sum(load) <= most and holds(left, dict.fromkeys(left, 0.0)):
+            yield load, min(room[-1], most - sum(load), most_of(kinds[-1].bundle, left))
+
+
+def most_of(bundle: Bundle, resources: Mapping[str, float]) -> int:
+    """How many times they hold it."""
+    return min(int((resources.get(name, 0.0) + SLACK) / amount) for name, amount in bundle.items() if amount)
+
+
 def holds(resources: Mapping[str, float], bundle: Bundle) -> bool:
-    return all(resources.get(name, 0.0) >= amount - 1e-6 for name, amount in bundle.items())
+    return all(resources.get(name, 0.0) >= amount - SLACK for name, amount in bundle.items())
 
 
 def matches(label: str | None, selector: str) -> bool:

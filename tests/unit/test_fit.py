@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
 
-from actors.fit import Node, matches, misfit
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.fit import Bundle, Node, holds, lays_out, matches, misfit
 from actors.placement import bundles
 from triforce_core.config import PlacementSettings, Settings, load_settings
 
@@ -66,6 +70,68 @@ def test_every_pipeline_needs_its_own(copies: int, fits: bool) -> None:
     said = misfit(wanted, bundles(Settings(placement=wanted)), nodes, copies)
     assert (said is None) == fits, said
     assert fits or f"{copies} pipelines" in str(said)
+
+
+def tried(wanted: PlacementSettings, each: list[Bundle], nodes: Sequence[Node], chosen: tuple[int, ...] = ()) -> bool:
+    """Whether bundles after those for which a node is `chosen` find one: by trying every node for every bundle."""
+    if len(chosen) == len(each):
+        return True
+    groups = len(wanted.groups)
+    bundle, labels = each[len(chosen)], wanted.groups[len(chosen) % groups].labels
+    mates = set(chosen[len(chosen) - len(chosen) % groups :])  # nodes of the same pipeline
+    for index, candidate in enumerate(nodes):
+        there = [bundle, *(other for other, at in zip(each, chosen, strict=False) if at == index)]
+        together = {name: sum(one.get(name, 0.0) for one in there) for one in there for name in one}
+        alone = wanted.strategy == "STRICT_SPREAD" and index in mates
+        apart = wanted.strategy == "STRICT_PACK" and mates - {index}
+        fits = candidate.suits(bundle, labels) and holds(candidate.resources, together)
+        if fits and not alone and not apart and tried(wanted, each, nodes, (*chosen, index)):
+            return True
+    return False
+
+
+@given(
+    strategy=st.sampled_from(["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]),
+    colocate=st.sampled_from(["none", "none", "draft_with_retrieval"]),
+    each=st.lists(st.tuples(st.sampled_from([0.1, 0.5, 1]), st.sampled_from([0.0, 0.3, 0.5, 1.0, 2.0])), min_size=3),
+    labels=st.lists(st.sampled_from(["", "", "H100", "!H100"]), min_size=3, max_size=3),
+    nodes=st.lists(st.tuples(st.sampled_from([1, 2]), st.integers(0, 4), st.sampled_from([None, "H100"])), max_size=4),
+    copies=st.integers(1, 3),
+)
+def test_what_fits_is_what_trying_everything_finds(
+    strategy: str,
+    colocate: str,
+    each: list[tuple[float, float]],
+    labels: list[str],
+    nodes: list[tuple[int, int, str | None]],
+    copies: int,
+) -> None:
+    tiers = ("draft", "retrieval", "target")
+    of = {t: {"labels": {TYPE: label} if label else {}} for t, label in zip(tiers, labels, strict=True)}
+    of["draft"] = {} if colocate != "none" else of["draft"]  # which shares the retrieval tier's node
+    wanted = load_settings(placement={"strategy": strategy, "colocate": colocate, **of}).placement
+    one: list[Bundle] = [{"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu} for cpu, gpu in each[: len(wanted.groups)]]
+    there = [node(cpus, gpus, kind) for cpus, gpus, kind in nodes]
+    assert lays_out(wanted, one, there, copies) == tried(wanted, one * copies, there)
+
+
+@pytest.mark.timeout(30)
+@pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD", "STRICT_PACK"])
+def test_hundreds_of_pipelines_on_a_hundred_nodes_are_laid_out_in_moments(strategy: str) -> None:
+    """To the last GPU, and not one more; bundles of three kinds."""
+    tiers = {"target": {"gpus": 1}, "retrieval": {"gpus": 0.5, "cpus": 0.2}, "draft": {"gpus": 0.5}}
+    settings = load_settings(placement={"strategy": strategy, **tiers})
+    nodes = [node(cpus=64, gpus=8)] * 100
+    each = bundles(settings, beside_target=0.5)
+    assert len(set(map(str, each))) == 3
+    assert misfit(settings.placement, each, nodes, 400) is None
+    assert "401 pipelines" in str(misfit(settings.placement, each, nodes, 401))
+
+
+def test_what_would_take_too_long_to_say_is_left_to_ray() -> None:
+    settings = load_settings(placement={"target": {"cpus": 0.3}, "retrieval": {"cpus": 0.2}, "draft": {"cpus": 0.1}})
+    for copies in (1, 2000, 5000):
+        assert misfit(settings.placement, bundles(settings), [node(cpus=256)] * 2, copies) is None, "in doubt it fits"
 
 
 def test_the_replicas_own_process_shares_the_targets_bundle() -> None:
