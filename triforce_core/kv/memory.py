@@ -12,18 +12,20 @@ import torch
 from torch import Tensor
 
 from triforce_core.errors import InvalidValueError, require
+from triforce_core.kv.container import container_free
 
 HOST = torch.device("cpu")
 Place = torch.device | Path  # a device's memory, the host's among them, or the disk that a directory is on
 
 
 def free_bytes(place: Place) -> int:
-    """What may still be taken there, by anyone."""
+    """What may still be taken there, by anyone; of the host's memory, by this container."""
     if isinstance(place, Path):
         return shutil.disk_usage(place).free
     if place.type == "cuda":
         return int(torch.cuda.mem_get_info(place)[0])
-    return psutil.virtual_memory().available
+    available, limited = psutil.virtual_memory().available, container_free()
+    return available if limited is None else min(available, limited)
 
 
 def check_room(place: Place, num_bytes: int, setting: str, value: object, remedy: str) -> None:

@@ -1,0 +1,68 @@
+"""How much memory a container may still take: the limits of its control groups, of which the machine's count knows
+nothing. Beyond them the kernel kills.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Of control groups: where their files are, and what these are called."""
+
+    mounts: tuple[str, ...]
+    limit: str
+    usage: str
+    cache: tuple[str, ...]  # lines of memory.stat: files that are held in memory for as long as there is room
+
+
+V1 = Version(
+    ("sys/fs/cgroup/memory",),
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+V2 = Version(
+    ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max", "memory.current", ("inactive_file", "active_file")
+)
+
+
+def container_free(root: Path = Path("/")) -> int | None:
+    """Bytes; None: nothing limits it. Cached files count as free, as they do in a machine's available memory.
+
+    `root` is the folder with `proc` and `sys` in it.
+    """
+    free = [free_of(folder, version) for folder, version in groups(root)]
+    return min((max(0, each) for each in free if each is not None), default=None)
+
+
+def groups(root: Path) -> Iterator[tuple[Path, Version]]:
+    """The groups that this process is in, each with those that it is part of: the narrowest limit counts."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:  # no Linux
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        version = V2 if not controllers else V1 if "memory" in controllers.split(",") else None
+        for mount in version.mounts if version else ():
+            # In a container the mount itself may be the process's group, whatever its path is on the machine.
+            below = Path(path.lstrip("/"))
+            for folder in (below, *below.parents) if ".." not in below.parts else (Path(),):
+                yield root / mount / folder, version
+
+
+def free_of(folder: Path, version: Version) -> int | None:
+    """Of one group; None where it has no limit, or is not there."""
+    try:
+        limit = (folder / version.limit).read_text().strip()
+        if limit == "max":
+            return None
+        usage = int((folder / version.usage).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+        return int(limit) - usage + sum(int(stat.get(name, 0)) for name in version.cache)
+    except (OSError, ValueError):
+        return None
