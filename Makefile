@@ -10,11 +10,11 @@ INSTALLED := .venv/.installed
 serve: $(INSTALLED)
 	$(BIN)/triforce serve
 
-# The quick tests, minutes.
+# The quick tests, minutes: two files at a time.
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" -n 2
 
-# All tests.
+# All tests, one at a time: some of the slow ones measure.
 test-all: $(INSTALLED)
 	$(BIN)/pytest
 
@@ -44,8 +44,7 @@ $(INSTALLED): requirements.lock pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "error: Python 3.11 or newer is needed, '$(PYTHON)' is older or missing; try: make PYTHON=python3.11" >&2; \
 	    exit 1; }
-	@echo 'Setting up .venv: a few minutes the first time'
+	@echo 'Setting up .venv: a minute the first time, several where PyTorch comes with CUDA'
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --requirement requirements.lock
-	$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	$(BIN)/python -m scripts.install
 	touch $@

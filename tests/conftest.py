@@ -12,11 +12,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import settings
+
+from tests.starting import LocalRay
 
 # The same examples on every run; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("steady", deadline=None, derandomize=True)
@@ -24,6 +27,30 @@ settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 HeldOut = Callable[[str, int], tuple[int, ...]]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first, so that no worker is left alone with it."""
+    items.sort(key=lambda item: not needs_ray(item.nodeid))
+
+
+def needs_ray(test: str) -> bool:
+    return test.startswith(("tests/dist/", "tests/serve/"))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Where tests run side by side (`-n 2`), a file's stay together, for what they share, and so do all with Ray: two
+    Rays at work on two cores would keep each other waiting.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "ray" if needs_ray(nodeid) else nodeid.partition("::")[0]
+
+    config.option.loadscopereorder = False  # by the number of tests: the longest have few
+    return Groups(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -42,3 +69,10 @@ def held_out() -> HeldOut:
         return encoded[file][:count]
 
     return tokens
+
+
+@pytest.fixture(scope="session")
+def local_ray() -> Iterator[LocalRay]:
+    ray = LocalRay()
+    yield ray
+    ray.end()

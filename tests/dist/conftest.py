@@ -1,4 +1,4 @@
-"""Ray for the tests of a module, and three placed tiers in it."""
+"""Three placed tiers, in a Ray that modules share."""
 
 from __future__ import annotations
 
@@ -6,11 +6,10 @@ import asyncio
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
-import psutil
 import pytest
 
 from actors.pipeline import Pipeline
-from deploy.app import prepare_environment
+from tests.starting import LocalRay
 from triforce_core.config import Settings
 
 Running = tuple[asyncio.Runner, Pipeline]
@@ -34,28 +33,8 @@ def running(settings: Settings) -> Iterator[Running]:
         remove_placement_group(group)
 
 
-@contextmanager
-def nothing_left() -> Iterator[None]:
-    """Whatever is started within ends within."""
-    before = children()
-    yield
-    _, alive = psutil.wait_procs(children() - before, timeout=10)
-    assert not alive, alive
-
-
 @pytest.fixture(scope="module")
-def start_pipeline() -> Iterator[StartPipeline]:
-    """Places the tiers of given settings in a Ray of the module's own; ends them on leaving."""
-    prepare_environment()
-    import ray
-
-    with nothing_left():
-        ray.init(address="local", num_cpus=2, include_dashboard=False, log_to_driver=False)
-        try:
-            yield running
-        finally:
-            ray.shutdown()
-
-
-def children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+def start_pipeline(local_ray: LocalRay) -> StartPipeline:
+    """Places the tiers of given settings in the Ray that these modules share; ends them on leaving."""
+    local_ray.start()
+    return running

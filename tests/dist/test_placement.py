@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 
 from actors.cores import CPU_LATENCY
-from deploy.app import prepare_environment
 from tests.conftest import HeldOut
-from tests.dist.conftest import nothing_left, running
+from tests.dist.conftest import running
 from tests.dist.decoding import Tiers
 from tests.dist.test_pipeline import SETTINGS, in_one_process, request
+from tests.starting import LocalRay, fake_nodes
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.assembly import load_local_engine
 from triforce_core.errors import InvalidValueError, UnavailableError
@@ -40,22 +40,12 @@ pytestmark = pytest.mark.slow  # each test starts actors on nodes of its own
 
 
 @pytest.fixture(scope="module", autouse=True)
-def cluster() -> Iterator[None]:
+def cluster(local_ray: LocalRay) -> Iterator[None]:
     """A head without a GPU, a node with two H100, two with an L4."""
-    prepare_environment()
-    import ray
-    from ray.cluster_utils import Cluster
-
-    with nothing_left():
-        fake = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-        try:
-            for kind, gpus in (("H100", 2), ("L4", 1), ("L4", 1)):
-                fake.add_node(num_cpus=1, num_gpus=gpus, labels={TYPE: kind})
-            ray.init(address=fake.address, log_to_driver=False)
-            yield
-        finally:
-            ray.shutdown()
-            fake.shutdown()
+    local_ray.end()
+    nodes = [{"num_gpus": gpus, "labels": {TYPE: kind}} for kind, gpus in (("H100", 2), ("L4", 1), ("L4", 1))]
+    with fake_nodes(nodes):
+        yield
 
 
 @pytest.fixture(autouse=True)

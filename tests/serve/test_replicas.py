@@ -15,13 +15,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 
-import psutil
 import pytest
 import requests
 
-from deploy.app import application, prepare_environment
+from deploy.app import application
 from deploy.prefixes import BLOCK
 from tests.serve.conftest import Server, free_ports
+from tests.starting import LocalRay, fake_nodes
 from triforce_core.config import Settings, load_settings
 
 MAX_SEQUENCES = 2
@@ -41,29 +41,15 @@ def settings(port: int, grpc_port: int) -> Settings:
 
 
 @pytest.fixture(scope="module")
-def replicas() -> Iterator[Server]:
+def replicas(local_ray: LocalRay) -> Iterator[Server]:
     """The application on a cluster of fake nodes with a GPU each."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
-    prepare_environment()
-    import ray
-    from ray.cluster_utils import Cluster
-
-    before = set(psutil.Process().children(recursive=True))
+    local_ray.end()
     port, grpc_port = free_ports(2)
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        for _ in range(NUM_NODES):
-            cluster.add_node(num_cpus=1, num_gpus=1, labels={"ray.io/accelerator-type": "H100"})
-        ray.init(address=cluster.address, log_to_driver=False, namespace="triforce")
-        with application(settings(port, grpc_port)):
+    nodes = [{"num_gpus": 1, "labels": {"ray.io/accelerator-type": "H100"}}] * NUM_NODES
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
+        with fake_nodes(nodes), application(settings(port, grpc_port)):
             yield Server(port, grpc_port, cast("subprocess.Popen[str]", None))
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
-        patch.undo()
-    _, alive = psutil.wait_procs(set(psutil.Process().children(recursive=True)) - before, timeout=15)
-    assert not alive, alive
 
 
 def live_by_replica(server: Server) -> Counter[str]:
