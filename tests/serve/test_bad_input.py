@@ -21,7 +21,7 @@ CASES: list[tuple[dict[str, Any], int, str, str]] = [  # what is sent, the statu
     ({"prompt": ["a", 5]}, 422, "prompt", "must be a text or a list of token ids"),
     ({"prompt": None}, 422, "prompt", "must be a text or a list of token ids"),
     ({"prompt": "x" * 100_000}, 413, "prompt", "must fit the context of 16384 tokens"),
-    ({"prompt": "x" * 3_000_000}, 413, "prompt", "'3000000 characters' cannot fit the context of 16384 tokens"),
+    ({"prompt": "x" * 5_000_000}, 413, "prompt", "'5000000 characters' cannot fit the context of 16384 tokens"),
     ({"prompt": [1] * 16384, "max_tokens": 1}, 413, "prompt", "16384 prompt + 1 output tokens"),
     ({"max_tokens": 100_000}, 413, "prompt", "100000 output tokens"),
     ({"model": "gpt-5"}, 404, "model", "'gpt-5' is not served here; 'demo' is"),
@@ -36,15 +36,17 @@ CASES: list[tuple[dict[str, Any], int, str, str]] = [  # what is sent, the statu
     ({"top_p": 0}, 400, "top_p", "must be above 0"),
     ({"top_p": 1.01}, 400, "top_p", "1.01 must be above 0 and at most 1"),
     ({"top_k": -1}, 400, "top_k", "-1 must be 0 (off) or more"),
+    ({"top_k": 2**32}, 400, "top_k", "must be 0 (off) or more, and below 2**31"),
     ({"min_p": 2}, 400, "min_p", "must be between 0 and 1"),
-    ({"seed": -1}, 400, "seed", "-1 must be at least 0"),
-    ({"seed": 2**63}, 400, "seed", "below 2**63"),
+    ({"seed": 2**63}, 400, "seed", "must be at least -2**63 and below 2**63"),
     ({"stop": ""}, 400, "stop", "must not hold an empty string"),
     ({"stop": ["a"] * 17}, 400, "stop", "17 must be at most 16 strings"),
+    ({"stop": ["a", "b" * 100_000]}, 400, "stop", "100000 must be at most 1024 characters in each string"),
     ({"stop": [1]}, 422, "stop", "must be a text or a list of texts"),
     ({"stream": "yes"}, 422, "stream", "'yes' is refused"),
     ({"stream_options": {"include_usage": True}}, 400, "stream_options", "needs stream: true"),
     ({"stream_options": {"nonsense": 1}}, 422, "stream_options.nonsense", "is not a field of this request"),
+    ({"speculation": {"lookaheads": []}}, 400, "speculation.lookaheads", "[] must be two numbers"),
     ({"speculation": {"lookaheads": [8]}}, 400, "speculation.lookaheads", "[8] must be two numbers"),
     ({"speculation": {"lookaheads": [8, 65]}}, 400, "speculation.lookaheads", "at most 64"),
     ({"speculation": {"lookaheads": [-1, 3]}}, 400, "speculation.lookaheads", "at least 0"),
@@ -103,7 +105,12 @@ def test_a_malformed_body_is_refused(server: Server, body: bytes, content_type: 
 
 @pytest.mark.parametrize(
     ("method", "path", "status"),
-    [("GET", "/v1/completions", 405), ("GET", "/v2", 404), ("POST", "/v1/chat/completions", 404)],
+    [
+        ("GET", "/v1/completions", 405),
+        ("GET", "/v2", 404),
+        ("POST", "/v1/chat/completions", 404),
+        ("GET", "/v1/models/", 404),
+    ],
 )
 def test_unknown_paths_are_answered_in_the_same_shape(server: Server, method: str, path: str, status: int) -> None:
     answer = requests.request(method, server.url + path, timeout=30)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -71,6 +73,29 @@ def test_what_broke_off_is_resumed_with_the_tokens_received(server: Server, rece
     assert 0 < len(rest.text) < len(whole.text)
 
 
+@pytest.mark.parametrize("seed", [None, -5])
+def test_a_broken_stream_is_resumed_with_the_seed_of_its_first_chunk(client: TriForceClient, seed: int | None) -> None:
+    with client.stream("def main():", max_tokens=40, temperature=0.9, seed=seed) as stream:
+        first = next(stream)
+    assert first.seed is not None
+    assert seed in (None, first.seed)
+    asked: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": first.seed}
+    whole = client.generate("def main():", **asked)
+    rest = list(client.stream("def main():", **asked, resume_token_ids=first.token_ids))
+    assert whole.seed == rest[0].seed == first.seed
+    assert 0 < len(first.token_ids) < 40
+    assert sum((chunk.token_ids for chunk in rest), first.token_ids) == whole.token_ids
+    assert "".join(chunk.text for chunk in (first, *rest)) == whole.text
+    assert rest[-1].usage == whole.usage
+
+
+def test_a_prompt_of_five_megabytes_is_refused_with_a_reason(client: TriForceClient) -> None:
+    tokens, reason = [4095] * 2_600_000, r"2600000 prompt \+ 1 output tokens' must fit the context of 16384"
+    for call in (client.generate, lambda *args, **named: list(client.stream(*args, **named))):
+        with pytest.raises(InvalidRequestError, match=reason):
+            call(tokens, max_tokens=1)
+
+
 def test_mistakes_are_named(client: TriForceClient) -> None:
     for mistake, words in (
         ({"temperature": -1}, "temperature: -1.0 must be between 0 and 100"),
@@ -81,6 +106,9 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         ({"lookaheads": [1]}, "lookaheads: "),
         ({"lookaheads": [1, 100]}, "at most 64"),
         ({"seed": 2**63}, "seed: "),
+        ({"top_k": 2**31}, "top_k: 2147483648 must be 0 (off) or more, and below 2**31"),
+        ({"stop": ["a" * 1025]}, "stop: 1025 must be at most 1024 characters"),
+        ({"lookaheads": []}, "lookaheads: "),
         ({"prompt": ""}, "prompt: '' must not be empty"),
         ({"prompt": []}, "prompt: '' must hold at least one token"),
         ({"prompt": [4096]}, "prompt: 4096 is not a token id"),

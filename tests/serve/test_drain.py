@@ -1,0 +1,74 @@
+"""How a server ends: what is in flight has the same time for it everywhere, and a second signal ends it at once."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from deploy.app import ENVIRONMENT, build_app, prepare_environment
+from tests.serve.conftest import Server, free_ports, start
+from triforce_core.client.request import MAX_MESSAGE_BYTES
+from triforce_core.config import load_settings
+
+
+@pytest.mark.parametrize(
+    ("given", "drain_s"), [({}, 600), ({"request_timeout_s": 50}, 50), ({"drain_timeout_s": 7}, 7)]
+)
+def test_one_setting_for_all_that_drains(given: dict[str, Any], drain_s: float) -> None:
+    prepare_environment()  # before Ray is imported
+    settings = load_settings(dtype="float32", server=given)
+    gateway = build_app(settings)._bound_deployment
+    [pipeline] = [each._bound_deployment for each in gateway.init_args if hasattr(each, "_bound_deployment")]
+    assert (gateway.name, pipeline.name) == ("gateway", "pipeline")
+    for deployment in (gateway, pipeline):
+        assert deployment._deployment_config.graceful_shutdown_timeout_s == drain_s
+    assert settings.server.drain_s == drain_s
+
+
+def test_replicas_take_what_clients_send() -> None:
+    assert ENVIRONMENT["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"] == str(MAX_MESSAGE_BYTES)
+
+
+def said(log: Path, words: str, timeout_s: float) -> None:
+    until = time.monotonic() + timeout_s
+    while words not in log.read_text():
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("second", [signal.SIGINT, None])
+def test_a_server_that_drains(tmp_path: Path, second: signal.Signals | None) -> None:
+    """A stream in flight goes on until a second signal, or until its time is over; then all ends within seconds."""
+    config, log = tmp_path / "config.yaml", tmp_path / "log.txt"
+    port, grpc_port = free_ports(2)
+    drain_s = 300 if second else 5
+    config.write_text(f"dtype: float32\nserver: {{port: {port}, grpc_port: {grpc_port}, drain_timeout_s: {drain_s}}}\n")
+    process: subprocess.Popen[str] = start(config, log)
+    started = psutil.Process(process.pid).children(recursive=True)
+    try:
+        lines = Server(port, grpc_port, process).stream(max_tokens=16_000, temperature=0).iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGINT)
+        said(log, f"requests in flight have {drain_s} s to end; Ctrl-C again stops at once", 10)
+        for _ in range(20):
+            next(lines)
+        assert process.poll() is None
+        if second:
+            process.send_signal(second)
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        _, left = psutil.wait_procs(started, timeout=10)
+        for each in left:
+            each.kill()
+    assert ("stopping at once" in log.read_text()) == (second is not None)
+    assert "Traceback" not in log.read_text(), log.read_text()
+    assert not left, f"left behind: {left}"
