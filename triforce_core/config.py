@@ -103,7 +103,9 @@ class TargetSettings(Strict):
     context_length: int | None = Field(
         None, ge=2, description="prompt + output tokens; by default what the model allows"
     )
-    kv_pool_tokens: int | None = Field(None, ge=2, description="by default twice the context length")
+    kv_pool_tokens: int | None = Field(
+        None, ge=2, description="by default twice the context length; under offload the context length"
+    )
     kv_dtype: Literal["auto", "float8_e4m3fn"] = Field(
         "auto",
         description="what KV is stored in: auto is `dtype`; float8_e4m3fn halves it and redefines the target, whose"
@@ -170,12 +172,12 @@ class SpeculationSettings(Strict):
 
 
 class ThreadSettings(Strict):
-    """CPU threads of a forward pass, in every tier. By default what torch sees fit, but one to decode with a tiny
-    model, whose operators are so short that handing parts of them out costs more than it saves.
-    """
+    """CPU threads of a forward pass, in every tier."""
 
-    decode: int | None = Field(None, ge=1, description="of a pass over few tokens")
-    prefill: int | None = Field(None, ge=1, description="of a pass over many")
+    decode: int | None = Field(
+        None, ge=1, description="of a pass over few tokens; by default measured at start, tier by tier, and kept"
+    )
+    prefill: int | None = Field(None, ge=1, description="of a pass over many; by default as many as there are cores")
 
 
 class TierPlacement(Strict):
@@ -423,6 +425,12 @@ class Settings(Strict):
         """What the target computes with and, where it is redefined by that, what it sees of its KV; for people."""
         rounds = self.target.rounds_kv
         return f"{self.dtype}, KV rounded to {self.target.kv_dtype}" if rounds else self.dtype
+
+    @property
+    def chooses_threads(self) -> bool:
+        """Whether the tiers' CPU threads are measured: where they are not set, and each tier is one process."""
+        one_process = self.ranks(("target", "retrieval")) == 1
+        return self.device_type == "cpu" and one_process and self.threads.decode is None
 
     @property
     def fused(self) -> bool:

@@ -128,3 +128,19 @@ def test_what_is_offloaded_is_what_the_settings_say(tmp_path: Path) -> None:
     assert (kv.resident_layers, len(kv.host)) == (0, 4)
     for target in ({}, {"offload": "host", "resident_layers": 4}):
         assert type(target_kv(GEOMETRY, 100, load_settings(target=target))) is FullKV
+
+
+@pytest.mark.parametrize(
+    ("target", "pool"),
+    [
+        ({"context_length": 1000}, 2000),
+        ({}, 16_384),
+        ({"context_length": 1000, "offload": "host"}, 1000),
+        ({"offload": "host"}, 8192),
+        ({"offload": "host", "kv_pool_tokens": 3000}, 3000),
+    ],
+    ids=str,
+)
+def test_the_pool_of_a_target_whose_settings_name_none(target: dict[str, Any], pool: int) -> None:
+    """Two whole contexts on the device; off it one, for that is what offload is for."""
+    assert target_limits(random_model().config, load_settings(target=target)).kv_pool_tokens == pool

@@ -53,4 +53,6 @@ def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
     require(context <= allowed, "target.context_length", context, f"must be at most the model's {allowed} positions")
     layers, resident = kv_shape(config)[0], settings.target.resident_layers
     require(resident <= layers, "target.resident_layers", resident, f"must be at most the model's {layers} layers")
-    return Limits(context, settings.target.kv_pool_tokens or 2 * context, config.vocab_size)
+    # Off the device there is a long context rather than several, and memory of the host is not free for the asking.
+    pool = context if settings.target.offload != "none" else 2 * context
+    return Limits(context, settings.target.kv_pool_tokens or pool, config.vocab_size)
