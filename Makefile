@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+# uv leaves it to the first import to compile; where this is set, as in many containers, every import would anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-all check protos format clean
 
