@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from actors.handover import Piece
     from actors.target_server import AsyncServer
     from triforce_core.engine.engine import Engine
+    from triforce_core.engine.limits import Limits
     from triforce_core.kv.retrieval import RetrievalKV
     from triforce_core.models.ranks import Leader
+    from triforce_core.models.runner import ModelRunner
 
 CONNECT_TIMEOUT_S = 30.0
 
@@ -60,6 +62,7 @@ class TierActor(ABC):
         self.inner: dict[Tier, Sized] = {}  # the sequences of the tiers below that this process holds as well
         self.ranks: Leader | None = None  # where this process leads others, each with a share of the models
         self.awake: FileIO | None = None  # held for the life of this process
+        self.runners: dict[Tier, ModelRunner] = {}  # of the tiers in this process that have a model
         self.starting = threading.Lock()
 
     def start(self) -> str:
@@ -91,11 +94,32 @@ class TierActor(ABC):
     def status(self) -> list[bytes]:
         """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
         own = self.tier_status()
-        inner = [
-            pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
+        statuses = {self.tier: own} | {
+            tier: pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
             for tier, held in self.inner.items()
-        ]
-        return [status.SerializeToString() for status in (own, *inner)]
+        }
+        for tier, runner in self.runners.items():
+            statuses[tier].threads = runner.threads.decode if runner.threads else 0
+        return [status.SerializeToString() for status in statuses.values()]
+
+    def threads(self) -> dict[str, tuple[int, int | None]]:
+        """By tier with a model: the CPU threads that there are, and those that were found best on this machine."""
+        from triforce_core.engine.kept_threads import kept_threads
+        from triforce_core.models.runner import ALL_THREADS
+
+        names = [tier.name.lower() for tier in self.runners]
+        return {name: (ALL_THREADS, kept_threads(self.settings, name)) for name in names}
+
+    def decode_on(self, threads: dict[str, int], *, keep: bool = False) -> None:
+        """Have this process's tiers decode on so many CPU threads; `keep` them for later starts."""
+        from triforce_core.engine.kept_threads import keep_threads
+
+        for tier, runner in self.runners.items():
+            name = tier.name.lower()
+            if name in threads:
+                runner.decode_on(threads[name])
+                if keep:
+                    keep_threads(self.settings, name, threads[name])
 
     def load(self, name: str, role: str, ranks: Leader | None = None) -> PreTrainedModel:
         """The model, or where it is divided over ranks this one's share."""
@@ -117,6 +141,7 @@ class TierActor(ABC):
         from triforce_core.engine.assembly import draft_proposer
 
         drafts = draft_proposer(self.load(name, "drafter"), self.settings)
+        self.runners[Tier.DRAFT] = drafts.runner
         return drafts, drafts.runner.kv.held
 
 
@@ -157,7 +182,9 @@ class RetrievalActor(TierActor):
         if self.ranks is not None:
             self.ranks.meet()
         self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
-        return retrieval_verifier(model, kv, self.settings)
+        verifier = retrieval_verifier(model, kv, self.settings)
+        self.runners[Tier.RETRIEVAL] = verifier.runner
+        return verifier
 
     def serve(self, host: str) -> LinkServer:
         verifier, doorbell = self.verifier(), Doorbell()
@@ -206,7 +233,7 @@ class TargetActor(TierActor):
 
     def engine(self) -> Engine:
         from actors.handover import sink_for
-        from triforce_core.engine.assembly import full_kv, target_engine
+        from triforce_core.engine.assembly import full_kv, runners_of, target_engine
         from triforce_core.models.replay import LeadingFullKV
 
         if not self.retrieval:
@@ -217,7 +244,7 @@ class TargetActor(TierActor):
             self.ranks.meet()
         link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
         self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
-        return target_engine(
+        engine = target_engine(
             model,
             self.settings,
             link,
@@ -227,14 +254,21 @@ class TargetActor(TierActor):
             first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
             doorbell=doorbell,
         )
+        self.runners = runners_of(engine)
+        return engine
+
+    def limits(self) -> Limits:
+        """What this target can serve."""
+        return self.target_server.engine_thread.engine.limits
 
     def _whole_chain(self) -> Engine:
         """All tiers here: the retrieval tier takes its snapshots as they are cut, and shares weights where it may."""
-        from triforce_core.engine.assembly import held_of, load_local_engine
+        from triforce_core.engine.assembly import held_of, load_local_engine, runners_of
 
         # Requests may ask for drafts where settings do not.
         engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks)
         self.inner = {tier: held for tier, held in held_of(engine).items() if tier != self.tier}
+        self.runners = runners_of(engine)
         return engine
 
     def tier_status(self) -> pb.TierStatus:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.engine.sequence import Stats
+from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
@@ -57,6 +58,18 @@ def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies") -> 
         judged = each.accepted + each.rejected
         require(judged <= each.proposed, f"{where}[{index}]", each, "judged more tokens than were proposed")
     return tallies
+
+
+def request_to_proto(request: Request) -> pb.DecodeRequest:
+    return pb.DecodeRequest(
+        prompt_token_ids=request.prompt,
+        resume_token_ids=request.resume,
+        sampling=sampling_to_proto(request.sampling),
+        seed=seed_to_proto(request.seed),
+        max_tokens=request.max_tokens,
+        stop_token_ids=request.stop_token_ids,
+        lookaheads=gen.Lookaheads(values=request.lookaheads),
+    )
 
 
 def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:

@@ -14,18 +14,15 @@ from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
 from actors.pipeline import Pipeline
-from actors.wire import sampling_to_proto
+from actors.warm_up import warm_up
 from deploy.prefixes import prefix_keys
-from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.errors import TriForceError, UnavailableError
-from triforce_core.messages import GREEDY
 
 CHECK_TIMEOUT_S = 5.0
 STATUS_TIMEOUT_S = 10.0
 MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
-WARM_UP_TOKENS = 16
 
 
 class PipelineReplica:
@@ -36,19 +33,7 @@ class PipelineReplica:
         assert group is not None, "deployed with a bundle for each of the pipeline's processes"
         self.failed_checks = 0
         self.pipeline = await Pipeline.start(settings, group)
-        await self.warm_up()
-
-    async def warm_up(self) -> None:
-        """One short request through all tiers: a replica that is ready has run every kind of step."""
-        request = pb.DecodeRequest(
-            request_id="warm-up",
-            prompt_token_ids=range(WARM_UP_TOKENS),
-            sampling=sampling_to_proto(GREEDY),
-            max_tokens=WARM_UP_TOKENS,
-            lookaheads=gen.Lookaheads(values=[2, 2]),
-        )
-        async for _ in self.pipeline.decode(request):
-            pass
+        await warm_up(self.pipeline, settings)
 
     async def decode(self, request: bytes, prefix: bytes = b"") -> AsyncIterator[bytes]:
         """A DecodeRequest in, DecodeEvents out; a call that is cancelled stops its request.

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import triforce_core
-from actors.wire import sampling_to_proto, seed_to_proto, stats_from_proto
+from actors.wire import request_to_proto, stats_from_proto
 from deploy.encoding import Encoder
 from deploy.errors import DeadlineError, OverloadedError
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
@@ -235,15 +235,3 @@ def check_lookaheads(field: str, lookaheads: Sequence[int]) -> None:
     require(len(lookaheads) == 2, field, lookaheads, "must be two numbers: of the retrieval and of the draft tier")
     bounded = all(0 <= n <= MAX_LOOKAHEAD for n in lookaheads)
     require(bounded, field, lookaheads, f"must each be at least 0 and at most {MAX_LOOKAHEAD}")
-
-
-def request_to_proto(request: Request) -> pb.DecodeRequest:
-    return pb.DecodeRequest(
-        prompt_token_ids=request.prompt,
-        resume_token_ids=request.resume,
-        sampling=sampling_to_proto(request.sampling),
-        seed=seed_to_proto(request.seed),
-        max_tokens=request.max_tokens,
-        stop_token_ids=request.stop_token_ids,
-        lookaheads=gen.Lookaheads(values=request.lookaheads),
-    )

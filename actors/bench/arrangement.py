@@ -16,6 +16,7 @@ from actors.bench.paced import PACED, Pace
 from actors.pipeline import Pipeline
 from actors.placement import place_tiers, reserve
 from actors.tiers import RetrievalActor, TargetActor
+from actors.warm_up import warm_up
 from actors.wire import stats_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
@@ -95,6 +96,8 @@ class Arrangement:
         actors = place_tiers(settings, self.group) if pace is None else place_tiers(settings, self.group, PACED, pace)
         self.pipeline = Pipeline(actors)
         self.wait(self.pipeline.connect())
+        if pace is None:
+            self.wait(warm_up(self.pipeline, settings))
         for actor in actors.each():
             ray.get(actor.__ray_call__.remote(lambda _: start_recording()))
 

@@ -23,6 +23,7 @@ from triforce_core.bench.prompts import HELD_OUT, held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
+from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import load_tokenizer
 
 Report = Callable[[str], None]
@@ -160,6 +161,7 @@ def conditions(settings: Settings, load: Load, pace: Pace | None) -> dict[str, A
         "lookaheads": list(settings.speculation.effective),
         "micro_batches": settings.micro_batches,
         "budget": settings.retrieval.budget,
+        "cpu": cpu_summary(),
         "dtype": settings.dtype,
         "kv_dtype": settings.target.kv_dtype,
         "colocate": settings.placement.colocate,

@@ -10,7 +10,8 @@ import pytest
 from actors import precision
 from actors.fit import Node
 from triforce_core.config import Settings, load_settings
-from triforce_core.models.precision import cpu_flags, machine_dtype, resolved
+from triforce_core.models.cpu import cpu_flags, cpu_name, cpu_summary
+from triforce_core.models.precision import machine_dtype, resolved
 
 
 def cpuinfo(folder: Path, line: str) -> Path:
@@ -41,6 +42,7 @@ def test_where_linux_does_not_tell_it_is_float32(tmp_path: Path) -> None:
 
 def test_the_flags_of_this_machine_are_found() -> None:
     assert cpu_flags() & {"avx", "asimd"}
+    assert cpu_summary().startswith(cpu_name())
 
 
 def test_auto_is_the_default_and_is_resolved_to_this_machine() -> None:

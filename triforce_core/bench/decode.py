@@ -15,12 +15,14 @@ from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import kernels_of, load_local_engine, run_to_end, runners_of
 from triforce_core.engine.engine import Engine
+from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
-from triforce_core.messages import SamplingParams, Tier
+from triforce_core.messages import SamplingParams
+from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import DTYPES, load_tokenizer, resolve
 from triforce_core.models.ranks import Leader
-from triforce_core.models.runner import Threads, threads_for
+from triforce_core.models.runner import ALL_THREADS, run_on
 
 Report = Callable[[str], None]
 Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tier
@@ -84,7 +86,8 @@ def bench_decode(
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
     engine = load_local_engine(settings, ranks=ranks)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
-    threads = threads_for(runners_of(engine)[Tier.TARGET].model, settings)
+    choose_threads(engine, settings)
+    threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(engine).items()}
 
     def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:
         return Measurement(engine, Request(prompt, max_tokens, sampling, seed, lookaheads))
@@ -112,7 +115,8 @@ def bench_decode(
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
         "self_drafter_quantization": settings.retrieval.quantization,
-        "threads": {"decode": threads.decode, "prefill": threads.prefill},
+        "cpu": cpu_summary(),
+        "threads": {tier: each and each._asdict() for tier, each in threads.items()},
         "autoregressive_ms_per_token": plain_ms,
         "triforce_ms_per_token": triforce_ms,
         "speedup": plain_ms / triforce_ms,
@@ -130,17 +134,15 @@ def bench_decode(
         "prefill_s": statistics.median(r.stats.prefill_s for r in [*plain, *speculative]),
     }
     if with_transformers:
-        result["transformers"] = transformers_decode(settings, threads, list(prompt), output, report)
+        result["transformers"] = transformers_decode(settings, list(prompt), output, report)
     result["load_average"] = [load_before, os.getloadavg()[0]]
     return result
 
 
-def transformers_decode(
-    settings: Settings, threads: Threads, prompt: list[int], output: int, report: Report
-) -> dict[str, float]:
+def transformers_decode(settings: Settings, prompt: list[int], output: int, report: Report) -> dict[str, float]:
     """transformers' own greedy `generate` with SDPA on the same prompt and dtype: prefill seconds, ms a token.
 
-    Each is measured with both of our thread counts, and the better one counts.
+    Each is measured with one thread and with all, and the better one counts.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         resolve(settings.target.model, "target"), dtype=DTYPES[settings.dtype], attn_implementation="sdpa"
@@ -163,8 +165,8 @@ def transformers_decode(
 
     seconds(1)  # warm-up
     measured = []
-    for count in sorted(set(threads)):
-        torch.set_num_threads(count)
+    for count in sorted({1, ALL_THREADS}):
+        run_on(count)
         prefill = statistics.median(seconds(1) for _ in range(3))
         measured.append((prefill, 1e3 * (seconds(output) - prefill) / (output - 1)))
         report(f"transformers generate, {count} threads: prefill {prefill:.2f} s, {measured[-1][1]:.2f} ms a token")

@@ -44,6 +44,7 @@ def generate(
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 
     from triforce_core.engine.assembly import load_local_engine, run_to_end
+    from triforce_core.engine.local_threads import choose_threads
     from triforce_core.engine.ranks import local_ranks
     from triforce_core.engine.sequence import Request
     from triforce_core.models.load import load_tokenizer, stop_token_ids
@@ -55,7 +56,9 @@ def generate(
     console = Console(highlight=False, soft_wrap=True)
     output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[Piece]()
     with local_ranks(settings) as ranks:
-        for step in run_to_end(load_local_engine(settings, ranks=ranks), [request]):
+        engine = load_local_engine(settings, ranks=ranks)
+        choose_threads(engine, settings)
+        for step in run_to_end(engine, [request]):
             # One token at a time, so that each piece has one origin.
             new = [output.feed([t], bytes([origin])) for t, origin in zip(step.tokens, step.origins, strict=True)]
             if step.finish_reason is not None:

@@ -85,7 +85,7 @@ def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settin
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
     fused = fuse(model, settings)
     shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
-    return kind(model, kv, threads_for(model, settings), shaped)
+    return kind(model, kv, threads_for(settings), shaped)
 
 
 def few_target_tokens(settings: Settings) -> int:

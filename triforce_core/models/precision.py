@@ -8,21 +8,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from triforce_core.config import Settings
+from triforce_core.models.cpu import CPUINFO, cpu_flags
 
-CPUINFO = Path("/proc/cpuinfo")
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # of Intel and AMD; the last of Arm
-
-
-def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """What the CPU can do, in Linux's words; nothing where Linux does not say it."""
-    try:
-        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError:
-        return frozenset()
-    named = (line.partition(":") for line in lines)
-    return frozenset(
-        flag for name, _, flags in named if name.strip() in ("flags", "Features") for flag in flags.split()
-    )
 
 
 def machine_dtype(device_type: str, cpuinfo: Path = CPUINFO) -> str:

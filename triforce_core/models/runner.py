@@ -16,7 +16,6 @@ from triforce_core.models.graphs import ShapedPasses
 from triforce_core.transfer import on_device
 
 MANY_TOKENS = 64  # from here on a pass is worth all prefill threads
-TINY_PARAMETERS = 100_000_000
 ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
 
 
@@ -27,10 +26,15 @@ class Threads(NamedTuple):
     prefill: int
 
 
-def threads_for(model: PreTrainedModel, settings: Settings) -> Threads:
-    """What the settings say of this model's passes, the defaults filled in."""
-    decode = 1 if model.num_parameters() < TINY_PARAMETERS else ALL_THREADS
-    return Threads(settings.threads.decode or decode, settings.threads.prefill or ALL_THREADS)
+def threads_for(settings: Settings) -> Threads:
+    """What the settings say, and all threads where they say nothing; for decoding until it is measured (warm_up.py)."""
+    return Threads(settings.threads.decode or ALL_THREADS, settings.threads.prefill or ALL_THREADS)
+
+
+def run_on(threads: int) -> None:
+    """Have this thread's operators run on so many CPU threads, whatever ran on it before."""
+    if torch.get_num_threads() != threads:
+        torch.set_num_threads(threads)
 
 
 class Cache(Protocol):
@@ -59,6 +63,11 @@ class ModelRunner:
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
+    def decode_on(self, threads: int) -> None:
+        """Passes over few tokens, from the next on. From any thread."""
+        if self.threads is not None:
+            self.threads = self.threads._replace(decode=threads)
+
     @torch.inference_mode()
     def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
         """Bring every sequence up to its span in one pass.
@@ -70,17 +79,20 @@ class ModelRunner:
         batch = self.kv.prepare(forwards)
         if not batch.rows:
             return torch.empty(0, self.model.config.vocab_size), batch
+        threads = self.threads
+        if threads is not None:
+            run_on(threads.prefill if batch.num_tokens >= MANY_TOKENS else threads.decode)
         logits = self.shaped.forward(batch) if self.shaped is not None else None
         if logits is None:
             logits = self._forward(batch)
+        if threads is not None:  # what follows, sampling and selecting chunks, is small work again
+            run_on(threads.decode)
         self.passes += 1
         self.seconds += time.perf_counter() - started
         return logits, batch
 
     def _forward(self, batch: Batch) -> Tensor:
         """One pass of the batch's own shape."""
-        if self.threads is not None and batch.num_tokens >= MANY_TOKENS:
-            torch.set_num_threads(self.threads.prefill)
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
@@ -90,8 +102,6 @@ class ModelRunner:
             input_ids=ids[None], position_ids=places[None], logits_to_keep=wanted, use_cache=False, kv=batch
         )
         logits: Tensor = output.logits[0].float()
-        if self.threads is not None:  # what follows, sampling and selecting chunks, is small work again
-            torch.set_num_threads(self.threads.decode)
         return logits
 
     def release(self, sequence_ids: list[int]) -> None:

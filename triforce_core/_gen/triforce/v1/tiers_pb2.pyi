@@ -156,16 +156,18 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
+    THREADS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
     links: _containers.RepeatedCompositeFieldContainer[LinkCounters]
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ...) -> None: ...
+    threads: int
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ...) -> None: ...
 
 class LinkCounters(_message.Message):
     __slots__ = ("link", "work_items", "work_tokens", "proposals", "proposed_tokens", "bytes_in", "bytes_out")

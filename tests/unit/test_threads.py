@@ -1,0 +1,219 @@
+"""Choosing CPU threads: the search by itself on machines of given speeds, what is kept, and what a pass leaves behind."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine import kept_threads, local_threads
+from triforce_core.engine.assembly import load_local_engine, runners_of
+from triforce_core.engine.kept_threads import keep_threads
+from triforce_core.engine.limits import Limits
+from triforce_core.engine.local_threads import choose_threads
+from triforce_core.engine.thread_search import Arrangement, ThreadSearch
+from triforce_core.engine.warm_up import LONG_PROMPT, PATIENCE_S, WarmUp
+from triforce_core.kv.base import Forward
+from triforce_core.messages import GREEDY, SequenceSpec, Span, Tier
+from triforce_core.models import runner as runner_module
+from triforce_core.models.runner import Threads, run_on
+
+TIERS = ("target", "retrieval", "draft")
+Milliseconds = dict[str, dict[int, float]]  # of a tier's part of a round, by its threads
+
+
+def search(most: dict[str, int], ms: Milliseconds, noise: float = 0.0) -> Arrangement:
+    """What is found where rounds take this long, give or take a share; the first after a change takes much longer."""
+    it, rng, before = ThreadSearch(most), random.Random(7), {}
+    for _ in range(10_000):
+        if it.done:
+            return it.best
+        changed, before = it.arrangement != before, it.arrangement
+        seconds = sum(ms[tier][threads] for tier, threads in before.items()) / 1e3
+        it.took(1.0 if changed else seconds * rng.uniform(1 - noise, 1 + noise), 4)
+    raise AssertionError("the search does not end")
+
+
+@pytest.mark.parametrize(
+    ("ms", "expected"),
+    [
+        ({"target": {1: 78, 2: 49}, "retrieval": {1: 33, 2: 26}, "draft": {1: 9, 2: 8}}, (2, 1, 1)),
+        ({"target": {1: 20, 2: 30}, "retrieval": {1: 30, 2: 16}, "draft": {1: 3, 2: 9}}, (1, 2, 1)),
+        ({"target": {1: 20, 2: 15}, "retrieval": {1: 20, 2: 15}, "draft": {1: 20, 2: 15}}, (1, 1, 1)),
+        ({"target": {1: 90, 2: 45}, "retrieval": {1: 90, 2: 45}, "draft": {1: 90, 2: 45}}, (2, 2, 2)),
+    ],
+)
+@pytest.mark.parametrize("noise", [0.0, 0.03])
+def test_more_threads_are_taken_where_they_pay_and_fewer_in_a_tie(
+    ms: Milliseconds, expected: tuple[int, ...], noise: float
+) -> None:
+    assert tuple(search(dict.fromkeys(TIERS, 2), ms, noise).values()) == expected
+
+
+def test_threads_double_while_that_pays_and_end_at_those_that_there_are() -> None:
+    perfect = {tier: {n: 48 / n for n in range(1, 13)} for tier in TIERS}
+    assert search({"target": 12}, perfect) == {"target": 12}
+    until_four = {"target": {1: 80, 2: 50, 4: 40, 8: 39, 12: 38}}
+    assert search({"target": 12}, until_four) == {"target": 4}
+
+
+def test_where_there_is_one_thread_or_nothing_to_choose_the_search_is_over() -> None:
+    assert ThreadSearch({}).done
+    assert ThreadSearch({"target": 1, "draft": 1}).done
+    assert ThreadSearch({"target": 1}).best == {"target": 1}
+
+
+LIMITS = Limits(context_length=16384, kv_pool_tokens=32768, vocab_size=4096)
+
+
+def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
+    settings = load_settings(retrieval={"refresh_every": 10})
+    warming = WarmUp(settings, LIMITS, {})
+    prompts = []
+    for request in warming.requests():
+        LIMITS.check(request)
+        assert request.lookaheads == (8, 3)
+        prompts.append(len(request.prompt))
+        taken = 1
+        while warming.committed(4):
+            taken += 1
+        assert 4 * taken >= 21, "two snapshots were cut"
+    assert prompts == [64, 2048, LONG_PROMPT]
+
+
+def test_a_slow_machine_s_prompts_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("triforce_core.engine.warm_up.time.perf_counter", lambda: now)
+    warming = WarmUp(load_settings(), LIMITS, {})
+    prompts = []
+    for request in warming.requests():
+        prompts.append(len(request.prompt))
+        now += len(request.prompt) / 100  # a hundred tokens a second
+        while warming.committed(9):
+            now += 0.1
+    assert prompts == [64, 100 * PATIENCE_S, 100 * PATIENCE_S]
+
+
+@pytest.mark.parametrize("context", [2, 9, 300])
+def test_small_contexts_are_warmed_up_within_them(context: int) -> None:
+    limits = Limits(context, 2 * context, 50)
+    for request in WarmUp(load_settings(), limits, {}).requests():
+        limits.check(request)
+
+
+def test_the_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("triforce_core.engine.warm_up.time.perf_counter", lambda: now)
+    warming = WarmUp(load_settings(), LIMITS, {"target": 64})
+    for _ in warming.requests():
+        began = now
+        now += 1.0
+        while warming.committed(9):
+            now += 3.0
+    assert not warming.search.done
+    assert now - began < 50
+    assert warming.threads == {"target": 1}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where threads are kept, by their usual way to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kept_threads, "ALL_THREADS", 4)
+    return tmp_path / "triforce-serve"
+
+
+def test_threads_are_kept_by_tier_and_model(folder: Path) -> None:
+    settings, other = load_settings(), load_settings(draft={"model": "ngram"})
+    assert kept_threads.kept_threads(settings, "target") is None
+    keep_threads(settings, "target", 2)
+    keep_threads(settings, "draft", 1)
+    keep_threads(settings, "target", 3)
+    assert kept_threads.kept_threads(settings, "target") == 3
+    assert kept_threads.kept_threads(settings, "draft") == 1
+    assert kept_threads.kept_threads(settings, "retrieval") is None
+    assert kept_threads.kept_threads(other, "target") is None
+    assert kept_threads.kept_threads(load_settings(server={"port": 81}), "target") == 3, "a port is no matter"
+
+
+def test_another_machine_s_threads_are_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_threads(load_settings(), "target", 2)
+    monkeypatch.setattr(kept_threads, "cpu_name", lambda: "another")
+    assert kept_threads.kept_threads(load_settings(), "target") is None
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '"text"', '{"target-0": 2}'])
+def test_a_file_that_is_no_use_is_as_good_as_none(folder: Path, content: str) -> None:
+    folder.mkdir()
+    (folder / "threads.json").write_text(content)
+    assert kept_threads.kept_threads(load_settings(), "target") is None
+    keep_threads(load_settings(), "target", 2)
+    assert kept_threads.kept_threads(load_settings(), "target") == 2
+
+
+def test_where_nothing_can_be_written_nothing_is_kept(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder.parent.joinpath("triforce-serve").write_text("a file where the folder should be")
+    keep_threads(load_settings(), "target", 2)
+    assert "cannot be kept" in caplog.text
+    assert kept_threads.kept_threads(load_settings(), "target") is None
+
+
+@pytest.mark.parametrize(
+    ("settings", "chooses"),
+    [
+        ({}, True),
+        ({"threads": {"prefill": 1}}, True),
+        ({"threads": {"decode": 1}}, False),
+        ({"device": "cuda"}, False),
+        ({"target": {"tensor_parallel": 2}}, False),
+    ],
+    ids=str,
+)
+def test_threads_that_are_set_are_not_chosen(settings: dict[str, object], chooses: bool) -> None:
+    assert load_settings(**settings).chooses_threads is chooses
+
+
+SMALL: Settings = load_settings(dtype="float32", max_sequences=1, target={"context_length": 512, "prefill_chunk": 128})
+
+
+def test_a_chain_s_threads_are_measured_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With two threads to choose from, by decoding for real; whatever is found, the next engine takes it as kept."""
+    monkeypatch.setattr(local_threads, "ALL_THREADS", 2)
+    monkeypatch.setattr("triforce_core.engine.thread_search.ROUNDS", 1)
+    monkeypatch.setattr("triforce_core.engine.thread_search.TURNS", 1)
+    engine = load_local_engine(SMALL)
+    choose_threads(engine, SMALL)
+    assert engine.idle
+    found = {tier: runner.threads and runner.threads.decode for tier, runner in runners_of(engine).items()}
+    assert set(found) == {Tier.TARGET, Tier.RETRIEVAL, Tier.DRAFT}
+    assert set(found.values()) <= {1, 2}
+    kept = {tier: kept_threads.kept_threads(SMALL, tier.name.lower()) for tier in found}
+    assert kept == found
+    keep_threads(SMALL, "draft", 3)
+    monkeypatch.setattr(local_threads, "searched", lambda *_: pytest.fail("measured again"))
+    choose_threads(engine, SMALL)
+    assert runners_of(engine)[Tier.DRAFT].threads == Threads(3, runner_module.ALL_THREADS)
+
+
+def test_each_pass_has_its_own_threads_whatever_ran_before() -> None:
+    engine = load_local_engine(SMALL)
+    runner = runners_of(engine)[Tier.TARGET]
+    runner.threads = Threads(decode=2, prefill=3)
+    seen: list[int] = []
+    runner.model.register_forward_pre_hook(lambda *_: seen.append(torch.get_num_threads()))
+    spec = SequenceSpec(GREEDY, 0, 200, 300)
+    before = torch.get_num_threads()
+    try:
+        for stop in (100, 101, 102):
+            run_on(5)  # another runner's
+            runner.forward([Forward(Span(1, 0, tuple(range(stop)), spec), 1)])
+        assert seen == [3, 2, 2]
+        assert torch.get_num_threads() == 2, "what follows a pass is small work"
+    finally:
+        torch.set_num_threads(before)

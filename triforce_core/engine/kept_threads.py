@@ -1,0 +1,73 @@
+"""CPU threads that were found best, kept per machine and model in the user's cache folder, so that they are measured
+once. To have them measured again, delete the file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import torch
+from filelock import AsyncFileLock, FileLock
+from platformdirs import user_cache_path
+
+from triforce_core.config import Settings
+from triforce_core.models.cpu import cpu_flags, cpu_name
+from triforce_core.models.runner import ALL_THREADS
+
+log = logging.getLogger(__name__)
+
+IRRELEVANT = {"server", "threads", "max_sequences"}  # settings that do not change which threads are best
+
+
+def kept_file() -> Path:
+    return user_cache_path("triforce-serve") / "threads.json"
+
+
+@asynccontextmanager
+async def measuring() -> AsyncIterator[None]:
+    """Alone on this machine: pipelines that measure side by side would measure one another."""
+    lock = AsyncFileLock(Path(tempfile.gettempdir(), "triforce-measuring.lock"), mode=0o666)
+    async with lock:
+        yield
+
+
+def kept_threads(settings: Settings, tier: str) -> int | None:
+    """Those of this tier on this machine, if they were measured."""
+    threads = read(kept_file()).get(key(settings, tier))
+    return threads if isinstance(threads, int) and 1 <= threads <= ALL_THREADS else None
+
+
+def keep_threads(settings: Settings, tier: str, threads: int) -> None:
+    """For the next start. Where the folder cannot be written to, that measures again."""
+    file = kept_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            fresh = file.with_suffix(".fresh")
+            fresh.write_text(json.dumps(read(file) | {key(settings, tier): threads}, indent=1) + "\n", encoding="utf-8")
+            fresh.replace(file)
+    except OSError as error:
+        log.warning("the threads that were measured cannot be kept in %s: %s", file, error)
+
+
+def read(file: Path) -> dict[str, object]:
+    try:
+        kept = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return kept if isinstance(kept, dict) else {}
+
+
+def key(settings: Settings, tier: str) -> str:
+    """Stands for the machine, the models, and whatever else decides how threads do."""
+    machine = [cpu_name(), sorted(cpu_flags()), os.cpu_count(), ALL_THREADS, torch.__version__]
+    shape = settings.model_dump(mode="json", exclude=IRRELEVANT)
+    digest = hashlib.sha256(json.dumps([machine, shape, tier], sort_keys=True).encode()).hexdigest()
+    return f"{tier}-{digest[:16]}"

@@ -1,0 +1,37 @@
+"""The CPU threads of a chain that is all in this process. Tier actors have theirs chosen by actors/pipeline.py."""
+
+from __future__ import annotations
+
+from triforce_core.config import Settings
+from triforce_core.engine.assembly import run_to_end, runners_of
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.kept_threads import keep_threads, kept_threads
+from triforce_core.engine.thread_search import Arrangement
+from triforce_core.engine.warm_up import WarmUp
+from triforce_core.models.runner import ALL_THREADS, ModelRunner
+
+
+def choose_threads(engine: Engine, settings: Settings) -> None:
+    """As kept from an earlier time, else by decoding; as they are where the settings name them."""
+    if not settings.chooses_threads:
+        return
+    runners = {tier.name.lower(): runner for tier, runner in runners_of(engine).items()}
+    kept = {tier: kept_threads(settings, tier) for tier in runners}
+    known = {tier: threads for tier, threads in kept.items() if threads is not None}
+    for tier, threads in (known if len(known) == len(runners) else searched(engine, settings, runners)).items():
+        runners[tier].decode_on(threads)
+
+
+def searched(engine: Engine, settings: Settings, runners: dict[str, ModelRunner]) -> Arrangement:
+    """What decodes fastest here, kept for the next time; on a machine too busy to tell, the best so far."""
+    warming = WarmUp(settings, engine.limits, dict.fromkeys(runners, ALL_THREADS))
+    for request in warming.requests():
+        for output in run_to_end(engine, [request]):
+            if not warming.committed(len(output.tokens)) and output.finish_reason is None:
+                engine.cancel(output.sequence_id)
+            for tier, threads in warming.threads.items():
+                runners[tier].decode_on(threads)
+    if warming.search.done:
+        for tier, threads in warming.search.best.items():
+            keep_threads(settings, tier, threads)
+    return warming.search.best
