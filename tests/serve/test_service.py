@@ -217,7 +217,7 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     """Nor does the event loop, which all streams share."""
     long, short = "import os\n" * 100_000, "import os\n" * 50
 
-    async def order() -> tuple[list[str], float]:
+    async def order() -> tuple[list[str], float, float]:
         encoder, done, gaps = Encoder(model().tokenizer), [], []
 
         async def encode(text: str) -> None:
@@ -230,17 +230,18 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
                 await asyncio.sleep(0.001)
                 gaps.append(time.perf_counter() - before)
 
+        began = time.perf_counter()
         watching = asyncio.create_task(watch())
         waiting = [asyncio.create_task(encode(long)) for _ in range(3)]
         await asyncio.sleep(0.05)
         waiting += [asyncio.create_task(encode(short)) for _ in range(5)]
         await asyncio.gather(*waiting)
         watching.cancel()
-        return done, max(gaps)
+        return done, max(gaps), time.perf_counter() - began
 
-    done, gap = asyncio.run(order())
+    done, gap, took = asyncio.run(order())
     assert done == ["short"] * 5 + ["long"] * 3
-    assert gap < 0.3
+    assert gap < took / 6, "not even half of one"
 
 
 def test_what_is_complete_is_resumed_without_the_pipeline() -> None:
@@ -395,10 +396,10 @@ def test_stop_strings_are_short() -> None:
     """The tables of sixteen of a megabyte would keep the event loop busy for seconds."""
     client, service, _ = served(ENDED)
     longest = "b" * MAX_STOP_CHARACTERS
-    began = time.perf_counter()
+    began = time.process_time()
     assert ask(client, stop=[longest] * 16).status_code == 200
     answer = ask(client, stop=["a", "b" * 1_000_000])
-    assert time.perf_counter() - began < 0.5
+    assert time.process_time() - began < 0.5
     assert answer.status_code == 400
     assert answer.json()["error"]["message"] == "stop: 1000000 must be at most 1024 characters in each string"
     with pytest.raises(InvalidValueError, match="stop: 1025 must be at most 1024 characters"):
