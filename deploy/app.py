@@ -125,6 +125,7 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
     """
+    from deploy.directions import decoding_threads, directions
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -140,7 +141,8 @@ def run(settings: Settings) -> None:
     try:
         # Handlers twice, because ray.init installs its own.
         with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
-            tell(f"ready after {time.monotonic() - began:.0f} s\n\n{directions(settings, logs)}\n")
+            took = time.monotonic() - began
+            tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, decoding_threads(settings))}\n")
             while True:
                 signal.pause()
     except KeyboardInterrupt:
@@ -149,25 +151,6 @@ def run(settings: Settings) -> None:
 
 def tell(text: str) -> None:
     print(text, flush=True)
-
-
-def directions(settings: Settings, logs: Path) -> str:
-    """How to call what is served, and where to look when something is wrong."""
-    from deploy.service import served_name
-
-    server = settings.server
-    host = "127.0.0.1" if server.host in ("0.0.0.0", "::") else server.host
-    url = f"http://{host}:{server.port}"
-    body = f'{{"model": "{served_name(settings)}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
-    return "\n".join(
-        (
-            f"  HTTP   {url}/v1 (OpenAI's completions), {url}/health, {url}/status",
-            f"  gRPC   {host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
-            f"  try    curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'",
-            f"  logs   {logs}",
-            "  stop   Ctrl-C",
-        )
-    )
 
 
 def check_ports(settings: Settings) -> None:

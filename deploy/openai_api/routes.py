@@ -99,4 +99,10 @@ def model_card(model: ServedModel) -> dict[str, Any]:
 
 def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     links = [{field.name: value for field, value in link.ListFields()} for link in status.links]
-    return {"tier": status.tier, "ready": status.ready, "live_sequences": status.live_sequences, "links": links}
+    return {
+        "tier": status.tier,
+        "ready": status.ready,
+        "live_sequences": status.live_sequences,
+        "threads": status.threads or None,
+        "links": links,
+    }

@@ -1,0 +1,57 @@
+"""What `triforce serve` prints once it is ready: what runs where, and how to call it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import requests
+
+from deploy.service import served_name
+from triforce_core.config import Settings
+from triforce_core.models.cpu import cpu_summary
+
+
+def base_url(settings: Settings) -> str:
+    """For clients on this machine."""
+    host = "127.0.0.1" if settings.server.host in ("0.0.0.0", "::") else settings.server.host
+    return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
+
+
+def decoding_threads(settings: Settings) -> dict[str, int]:
+    """CPU threads by tier, as the tiers have them; nothing where they are not asked in time."""
+    try:
+        tiers = requests.get(f"{base_url(settings)}/status", timeout=10).json()["tiers"]
+        return {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
+    except (requests.RequestException, KeyError, ValueError):
+        return {}
+
+
+def directions(settings: Settings, logs: Path, threads: Mapping[str, int]) -> str:
+    """How to call what is served, and where to look when something is wrong."""
+    server, url, name = settings.server, base_url(settings), served_name(settings)
+    host = url.removeprefix("http://").rpartition(":")[0]
+    body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
+    device = cpu_summary() if settings.device_type == "cpu" else settings.device
+    rows = {
+        "model": f"{name}, {settings.precision}, on {device}",
+        "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
+        "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
+        "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
+        "try": f"curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'",
+        "logs": str(logs),
+        "stop": "Ctrl-C",
+    }
+    return "\n".join(f"  {label:5}  {text}" for label, text in rows.items())
+
+
+def process(settings: Settings, tiers: tuple[str, ...], threads: Mapping[str, int]) -> str:
+    """One process of a pipeline: its tiers, each with its threads, and the cores that it keeps to."""
+    named = [f"{tier} ({plural(threads[tier], 'thread')})" if tier in threads else tier for tier in tiers]
+    [group] = [group for group in settings.placement.groups if group.tiers == tiers]
+    cores = "" if group.cores is None else f" on cores {', '.join(map(str, group.cores))}"
+    return " + ".join(named) + cores
+
+
+def plural(count: int, what: str) -> str:
+    return f"{count} {what}{'' if count == 1 else 's'}"

@@ -1,0 +1,66 @@
+"""What a newcomer reads once the server is ready."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+
+from deploy.directions import decoding_threads, directions
+from tests.serve.conftest import Server
+from triforce_core.config import load_settings
+
+LOGS = Path("/tmp/ray/session/logs")
+
+
+def test_ten_lines_say_what_runs_where_and_how_to_call_it() -> None:
+    settings = load_settings(dtype="bfloat16", server={"port": 8123})
+    said = directions(settings, LOGS, {"target": 2, "retrieval": 1, "draft": 1})
+    assert len(said.splitlines()) <= 10
+    assert "demo, bfloat16, on " in said
+    assert "draft (1 thread); retrieval (1 thread); target (2 threads)" in said
+    assert "http://127.0.0.1:8123/v1" in said
+    assert str(LOGS) in said
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"placement": {"colocate": "all"}}, "target (4 threads) + retrieval + draft"),
+        (
+            {"placement": {"colocate": "draft_with_retrieval", "draft": {"cores": [0, 2]}}},
+            "retrieval + draft on cores 0, 2; target (4 threads)",
+        ),
+        ({"server": {"host": "::1"}}, "http://[::1]:8000/v1"),
+        ({"server": {"host": "0.0.0.0"}}, "http://127.0.0.1:8000/v1"),
+        ({"device": "cuda", "dtype": "bfloat16"}, "demo, bfloat16, on cuda\n"),
+    ],
+    ids=str,
+)
+def test_placement_and_addresses_as_they_are(settings: dict[str, Any], expected: str) -> None:
+    assert expected in directions(load_settings(**settings), LOGS, {"target": 4})
+
+
+def test_a_server_that_does_not_answer_has_no_threads_to_tell() -> None:
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        assert decoding_threads(load_settings(server={"port": nobody.getsockname()[1]})) == {}
+
+
+def test_the_request_to_try_is_one_that_works(server: Server) -> None:
+    settings = load_settings(server={"port": server.port})
+    assert decoding_threads(settings) == {"draft": 1, "retrieval": 1, "target": 1}
+    line = re.search(r"curl -N .*", directions(settings, LOGS, {}))
+    assert line is not None
+    _, _, url, _, header, _, body = shlex.split(line[0])
+    kind = header.split(": ")
+    answer = requests.post(url, data=body, headers={kind[0]: kind[1]}, timeout=60)
+    events = [line for line in answer.text.split("\n\n") if line]
+    assert events[-1] == "data: [DONE]"
+    assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"]
