@@ -148,9 +148,14 @@ class SnapshotTaker(Protocol):
         """The latest version that was taken; 0: none."""
         ...
 
+    def wanted(self, sequence_id: int) -> bool:
+        """False: the sequence is over."""
+        ...
+
 
 class SnapshotReceiver:
-    """Puts snapshots together, one version of a sequence and `max_sequences` in all; hands on whole ones only.
+    """Puts snapshots together, one version of a sequence and `max_sequences` in all; hands on whole ones only. What is
+    there of a sequence that is over goes when the next piece comes, whosever it is.
 
     `take_piece` may be called from any thread.
     """
@@ -162,11 +167,14 @@ class SnapshotReceiver:
 
     def take_piece(self, piece: Piece) -> bool | None:
         """True: the snapshot is here, whole. False: this version is refused, for a piece of it is damaged, a newer one
-        has come, or it changes one that is not here. None: other pieces are missing.
+        has come, it changes one that is not here, or its sequence is over. None: other pieces are missing.
         """
         sequence_id, version = piece.manifest.sequence_id, piece.manifest.version
         sound = piece.sound
         with self.lock:
+            self.assemblies = {i: each for i, each in self.assemblies.items() if self.taker.wanted(i)}
+            if not self.taker.wanted(sequence_id):
+                return False
             assembly = self.assemblies.get(sequence_id)
             if not sound:
                 log.warning("piece %d of snapshot %d of sequence %d is damaged", piece.index, version, sequence_id)

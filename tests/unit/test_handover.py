@@ -23,6 +23,10 @@ class Taker:
 
     def __init__(self) -> None:
         self.taken: list[Snapshot] = []
+        self.released: set[int] = set()
+
+    def wanted(self, sequence_id: int) -> bool:
+        return sequence_id not in self.released
 
     def take(self, snapshot: Snapshot) -> bool:
         if snapshot.changes and snapshot.changes.base != self.confirmed(snapshot.sequence_id):
@@ -144,6 +148,19 @@ def test_what_is_never_completed_does_not_pile_up(receiver: SnapshotReceiver) ->
         first = next(iter(cut_pieces(snapshot_of(1, sequence_id=sequence_id), 100)))
         assert receiver.take_piece(first) is None
     assert len(receiver.assemblies) == 3
+
+
+def test_what_is_there_of_a_sequence_that_is_over_goes(receiver: SnapshotReceiver, taker: Taker) -> None:
+    """Its sender has given it up, or sends it still: the first piece says that nobody wants it."""
+    over, other = (list(cut_pieces(snapshot_of(1, sequence_id=i), 100)) for i in (1, 2))
+    assert receiver.take_piece(over[0]) is None
+    taker.released.add(1)
+    assert receiver.take_piece(other[0]) is None
+    assert list(receiver.assemblies) == [2]
+    assert {receiver.take_piece(piece) for piece in over} == {False}
+    assert list(receiver.assemblies) == [2]
+    taker.released.clear()  # stated again, as after a link that was lost
+    assert [receiver.take_piece(piece) for piece in over][-1] is True
 
 
 def test_pieces_are_cut_one_at_a_time() -> None:

@@ -15,7 +15,7 @@ from tests.stating import Statement, Tokens, ask, assert_logits, fragment, full_
 from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Lack
 from triforce_core.kv.ranges import sliced
-from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.retrieval import MAX_RELEASED, RetrievalKV
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.models.runner import ModelRunner
@@ -178,6 +178,31 @@ def test_a_release_forgets_the_snapshot_too(pair: Pair) -> None:
     runner.release([1, 1])
     assert ask(runner, Statement(1, text)) == {1: Lack(snapshot_wanted=True)}
     assert not kv.arrived
+
+
+def test_a_snapshot_that_comes_after_the_release_is_refused(pair: Pair) -> None:
+    """It was on its way when its sequence ended. Where only a link had ended, the sequence is stated again."""
+    runner, kv = retrieval_runner(pair)
+    text = random_tokens(30, seed=8)
+    snapshots = [replace(snapshot_of(pair, text[:20]), version=version) for version in (1, 2, 3)]
+    ask(runner, Statement(1, text))
+    kv.deliver(snapshots[0])
+    runner.release([1, 2])
+    assert not kv.take(snapshots[1])
+    assert not kv.take(replace(snapshots[1], sequence_id=2)), "one that was never stated here"
+    assert not kv.arrived
+    assert [kv.wanted(i) for i in (1, 2, 3)] == [False, False, True]
+    assert ask(runner, Statement(1, text)) == {1: Lack(snapshot_wanted=True)}
+    assert kv.take(snapshots[2])
+    assert_logits(ask(runner, Statement(1, text))[1], plain_logits(pair.theirs, text)[-1:])
+
+
+def test_what_is_over_is_not_remembered_for_ever(pair: Pair) -> None:
+    _, kv = retrieval_runner(pair)
+    for sequence_id in range(3 * MAX_RELEASED):
+        kv.release(sequence_id)
+    assert len(kv.released) == MAX_RELEASED
+    assert not kv.wanted(3 * MAX_RELEASED - 1), "the latest, of which something may still be on its way"
 
 
 def test_snapshots_that_nobody_installs_do_not_pile_up(pair: Pair) -> None:

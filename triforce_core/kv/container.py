@@ -47,8 +47,10 @@ def groups(root: Path) -> Iterator[tuple[Path, Version]]:
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
-        version = V2 if not controllers else V1 if "memory" in controllers.split(",") else None
-        for mount in version.mounts if version else ():
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        version = V1 if controllers else V2
+        for mount in version.mounts:
             # In a container the mount itself may be the process's group, whatever its path is on the machine.
             below = Path(path.lstrip("/"))
             for folder in (below, *below.parents) if ".." not in below.parts else (Path(),):

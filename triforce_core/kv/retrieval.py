@@ -18,6 +18,7 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 from triforce_core.messages import SequenceSpec
 
 MAX_WAITING = 8  # snapshots of one sequence that change one another and are not installed yet
+MAX_RELEASED = 4096  # sequences that are remembered to be over
 
 
 @dataclass(slots=True)
@@ -36,16 +37,19 @@ class RetrievalKV(FixedKV):
         super().__init__(geometry, max_sequences, budget + tail_tokens, kernel)
         self.budget, self.tail_tokens = budget, tail_tokens
         self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each the base of the next
+        self.released: dict[int, None] = {}  # sequence ids, the latest last
         self.max_sequences = max_sequences
         self.lock = threading.Lock()
 
     def take(self, snapshot: Snapshot) -> bool:
-        """Take a snapshot in; False where it is refused: an older version than one already here, or changes to one that
-        is not the latest here.
+        """Take a snapshot in; False where it is refused: an older version than one already here, changes to one that is
+        not the latest here, or one of a sequence that was released.
 
-        One may come before its sequence is stated here, or after it was released: what nobody installs is pushed out.
+        One may come before its sequence is stated here: what nobody installs is pushed out.
         """
         with self.lock:
+            if snapshot.sequence_id in self.released:
+                return False
             latest, waiting = self._latest(snapshot.sequence_id), self.arrived.get(snapshot.sequence_id, [])
             if snapshot.version <= latest:
                 return snapshot.version == latest
@@ -80,10 +84,23 @@ class RetrievalKV(FixedKV):
         with self.lock:
             return self._latest(sequence_id)
 
+    def wanted(self, sequence_id: int) -> bool:
+        """False: it is over, and whatever is still on its way would lie here for nobody."""
+        with self.lock:
+            return sequence_id not in self.released
+
+    def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
+        with self.lock:  # also where only a link had ended: then the level above states it again
+            self.released.pop(sequence_id, None)
+        return super().open(sequence_id, spec)
+
     def release(self, sequence_id: int) -> None:
         super().release(sequence_id)
         with self.lock:
             self.arrived.pop(sequence_id, None)
+            self.released[sequence_id] = None
+            while len(self.released) > MAX_RELEASED:
+                del self.released[next(iter(self.released))]
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> RetrievalHeld:
         return RetrievalHeld(spec, ranges=ranges)

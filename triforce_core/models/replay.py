@@ -158,6 +158,9 @@ class LeadingRetrievalKV(LeadingKV):
     def confirmed(self, sequence_id: int) -> int:
         return self.sparse.confirmed(sequence_id)
 
+    def wanted(self, sequence_id: int) -> bool:
+        return self.sparse.wanted(sequence_id)
+
     # In one process with the target, each rank's share is there already.
 
     def deliver(self, snapshot: Snapshot) -> None:
