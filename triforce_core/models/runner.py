@@ -27,8 +27,11 @@ class Threads(NamedTuple):
 
 
 def threads_for(settings: Settings) -> Threads:
-    """What the settings say, and all threads where they say nothing; for decoding until it is measured (warm_up.py)."""
-    return Threads(settings.threads.decode or ALL_THREADS, settings.threads.prefill or ALL_THREADS)
+    """What the settings say. By default all threads, of which ranks have equal shares; those of decoding are measured
+    later where that can be done (`Settings.chooses_threads`).
+    """
+    share = max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
+    return Threads(settings.threads.decode or share, settings.threads.prefill or share)
 
 
 def run_on(threads: int) -> None:
