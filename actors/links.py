@@ -11,6 +11,8 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import grpc
@@ -24,8 +26,23 @@ from triforce_core.messages import Proposal, Work
 
 log = logging.getLogger(__name__)
 
-CHANNEL_OPTIONS = [("grpc.max_receive_message_length", 64 << 20), ("grpc.max_send_message_length", 64 << 20)]
+# Of both ends of every connection between a pipeline's processes.
+CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_send_message_length", 64 << 20),
+    # A node that vanishes closes nothing, and an idle link would wait for it for ever: each end asks the other for a
+    # sign of life. gRPC's own threads answer, so that a tier in a long pass is not taken for dead.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # without it a ping is waited for for a minute, whatever the other says
+    # By default two pings are sent while a link is idle, and a server hangs up on whoever sends more.
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.max_ping_strikes", 0),
+]
 RETRY_S, MAX_RETRY_S = 0.5, 30.0  # doubled with each deadline missed in a row
+LOOK_UP_S = 30.0  # for a peer's address; where it loads for longer, it is asked again
+OPEN_S = 10.0  # from having an address to the peer's first sign on the stream
+SILENT_S = 30.0  # without a sign from the peer, after which a user should hear of it, and as often again
 
 
 class Stream:
@@ -64,11 +81,21 @@ class RemoteProposer:
     """Used by one thread, as any Proposer is; a thread of its own keeps the stream and rings the doorbell.
 
     `resolve` gives the peer's address whenever a stream is opened: a restarted tier has another port. A peer that does
-    not answer within `timeout_s` seconds is a dead peer.
+    not answer within `timeout_s` seconds is a dead peer. `peer` is its name, for those who read the log.
     """
 
-    def __init__(self, resolve: Callable[[], str], *, timeout_s: float, doorbell: Doorbell | None = None) -> None:
+    def __init__(
+        self,
+        resolve: Callable[[], str],
+        *,
+        timeout_s: float,
+        doorbell: Doorbell | None = None,
+        peer: str = "lower",
+    ) -> None:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
+        self.peer, self.address = peer, ""  # where it was last looked for; empty: nobody has told yet
+        self.silent_since: float | None = time.monotonic()  # None: it is there, and answers what it is asked
+        self.looking_up: Future[str] = Future()  # its address
         self.stream: Stream | None = None  # the latest; None before the first
         self.pending: dict[int, Pending] = {}  # by sequence id
         self.unsent: list[Proposal] = []  # the empty answers to work that could not be sent
@@ -76,11 +103,19 @@ class RemoteProposer:
         self.retry_s = RETRY_S
         self.ready, self.closed = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._keep_stream, name="link", daemon=True)
+        self.watch = threading.Thread(target=self._tell_of_silence, name="link-watch", daemon=True)
         self.thread.start()
+        self.watch.start()
 
     def wait_ready(self, timeout_s: float) -> bool:
         """Whether the peer is there, waiting for it up to `timeout_s` seconds."""
         return self.ready.wait(timeout_s)
+
+    @property
+    def silent_s(self) -> float:
+        """For how many seconds the peer has not been there, or has not answered what it was asked; 0: it does."""
+        since = self.silent_since
+        return 0.0 if since is None else time.monotonic() - since
 
     def submit(self, work: list[Work]) -> None:
         stream, deadline = self.stream, time.monotonic() + self.timeout_s
@@ -111,8 +146,9 @@ class RemoteProposer:
         """Drop the links of peers that did not answer in time."""
         proposals = []
         for stream in {p.stream for p in self.pending.values() if p.deadline <= time.monotonic()}:
-            log.warning("a tier did not answer within %.1f s: its link is dropped", self.timeout_s)
+            log.warning("the %s tier did not answer within %.1f s: its link is dropped", self.peer, self.timeout_s)
             self.retry_s = min(2 * self.retry_s, MAX_RETRY_S)
+            self._fall_silent()
             stream.close()
             proposals += self._give_up(stream)
         return proposals
@@ -124,7 +160,7 @@ class RemoteProposer:
         try:
             received = proposal_batch_from_proto(batch)
         except InvalidValueError as error:
-            log.warning("a tier sent what is no proposal: its link is dropped (%s)", error)
+            log.warning("the %s tier sent what is no proposal: its link is dropped (%s)", self.peer, error)
             stream.close()
             return self._give_up(stream)
         proposals = []
@@ -133,7 +169,7 @@ class RemoteProposer:
             if pending is not None and pending.work.span.end == proposal.start:
                 del self.pending[proposal.sequence_id]
                 proposals.append(proposal)
-                self.retry_s = RETRY_S
+                self.retry_s, self.silent_since = RETRY_S, None
         return proposals
 
     def _give_up(self, stream: Stream) -> list[Proposal]:
@@ -150,35 +186,85 @@ class RemoteProposer:
             self.stream.outgoing.put(work_batch_to_proto([], sequence_ids))
 
     def close(self) -> None:
-        """End the stream and its thread."""
+        """End the stream and its threads."""
         self.closed.set()
+        self.looking_up.cancel()
         if self.stream is not None:
             self.stream.close()
         self.thread.join(timeout=5)
+        self.watch.join(timeout=5)
+
+    def _fall_silent(self) -> None:
+        self.silent_since = self.silent_since or time.monotonic()
+
+    # -- the thread of the stream --------------------------------------------------------------------------------------
 
     def _keep_stream(self) -> None:
         while not self.closed.is_set():
-            stream, was_open = Stream(), False
+            stream = Stream()
             try:
-                with grpc.insecure_channel(self.resolve(), options=CHANNEL_OPTIONS) as channel:
-                    stream.call = TierStub(channel).Propose(iter(stream))
-                    stream.call.initial_metadata()  # sent by the peer as soon as it serves us
-                    if was_open := stream.call.is_active():
-                        self.stream = stream
-                        self.ready.set()
-                    if self.closed.is_set():  # before there was a stream to close
-                        stream.close()
-                    for batch in stream.call:
-                        self.arrived.put((stream, batch))
-                        self.doorbell.ring()
+                address = self._look_up()
+                with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                    self._run(stream, TierStub(channel), address)
             except Exception as error:  # whatever it is, the answer is to try again
-                log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else error)
+                log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else repr(error))
             self.ready.clear()
+            self._fall_silent()
             stream.close()
-            if was_open:
+            if stream is self.stream:
                 self.arrived.put(stream)
                 self.doorbell.ring()
             self.closed.wait(self.retry_s)
+
+    def _look_up(self) -> str:
+        """The peer's address. On a thread of its own, for whatever `resolve` waits for may never come."""
+        self.looking_up = found = Future[str]()
+
+        def look() -> None:
+            with suppress(InvalidStateError):  # nobody waits any more
+                try:
+                    found.set_result(self.resolve())
+                except Exception as error:
+                    found.set_exception(error)
+
+        if self.closed.is_set():
+            found.cancel()
+        else:
+            threading.Thread(target=look, name="link-address", daemon=True).start()
+        return found.result(timeout=LOOK_UP_S)
+
+    def _run(self, stream: Stream, stub: TierStub, address: str) -> None:
+        """Open the stream and take what comes over it, until it ends. Raises `grpc.RpcError` where it ends in error."""
+        if address != self.address:  # a peer that was started anew has missed nothing yet
+            self.address, self.retry_s = address, RETRY_S
+        stream.call = stub.Propose(iter(stream))
+        patience = threading.Timer(OPEN_S, stream.close)  # gRPC has a deadline for the whole of a call only
+        patience.start()
+        try:
+            stream.call.initial_metadata()  # sent by the peer as soon as it serves us
+        finally:
+            patience.cancel()
+        if stream.call.is_active():
+            self.stream = stream
+            if self.retry_s == RETRY_S:  # else it has left work unanswered: what counts is an answer
+                self.silent_since = None
+            self.ready.set()
+        if self.closed.is_set():  # before there was a stream to close
+            stream.close()
+        for batch in stream.call:
+            self.arrived.put((stream, batch))
+            self.doorbell.ring()
+
+    # -- the thread that watches ---------------------------------------------------------------------------------------
+
+    def _tell_of_silence(self) -> None:
+        """Say it as long as it lasts: without this, all that a user sees is that it is slow."""
+        told = time.monotonic()
+        while not self.closed.wait(SILENT_S / 10):
+            if self.silent_s >= SILENT_S and time.monotonic() - told >= SILENT_S:
+                told = time.monotonic()
+                where = f"at {self.address}" if self.address else "and has told no address"
+                log.warning("the %s tier has not answered for %.0f s, %s", self.peer, self.silent_s, where)
 
 
 def empty_answer(work: Work, stated_from: int) -> Proposal:

@@ -165,9 +165,9 @@ class TierServer(TierServicer):
                 self._take_messages()
                 if self.unanswered or self.can_run_ahead():
                     self._send(self.proposer.collect(POLL_S))
+                    failures = 0  # to have had nothing to do is no success
                 else:
                     self.doorbell.wait(POLL_S)
-                failures = 0
             except Exception:
                 failures += 1
                 log.exception("%s tier: a round failed, %d in a row", self.tier.name.lower(), failures)
