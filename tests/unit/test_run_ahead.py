@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import random
+from collections import Counter
+
 import pytest
 
 from tests.by_hand import SPEC, Below, Counting, Tokens, drafted
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.messages import Proposal, Span, Work
+from triforce_core.messages import Proposal, Span, Work, wait_in_turn
 from triforce_core.run_ahead import RunAhead
 
 
@@ -121,3 +124,124 @@ def test_a_released_sequence_is_not_guessed_on(ahead: RunAhead, below: Below) ->
     ahead.release([1])
     assert not ahead.can_run_ahead
     assert below.released == [1]
+
+
+class Drafter:
+    """A leaf by the align rule, in this process or, with a delay, behind a link: answers come some turns later."""
+
+    def __init__(self, rng: random.Random, delay: int) -> None:
+        self.rng, self.delay, self.turn = rng, delay, 0
+        self.waiting: dict[int, Work] = {}
+        self.held: dict[int, list[int]] = {}
+        self.answers: list[tuple[int, Proposal]] = []  # with the turn in which they arrive
+        self.drafted: list[int] = []  # for which sequences, in the last turn
+
+    def submit(self, work: list[Work]) -> None:
+        wait_in_turn(self.waiting, work)
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        self.turn += 1
+        work, self.waiting = list(self.waiting.values()), {}
+        self.drafted = [w.span.sequence_id for w in work]
+        self.answers += [(self.turn + self.rng.randint(0, self.delay), self.draft(w)) for w in work]
+        due = [proposal for turn, proposal in self.answers if turn <= self.turn]
+        self.answers = [(turn, proposal) for turn, proposal in self.answers if turn > self.turn]
+        return due
+
+    def draft(self, work: Work) -> Proposal:
+        span = work.span
+        held = self.held.setdefault(span.sequence_id, [])
+        assert span.start <= len(held), "it was told what came before"
+        held[span.start :] = span.tokens
+        tokens = tuple(end if self.rng.random() < 0.7 else 99 for end in range(span.end, span.end + work.lookaheads[0]))
+        held += tokens
+        return drafted(span.end, tokens, span.sequence_id)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.waiting.pop(sequence_id, None)
+            self.held.pop(sequence_id, None)
+
+
+class Requests:
+    """What the level above does: some requests, whose blocks it judges after a while, and often accepts whole."""
+
+    def __init__(self, rng: random.Random) -> None:
+        self.rng = rng
+        self.texts: dict[int, list[int]] = {}
+        self.stated: dict[int, int] = {}
+        self.judged: dict[int, int] = {}  # in which turn the block that was handed up is
+        self.lookahead, self.turn = rng.choice([1, 3, 5]), 0
+
+    def arrive(self) -> None:
+        sequence_id = max(self.stated, default=0) + 1
+        self.texts[sequence_id], self.stated[sequence_id], self.judged[sequence_id] = [0, 1], 0, 0
+
+    def leave(self) -> list[int]:
+        gone = self.rng.choice(sorted(self.texts))
+        del self.texts[gone]
+        self.judged.pop(gone, None)
+        return [gone]
+
+    def work(self) -> list[Work]:
+        """Of one that is judged."""
+        due = [i for i, turn in self.judged.items() if turn <= self.turn]
+        if not due:
+            return []
+        sequence_id = self.rng.choice(due)
+        del self.judged[sequence_id]
+        start, text = self.stated[sequence_id], self.texts[sequence_id]
+        self.stated[sequence_id] = len(text)
+        return [Work(Span(sequence_id, start, tuple(text[start:]), None if start else SPEC), (self.lookahead, 2))]
+
+    def take(self, proposal: Proposal) -> None:
+        text = self.texts[proposal.sequence_id]
+        assert proposal.start == len(text)
+        accepted = len(proposal.tokens) if self.rng.random() < 0.6 else self.rng.randint(0, len(proposal.tokens))
+        text += [*proposal.tokens[:accepted], proposal.start + accepted if self.rng.random() < 0.9 else 77]
+        self.judged[proposal.sequence_id] = self.turn + self.rng.choice([1, 4, 10])
+
+
+def assert_in_step(ahead: RunAhead) -> None:
+    """Each sequence is in one place, and whatever is in progress waits for something that will come."""
+    decoder = ahead.decoder
+    places = [*decoder.asked, *decoder.grown, *decoder.ready, *(p.sequence_id for p in decoder.unasked)]
+    assert Counter(places) == Counter(decoder.blocks.keys())
+    waiting = ahead.owed - {block.work.span.sequence_id for block in ahead.found}
+    assert decoder.blocks.keys() == waiting | ahead.running
+    assert ahead.running <= ahead.guesses.keys() <= ahead.live - ahead.owed
+    assert not (ahead.owed and ahead.running), "work comes first"
+    assert all(decoder.blocks[i] is ahead.guesses[i] for i in ahead.running)
+
+
+@pytest.mark.parametrize(
+    ("micro_batches", "delay"), [(1, 0), (3, 0), (3, 3)], ids=["one process", "one process, shares", "over a link"]
+)
+def test_guesses_may_be_paused_at_any_time(micro_batches: int, delay: int) -> None:
+    """And gone on with, used or dropped later; while work waits, a drafter in the same process does nothing for them.
+    A decoder over such a one has one micro-batch, however many the pipeline has.
+    """
+    paused = resumed = 0
+    for seed in range(150):
+        rng = random.Random(seed)
+        drafter, above = Drafter(rng, delay), Requests(rng)
+        decoder = SpeculativeDecoder(drafter, Counting(), micro_batches=micro_batches, hand_up_early=rng.random() < 0.5)
+        ahead = RunAhead(decoder, below=rng.choice([2, 3, 3, 100]))
+        for above.turn in range(100):
+            before, at = set(ahead.running), rng.random()
+            if at < 0.15 and len(above.texts) < 3:
+                above.arrive()
+            elif at < 0.17 and above.texts:
+                ahead.release(above.leave())
+            elif at < 0.5:
+                ahead.submit(above.work())
+                paused += len(before & ahead.guesses.keys() - ahead.running)
+            elif ahead.owed or ahead.can_run_ahead:
+                owed, drafter.drafted = set(ahead.owed), []
+                left = {i for i, guess in ahead.guesses.items() if guess.tokens} - ahead.running
+                for proposal in ahead.collect(0.0):
+                    above.take(proposal)
+                resumed += len(left & ahead.running)
+                assert delay or not owed or owed.issuperset(drafter.drafted), "work waits for the draft of a guess"
+            assert_in_step(ahead)
+    assert min(paused, resumed) > 15, "too rare to prove anything"
