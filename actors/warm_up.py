@@ -45,9 +45,9 @@ async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
 
 
 async def threads_of(pipeline: Pipeline) -> Threads:
-    """Of each tier with a model, the target first."""
+    """Of each tier that has a choice, the target first."""
     found: list[Threads] = await asyncio.gather(*(actor.threads.remote() for actor in pipeline.actors.each()))
-    return {tier: threads for each in reversed(found) for tier, threads in each.items()}
+    return {tier: threads for each in reversed(found) for tier, threads in each.items() if threads[0] > 1}
 
 
 async def decode_on(pipeline: Pipeline, threads: Arrangement, *, keep: bool = False) -> None:

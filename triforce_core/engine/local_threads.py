@@ -13,7 +13,7 @@ from triforce_core.models.runner import ALL_THREADS, ModelRunner
 
 def choose_threads(engine: Engine, settings: Settings) -> None:
     """As kept from an earlier time, else by decoding; as they are where the settings name them."""
-    if not settings.chooses_threads:
+    if not settings.chooses_threads or ALL_THREADS == 1:
         return
     runners = {tier.name.lower(): runner for tier, runner in runners_of(engine).items()}
     kept = {tier: kept_threads(settings, tier) for tier in runners}
