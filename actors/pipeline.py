@@ -76,7 +76,7 @@ class Pipeline:
         except grpc.aio.AioRpcError as error:
             raise from_status(error) from None
         if not status.ready:
-            raise UnavailableError("the target tier has failed")
+            raise UnavailableError("the target tier has failed, or hangs")
 
     async def stop(self) -> None:
         """End the actors, and with `UnavailableError` what is being decoded."""

@@ -12,6 +12,7 @@ import grpc
 import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
+from actors.pass_times import PassTimes
 from actors.wire import sampling_from_proto, seed_from_proto, stats_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -39,6 +40,7 @@ class EngineThread:
         self.callbacks: dict[int, Callable[[Output | None], None]] = {}
         self.lock = threading.Lock()
         self.failed: BaseException | None = None
+        self.times = PassTimes()
         self.stopping = threading.Event()
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
@@ -52,6 +54,13 @@ class EngineThread:
             self.callbacks[sequence_id] = callback
         return sequence_id
 
+    @property
+    def ready(self) -> bool:
+        """Whether the engine runs, and does not hang."""
+        engine = self.engine
+        hangs = self.times.hangs(engine.asked_tokens, engine.doorbell.woken)
+        return self.failed is None and self.thread.is_alive() and not hangs
+
     def cancel(self, sequence_id: int) -> None:
         with self.lock:
             if self.callbacks.pop(sequence_id, None):
@@ -62,7 +71,9 @@ class EngineThread:
             while not self.stopping.is_set():
                 self.engine.wait(POLL_S)
                 if not self.engine.idle:
+                    self.times.begin()
                     self._dispatch(self.engine.run_once(POLL_S))
+                    self.times.end(self.engine.asked_tokens, self.engine.doorbell.woken)
         except Exception as error:
             log.exception("the engine failed")
             with self.lock:
@@ -126,7 +137,7 @@ class TargetServer(TargetServicer):
     def status(self) -> pb.TierStatus:
         return pb.TierStatus(
             tier="target",
-            ready=self.engine_thread.failed is None,
+            ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
         )
 

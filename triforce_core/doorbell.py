@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 
 
 class Doorbell:
@@ -13,6 +14,7 @@ class Doorbell:
 
     def __init__(self) -> None:
         self.rings: queue.SimpleQueue[None] = queue.SimpleQueue()  # half the price of a threading.Event
+        self.woken = time.monotonic()  # when the driving thread last stopped waiting
 
     def ring(self) -> None:
         """From any thread."""
@@ -30,4 +32,5 @@ class Doorbell:
                 pass
         while not self.rings.empty():
             self.rings.get_nowait()
+        self.woken = time.monotonic()
         return rang

@@ -90,6 +90,7 @@ class Engine:
         self.cancelled: deque[int] = deque()
         self.unsnapped: dict[int, bool] = {}  # by sequence with new tokens: whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
+        self.asked_tokens = 0  # as the scheduler says it, for other threads
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -131,6 +132,7 @@ class Engine:
         self._update_snapshots()
         self.scheduler.admit()
         self.decoder.submit(self.scheduler.next_work())
+        self.asked_tokens = self.scheduler.asked_tokens
         for proposal in self.decoder.collect(timeout_s):
             sequence = self.scheduler.live.get(proposal.sequence_id)
             if sequence is not None and (output := self._advance(sequence, proposal)):

@@ -55,6 +55,12 @@ class Scheduler:
             work.append(sequence.work)
         return work
 
+    @property
+    def asked_tokens(self) -> int:
+        """What the target's next pass takes at most: all that is new to it in work that it has not answered."""
+        asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
+        return sum(w.span.end - prefilled + max(w.lookaheads[1:], default=0) for w, prefilled in asked)
+
     def remove(self, sequence_id: int) -> Sequence | None:
         """Take a request out, live or queued."""
         for queued in self.queue:

@@ -1,0 +1,164 @@
+"""The thread that runs the engine: whether it is said to be ready, over gRPC as its pipeline asks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc.aio
+import pytest
+
+from actors import pass_times
+from actors.links import RemoteProposer
+from actors.pipeline import Pipeline
+from actors.serving import LinkServer, TierServer
+from actors.target_server import AsyncServer, TargetServer
+from tests.by_hand import Counting, Slots
+from tests.dist.test_links import Quiet
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.doorbell import Doorbell
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.limits import Limits
+from triforce_core.engine.scheduler import Scheduler
+from triforce_core.engine.sequence import Output, Request
+from triforce_core.errors import UnavailableError
+from triforce_core.messages import GREEDY, Claim, Proposer, Tier, Verdict
+from triforce_core.roles import NoProposer
+
+
+class Hanging(Counting):
+    """A target whose passes end only while they may."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.may_end = threading.Event()
+        self.may_end.set()
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        self.may_end.wait()
+        return super().verify(claims)
+
+
+class NoSnapshots:
+    def update(self, sequence: object, *, wanted: bool) -> None:
+        """None is ever due."""
+
+
+@contextmanager
+def served(
+    below: Proposer, verifier: Counting, doorbell: Doorbell | None = None
+) -> Iterator[tuple[TargetServer, AsyncServer]]:
+    scheduler = Scheduler(Slots(10**6), max_sequences=2, prefill_chunk=64)
+    decoder = SpeculativeDecoder(below, verifier)
+    engine = Engine(decoder, scheduler, NoSnapshots(), Limits(10**5, 10**6, 10**5), doorbell=doorbell)  # type: ignore[arg-type]
+    target = TargetServer(engine, (0, 0))
+    server = AsyncServer("127.0.0.1", target)
+    try:
+        yield target, server
+    finally:
+        server.stop(0.0)
+        target.stop()
+
+
+def check(address: str) -> None:
+    """As the owner of a pipeline does."""
+
+    async def connected() -> None:
+        pipeline = Pipeline(None)  # type: ignore[arg-type]
+        async with grpc.aio.insecure_channel(address) as pipeline.channel:
+            await pipeline.check(5.0)
+
+    asyncio.run(connected())
+
+
+def decode(target: TargetServer, max_tokens: int, lookaheads: tuple[int, int] = (0, 0)) -> threading.Event:
+    """Set at the end of the request."""
+    done = threading.Event()
+
+    def deliver(output: Output | None) -> None:
+        if output is None or output.finish_reason:
+            done.set()
+
+    target.engine_thread.submit(Request((1, 2, 3), max_tokens, GREEDY, 0, lookaheads), deliver)
+    return done
+
+
+def test_a_hung_pass_is_not_ready_until_it_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_times, "LEAST_S", 0.3)
+    verifier = Hanging()
+    with served(NoProposer(), verifier) as (target, server):
+        assert decode(target, 20).wait(10)
+        check(server.address)
+        verifier.may_end.clear()
+        done = decode(target, 20)
+        time.sleep(0.1)
+        check(server.address)
+        time.sleep(0.5)
+        with pytest.raises(UnavailableError, match="the target tier has failed, or hangs"):
+            check(server.address)
+        verifier.may_end.set()
+        assert done.wait(10)
+        check(server.address)
+        time.sleep(0.5)
+        check(server.address)
+
+
+def test_waiting_for_the_tier_below_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one may hang as long as its link has patience."""
+    monkeypatch.setattr(pass_times, "LEAST_S", 0.3)
+    bell = Doorbell()
+    tier = TierServer(Quiet(), Tier.RETRIEVAL, Tier.TARGET)
+    below = LinkServer("127.0.0.1", tier)
+    link = RemoteProposer(lambda: below.address, timeout_s=1.5, doorbell=bell)
+    assert link.wait_ready(10)
+    with served(link, Counting(), bell) as (target, _):
+        assert decode(target, 20).wait(10)
+        done = decode(target, 4, (2, 0))
+        while not link.pending:
+            time.sleep(0.01)
+        until = time.monotonic() + 1.2
+        while time.monotonic() < until:
+            assert target.status().ready
+            time.sleep(0.01)
+        assert done.wait(20)
+    link.close()
+    below.stop(0.0)
+    tier.stop()
+
+
+class Failing(Counting):
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        raise RuntimeError("a broken device")
+
+
+def test_a_failed_engine_is_not_ready() -> None:
+    with served(NoProposer(), Failing()) as (target, server):
+        check(server.address)
+        assert decode(target, 20).wait(10)
+        with pytest.raises(UnavailableError):
+            check(server.address)
+
+
+def test_an_engine_knows_how_large_its_next_pass_is_at_most() -> None:
+    """Prompt chunks, and rounds of decoding with all that may be drafted for them; nothing that it holds already."""
+    seen: list[tuple[int, int]] = []
+
+    class Looking(Counting):
+        def verify(self, claims: list[Claim]) -> list[Verdict]:
+            seen.append((engine.asked_tokens, sum(len(c.span.tokens) + len(c.proposed) for c in claims)))
+            return super().verify(claims)
+
+    with served(NoProposer(), Looking()) as (target, _):
+        engine: Any = target.engine_thread.engine
+        done = threading.Event()
+        target.engine_thread.submit(Request((1,) * 150, 3, GREEDY, 0, (0, 0)), lambda o: done.set() if o else None)
+        assert done.wait(10)
+        assert [asked for asked, _ in seen[:3]] == [64, 64, 22]
+        assert all(asked == taken for asked, taken in seen)
+        seen.clear()
+        assert decode(target, 4, (5, 3)).wait(10)
+        assert {asked for asked, _ in seen[1:]} == {6}, "one token is new, five may be proposed"

@@ -1,0 +1,85 @@
+"""When a pass hangs: by its size and by what passes took before."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.pass_times import PassTimes
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+@pytest.fixture
+def times(clock: Clock) -> PassTimes:
+    return PassTimes(clock)
+
+
+def run(times: PassTimes, clock: Clock, tokens: int, seconds: float) -> None:
+    times.begin()
+    clock.now += seconds
+    times.end(tokens, woken=0.0)
+
+
+def test_before_the_first_pass_nothing_is_too_long(times: PassTimes, clock: Clock) -> None:
+    times.begin()
+    clock.now += 1e6
+    assert not times.hangs(9, woken=0.0)
+
+
+def test_a_pass_may_take_ten_seconds_in_any_case(times: PassTimes, clock: Clock) -> None:
+    run(times, clock, 9, 0.05)
+    times.begin()
+    clock.now += 9.9
+    assert not times.hangs(9, woken=0.0)
+    clock.now += 0.2
+    assert times.hangs(9, woken=0.0)
+    times.end(9, woken=0.0)
+    clock.now += 1e6
+    assert not times.hangs(9, woken=0.0), "nothing to do is no hang"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "limit_s"),
+    [
+        (9, 10.0),  # five times .05 s, and never less than this
+        (2048, 5 * 4.0),  # the longest of this size counts
+        (3000, 5 * 4.0 * 3000 / 2048),
+        (2500, 5 * 4.0 * 2500 / 2048),
+        (32768, 5 * 4.0 * 16),  # a size that was never seen: as the largest below it, and so many times longer
+        (100, 10.0),  # by the passes over 9 tokens
+        (1, 10.0),  # smaller than all: as the smallest
+    ],
+)
+def test_a_pass_may_take_five_times_as_long_as_such_a_pass_took(
+    times: PassTimes, clock: Clock, tokens: int, limit_s: float
+) -> None:
+    for size, seconds in ((9, 0.05), (2048, 4.0), (2300, 3.0), (9, 0.01)):
+        run(times, clock, size, seconds)
+    assert times.limit_s(tokens) == pytest.approx(limit_s)
+
+
+def test_a_larger_pass_is_not_granted_less_than_any_smaller_size(times: PassTimes, clock: Clock) -> None:
+    """A turn in which nothing was judged takes no time, whatever was asked."""
+    run(times, clock, 9, 8.0)
+    run(times, clock, 40, 0.001)
+    assert times.limit_s(40) == times.limit_s(9) == 40.0
+
+
+def test_waiting_for_other_tiers_is_no_pass(times: PassTimes, clock: Clock) -> None:
+    run(times, clock, 9, 0.05)
+    times.begin()
+    clock.now += 60
+    assert times.hangs(9, woken=0.0)
+    assert not times.hangs(9, woken=clock.now - 1)
+    times.end(9, woken=clock.now - 1)
+    assert times.limit_s(9) == 10.0, "what counts is one second"
