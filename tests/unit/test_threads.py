@@ -1,9 +1,8 @@
-"""Choosing CPU threads: the search by itself on machines of given speeds, what is kept, and what a pass leaves behind."""
+"""Choosing CPU threads: the search by itself on machines of given speeds, what is kept, and what a pass leaves."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
