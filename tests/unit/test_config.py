@@ -85,8 +85,11 @@ BAD: list[tuple[str, list[str]]] = [
 
 
 @pytest.mark.parametrize(("text", "named"), BAD, ids=[text for text, _ in BAD])
-def test_a_bad_file_is_refused_by_field_value_and_rule(text: str, named: list[str], tmp_path: Path) -> None:
-    path = tmp_path / "settings.yaml"
+def test_a_bad_file_is_refused_by_field_value_and_rule(
+    text: str, named: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # what is too long is shown in part
+    path = Path("settings.yaml")
     path.write_text(text)
     with pytest.raises(InvalidValueError) as refusal:
         load_settings(path)
@@ -107,10 +110,11 @@ def binary(path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [missing, directory, binary])
-def test_an_unreadable_file(make: Callable[[Path], None], tmp_path: Path) -> None:
-    make(tmp_path / "settings.yaml")
-    with pytest.raises(InvalidValueError, match=r"config: '.*settings\.yaml' "):
-        load_settings(tmp_path / "settings.yaml")
+def test_an_unreadable_file(make: Callable[[Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    make(Path("settings.yaml"))
+    with pytest.raises(InvalidValueError, match=r"config: 'settings\.yaml' "):
+        load_settings(Path("settings.yaml"))
 
 
 def test_overrides_merge_into_sections_of_the_file(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def chance(seed: int, position: int, what: str) -> float:
 
 class SyntheticVerifier(ModelVerifier):
     """Runs the model as ever, and then accepts each proposed token with the given chance, a function of `seed`, tier
-    and position. With `fill`, prompt chunks are not run: their KV is random.
+    and position. With `fill`, prompt chunks are not run, save the last, which samples: their KV is random.
     """
 
     def __init__(self, runner: ModelRunner, tier: Tier, acceptance: Acceptance, seed: int, *, fill: bool) -> None:
