@@ -5,10 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from typing import Any
 
 import grpc
 import grpc.aio
 import ray
+from ray.actor import ActorHandle
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
 from actors.links import CHANNEL_OPTIONS
@@ -20,6 +23,8 @@ from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableEr
 from triforce_core.messages import Tier
 
 log = logging.getLogger(__name__)
+
+STATUS_TIMEOUT_S = 2.0
 
 
 class Pipeline:
@@ -63,10 +68,19 @@ class Pipeline:
             call.cancel()
 
     async def status(self) -> list[pb.TierStatus]:
-        """Of each tier, draft first. Raises if one is dead."""
-        packed: list[list[bytes]] = await asyncio.gather(*(actor.status.remote() for actor in self.actors.each()))
-        statuses = [pb.TierStatus.FromString(status) for each in packed for status in each]
-        return sorted(statuses, key=lambda status: Tier[status.tier.upper()])
+        """Of each tier, draft first. One that does not answer soon, dead, hung or about to come back, is not ready."""
+        answers = await asyncio.gather(*(self._status_of(actor) for actor in self.actors.each()))
+        return sorted((status for each in answers for status in each), key=lambda status: Tier[status.tier.upper()])
+
+    async def _status_of(self, actor: ActorHandle[Any]) -> list[pb.TierStatus]:
+        """Of the tiers of one process."""
+        try:
+            packed: list[bytes] = await asyncio.wait_for(actor.status.remote(), STATUS_TIMEOUT_S)
+            return [pb.TierStatus.FromString(status) for status in packed]
+        except (TimeoutError, RayError) as error:
+            tiers = [tier.name.lower() for tier, other in self.actors.all().items() if other == actor]
+            log.info("no status of %s: %r", " + ".join(tiers), error)
+            return [pb.TierStatus(tier=tier) for tier in tiers]
 
     async def check(self, timeout_s: float) -> None:
         """Raise `UnavailableError` unless the target answers within `timeout_s` seconds that it can serve."""

@@ -10,12 +10,17 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.fit import Bundle, Node, misfit
 from actors.ranks import RankActor, rank_name
-from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
+from actors.tiers import LOOPBACK, DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Tier
@@ -83,7 +88,8 @@ def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
 def place_tiers(
     settings: Settings, group: PlacementGroup, actors: Mapping[str, type[TierActor]] = ACTORS, *more: Any
 ) -> TierActors:
-    """Create the actors, one in each of the group's first bundles; they load when asked for their address.
+    """Create the actors, one in each of the first bundles of the group, which is ready; they load when asked for their
+    address.
 
     They know one another by name, so that a restarted one finds the others again. `actors` are their classes, by the
     uppermost tier, and `more` what these take beyond the settings and names.
@@ -92,6 +98,7 @@ def place_tiers(
     placed: dict[str, ActorHandle[Any]] = {}
     followers: list[ActorHandle[Any]] = []
     groups = settings.placement.groups
+    settings = reachable(settings, len(nodes_of(group, len(groups))))
     names = [f"triforce-{pipeline}-{each.tiers[0]}" for each in groups]
     for index, each in reversed(list(enumerate(groups))):
         name, below = names[index], names[index + 1 : index + 2]
@@ -101,6 +108,20 @@ def place_tiers(
         handle = create(actors[each.tiers[0]], settings, each, name, where, *below, *more)
         placed.update(dict.fromkeys(each.tiers, handle))
     return TierActors(**placed, followers=tuple(followers))
+
+
+def nodes_of(group: PlacementGroup, num_bundles: int) -> set[str]:
+    """Where its first bundles are; the first holds the replica's own process, too, which calls the target."""
+    placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
+    return {placed[index] for index in range(num_bundles)}
+
+
+def reachable(settings: Settings, num_nodes: int) -> Settings:
+    """With a `tier_host` at which the tiers find one another, unless the settings name one: nobody else needs to."""
+    if settings.server.tier_host is not None:
+        return settings
+    host = LOOPBACK if num_nodes == 1 else "node"
+    return settings.model_copy(update={"server": settings.server.model_copy(update={"tier_host": host})})
 
 
 def create(

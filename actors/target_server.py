@@ -178,7 +178,11 @@ class AsyncServer:
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, name="grpc", daemon=True)
         self.thread.start()
-        self.server, self.address = self._run(self._start())
+        try:
+            self.server, self.address = self._run(self._start())
+        except Exception:
+            self._end()
+            raise
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=30)
@@ -192,5 +196,8 @@ class AsyncServer:
 
     def stop(self, grace_s: float = 1.0) -> None:
         self._run(self.server.stop(grace_s))
+        self._end()
+
+    def _end(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(timeout=5)

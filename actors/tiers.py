@@ -14,19 +14,21 @@ import secrets
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Sized
+from contextlib import ExitStack
 from io import FileIO
 from typing import TYPE_CHECKING
 
 import ray
 
 from actors.cores import keep_awake, keep_to
-from actors.links import RemoteProposer
+from actors.links import LOOK_UP_S, SILENT_S, RemoteProposer
 from actors.ranks import lead
 from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.config import Settings
+from triforce_core.config import DeviceGroup, Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
+from triforce_core.errors import UnavailableError
 from triforce_core.messages import Proposer, Tier
 from triforce_core.ngram import NgramProposer
 from triforce_core.run_ahead import RunAhead
@@ -34,7 +36,7 @@ from triforce_core.run_ahead import RunAhead
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from actors.handover import Piece
+    from actors.handover import Piece, RaySink, SnapshotReceiver
     from actors.target_server import AsyncServer
     from triforce_core.engine.engine import Engine
     from triforce_core.engine.limits import Limits
@@ -43,11 +45,12 @@ if TYPE_CHECKING:
     from triforce_core.models.runner import ModelRunner
 
 CONNECT_TIMEOUT_S = 30.0
+LOOPBACK = "127.0.0.1"
 
 
 def address_of(name: str) -> str:
-    """Where the tier actor of this name serves now; waits while Ray restarts it."""
-    return str(ray.get(ray.get_actor(name).start.remote()))
+    """Where the tier actor of this name serves now; waits a while where Ray restarts it, and while it loads."""
+    return str(ray.get(ray.get_actor(name).start.remote(LOOK_UP_S), timeout=LOOK_UP_S))
 
 
 class TierActor(ABC):
@@ -59,47 +62,81 @@ class TierActor(ABC):
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings = settings
         self.server: LinkServer | AsyncServer | None = None
+        self.link: RemoteProposer | None = None  # to the tier below, where that is another process
         self.inner: dict[Tier, Sized] = {}  # the sequences of the tiers below that this process holds as well
         self.ranks: Leader | None = None  # where this process leads others, each with a share of the models
         self.awake: FileIO | None = None  # held for the life of this process
         self.runners: dict[Tier, ModelRunner] = {}  # of the tiers in this process that have a model
         self.starting = threading.Lock()
+        self.undo = ExitStack()  # ends what a start has made so far
 
-    def start(self) -> str:
-        """Load, serve, and return the address. Safe to call again, and while it runs."""
-        with self.starting:  # the owner of the pipeline calls it, and so does the tier above
+    def start(self, patience_s: float = -1) -> str:
+        """Load, serve, and return the address. Safe to call again, and while it runs: then it waits for the other call,
+        at most `patience_s` seconds, -1: as long as it takes. Of a start that fails nothing stays.
+        """
+        # The owner of the pipeline calls it, and so does the tier above.
+        if not self.starting.acquire(timeout=patience_s):
+            raise UnavailableError(f"the {self.tier.name.lower()} tier is still loading")
+        try:
             if self.server is None:
-                name = self.tier.name.lower()
-                [group] = [group for group in self.settings.placement.groups if name in group.tiers]
-                if group.cores is not None:
-                    keep_to(group.cores, f"placement.{name}.cores")
-                self.awake = keep_awake(self.settings.placement.cpu_latency_us)
-                world = self.settings.ranks(group.tiers)
-                self.ranks = lead(world, self.settings.device) if world > 1 else None
-                host = self.settings.server.tier_host
                 try:
-                    self.server = self.serve(ray.util.get_node_ip_address() if host == "node" else host)
+                    self.server = self._load_and_serve()
                 except Exception:
-                    if self.ranks is not None:
-                        self.ranks.close()
+                    self.undo.close()
                     raise
             return self.server.address
+        finally:
+            self.starting.release()
+
+    def _load_and_serve(self) -> LinkServer | AsyncServer:
+        self.undo.callback(self.forget)
+        if self.group.cores is not None:
+            keep_to(self.group.cores, f"placement.{self.tier.name.lower()}.cores")
+        self.awake = keep_awake(self.settings.placement.cpu_latency_us)
+        if self.awake is not None:
+            self.undo.enter_context(self.awake)
+        world = self.settings.ranks(self.group.tiers)
+        if world > 1:
+            self.ranks = lead(world, self.settings.device)
+            self.undo.callback(self.ranks.close)
+        host = self.settings.server.tier_host
+        return self.serve(ray.util.get_node_ip_address() if host == "node" else host or LOOPBACK)
+
+    @property
+    def group(self) -> DeviceGroup:
+        """What this process is of the pipeline."""
+        name = self.tier.name.lower()
+        return next(group for group in self.settings.placement.groups if name in group.tiers)
 
     @abstractmethod
-    def serve(self, host: str) -> LinkServer | AsyncServer: ...
+    def serve(self, host: str) -> LinkServer | AsyncServer:
+        """Load, and serve at this host. What must be ended by more than being forgotten goes to `undo` at once."""
+
+    def forget(self) -> None:
+        """What a start has made and does not end by itself: models are freed with the last who knows them."""
+        self.inner, self.runners = {}, {}
+        self.link = self.ranks = self.awake = None
 
     @abstractmethod
     def tier_status(self) -> pb.TierStatus: ...
 
     def status(self) -> list[bytes]:
         """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
+        if self.server is None:
+            return [pb.TierStatus(tier=name).SerializeToString() for name in self.group.tiers]
         own = self.tier_status()
+        if self.link is not None and self.link.silent_s >= SILENT_S:
+            own.silent.MergeFrom(
+                pb.SilentPeer(tier=self.link.peer, address=self.link.address, silent_s=self.link.silent_s)
+            )
         statuses = {self.tier: own} | {
             tier: pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
             for tier, held in self.inner.items()
         }
         for tier, runner in self.runners.items():
             statuses[tier].threads = runner.threads.decode if runner.threads else 0
+        for status in statuses.values():
+            status.address = self.server.address
         return [status.SerializeToString() for status in statuses.values()]
 
     def threads(self) -> dict[str, tuple[int, int | None]]:
@@ -129,9 +166,11 @@ class TierActor(ABC):
 
     def connect(self, below: str, timeout_s: float, doorbell: Doorbell) -> RemoteProposer:
         """The tier actor of this name, waited for a while; it may come later."""
-        link = RemoteProposer(lambda: address_of(below), timeout_s=timeout_s, doorbell=doorbell)
-        link.wait_ready(CONNECT_TIMEOUT_S)
-        return link
+        peer = below.rpartition("-")[2]
+        self.link = RemoteProposer(lambda: address_of(below), timeout_s=timeout_s, doorbell=doorbell, peer=peer)
+        self.undo.callback(self.link.close)
+        self.link.wait_ready(CONNECT_TIMEOUT_S)
+        return self.link
 
     def own_drafts(self) -> tuple[Proposer, Sized]:
         """The draft tier, in this process, and the sequences that it holds."""
@@ -145,7 +184,22 @@ class TierActor(ABC):
         return drafts, drafts.runner.kv.held
 
 
-class DraftActor(TierActor):
+class LinkedActor(TierActor):
+    """One that serves the tier above over a link."""
+
+    tier_server: TierServer  # once it serves
+
+    def serve_link(self, host: str, tier_server: TierServer) -> LinkServer:
+        self.undo.callback(tier_server.stop)
+        server = LinkServer(host, tier_server)
+        self.tier_server = tier_server
+        return server
+
+    def tier_status(self) -> pb.TierStatus:
+        return self.tier_server.status()
+
+
+class DraftActor(LinkedActor):
     """The tiny model with its StreamingLLM window."""
 
     tier = Tier.DRAFT
@@ -154,14 +208,10 @@ class DraftActor(TierActor):
         return self.own_drafts()[0]
 
     def serve(self, host: str) -> LinkServer:
-        self.tier_server = TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL)
-        return LinkServer(host, self.tier_server)
-
-    def tier_status(self) -> pb.TierStatus:
-        return self.tier_server.status()
+        return self.serve_link(host, TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL))
 
 
-class RetrievalActor(TierActor):
+class RetrievalActor(LinkedActor):
     """The target's weights over sparse snapshots of its KV; `draft` is the name of the actor that drafts for it."""
 
     tier = Tier.RETRIEVAL
@@ -169,6 +219,7 @@ class RetrievalActor(TierActor):
     def __init__(self, settings: Settings, draft: str = "") -> None:
         super().__init__(settings)
         self.draft = draft
+        self.snapshots: SnapshotReceiver | None = None
 
     def verifier(self) -> Verifier:
         from actors.handover import SnapshotReceiver
@@ -196,8 +247,7 @@ class RetrievalActor(TierActor):
             server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead)
         else:
             server = TierServer(decoder, self.tier, Tier.TARGET, doorbell)
-        self.tier_server = server
-        return LinkServer(host, self.tier_server)
+        return self.serve_link(host, server)
 
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
         """What drafts for this tier, and in how many shares: drafts of this process and its own passes take turns."""
@@ -210,10 +260,11 @@ class RetrievalActor(TierActor):
 
     def take_piece(self, piece: Piece) -> bool | None:
         """Called by the target's hand-over, with an object that Ray has fetched by then. Refused until we serve."""
-        return False if self.server is None else self.snapshots.take_piece(piece)
+        return False if self.server is None or self.snapshots is None else self.snapshots.take_piece(piece)
 
-    def tier_status(self) -> pb.TierStatus:
-        return self.tier_server.status()
+    def forget(self) -> None:
+        super().forget()
+        self.snapshots = None
 
 
 class TargetActor(TierActor):
@@ -224,12 +275,20 @@ class TargetActor(TierActor):
     def __init__(self, settings: Settings, retrieval: str = "") -> None:
         super().__init__(settings)
         self.retrieval = retrieval
+        self.sink: RaySink | None = None
 
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer
 
-        self.target_server = TargetServer(self.engine(), self.settings.speculation.effective)
-        return AsyncServer(host, self.target_server)
+        target_server = TargetServer(self.engine(), self.settings.speculation.effective)
+        self.undo.callback(target_server.stop)
+        server = AsyncServer(host, target_server)
+        self.target_server = target_server
+        return server
+
+    def forget(self) -> None:
+        super().forget()
+        self.sink = None
 
     def engine(self) -> Engine:
         from actors.handover import sink_for

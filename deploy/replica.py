@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any
@@ -20,8 +21,11 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.errors import TriForceError, UnavailableError
 
+log = logging.getLogger("ray.serve")
+
 CHECK_TIMEOUT_S = 5.0
-STATUS_TIMEOUT_S = 10.0
+PING_TIMEOUT_S = 2.0
+ASK_TIMEOUT_S = 4.0
 MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
 
 
@@ -65,7 +69,7 @@ class PipelineReplica:
 
     async def ping(self) -> None:
         """For clients: they may ask as often as they like, so their failures are not counted."""
-        await self.pipeline.check(CHECK_TIMEOUT_S)
+        await self.pipeline.check(PING_TIMEOUT_S)
 
     async def __del__(self) -> None:
         if hasattr(self, "pipeline"):
@@ -94,20 +98,31 @@ class RemotePipelines:
             response.cancel()
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
-        try:
-            async with asyncio.timeout(STATUS_TIMEOUT_S):
-                replicas = await self.control.broadcast("status").results_async()
-        except TimeoutError:
-            raise UnavailableError("a replica does not answer") from None
-        except Exception as error:
-            raise lost(error) from error
+        """Of those that answer: one may be on its way out."""
+        replicas = await self._ask_all("status")
         return {name: [pb.TierStatus.FromString(status) for status in tiers] for name, tiers in sorted(replicas)}
 
     async def check(self) -> None:
-        try:
-            await self.control.ping.remote()
+        """Raise `UnavailableError` unless one of them can serve."""
+        try:  # the one that Serve chooses; where there is none, Serve would wait
+            async with asyncio.timeout(ASK_TIMEOUT_S):
+                await self.control.ping.remote()
         except Exception as error:
-            raise lost(error) from error
+            log.info("a replica cannot serve: %s", lost(error))
+            if not await self._ask_all("ping"):
+                raise UnavailableError("no replica can serve") from None
+
+    async def _ask_all(self, question: str) -> list[Any]:
+        """The answers of those replicas that have one."""
+        try:
+            broadcast = self.control.broadcast(question)
+            answers = await broadcast.results_async(timeout_s=ASK_TIMEOUT_S, return_exceptions=True)
+        except Exception as error:
+            log.warning("not all replicas say their %s: %r", question, error)
+            return []
+        for error in (answer for answer in answers if isinstance(answer, Exception)):
+            log.info("a replica does not say its %s: %s", question, lost(error))
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def lost(error: Exception) -> Exception:

@@ -299,8 +299,10 @@ class ServerSettings(Strict):
         description="seconds that requests in flight have to end when a replica or the server stops; by default"
         " request_timeout_s",
     )
-    tier_host: str = Field(
-        "127.0.0.1", description="where tier actors serve one another; `node` is the Ray node's address"
+    tier_host: str | None = Field(
+        None,
+        description="the address at which tier actors serve one another, or `node` for that of each one's Ray node; by"
+        " default the loopback where all of the pipeline's processes are on one node, else each node's own",
     )
     link_timeout_s: float = Field(
         10.0, gt=0, description="a tier that does not answer work within this is taken for dead"

@@ -22,7 +22,7 @@ from deploy.openai_api.requests import CompletionRequest, ask_from
 from deploy.openai_api.streaming import EventStream, with_idle
 from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.errors import TriForceError
+from triforce_core.errors import TriForceError, UnavailableError
 
 IDLE_S = 10.0  # a stream that has nothing to say sends a comment this often, so that nobody takes it for dead
 
@@ -71,14 +71,21 @@ def http_app(service: Service) -> FastAPI:
         service.check_model(name)
         return model_card(service.model)
 
-    @app.get("/health")
+    @app.get("/health", responses=documented(503))
     async def health() -> dict[str, str]:
+        """Whether a request would be served."""
+        if service.draining:
+            raise UnavailableError("the server is shutting down")
         await service.pipelines.check()
         return {"status": "ok"}
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        replicas = await service.pipelines.status()
+        """What is known, also when nothing can serve."""
+        try:
+            replicas = await service.pipelines.status()
+        except UnavailableError:
+            replicas = {}
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
         given = service.settings
         target = {"model": service.model.name, "dtype": given.dtype, "kv_dtype": given.target.kv_dtype}
@@ -99,10 +106,12 @@ def model_card(model: ServedModel) -> dict[str, Any]:
 
 def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     links = [{field.name: value for field, value in link.ListFields()} for link in status.links]
+    silent = {field.name: value for field, value in status.silent.ListFields()}
     return {
         "tier": status.tier,
         "ready": status.ready,
+        "address": status.address or None,
         "live_sequences": status.live_sequences,
         "threads": status.threads or None,
         "links": links,
-    }
+    } | ({"silent": silent} if silent else {})

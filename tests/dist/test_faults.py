@@ -8,7 +8,7 @@ import signal
 import time
 from typing import Any
 
-from actors.pipeline import Pipeline
+from actors.pipeline import STATUS_TIMEOUT_S, Pipeline
 from actors.wire import sampling_to_proto
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
@@ -59,6 +59,26 @@ def proposed_by(tier: Tier, blocks: list[bytes]) -> int:
     return sum(block.count(tier) for block in blocks)
 
 
+def not_ready(runner: asyncio.Runner, tiers: Pipeline) -> set[str]:
+    statuses = runner.run(tiers.status())
+    assert [status.tier for status in statuses] == ["draft", "retrieval", "target"]
+    assert all(status.address.startswith("127.0.0.1:") for status in statuses if status.ready)
+    return {status.tier for status in statuses if not status.ready}
+
+
+def test_a_tier_that_is_dead_or_loads_is_said_not_to_be_ready(start_pipeline: StartPipeline) -> None:
+    """It is said soon, and of that tier alone."""
+    with start_pipeline(SETTINGS) as (runner, tiers):
+        assert not_ready(runner, tiers) == set()
+        os.kill(pid_of(tiers, Tier.RETRIEVAL), signal.SIGKILL)
+        seen, until = set[str](), time.monotonic() + 60
+        while not_ready(runner, tiers) or not seen:
+            seen |= not_ready(runner, tiers)
+            assert time.monotonic() < until, "it does not come back"
+            time.sleep(0.05)
+        assert seen == {"retrieval"}
+
+
 def wait_for_drafts(runner: asyncio.Runner, tiers: Pipeline, prompt: tuple[int, ...]) -> None:
     until = time.monotonic() + 60
     while not any(Tier.DRAFT in block for block in runner.run(decode(tiers, prompt))[1]):
@@ -78,12 +98,16 @@ def test_killed_and_hung_tiers_change_no_token(start_pipeline: StartPipeline, he
             assert proposed_by(tier, origins) < proposed_by(tier, undisturbed), "some rounds went without it"
             wait_for_drafts(runner, tiers, prompt)
             assert pid_of(tiers, tier) != pid
+            assert not_ready(runner, tiers) == set()
         for tier in (Tier.DRAFT, Tier.RETRIEVAL):
             pid = pid_of(tiers, tier)
             began = time.monotonic()
             try:
                 tokens, _ = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGSTOP)))
                 elapsed = time.monotonic() - began
+                asked = time.monotonic()
+                assert not_ready(runner, tiers) == {tier.name.lower()}
+                assert time.monotonic() - asked < 2 * STATUS_TIMEOUT_S, "the status of one tier holds up the others'"
             finally:
                 os.kill(pid, signal.SIGCONT)
             assert tokens == expected, f"{tier.name} hung"

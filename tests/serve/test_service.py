@@ -131,13 +131,50 @@ def test_a_lost_pipeline_asks_to_come_back() -> None:
         answer = ask(client)
         assert answer.status_code == 503
         assert int(answer.headers["retry-after"]) >= 1
-    for path in ("/health", "/status"):
-        assert served()[0].get(path).status_code == 503
+    assert served()[0].get("/health").status_code == 503
+
+
+def test_the_status_is_what_is_known_also_when_nothing_can_serve() -> None:
+    answer = served()[0].get("/status")
+    assert answer.status_code == 200
+    assert answer.json()["tiers"] == []
+    assert answer.json()["places"] > 0
 
 
 class WithoutTiers(Scripted):
     async def status(self) -> dict[str, list[pb.TierStatus]]:
         return {}
+
+    async def check(self) -> None:
+        """One can serve."""
+
+
+def test_a_server_that_shuts_down_is_not_healthy() -> None:
+    """Though its replicas are: whoever sends requests here must stop."""
+    service = Service(load_settings(), model(), WithoutTiers())
+    client = TestClient(http_app(service))
+    assert client.get("/health").status_code == 200
+    asyncio.run(service.drain(0.0))
+    assert client.get("/health").status_code == 503
+    assert client.get("/status").status_code == 200
+
+
+class OneTier(WithoutTiers):
+    tier = pb.TierStatus(tier="retrieval", ready=True, address="10.0.0.2:7000")
+
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
+        return {"r": [self.tier]}
+
+
+def test_the_status_says_where_a_tier_serves_and_which_one_is_silent() -> None:
+    pipelines = OneTier()
+    client = TestClient(http_app(Service(load_settings(), model(), pipelines)))
+    [tier] = client.get("/status").json()["tiers"]
+    assert (tier["tier"], tier["address"]) == ("retrieval", "10.0.0.2:7000")
+    assert "silent" not in tier
+    pipelines.tier.silent.MergeFrom(pb.SilentPeer(tier="draft", address="10.0.0.3:7001", silent_s=41.5))
+    [tier] = client.get("/status").json()["tiers"]
+    assert tier["silent"] == {"tier": "draft", "address": "10.0.0.3:7001", "silent_s": 41.5}
 
 
 def test_rounded_kv_is_another_target_and_said_to_be() -> None:

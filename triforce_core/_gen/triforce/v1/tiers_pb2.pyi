@@ -156,18 +156,32 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     LINKS_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
     links: _containers.RepeatedCompositeFieldContainer[LinkCounters]
     threads: int
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ...) -> None: ...
+    address: str
+    silent: SilentPeer
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ...) -> None: ...
+
+class SilentPeer(_message.Message):
+    __slots__ = ("tier", "address", "silent_s")
+    TIER_FIELD_NUMBER: _ClassVar[int]
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    SILENT_S_FIELD_NUMBER: _ClassVar[int]
+    tier: str
+    address: str
+    silent_s: float
+    def __init__(self, tier: _Optional[str] = ..., address: _Optional[str] = ..., silent_s: _Optional[float] = ...) -> None: ...
 
 class LinkCounters(_message.Message):
     __slots__ = ("link", "work_items", "work_tokens", "proposals", "proposed_tokens", "bytes_in", "bytes_out")
