@@ -117,6 +117,11 @@ class RemoteProposer:
         since = self.silent_since
         return 0.0 if since is None else time.monotonic() - since
 
+    @property
+    def too_silent(self) -> bool:
+        """For so long that a user should know."""
+        return self.silent_s >= SILENT_S
+
     def submit(self, work: list[Work]) -> None:
         stream, deadline = self.stream, time.monotonic() + self.timeout_s
         for w in work:
@@ -261,7 +266,7 @@ class RemoteProposer:
         """Say it as long as it lasts: without this, all that a user sees is that it is slow."""
         told = time.monotonic()
         while not self.closed.wait(SILENT_S / 10):
-            if self.silent_s >= SILENT_S and time.monotonic() - told >= SILENT_S:
+            if self.too_silent and time.monotonic() - told >= SILENT_S:
                 told = time.monotonic()
                 where = f"at {self.address}" if self.address else "and has told no address"
                 log.warning("the %s tier has not answered for %.0f s, %s", self.peer, self.silent_s, where)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from actors.cores import keep_awake, keep_to
-from actors.links import LOOK_UP_S, SILENT_S, RemoteProposer
+from actors.links import LOOK_UP_S, RemoteProposer
 from actors.ranks import lead
 from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -125,10 +125,8 @@ class TierActor(ABC):
         if self.server is None:
             return [pb.TierStatus(tier=name).SerializeToString() for name in self.group.tiers]
         own = self.tier_status()
-        if self.link is not None and self.link.silent_s >= SILENT_S:
-            own.silent.MergeFrom(
-                pb.SilentPeer(tier=self.link.peer, address=self.link.address, silent_s=self.link.silent_s)
-            )
+        if (link := self.link) is not None and link.too_silent:
+            own.silent.MergeFrom(pb.SilentPeer(tier=link.peer, address=link.address, silent_s=link.silent_s))
         statuses = {self.tier: own} | {
             tier: pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
             for tier, held in self.inner.items()
