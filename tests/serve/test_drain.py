@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,7 @@ import pytest
 
 from deploy.app import ENVIRONMENT, build_app, prepare_environment
 from tests.serve.conftest import Server, free_ports, start
+from tests.starting import tried_twice
 from triforce_core.client.request import MAX_MESSAGE_BYTES
 from triforce_core.config import load_settings
 
@@ -51,7 +51,7 @@ def test_a_server_that_drains(tmp_path: Path, second: signal.Signals | None) -> 
     port, grpc_port = free_ports(2)
     drain_s = 300 if second else 5
     config.write_text(f"dtype: float32\nserver: {{port: {port}, grpc_port: {grpc_port}, drain_timeout_s: {drain_s}}}\n")
-    process: subprocess.Popen[str] = start(config, log)
+    process = tried_twice(lambda: start(config, log))
     started = psutil.Process(process.pid).children(recursive=True)
     try:
         lines = Server(port, grpc_port, process).stream(max_tokens=16_000, temperature=0).iter_lines()
