@@ -233,6 +233,11 @@ def test_a_hung_target_is_replaced_and_ends_what_it_has(replicas: Server) -> Non
         [pid] = [pid for pid, live in ray.get(look, timeout=30) if live]
         os.kill(pid, signal.SIGSTOP)
         try:
+            ready = {t["replica"]: t["ready"] for t in replicas.status()["tiers"] if t["tier"] == "target"}
+            assert sorted(ready.values()) == [False, True]
+            assert not ready[hung]
+            answers = [requests.get(f"{replicas.url}/health", timeout=20).status_code for _ in range(4)]
+            assert answers == [200] * 4, "the other replica can serve, whichever of them is asked"
             last = [line for line in lines if line.startswith(b"data: ")][-1]
             assert json.loads(last.removeprefix(b"data: "))["error"]["code"] == "unavailable"
             until = time.monotonic() + 20
@@ -242,12 +247,6 @@ def test_a_hung_target_is_replaced_and_ends_what_it_has(replicas: Server) -> Non
             if os.path.exists(f"/proc/{pid}"):
                 os.kill(pid, signal.SIGCONT)
     until = time.monotonic() + 120
-    while hung in (live := live_or_nothing(replicas)) or len(live) != 2:
+    while hung in (live := live_by_replica(replicas)) or len(live) != 2:
         assert time.monotonic() < until, f"{hung} is not replaced: {live}"
         time.sleep(0.3)
-
-
-def live_or_nothing(server: Server) -> Counter[str]:
-    """`live_by_replica`, where a replica that is on its way out may leave the question without an answer."""
-    answer = requests.get(f"{server.url}/status", timeout=30)
-    return live_by_replica(server) if answer.status_code == 200 else Counter()
