@@ -125,7 +125,7 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
     """
-    from deploy.directions import decoding_threads, directions
+    from deploy.directions import check_door, decoding_threads, directions
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -141,6 +141,7 @@ def run(settings: Settings) -> None:
     try:
         # Handlers twice, because ray.init installs its own.
         with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
+            check_door(settings)
             took = time.monotonic() - began
             tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, decoding_threads(settings))}\n")
             while True:

@@ -3,19 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from http import HTTPStatus
 from pathlib import Path
 
 import requests
 
 from deploy.service import served_name
 from triforce_core.config import Settings
+from triforce_core.errors import UnavailableError
 from triforce_core.models.cpu import cpu_summary
+
+DOOR_TIMEOUT_S = 30.0
 
 
 def base_url(settings: Settings) -> str:
     """For clients on this machine."""
     host = "127.0.0.1" if settings.server.host in ("0.0.0.0", "::") else settings.server.host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
+
+
+def check_door(settings: Settings) -> None:
+    """One streamed completion, as a client has it. Raises `UnavailableError` where there is none."""
+    url = f"{base_url(settings)}/v1/completions"
+    body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
+    try:
+        answer = requests.post(url, json=body, timeout=DOOR_TIMEOUT_S)
+    except requests.RequestException as error:
+        raise UnavailableError(f"{url} does not answer: {error}") from None
+    if answer.status_code != HTTPStatus.OK:
+        raise UnavailableError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
 
 
 def decoding_threads(settings: Settings) -> dict[str, int]:

@@ -25,7 +25,7 @@ from triforce_core.config import Settings
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
-from triforce_core.messages import SamplingParams
+from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.files import load_config, load_tokenizer, stop_token_ids
 from triforce_core.text import OutputText, Piece, TokenText, joined
 
@@ -124,7 +124,20 @@ class Service:
         self.encoder = Encoder(model.tokenizer)
         self.room = settings.places
         self.in_flight = 0
+        self.served = False  # a completion, of anybody
         self.draining = False
+
+    async def check(self) -> None:
+        """Raise `UnavailableError` unless a request would be served.
+
+        Before the first is, one of our own is: what it meets for the first time, no user should.
+        """
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        await self.pipelines.check()
+        if not self.served:
+            async for _ in self.complete(Ask(prompt="a", sampling=GREEDY, max_tokens=2)):
+                pass
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests; return whether those in flight were done within `timeout_s` seconds."""
@@ -158,6 +171,7 @@ class Service:
                 async with aclosing(self.parts(ask, request, deadline)) as parts:
                     async for part in parts:
                         yield part
+                self.served = True
             except TimeoutError:
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
         finally:

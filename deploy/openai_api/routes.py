@@ -74,9 +74,7 @@ def http_app(service: Service) -> FastAPI:
     @app.get("/health", responses=documented(503))
     async def health() -> dict[str, str]:
         """Whether a request would be served."""
-        if service.draining:
-            raise UnavailableError("the server is shutting down")
-        await service.pipelines.check()
+        await service.check()
         return {"status": "ok"}
 
     @app.get("/status")

@@ -151,12 +151,32 @@ class WithoutTiers(Scripted):
 
 def test_a_server_that_shuts_down_is_not_healthy() -> None:
     """Though its replicas are: whoever sends requests here must stop."""
-    service = Service(load_settings(), model(), WithoutTiers())
+    service = Service(load_settings(), model(), WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH)))
     client = TestClient(http_app(service))
     assert client.get("/health").status_code == 200
     asyncio.run(service.drain(0.0))
     assert client.get("/health").status_code == 503
     assert client.get("/status").status_code == 200
+
+
+def test_the_first_answer_of_health_has_decoded_something() -> None:
+    """What a request meets for the first time, no user should."""
+    pipelines = WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH))
+    client = TestClient(http_app(Service(load_settings(), model(), pipelines)))
+    for _ in range(3):
+        assert client.get("/health").status_code == 200
+        assert len(pipelines.requests) == 1
+    failing = WithoutTiers(UnavailableError("it is gone"))
+    client = TestClient(http_app(Service(load_settings(), model(), failing)))
+    assert client.get("/health").status_code == 503
+
+
+def test_where_users_were_served_health_decodes_nothing() -> None:
+    pipelines = WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH))
+    client = TestClient(http_app(Service(load_settings(), model(), pipelines)))
+    assert ask(client).status_code == 200
+    assert client.get("/health").status_code == 200
+    assert len(pipelines.requests) == 1
 
 
 class OneTier(WithoutTiers):
