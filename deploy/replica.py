@@ -120,8 +120,8 @@ class RemotePipelines:
         except Exception as error:
             log.warning("not all replicas say their %s: %r", question, error)
             return []
-        for error in (answer for answer in answers if isinstance(answer, Exception)):
-            log.info("a replica does not say its %s: %s", question, lost(error))
+        for failed in (answer for answer in answers if isinstance(answer, Exception)):
+            log.info("a replica does not say its %s: %s", question, lost(failed))
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 

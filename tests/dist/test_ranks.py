@@ -9,6 +9,7 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from ray.actor import ActorHandle
 
 from actors.pipeline import Pipeline
@@ -17,11 +18,15 @@ from tests.dist.conftest import StartPipeline
 from tests.dist.decoding import Tiers
 from tests.dist.test_faults import NUM_TOKENS, decode, pid_of, proposed_by, wait_for_drafts
 from tests.dist.test_pipeline import request
+from tests.rank_process import RankProcess
 from triforce_core.config import load_settings
 from triforce_core.engine.assembly import load_local_engine, run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import UnavailableError
+from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import SamplingParams, Tier
+from triforce_core.models import ranks
+from triforce_core.models.ranks import COLLECTIVE_TIMEOUT_S, Leader, pass_timeout_s
 
 pytestmark = pytest.mark.slow
 SETTINGS = load_settings(
@@ -42,7 +47,9 @@ def pid(actor: ActorHandle[Any]) -> int:
 def plain(prompt: tuple[int, ...], seed: int, temperature: float, count: int) -> list[int]:
     """In this process, with no tier but the target."""
     asked = Request(prompt, count, SamplingParams(temperature, top_p=0.95 if seed % 2 else 1.0), seed, (0, 0))
-    return [token for output in run_to_end(load_local_engine(WHOLE, drafting=False), [asked]) for token in output.tokens]
+    return [
+        token for output in run_to_end(load_local_engine(WHOLE, drafting=False), [asked]) for token in output.tokens
+    ]
 
 
 def test_pairs_of_actors_give_the_tokens_of_one_process(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
@@ -96,3 +103,46 @@ def test_a_target_that_loses_a_rank_has_failed(start_pipeline: StartPipeline, he
 
 async def check(pipeline: Pipeline) -> None:
     await asyncio.wait_for(pipeline.check(10.0), 20)
+
+
+class Ended(Exception):
+    """In place of this process's end."""
+
+
+@pytest.mark.parametrize("gathered", [False, True], ids=["in a pass", "for a snapshot"])
+def test_a_follower_that_hangs_is_noticed_soon(monkeypatch: pytest.MonkeyPatch, gathered: bool) -> None:
+    def end(self: Leader) -> None:
+        raise Ended
+
+    monkeypatch.setattr(Leader, "end", end)
+    monkeypatch.setattr(ranks, "PASS_TIMEOUT_S", 1.0)
+    rank = RankProcess()
+    asked = Request(tuple(range(1, 60)), 20, SamplingParams(0.0), 0, (4, 2))
+    nothing = torch.zeros(1, 1, 0, 8)
+
+    def decode_without_it() -> None:
+        with rank.lead(SETTINGS, ("target", "retrieval")) as leader:
+            engine = load_local_engine(SETTINGS, ranks=leader)
+            assert sum(len(output.tokens) for output in run_to_end(engine, [asked])) == 20
+            os.kill(rank.process.pid or 0, signal.SIGSTOP)
+            began = time.monotonic()
+            try:
+                if gathered:
+                    leader.gather(Snapshot(1, 1, 0, nothing, nothing))
+                list(run_to_end(engine, [asked]))
+            finally:
+                leader.closing = True
+                assert time.monotonic() - began < 15
+
+    try:
+        with pytest.raises(Ended):
+            decode_without_it()
+    finally:
+        rank.process.kill()
+        rank.process.join(10)
+
+
+def test_a_long_pass_has_its_time() -> None:
+    assert pass_timeout_s(9) < 15
+    assert pass_timeout_s(9) < pass_timeout_s(500) < pass_timeout_s(2048) <= COLLECTIVE_TIMEOUT_S
+    assert pass_timeout_s(32768) == COLLECTIVE_TIMEOUT_S

@@ -28,6 +28,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from triforce_core.errors import UnavailableError, require
 from triforce_core.kv.shards import join
@@ -36,7 +37,9 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # for the followers to come, from when they are told of the meeting
-COLLECTIVE_TIMEOUT_S = 120.0  # how far ranks may be apart within a pass: seconds, unless one of them hangs
+# How far ranks may be apart, unless one of them hangs: while they load, and at most in a pass.
+COLLECTIVE_TIMEOUT_S = 120.0
+PASS_TIMEOUT_S, TOKEN_TIMEOUT_S = 10.0, 0.05  # in a pass, and more for each of its tokens
 LOOPBACK = "127.0.0.1"
 
 
@@ -104,6 +107,15 @@ def hang_up(connection: Connection) -> None:
 class Leader(Group):
     """Rank 0's end."""
 
+    timeout_s = COLLECTIVE_TIMEOUT_S  # of what the ranks do together
+
+    def expect(self, num_tokens: int) -> None:
+        """From now on what the ranks do together belongs to a pass over so many tokens. When it takes too long, this
+        end gives up, and all end.
+        """
+        self.timeout_s = pass_timeout_s(num_tokens)
+        _set_pg_timeout(timedelta(seconds=self.timeout_s))
+
     def tell(self, command: object) -> None:
         """Every follower hears it, in the order told."""
         message = pickle.dumps(command)
@@ -121,6 +133,8 @@ class Leader(Group):
         """The whole of what all ranks cut, this one `part`."""
         parts = [part]
         for rank, connection in enumerate(self.connections, start=1):
+            if not connection.poll(self.timeout_s):
+                self.abort(f"rank {rank} hangs")
             parts.append(receive(connection.recv(), rank, part.keys.device))
         return join(parts)
 
@@ -241,6 +255,13 @@ def start_collectives(store: Store, group: Group, device: str) -> None:
         timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
         device_id=torch.device("cuda", local) if on_gpu else None,
     )
+
+
+def pass_timeout_s(num_tokens: int) -> float:
+    """By gloo ranks wait for one another only, no longer in a long pass. By NCCL they wait for all that a GPU was given
+    before, too.
+    """
+    return min(COLLECTIVE_TIMEOUT_S, PASS_TIMEOUT_S + TOKEN_TIMEOUT_S * num_tokens)
 
 
 def device_index(rank: int, world: int) -> int:

@@ -105,7 +105,9 @@ class LeadingKV:
     def prepare(self, forwards: list[Forward]) -> Batch:
         with self.order:
             self.tell(Pass(self.tier, forwards))
-            return self.kv.prepare(forwards)
+            batch = self.kv.prepare(forwards)
+            self.ranks.expect(batch.num_tokens)
+            return batch
 
     def release(self, sequence_id: int) -> None:
         with self.order:
