@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from contextlib import aclosing
 from typing import Any
 
@@ -13,6 +15,8 @@ from triforce_core.engine.kept_threads import measuring
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.thread_search import Arrangement
 from triforce_core.engine.warm_up import WarmUp
+
+log = logging.getLogger("ray.serve")  # whose files an operator reads first
 
 Threads = dict[str, tuple[int, int | None]]  # by tier: those that there are, and those that were kept
 
@@ -26,9 +30,11 @@ async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
         if known := len(kept) == len(found):
             await decode_on(pipeline, kept)
         warming = WarmUp(settings, limits, {} if known else {tier: most for tier, (most, _) in found.items()})
+        began = time.monotonic()
         await decode(pipeline, warming)
         if not known:
             await decode_on(pipeline, warming.threads, keep=warming.search.done)
+        log.info("warmed up in %.1f s; threads %s", time.monotonic() - began, warming.threads or kept)
 
 
 async def decode(pipeline: Pipeline, warming: WarmUp) -> None:

@@ -80,7 +80,7 @@ def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
         taken = 1
         while warming.committed(4):
             taken += 1
-        assert 4 * taken >= 21, "two snapshots were cut"
+        assert 4 * taken >= 21, "two snapshots were cut, or more"
     assert prompts == [64, 2048, LONG_PROMPT]
 
 

@@ -16,6 +16,7 @@ from triforce_core.engine.thread_search import Arrangement, ThreadSearch
 from triforce_core.messages import GREEDY
 
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
+FEW_ROUNDS = 24  # output tokens
 MOST_OUTPUT = 4096  # tokens; the choice of threads ends with them
 PERIOD = 61  # tokens after which a prompt repeats itself, which makes the output repeat itself, and rounds alike
 PATIENCE_S = 5.0  # prompts are shortened so that a prefill takes no longer
@@ -29,19 +30,23 @@ class WarmUp:
         """`most_threads`: those that there are for each tier; none for a tier whose threads are known."""
         self.settings, self.limits = settings, limits
         self.search = ThreadSearch(most_threads)
-        self.searching = False  # the long request is being decoded
-        self.enough = 2 * settings.retrieval.refresh_every + 1  # output tokens: a snapshot was cut as changes by then
+        self.long = False  # the last request is being decoded
+        self.enough = 0  # output tokens of the request that is being decoded
         self.prompt_tokens, self.num_committed = 0, 0
         self.prefill_rate = float("inf")  # tokens a second, as far as is known
         self.moment = 0.0  # when the last round ended
         self.give_up = float("inf")  # when the search is ended, done or not
 
     def requests(self) -> Iterator[Request]:
-        """Of a short prompt, of a whole chunk, and of a long context."""
-        for prompt_tokens in (SHORT_PROMPT, self.settings.target.prefill_chunk, LONG_PROMPT):
-            self.searching = prompt_tokens == LONG_PROMPT
+        """Of a short prompt, of a whole chunk, and of a long context with two snapshots, the second cut as changes."""
+        two_snapshots = 2 * self.settings.retrieval.refresh_every + 1
+        for prompt_tokens, self.enough, self.long in (
+            (SHORT_PROMPT, FEW_ROUNDS, False),
+            (self.settings.target.prefill_chunk, FEW_ROUNDS, False),
+            (LONG_PROMPT, two_snapshots, True),
+        ):
             self.num_committed, self.moment = 0, time.perf_counter()
-            request = self._request(prompt_tokens, MOST_OUTPUT if self.searching else self.enough)
+            request = self._request(prompt_tokens, MOST_OUTPUT if self.long else self.enough)
             self.prompt_tokens = len(request.prompt)
             yield request
 
@@ -60,13 +65,13 @@ class WarmUp:
         if self.num_committed == 0:
             self.prefill_rate = self.prompt_tokens / (self.moment - before)
             self.give_up = self.moment + SEARCH_S
-        elif self.searching:
+        elif self.long:
             self.search.took(self.moment - before, num_tokens)
         self.num_committed += num_tokens
-        searching = self.searching and not self.search.done and self.moment < self.give_up
+        searching = self.long and not self.search.done and self.moment < self.give_up
         return self.num_committed < self.enough or searching
 
     @property
     def threads(self) -> Arrangement:
         """What to run the next round with; at the end, what was found best."""
-        return self.search.arrangement if self.searching else self.search.best
+        return self.search.arrangement if self.long else self.search.best
