@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
+from typing import Any
 
 import requests
 
@@ -25,7 +26,7 @@ def base_url(settings: Settings) -> str:
 def check_door(settings: Settings) -> None:
     """One streamed completion, as a client has it. Raises `UnavailableError` where there is none."""
     url = f"{base_url(settings)}/v1/completions"
-    body = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
+    body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
     try:
         answer = requests.post(url, json=body, timeout=DOOR_TIMEOUT_S)
     except requests.RequestException as error:
