@@ -114,6 +114,7 @@ class Leader(Group):
         end gives up, and all end.
         """
         self.timeout_s = pass_timeout_s(num_tokens)
+        _set_pg_timeout(timedelta(seconds=self.timeout_s))
 
     def tell(self, command: object) -> None:
         """Every follower hears it, in the order told."""
