@@ -118,7 +118,7 @@ def test_what_a_follower_cannot_load_its_leader_raises() -> None:
     process = RankProcess()
     with (
         pytest.raises(UnknownModelError, match="'/nowhere' is not a directory"),
-        process.lead(load_settings(target={"model": "/nowhere"}), ("target",)) as leader,
+        process.lead(load_settings(dtype="float32", target={"model": "/nowhere"}), ("target",)) as leader,
     ):
         leader.meet()
     process.process.join(10)
