@@ -119,8 +119,9 @@ class RemoteProposer:
 
     @property
     def too_silent(self) -> bool:
-        """For so long that a user should know."""
-        return self.silent_s >= SILENT_S
+        """For so long that a user should know. A peer that is there again and is asked nothing cannot answer."""
+        idle = self.ready.is_set() and not self.pending
+        return self.silent_s >= SILENT_S and not idle
 
     def submit(self, work: list[Work]) -> None:
         stream, deadline = self.stream, time.monotonic() + self.timeout_s
@@ -244,6 +245,7 @@ class RemoteProposer:
             self.address, self.retry_s = address, RETRY_S
         stream.call = stub.Propose(iter(stream))
         patience = threading.Timer(OPEN_S, stream.close)  # gRPC has a deadline for the whole of a call only
+        patience.daemon = True
         patience.start()
         try:
             stream.call.initial_metadata()  # sent by the peer as soon as it serves us

@@ -44,5 +44,6 @@ class PassTimes:
         sizes = [size for size in longest if size <= tokens.bit_length()] or [min(longest)]
         seconds, known = longest[max(sizes)]
         expected = seconds * max(1.0, tokens / max(1, known))
-        no_less = max(longest[size][0] for size in sizes)  # than fewer tokens took
+        # Any pass so far: one over few tokens of a long context may take longer than before, and so did its prefill.
+        no_less = max(seconds for seconds, _ in longest.values())
         return max(LEAST_S, PATIENCE * max(expected, no_less))

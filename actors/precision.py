@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import ray
+from ray.exceptions import GetTimeoutError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.fit import Node
 from actors.placement import bundles, nodes
 from triforce_core.config import Settings
+from triforce_core.errors import UnavailableError
 from triforce_core.models.precision import machine_dtype, resolved
 
 log = logging.getLogger(__name__)
@@ -27,7 +29,11 @@ def dtypes_of(suitable: Sequence[Node]) -> list[str]:
         where = NodeAffinitySchedulingStrategy(node.labels[NODE_ID], soft=False)
         task: Any = ray.remote(machine_dtype).options(num_cpus=0, scheduling_strategy=where)
         asked.append(task.remote("cpu"))
-    found: list[str] = ray.get(asked, timeout=TIMEOUT_S)
+    try:
+        found: list[str] = ray.get(asked, timeout=TIMEOUT_S)
+    except GetTimeoutError:
+        rule = f"{len(asked)} nodes that may hold a target did not all tell their CPU within {TIMEOUT_S:g} s"
+        raise UnavailableError(f"dtype: auto: {rule}; set dtype: float32 or bfloat16") from None
     return found
 
 

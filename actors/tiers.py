@@ -100,7 +100,10 @@ class TierActor(ABC):
             self.ranks = lead(world, self.settings.device)
             self.undo.callback(self.ranks.close)
         host = self.settings.server.tier_host
-        return self.serve(ray.util.get_node_ip_address() if host == "node" else host or LOOPBACK)
+        server = self.serve(ray.util.get_node_ip_address() if host == "node" else host or LOOPBACK)
+        if self.settings.chooses_threads:  # a tier that is started anew has them from the first start
+            self.decode_on({tier: kept for tier, (_, kept) in self.threads().items() if kept is not None})
+        return server
 
     @property
     def group(self) -> DeviceGroup:

@@ -18,28 +18,44 @@ from triforce_core.engine.warm_up import WarmUp
 
 log = logging.getLogger("ray.serve")  # whose files an operator reads first
 
+WARM_UP_S = 600.0  # after which a pipeline serves as it is: from then on health checks see whether it hangs
+
 Threads = dict[str, tuple[int, int | None]]  # by tier: those that there are, and those that were kept
 
 
 async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
-    """Returns when every tier has run its kinds of passes. Pipelines on one machine take turns."""
-    async with measuring():
-        limits: Limits = await pipeline.actors.target.limits.remote()
-        found = await threads_of(pipeline) if settings.chooses_threads else {}
-        kept = {tier: threads for tier, (_, threads) in found.items() if threads is not None}
-        if known := len(kept) == len(found):
-            await decode_on(pipeline, kept)
-        warming = WarmUp(settings, limits, {} if known else {tier: most for tier, (most, _) in found.items()})
-        began = time.monotonic()
-        await decode(pipeline, warming)
-        if not known:
-            await decode_on(pipeline, warming.threads, keep=warming.search.done)
-        log.info("warmed up in %.1f s; threads %s", time.monotonic() - began, warming.threads or kept)
+    """Returns when every tier has run its kinds of passes. Pipelines on one machine take turns where they measure."""
+    began = time.monotonic()
+    try:
+        async with asyncio.timeout(WARM_UP_S):
+            if settings.chooses_threads and unknown(await threads_of(pipeline)):
+                async with measuring():
+                    await run(pipeline, settings, unknown(await threads_of(pipeline)))
+            else:
+                await run(pipeline, settings, {})
+    except TimeoutError:
+        log.warning("the tiers are not warm after %.0f s: the first requests will be slow", WARM_UP_S)
+    log.info("warmed up in %.1f s", time.monotonic() - began)
+
+
+def unknown(found: Threads) -> Arrangement:
+    """What there is to choose from, for all tiers if those of one are not known; the tiers were measured together."""
+    known = all(kept is not None for _, kept in found.values())
+    return {} if known else {tier: most for tier, (most, _) in found.items()}
+
+
+async def run(pipeline: Pipeline, settings: Settings, most_threads: Arrangement) -> None:
+    """Decode the requests; with threads to choose, have the tiers decode on the best from then on, and keep it."""
+    limits: Limits = await pipeline.actors.target.limits.remote()
+    warming = WarmUp(settings, limits, most_threads)
+    await decode(pipeline, warming)
+    if most_threads:
+        await decode_on(pipeline, warming.search.best, keep=True)
 
 
 async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
     """Its requests, with the threads that it wants from round to round."""
-    threads = warming.threads
+    threads: Arrangement = {}
     for request in warming.requests():
         async with aclosing(pipeline.decode(request_to_proto(request))) as events:
             async for event in events:

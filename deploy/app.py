@@ -40,12 +40,16 @@ ENVIRONMENT = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "one machine only": Ray binds its own ports to the loopback
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
-    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20),  # a prompt's; by default 4 MiB, refused without a word
     "TOKENIZERS_PARALLELISM": "false",
 }
 # Nothing of ours blocks a loop, so Serve needs no threads and loops of its own beside it. Together with gRPC: a third
 # of the CPU time for each event, and less of the time to the first.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
+
+
+# Of a prompt between Serve's processes; by default 4 MiB, beyond which it is refused without a reason.
+LONG_PROMPTS = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
+ENVIRONMENT |= LONG_PROMPTS
 
 
 def build_app(args: Settings) -> Application:
@@ -60,7 +64,8 @@ def build_app(args: Settings) -> Application:
 
     args = agreed(args)
     limits = check_models(args)
-    options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": {**QUIET_CORES, **ONE_LOOP}}}
+    variables = {**QUIET_CORES, **ONE_LOOP, **LONG_PROMPTS}
+    options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": variables}}
     places = args.places
     pipeline: Any = serve.deployment(
         PipelineReplica,

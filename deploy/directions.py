@@ -23,22 +23,29 @@ def base_url(settings: Settings) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
 
+def direct() -> requests.Session:
+    """To this machine itself, whatever proxy the environment names for others."""
+    session = requests.Session()
+    session.trust_env = False
+    return session
+
+
 def check_door(settings: Settings) -> None:
-    """One streamed completion, as a client has it. Raises `UnavailableError` where there is none."""
+    """One streamed completion, as a client has it. Raises `UnavailableError` where none comes."""
     url = f"{base_url(settings)}/v1/completions"
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
     try:
-        answer = requests.post(url, json=body, timeout=DOOR_TIMEOUT_S)
+        answer = direct().post(url, json=body, timeout=DOOR_TIMEOUT_S)
     except requests.RequestException as error:
         raise UnavailableError(f"{url} does not answer: {error}") from None
-    if answer.status_code != HTTPStatus.OK:
+    if answer.status_code != HTTPStatus.OK or not answer.text.endswith("data: [DONE]\n\n"):
         raise UnavailableError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
 
 
 def decoding_threads(settings: Settings) -> dict[str, int]:
     """CPU threads by tier, as the tiers have them; nothing where they are not asked in time."""
     try:
-        tiers = requests.get(f"{base_url(settings)}/status", timeout=10).json()["tiers"]
+        tiers = direct().get(f"{base_url(settings)}/status", timeout=10).json()["tiers"]
         return {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     except (requests.RequestException, KeyError, ValueError):
         return {}

@@ -33,6 +33,7 @@ FINISH_REASONS = {gen.FINISH_REASON_STOP: FinishReason.STOP, gen.FINISH_REASON_L
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of each: all are prepared, and sought in every character of the output, on the event loop
 MAX_LOOKAHEAD = 64
+PROBE_S = 5.0  # for a completion of two tokens
 RANDOM_SEED_BITS = 53  # such a seed survives JSON readers that know only doubles
 
 
@@ -124,7 +125,7 @@ class Service:
         self.encoder = Encoder(model.tokenizer)
         self.room = settings.places
         self.in_flight = 0
-        self.served = False  # a completion, of anybody
+        self.served = False  # a part of a completion, to anybody
         self.draining = False
 
     async def check(self) -> None:
@@ -135,9 +136,13 @@ class Service:
         if self.draining:
             raise UnavailableError("the server is shutting down")
         await self.pipelines.check()
-        if not self.served:
-            async for _ in self.complete(Ask(prompt="a", sampling=GREEDY, max_tokens=2)):
+        if self.served or self.in_flight:
+            return
+        try:
+            async for _ in self.complete(Ask(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
                 pass
+        except DeadlineError as error:
+            raise UnavailableError(f"no completion comes through: {error}") from None
 
     async def drain(self, timeout_s: float) -> bool:
         """Take no more requests; return whether those in flight were done within `timeout_s` seconds."""
@@ -170,8 +175,8 @@ class Service:
                     request = await self.request(ask)
                 async with aclosing(self.parts(ask, request, deadline)) as parts:
                     async for part in parts:
+                        self.served = True
                         yield part
-                self.served = True
             except TimeoutError:
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
         finally:

@@ -380,7 +380,9 @@ class Settings(Strict):
 
     @model_validator(mode="after")
     def _int4_has_a_kernel(self) -> Settings:
-        if self.retrieval.quantization == "int4" and (self.device_type != "cuda" or self.dtype != "bfloat16"):
+        if self.retrieval.quantization == "int4" and (
+            self.device_type != "cuda" or self.dtype not in ("auto", "bfloat16")
+        ):
             given = f"device {self.device} and dtype {self.dtype}"
             raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {given}; try int8")
         return self

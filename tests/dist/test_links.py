@@ -300,7 +300,7 @@ def test_what_was_asked_over_a_lost_link_is_answered_at_once() -> None:
         assert not link.pending
 
 
-def test_a_peer_that_answers_again_is_no_longer_retried_slowly() -> None:
+def test_a_peer_that_answers_again_is_no_longer_retried_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet = Quiet()
     with linked(quiet, timeout_s=0.2) as (link, *_):
         link.submit([work(0, 7, 8)])
@@ -309,6 +309,8 @@ def test_a_peer_that_answers_again_is_no_longer_retried_slowly() -> None:
         wait_until(lambda: not link.ready.is_set())
         wait_until(link.ready.is_set)
         assert link.silent_s > 0, "to take a link is no answer"
+        monkeypatch.setattr(links, "SILENT_S", 0.0)
+        assert not link.too_silent, "nor is it silence where nothing is asked"
         link.timeout_s = 20.0
         quiet.may_answer.set()
         link.submit([work(0, 7, 8)])

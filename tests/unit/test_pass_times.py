@@ -51,13 +51,13 @@ def test_a_pass_may_take_ten_seconds_in_any_case(times: PassTimes, clock: Clock)
 @pytest.mark.parametrize(
     ("tokens", "limit_s"),
     [
-        (9, 10.0),  # five times .05 s, and never less than this
+        (9, 5 * 4.0),  # no less than any pass: its context may be longer than before
         (2048, 5 * 4.0),  # the longest of this size counts
         (3000, 5 * 4.0 * 3000 / 2048),
         (2500, 5 * 4.0 * 2500 / 2048),
         (32768, 5 * 4.0 * 16),  # a size that was never seen: as the largest below it, and so many times longer
-        (100, 10.0),  # by the passes over 9 tokens
-        (1, 10.0),  # smaller than all: as the smallest
+        (100, 5 * 4.0),
+        (1, 5 * 4.0),
     ],
 )
 def test_a_pass_may_take_five_times_as_long_as_such_a_pass_took(

@@ -42,7 +42,7 @@ def search(most: dict[str, int], ms: Milliseconds, noise: float = 0.0) -> Arrang
     [
         ({"target": {1: 78, 2: 49}, "retrieval": {1: 33, 2: 26}, "draft": {1: 9, 2: 8}}, (2, 1, 1)),
         ({"target": {1: 20, 2: 30}, "retrieval": {1: 30, 2: 16}, "draft": {1: 3, 2: 9}}, (1, 2, 1)),
-        ({"target": {1: 20, 2: 15}, "retrieval": {1: 20, 2: 15}, "draft": {1: 20, 2: 15}}, (1, 1, 1)),
+        ({"target": {1: 20, 2: 18}, "retrieval": {1: 20, 2: 18}, "draft": {1: 20, 2: 18}}, (1, 1, 1)),
         ({"target": {1: 90, 2: 45}, "retrieval": {1: 90, 2: 45}, "draft": {1: 90, 2: 45}}, (2, 2, 2)),
     ],
 )
@@ -53,11 +53,13 @@ def test_more_threads_are_taken_where_they_pay_and_fewer_in_a_tie(
     assert tuple(search(dict.fromkeys(TIERS, 2), ms, noise).values()) == expected
 
 
-def test_threads_double_while_that_pays_and_end_at_those_that_there_are() -> None:
-    perfect = {tier: {n: 48 / n for n in range(1, 13)} for tier in TIERS}
+def test_threads_are_halved_while_that_costs_nothing() -> None:
+    perfect = {"target": {n: 48 / n for n in range(1, 13)}}
     assert search({"target": 12}, perfect) == {"target": 12}
-    until_four = {"target": {1: 80, 2: 50, 4: 40, 8: 39, 12: 38}}
-    assert search({"target": 12}, until_four) == {"target": 4}
+    until_three = {"target": {1: 80, 3: 41, 6: 39, 12: 38}}
+    assert search({"target": 12}, until_three) == {"target": 3}
+    overhead = {"target": {1: 10, 2: 14, 4: 20, 8: 40}}
+    assert search({"target": 8}, overhead) == {"target": 1}
 
 
 def test_where_there_is_one_thread_or_nothing_to_choose_the_search_is_over() -> None:
@@ -81,7 +83,8 @@ def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
         while warming.committed(4):
             taken += 1
         assert 4 * taken >= 21, "two snapshots were cut, or more"
-    assert prompts == [64, 2048, LONG_PROMPT]
+        assert request.sampling.temperature == (0.0 if len(prompts) == 4 else 1.0), "both kinds of draws"
+    assert prompts == [64, 64, 2048, LONG_PROMPT]
 
 
 def test_a_slow_machine_s_prompts_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +97,20 @@ def test_a_slow_machine_s_prompts_are_shorter(monkeypatch: pytest.MonkeyPatch) -
         now += len(request.prompt) / 100  # a hundred tokens a second
         while warming.committed(9):
             now += 0.1
-    assert prompts == [64, 100 * PATIENCE_S, 100 * PATIENCE_S]
+    assert prompts == [64, 64, 100 * PATIENCE_S, 100 * PATIENCE_S]
+
+
+def test_a_cold_first_pass_does_not_shorten_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr("triforce_core.engine.warm_up.time.perf_counter", lambda: now)
+    warming = WarmUp(load_settings(), LIMITS, {})
+    prompts = []
+    for request in warming.requests():
+        now += 9.0 if not prompts else 0.2 + len(request.prompt) / 4000
+        prompts.append(len(request.prompt))
+        while warming.committed(9):
+            now += 0.1
+    assert prompts[-1] > 6000
 
 
 @pytest.mark.parametrize("context", [2, 9, 300])
@@ -111,11 +127,12 @@ def test_the_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in warming.requests():
         began = now
         now += 1.0
-        while warming.committed(9):
+        while warming.committed(13):
             now += 3.0
     assert not warming.search.done
     assert now - began < 50
-    assert warming.threads == {"target": 1}
+    assert warming.threads == {"target": 32}, "in trial, when time was up"
+    assert warming.search.best == {"target": 64}, "as it was before: a slow round is of a large model"
 
 
 @pytest.fixture
@@ -187,7 +204,9 @@ def test_a_chain_s_threads_are_measured_once(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr("triforce_core.engine.thread_search.ROUNDS", 1)
     monkeypatch.setattr("triforce_core.engine.thread_search.TURNS", 1)
     engine = load_local_engine(SMALL)
-    choose_threads(engine, SMALL)
+    said: list[str] = []
+    choose_threads(engine, SMALL, said.append)
+    assert said == ["choosing CPU threads, once for this machine and these models"]
     assert engine.idle
     found = {tier: runner.threads and runner.threads.decode for tier, runner in runners_of(engine).items()}
     assert set(found) == {Tier.TARGET, Tier.RETRIEVAL, Tier.DRAFT}
@@ -196,7 +215,8 @@ def test_a_chain_s_threads_are_measured_once(folder: Path, monkeypatch: pytest.M
     assert kept == found
     keep_threads(SMALL, "draft", 3)
     monkeypatch.setattr(local_threads, "searched", lambda *_: pytest.fail("measured again"))
-    choose_threads(engine, SMALL)
+    choose_threads(engine, SMALL, said.append)
+    assert len(said) == 1
     assert runners_of(engine)[Tier.DRAFT].threads == Threads(3, runner_module.ALL_THREADS)
 
 

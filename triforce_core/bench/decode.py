@@ -86,7 +86,7 @@ def bench_decode(
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
     engine = load_local_engine(settings, ranks=ranks)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
-    choose_threads(engine, settings)
+    choose_threads(engine, settings, report)
     threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(engine).items()}
 
     def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:

@@ -57,7 +57,7 @@ def generate(
     output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[Piece]()
     with local_ranks(settings) as ranks:
         engine = load_local_engine(settings, ranks=ranks)
-        choose_threads(engine, settings)
+        choose_threads(engine, settings, Console(stderr=True, highlight=False).print)
         for step in run_to_end(engine, [request]):
             # One token at a time, so that each piece has one origin.
             new = [output.feed([t], bytes([origin])) for t, origin in zip(step.tokens, step.origins, strict=True)]

@@ -8,13 +8,12 @@ import hashlib
 import json
 import logging
 import os
-import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import torch
-from filelock import AsyncFileLock, FileLock
+from filelock import AsyncFileLock, FileLock, Timeout
 from platformdirs import user_cache_path
 
 from triforce_core.config import Settings
@@ -23,6 +22,7 @@ from triforce_core.models.runner import ALL_THREADS
 
 log = logging.getLogger(__name__)
 
+TURN_S = 300.0  # how long to wait for others that measure
 IRRELEVANT = {"server", "threads", "max_sequences"}  # settings that do not change which threads are best
 
 
@@ -32,8 +32,15 @@ def kept_file() -> Path:
 
 @asynccontextmanager
 async def measuring() -> AsyncIterator[None]:
-    """Alone on this machine: pipelines that measure side by side would measure one another."""
-    lock = AsyncFileLock(Path(tempfile.gettempdir(), "triforce-measuring.lock"), mode=0o666)
+    """Alone among this user's processes here: pipelines that measure side by side would measure one another."""
+    file = kept_file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        lock = await AsyncFileLock(file.with_suffix(".measuring")).acquire(timeout=TURN_S)
+    except (OSError, Timeout) as error:  # it takes part in no order; at worst the threads are not the best ones
+        log.warning("threads are measured without waiting for others: %s", error)
+        yield
+        return
     async with lock:
         yield
 

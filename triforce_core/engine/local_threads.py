@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import run_to_end, runners_of
 from triforce_core.engine.engine import Engine
@@ -11,19 +13,22 @@ from triforce_core.engine.warm_up import WarmUp
 from triforce_core.models.runner import ALL_THREADS, ModelRunner
 
 
-def choose_threads(engine: Engine, settings: Settings) -> None:
+def choose_threads(engine: Engine, settings: Settings, report: Callable[[str], None]) -> None:
     """As kept from an earlier time, else by decoding; as they are where the settings name them."""
     if not settings.chooses_threads or ALL_THREADS == 1:
         return
     runners = {tier.name.lower(): runner for tier, runner in runners_of(engine).items()}
     kept = {tier: kept_threads(settings, tier) for tier in runners}
     known = {tier: threads for tier, threads in kept.items() if threads is not None}
-    for tier, threads in (known if len(known) == len(runners) else searched(engine, settings, runners)).items():
+    if len(known) < len(runners):
+        report("choosing CPU threads, once for this machine and these models")
+        known = searched(engine, settings, runners)
+    for tier, threads in known.items():
         runners[tier].decode_on(threads)
 
 
 def searched(engine: Engine, settings: Settings, runners: dict[str, ModelRunner]) -> Arrangement:
-    """What decodes fastest here, kept for the next time; on a machine too busy to tell, the best so far."""
+    """What decodes fastest here, as far as was found out in the time for it; kept for the next time."""
     warming = WarmUp(settings, engine.limits, dict.fromkeys(runners, ALL_THREADS))
     for request in warming.requests():
         for output in run_to_end(engine, [request]):
@@ -31,7 +36,6 @@ def searched(engine: Engine, settings: Settings, runners: dict[str, ModelRunner]
                 engine.cancel(output.sequence_id)
             for tier, threads in warming.threads.items():
                 runners[tier].decode_on(threads)
-    if warming.search.done:
-        for tier, threads in warming.search.best.items():
-            keep_threads(settings, tier, threads)
+    for tier, threads in warming.search.best.items():
+        keep_threads(settings, tier, threads)
     return warming.search.best

@@ -13,9 +13,10 @@ from triforce_core.config import Settings
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.sequence import Request
 from triforce_core.engine.thread_search import Arrangement, ThreadSearch
-from triforce_core.messages import GREEDY
+from triforce_core.messages import GREEDY, SamplingParams
 
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 FEW_ROUNDS = 24  # output tokens
 MOST_OUTPUT = 4096  # tokens; the choice of threads ends with them
 PERIOD = 61  # tokens after which a prompt repeats itself, which makes the output repeat itself, and rounds alike
@@ -39,25 +40,28 @@ class WarmUp:
 
     def requests(self) -> Iterator[Request]:
         """Of a short prompt, of a whole chunk, and of a long context with two snapshots, the second cut as changes."""
-        two_snapshots = 2 * self.settings.retrieval.refresh_every + 1
-        for prompt_tokens, self.enough, self.long in (
-            (SHORT_PROMPT, FEW_ROUNDS, False),
-            (self.settings.target.prefill_chunk, FEW_ROUNDS, False),
-            (LONG_PROMPT, two_snapshots, True),
-        ):
+        plan = (
+            (SHORT_PROMPT, FEW_ROUNDS),
+            (SHORT_PROMPT, FEW_ROUNDS),  # once more, for the rate at which prompts are read when all is warm
+            (self.settings.target.prefill_chunk, FEW_ROUNDS),
+            (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1),
+        )
+        for index, (prompt_tokens, enough) in enumerate(plan):
+            self.enough, self.long = enough, index == len(plan) - 1
             self.num_committed, self.moment = 0, time.perf_counter()
-            request = self._request(prompt_tokens, MOST_OUTPUT if self.long else self.enough)
+            sampling = GREEDY if self.long else SAMPLED
+            request = self._request(prompt_tokens, MOST_OUTPUT if self.long else self.enough, sampling)
             self.prompt_tokens = len(request.prompt)
             yield request
 
-    def _request(self, prompt_tokens: int, max_tokens: int) -> Request:
+    def _request(self, prompt_tokens: int, max_tokens: int, sampling: SamplingParams) -> Request:
         """As near to these sizes as patience and the pipeline allow; all tiers take part."""
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))
         prompt = tuple((1 + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))
         given = self.settings.speculation
         lookaheads = given.effective if any(given.effective) else given.lookaheads
-        return Request(prompt, min(max_tokens, room - prompt_tokens), GREEDY, 0, lookaheads)
+        return Request(prompt, min(max_tokens, room - prompt_tokens), sampling, 0, lookaheads)
 
     def committed(self, num_tokens: int) -> bool:
         """A round has ended, the first of a request with its prefill: whether the request is still of use."""
@@ -73,5 +77,5 @@ class WarmUp:
 
     @property
     def threads(self) -> Arrangement:
-        """What to run the next round with; at the end, what was found best."""
+        """What to run the next round with. What was found is `search.best`."""
         return self.search.arrangement if self.long else self.search.best
