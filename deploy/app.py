@@ -267,7 +267,7 @@ def application(settings: Settings) -> Iterator[None]:
 
     from deploy.grpc_api import SERVICER
 
-    tell(f"starting the tiers ({settings.precision}, {settings.device})")
+    tell(f"starting the tiers ({settings.dtype}, {settings.device})")
     server = settings.server
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process
     serve.start(

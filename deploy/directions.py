@@ -58,7 +58,7 @@ def directions(settings: Settings, logs: Path, threads: Mapping[str, int]) -> st
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
     rows = {
-        "model": f"{name}, {settings.precision}, on {device}",
+        "model": f"{name}, {settings.dtype}, on {device}",
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",

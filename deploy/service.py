@@ -101,7 +101,7 @@ class ServedModel:
     @classmethod
     def load(cls, settings: Settings) -> ServedModel:
         target = settings.target.model
-        what = [triforce_core.__version__, target, settings.precision, settings.device, settings.attention]
+        what = [triforce_core.__version__, target, settings.dtype, settings.device, settings.attention]
         return cls(
             name=served_name(settings),
             limits=target_limits(load_config(target, "target"), settings),

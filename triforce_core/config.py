@@ -106,11 +106,6 @@ class TargetSettings(Strict):
     kv_pool_tokens: int | None = Field(
         None, ge=2, description="by default twice the context length; under offload the context length"
     )
-    kv_dtype: Literal["auto", "float8_e4m3fn"] = Field(
-        "auto",
-        description="what KV is stored in: auto is `dtype`; float8_e4m3fn halves it and redefines the target, whose"
-        " output then is that of the model with its KV rounded to 8 bits",
-    )
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="where KV lies that does not stay on the device: in host memory, or in a file"
     )
@@ -122,10 +117,6 @@ class TargetSettings(Strict):
         description=f"most prompt tokens that one forward pass takes; by default 2048, {OFFLOADED_PREFILL_CHUNK}"
         " under offload",
     )
-
-    @property
-    def rounds_kv(self) -> bool:
-        return self.kv_dtype != "auto"
 
     @model_validator(mode="after")
     def _offloading(self) -> TargetSettings:
@@ -423,12 +414,6 @@ class Settings(Strict):
     @property
     def device_type(self) -> str:
         return self.device.partition(":")[0]
-
-    @property
-    def precision(self) -> str:
-        """What the target computes with and, where it is redefined by that, what it sees of its KV; for people."""
-        rounds = self.target.rounds_kv
-        return f"{self.dtype}, KV rounded to {self.target.kv_dtype}" if rounds else self.dtype
 
     @property
     def chooses_threads(self) -> bool:

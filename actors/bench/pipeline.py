@@ -163,7 +163,6 @@ def conditions(settings: Settings, load: Load, pace: Pace | None) -> dict[str, A
         "budget": settings.retrieval.budget,
         "cpu": cpu_summary(),
         "dtype": settings.dtype,
-        "kv_dtype": settings.target.kv_dtype,
         "colocate": settings.placement.colocate,
         "cores": {tier.name.lower(): cores_of(settings, tier) for tier in Tier},
         "cpu_latency_us": settings.placement.cpu_latency_us,

@@ -85,8 +85,7 @@ def http_app(service: Service) -> FastAPI:
         except UnavailableError:
             replicas = {}
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
-        given = service.settings
-        target = {"model": service.model.name, "dtype": given.dtype, "kv_dtype": given.target.kv_dtype}
+        target = {"model": service.model.name, "dtype": service.settings.dtype}
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
     return app

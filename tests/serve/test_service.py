@@ -197,12 +197,12 @@ def test_the_status_says_where_a_tier_serves_and_which_one_is_silent() -> None:
     assert tier["silent"] == {"tier": "draft", "address": "10.0.0.3:7001", "silent_s": 41.5}
 
 
-def test_rounded_kv_is_another_target_and_said_to_be() -> None:
-    settings = load_settings(dtype="bfloat16", target={"kv_dtype": "float8_e4m3fn"})
-    rounding = ServedModel.load(settings)
-    assert rounding.fingerprint != model().fingerprint
-    answer = TestClient(http_app(Service(settings, rounding, WithoutTiers()))).get("/status")
-    assert answer.json()["target"] == {"model": "demo", "dtype": "bfloat16", "kv_dtype": "float8_e4m3fn"}
+def test_another_precision_is_another_target_and_said_to_be() -> None:
+    settings = load_settings(dtype="bfloat16")
+    coarser = ServedModel.load(settings)
+    assert coarser.fingerprint != ServedModel.load(load_settings(dtype="float32")).fingerprint
+    answer = TestClient(http_app(Service(settings, coarser, WithoutTiers()))).get("/status")
+    assert answer.json()["target"] == {"model": "demo", "dtype": "bfloat16"}
 
 
 def test_a_draining_server_takes_nothing_new_and_finishes_the_rest() -> None:

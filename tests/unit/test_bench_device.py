@@ -12,10 +12,9 @@ from transformers import AutoModelForCausalLM
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core.bench.decode import Measurement
-from triforce_core.bench.device import Load, bytes_read, prefill_flops, synthetic_engine
+from triforce_core.bench.device import Load, prefill_flops, synthetic_engine
 from triforce_core.bench.geometry import SHAPES, geometry_of
 from triforce_core.bench.geometry import random_model as model_of
-from triforce_core.bench.stages import decoding
 from triforce_core.bench.synthetic import Acceptance, chance
 from triforce_core.config import TargetSettings, load_settings
 from triforce_core.engine.assembly import runners_of
@@ -121,21 +120,6 @@ def test_the_published_shapes(name: str) -> None:
     with torch.device("meta"):
         parameters = AutoModelForCausalLM.from_config(geometry.target).num_parameters()
     assert round(parameters / 1e9, 2) == {"llama2-7b-128k": 6.74, "llama-3.1-8b": 8.03}[name]
-
-
-def test_rounded_kv_is_counted_by_its_8_bits(shape: str) -> None:
-    """The target's; the retrieval tier holds float32 as ever."""
-    rounding = SETTINGS.model_copy(update={"target": TargetSettings(kv_dtype="float8_e4m3fn")})
-    load = Load(len(PROMPT), 40, 50, Acceptance(0.9, 0.6), 0, repeats=1, fill=True)
-    read: dict[str, list[int]] = {}
-    for name, settings in {"exact": SETTINGS, "rounded": rounding}.items():
-        engine = synthetic_engine(settings, geometry_of(shape, shape), load)
-        [sequence] = decoding(engine, [PROMPT], (4, 2), GREEDY)
-        runners = runners_of(engine)
-        read[name] = [bytes_read(runners[tier], sequence, 1) for tier in (Tier.TARGET, Tier.RETRIEVAL)]
-    assert read["rounded"][1] == read["exact"][1]
-    seen = len(PROMPT) + 24  # tokens, at least, each with two layers of two KV heads × 16
-    assert read["exact"][0] - read["rounded"][0] >= seen * 2 * 2 * 2 * 16 * 3
 
 
 def test_flops_of_a_prefill(shape: str) -> None:

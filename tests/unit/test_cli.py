@@ -85,17 +85,6 @@ def test_generate_is_the_same_wherever_the_kv_lies(
     assert host["stats"]["tokens_per_round"] > 1
 
 
-def test_generate_says_that_rounded_kv_is_another_target(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
-) -> None:
-    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--seed", "3")
-    rounding = (*arguments, "--kv-dtype", "float8_e4m3fn")
-    exact, rounded = (generated(monkeypatch, capsys, *given) for given in (arguments, rounding))
-    assert (exact["kv_dtype"], rounded["kv_dtype"]) == ("auto", "float8_e4m3fn")
-    assert run(monkeypatch, "generate", *FAST[:-1], *rounding) == 0
-    assert "float32, KV rounded to float8_e4m3fn" in capsys.readouterr().out
-
-
 def test_generate_is_the_same_whatever_drafts(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:
@@ -206,7 +195,6 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--lookaheads", "65,1"], ["lookaheads", "65", "between 0 and 64"]),
         (["--tiers", "draft"], ["tiers", "draft", "retrieval,target"]),
         (["--target", "/nowhere"], ["target", "/nowhere", "config.json"]),
-        (["--kv-dtype", "float8_e5m2"], ["target.kv_dtype", "'float8_e5m2'", "'auto' or 'float8_e4m3fn'"]),
         (["--offload", "tape"], ["target.offload", "'tape'", "'none', 'host' or 'disk'"]),
         (["--resident-layers", "2"], ["resident_layers 2 must be 0 where offload is none"]),
         (["--offload", "host", "--resident-layers", "99"], ["target.resident_layers", "99", "layers"]),
@@ -235,7 +223,6 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_serve_takes_offload_too(refusals: Refusals) -> None:
     path = ("--offload-path", "/x")
-    refusals.check(["target.kv_dtype", "'int8'"], "serve", "--kv-dtype", "int8")
     refusals.check(["resident_layers 2 must be 0"], "serve", "--resident-layers", "2")
     refusals.check(["offload_path '/x' must be null where offload is host"], *("serve", "--offload", "host"), *path)
 

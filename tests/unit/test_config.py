@@ -25,7 +25,6 @@ BAD: list[tuple[str, list[str]]] = [
     ("draft: {window: wide}", ["draft.window", "'wide'", "valid integer"]),
     ("draft: {ngram: 1}", ["draft.ngram", "1", "greater than or equal to 2"]),
     ("draft: {sinks: -1}", ["draft.sinks", "-1", "greater than or equal to 0"]),
-    ("target: {kv_dtype: float16}", ["target.kv_dtype", "'float16'", "'auto' or 'float8_e4m3fn'"]),
     ("target: {offload: nvme}", ["target.offload", "'nvme'", "'none', 'host' or 'disk'"]),
     ("target: {offload: host, resident_layers: -1}", ["target.resident_layers", "-1", "greater than or equal to 0"]),
     ("target: {resident_layers: 2}", ["target", "resident_layers 2 must be 0 where offload is none"]),

@@ -23,6 +23,7 @@ from triforce_core.kv.memory import mapped
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+from triforce_core.messages import Span
 from triforce_core.models.runner import ModelRunner
 
 LAYERS, POOL = 5, 400
@@ -162,6 +163,23 @@ def test_the_truth_is_on_the_host(pair: Pair) -> None:
         spoiled = ask(runner, Statement(1, text), max_length=100)[1]
         assert isinstance(spoiled, Tensor)
         assert spoiled.isnan().any()
+
+
+@pytest.mark.parametrize("where", ["memory", "host", "disk"])
+def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: Path) -> None:
+    """For benchmarks: as spread as it says, in every layer, and no other sequence's is touched."""
+    kv = full_kv(full_runner(pair, POOL))
+    if where != "memory":
+        _, kv = offloaded_runner(pair, Offload(1, tmp_path if where == "disk" else None))
+    for pool in (*kv.keys, *kv.values):
+        pool.fill_(torch.nan)
+    kv.fill(Span(1, 0, random_tokens(120, seed=1), spec(120)))
+    [[start, stop]] = kv.held[1].ranges
+    for pool in (*kv.keys, *kv.values):
+        assert 0.8 < pool[:, start:stop].std() < 1.2
+        assert pool[:, :start].isnan().all()
+        assert pool[:, stop:].isnan().all()
+    assert all(queries is not None and queries.isfinite().all() for queries in kv.held[1].queries)
 
 
 class Tensors(TorchDispatchMode):

@@ -10,7 +10,6 @@ from triforce_core.attention.cpu_flash import cpu_flash
 from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
 from triforce_core.attention.ranged import Ranged, gathered
 from triforce_core.attention.reference import reference
-from triforce_core.attention.rounded import ROUNDED, rounded, widening
 from triforce_core.config import Settings
 from triforce_core.errors import require
 
@@ -77,7 +76,6 @@ def ranged_for(settings: Settings) -> Ranged:
 __all__ = [
     "KERNELS",
     "ON_CUDA",
-    "ROUNDED",
     "Kernel",
     "Partial",
     "Ranged",
@@ -87,6 +85,4 @@ __all__ = [
     "kernel_for",
     "merge",
     "ranged_for",
-    "rounded",
-    "widening",
 ]

@@ -108,7 +108,6 @@ def bench_decode(
         "output": output,
         "drafter": settings.draft.model,
         "dtype": settings.dtype,
-        "kv_dtype": settings.target.kv_dtype,
         "kernels": kernels_of(engine),
         "temperature": sampling.temperature,
         "lookaheads": list(settings.speculation.effective),

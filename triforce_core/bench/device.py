@@ -70,7 +70,6 @@ def bench_device(settings: Settings, geometry: Geometry, load: Load, report: Rep
         "torch": torch.__version__,
         "context": load.context,
         "dtype": settings.dtype,
-        "kv_dtype": settings.target.kv_dtype,
         "kernels": kernels_of(engine),
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,

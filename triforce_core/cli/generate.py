@@ -74,7 +74,6 @@ def generate(
                     "text": completion.text,
                     "token_ids": completion.tokens,
                     "finish_reason": step.finish_reason,
-                    "kv_dtype": settings.target.kv_dtype,
                     "usage": {"prompt_tokens": len(prompt), "completion_tokens": output.num_tokens},
                     "stats": {
                         "prefill_s": stats.prefill_s,
@@ -116,4 +115,4 @@ def legend(stats: Stats, settings: Settings) -> Text:
     if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: the prefill gave all there is
         costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
     names = ((f"{tier.name.lower()} ", COLOURS[tier]) for tier in Tier)
-    return Text.assemble(*names, (f"| {settings.precision} | {', '.join(costs)}", "dim"))
+    return Text.assemble(*names, (f"| {settings.dtype} | {', '.join(costs)}", "dim"))

@@ -87,9 +87,6 @@ SETTING_OPTIONS = {
     "self_drafter_quantization": SettingOption(
         str, "int8 | int4 | fp8: of the retrieval tier's own copy of the target's weights", ("retrieval.quantization",)
     ),
-    "kv_dtype": SettingOption(
-        str, "the target's KV: auto | float8_e4m3fn: half the memory, but another target's tokens", ("target.kv_dtype",)
-    ),
     "offload": SettingOption(str, "the target's KV: none | host | disk (--offload-path)", ("target.offload",)),
     "resident_layers": SettingOption(
         int, "layers whose KV stays on the device under offload", ("target.resident_layers",)
@@ -106,7 +103,7 @@ SETTING_OPTIONS = {
     ),
     "threads": SettingOption(int, "CPU threads", ("threads.decode", "threads.prefill")),
 }
-KV_OPTIONS = ("kv_dtype", "offload", "resident_layers", "offload_path")
+KV_OPTIONS = ("offload", "resident_layers", "offload_path")
 DEVICE_OPTIONS = ("device", "graphs", "compile")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 from triforce_core.attention import kernel_for
@@ -18,12 +17,8 @@ FIELD = "target.kv_pool_tokens"
 
 
 def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
-    """Raises `InvalidValueError` with the bytes that it takes and those that are free, and what to set.
-
-    `geometry` is the model's own; KV is rounded where the settings say so.
-    """
+    """Raises `InvalidValueError` with the bytes that it takes and those that are free, and what to set."""
     target, kernel = settings.target, kernel_for(settings, geometry.head_dim)
-    geometry = replace(geometry, rounded=target.rounds_kv)
     if target.offload == "none" or target.resident_layers == geometry.num_layers:
         instead = "disk" if geometry.device == HOST else "host"
         remedy = f"lower it, or set target.offload: {instead}"

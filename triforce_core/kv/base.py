@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from triforce_core.attention import ROUNDED, Kernel, Partial, merge
+from triforce_core.attention import Kernel, Partial, merge
 from triforce_core.kv.ranges import Range, RangeAllocator
 from triforce_core.messages import SequenceSpec, Span
 
@@ -26,22 +26,17 @@ class KVGeometry:
     num_layers: int
     num_kv_heads: int
     head_dim: int
-    dtype: torch.dtype  # the model's: of keys and values as they come, and as attention computes with them
+    dtype: torch.dtype
     device: torch.device
-    rounded: bool = False  # to 8 bits, in the pools
-
-    @property
-    def pool_dtype(self) -> torch.dtype:
-        return ROUNDED if self.rounded else self.dtype
 
     @property
     def bytes_per_token(self) -> int:
-        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.pool_dtype.itemsize
+        return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def new_pool(self, pool_tokens: int) -> Tensor:
         """A layer's keys and values, [2, kv_heads, pool_tokens, head_dim], on the device."""
         shape = (2, self.num_kv_heads, pool_tokens, self.head_dim)
-        return torch.empty(shape, dtype=self.pool_dtype, device=self.device)
+        return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
 @dataclass(frozen=True, slots=True)

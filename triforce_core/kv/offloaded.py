@@ -59,9 +59,9 @@ class OffloadedKV(FullKV):
         resident = [geometry.new_pool(pool_tokens) for _ in range(offload.resident_layers)]
         shape = (geometry.num_layers - len(resident), 2, geometry.num_kv_heads, pool_tokens, geometry.head_dim)
         if offload.directory is None:
-            self.host = torch.empty(shape, dtype=geometry.pool_dtype, device="cpu")
+            self.host = torch.empty(shape, dtype=geometry.dtype, device="cpu")
         else:
-            self.host = mapped(offload.directory, shape, geometry.pool_dtype)
+            self.host = mapped(offload.directory, shape, geometry.dtype)
         super().__init__(geometry, pool_tokens, kernel, [*resident, *self.host])
         self.resident_layers = offload.resident_layers
         self.stream = copy_stream(geometry.device)

@@ -138,8 +138,6 @@ def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
     """Why this cache has no passes of constant shape; None: it has."""
     if isinstance(kv, OffloadedKV):
         return f"with target.offload: {settings.target.offload} what the target copies differs from pass to pass"
-    if kv.geometry.rounded:
-        return f"with target.kv_dtype: {settings.target.kv_dtype} what the target widens differs from pass to pass"
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
         kernel = kernel_name(settings)
         return f"with attention: {kernel} a graph of the target would copy every context at its greatest length"
