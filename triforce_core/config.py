@@ -62,12 +62,6 @@ class RetrievalSettings(Strict):
     chunk: int = Field(8, ge=1, description="tokens that are selected together")
     recent: int = Field(64, ge=0, description="tokens before the snapshot's position that are always in it")
     refresh_every: int = Field(64, ge=1, description="committed tokens after which a new snapshot is cut")
-    resync_every: int | None = Field(
-        None,
-        ge=1,
-        description="committed tokens after which the target sends the exact KV of those decoded since the last"
-        " snapshot; by default it does not between snapshots",
-    )
     selector: Literal["mean_key"] = "mean_key"
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",

@@ -23,8 +23,8 @@ from triforce_core.messages import SamplingParams, Tier
 
 
 def settings(**retrieval: Any) -> Settings:
-    """Pieces so small that a whole snapshot has eight or so, and resyncs between refreshes."""
-    own = {"budget": 256, "refresh_every": 24, "recent": 32, "resync_every": 8, "piece_bytes": 2**19}
+    """Pieces so small that a whole snapshot has eight or so, and many snapshots."""
+    own = {"budget": 256, "refresh_every": 8, "recent": 32, "piece_bytes": 2**19}
     return load_settings(dtype="float32", max_sequences=2, retrieval=own | retrieval)
 
 

@@ -70,7 +70,7 @@ class LossyChain:
         self.kv: CountingRetrievalKV
         self.drafts: ModelProposer | NgramProposer
         below = self.link(self.make_retrieval)
-        retrieval = SETTINGS.retrieval.model_copy(update={"resync_every": rng.choice([None, 1, 4])})
+        retrieval = SETTINGS.retrieval.model_copy(update={"refresh_every": rng.choice([10, 1, 4])})
         settings = SETTINGS.model_copy(update={"retrieval": retrieval})
         self.engine = target_engine(target, settings, below, self, micro_batches=micro_batches)
 

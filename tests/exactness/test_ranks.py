@@ -119,11 +119,11 @@ def with_ranks(settings: Settings) -> Settings:
 @pytest.mark.parametrize(
     ("family", "tiers", "more"),
     [
-        ("llama", BOTH, {"resync_every": 5}),
+        ("llama", BOTH, {"refresh_every": 5}),
         pytest.param("qwen2", ("target",), {}, marks=pytest.mark.slow),
-        pytest.param("qwen3", ("retrieval",), {"resync_every": 5}, marks=pytest.mark.slow),
+        pytest.param("qwen3", ("retrieval",), {"refresh_every": 5}, marks=pytest.mark.slow),
         pytest.param("mistral", BOTH, {}, marks=pytest.mark.slow),
-        pytest.param("llama", ("target",), {"resync_every": 5}, marks=pytest.mark.slow),
+        pytest.param("llama", ("target",), {"refresh_every": 5}, marks=pytest.mark.slow),
         pytest.param("llama", ("retrieval",), {}, marks=pytest.mark.slow),
     ],
 )
@@ -145,7 +145,6 @@ def test_two_ranks_give_the_tokens_of_one_process(
     assert outcome.tallies == expected.tallies
     assert events["whole"] >= 3, "of each request that asks for it"
     assert events["changes"] > 3
-    assert events["additions"] > 3 or not more
 
 
 @pytest.mark.parametrize(("offload", "graphs"), [("none", "off"), ("host", "eager")])

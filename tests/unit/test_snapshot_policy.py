@@ -10,16 +10,16 @@ from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
 from triforce_core.messages import GREEDY, SequenceSpec
 
-Sent = tuple[str, int, int]  # kind, position, base
+Sent = tuple[int, int]  # position, base
 
 
 class Recorder:
     """A cache that knows every layout, and a sink that does as told."""
 
-    def __init__(self, refresh_every: int, resync_every: int | None = None) -> None:
+    def __init__(self, refresh_every: int) -> None:
         self.sent: list[Sent] = []
         self.version, self.known, self.occupied, self.loses = 0, 0, False, False
-        self.policy = SnapshotPolicy(self, self, ChunkSettings(), MeanKey(), refresh_every, resync_every)  # type: ignore[arg-type]
+        self.policy = SnapshotPolicy(self, self, ChunkSettings(), MeanKey(), refresh_every)  # type: ignore[arg-type]
         request = Request((1,) * 100, 1000, GREEDY, 0, (4, 2))
         self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100), [1] * 100)
 
@@ -37,13 +37,7 @@ class Recorder:
         return Snapshot(7, self.version, position, none, none, changes)
 
     def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: MeanKey, base: int) -> Snapshot:
-        self.sent.append(("cut", position, base))
-        return self.snapshot(position, base)
-
-    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None:
-        if not base:
-            return None
-        self.sent.append(("resync", position, base))
+        self.sent.append((position, base))
         return self.snapshot(position, base)
 
     def deliver(self, snapshot: Snapshot) -> None:
@@ -58,15 +52,15 @@ class Recorder:
 
 def test_refreshes_are_changes_to_what_was_confirmed() -> None:
     it = Recorder(refresh_every=10)
-    assert it.grow(0) == [("cut", 99, 0)], "the first, whole"
+    assert it.grow(0) == [(99, 0)], "the first, whole"
     assert it.grow(9) == []
-    assert it.grow(1) == [("cut", 109, 1)]
+    assert it.grow(1) == [(109, 1)]
     it.occupied = True
     assert it.grow(20, wanted=True) == [], "one at a time"
     it.occupied = False
-    assert it.grow(0) == [("cut", 129, 2)]
-    assert it.grow(1, wanted=True) == [("cut", 130, 0)], "who asks may hold nothing"
-    assert it.grow(10) == [("cut", 140, 4)]
+    assert it.grow(0) == [(129, 2)]
+    assert it.grow(1, wanted=True) == [(130, 0)], "who asks may hold nothing"
+    assert it.grow(10) == [(140, 4)]
     assert it.sequence.stats.snapshots == 5
 
 
@@ -74,27 +68,13 @@ def test_lost_changes_are_followed_by_a_whole_snapshot_once() -> None:
     it = Recorder(refresh_every=10)
     it.grow(0)
     it.loses = True
-    assert it.grow(10) == [("cut", 109, 1)]
-    assert it.grow(1) == [("cut", 110, 0)]
+    assert it.grow(10) == [(109, 1)]
+    assert it.grow(1) == [(110, 0)]
     assert it.grow(1) == [], "a tier that takes nothing is not flooded"
     assert it.grow(8) == []
     it.loses = False
-    assert it.grow(1) == [("cut", 120, 1)], "the cache, not the policy, knows whether that base will do"
-    assert it.grow(10) == [("cut", 130, 4)]
-
-
-def test_resyncs_come_between_refreshes() -> None:
-    it = Recorder(refresh_every=10, resync_every=4)
-    assert it.grow(0) == [("cut", 99, 0)]
-    assert it.grow(3) == []
-    assert it.grow(1) == [("resync", 103, 1)]
-    assert it.grow(4) == [("resync", 107, 2)]
-    assert it.grow(2) == [("cut", 109, 3)], "by tokens since the last selection"
-    assert it.grow(5) == [("resync", 114, 4)]
-    it.loses = True
-    assert it.grow(4) == [("resync", 118, 5)]
-    assert it.grow(1) == [("cut", 119, 0)]
-    assert it.sequence.stats.snapshots == 3, "selections"
+    assert it.grow(1) == [(120, 1)], "the cache, not the policy, knows whether that base will do"
+    assert it.grow(10) == [(130, 4)]
 
 
 def test_whoever_does_not_draft_gets_none() -> None:

@@ -140,8 +140,7 @@ def target_engine(
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
-    refresh_every, resync_every = settings.retrieval.refresh_every, settings.retrieval.resync_every
-    policy = SnapshotPolicy(kv, sink, chunks, selector, refresh_every, resync_every)
+    policy = SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every)
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell)
 
 

@@ -23,14 +23,10 @@ class SnapshotSource(Protocol):
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot: ...
 
-    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None: ...
-
 
 class SnapshotPolicy:
-    """When a snapshot is cut, and of what; `sink` takes it to the retrieval tier.
-
-    Every `refresh_every` committed tokens chunks are selected anew; in between, every `resync_every`, the exact KV of
-    the tokens since the last snapshot is sent for the tier's own.
+    """When a snapshot is cut, and of what: chunks are selected anew every `refresh_every` committed tokens. `sink`
+    takes it to the retrieval tier.
     """
 
     def __init__(
@@ -40,10 +36,9 @@ class SnapshotPolicy:
         chunks: ChunkSettings,
         selector: Selector,
         refresh_every: int,
-        resync_every: int | None = None,
     ) -> None:
         self.kv, self.sink, self.chunks, self.selector = kv, sink, chunks, selector
-        self.refresh_every, self.resync_every = refresh_every, resync_every
+        self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> None:
         """Cut and send one if the sequence has none, the last is old, or the tier asked for it."""
@@ -53,17 +48,11 @@ class SnapshotPolicy:
         settled = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
         lost = last is not None and last.has_base and base != last.version  # or refused: the tier lacks its base
-        selected = sequence.snapshot_position
-        snapshot = None
-        if wanted or lost or selected is None or settled - selected >= self.refresh_every:
-            whole = wanted or lost
+        whole = wanted or lost
+        if whole or last is None or settled - last.position >= self.refresh_every:
             snapshot = self.kv.cut(sequence_id, settled, self.chunks, self.selector, 0 if whole else base)
-            sequence.snapshot_position = settled
-            sequence.stats.snapshots += 1
-        elif last and self.resync_every and settled - last.position >= self.resync_every:
-            snapshot = self.kv.resync(sequence_id, settled, base)
-        if snapshot is not None:
             sequence.last_cut = snapshot.cut
+            sequence.stats.snapshots += 1
             self.sink.deliver(snapshot)
 
 

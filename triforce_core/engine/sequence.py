@@ -89,7 +89,6 @@ class Sequence:
     prefilled: int = 0  # the target holds KV up to here
     stated: int = 0  # the tiers below the target are believed to have been told the tokens up to here
     work: Work | None = None  # submitted and not answered
-    snapshot_position: int | None = None  # where chunks were last selected for the retrieval tier
     last_cut: Cut | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)

@@ -25,10 +25,6 @@ class Layout:
     chunk: int
     position: int
 
-    @property
-    def num_tokens(self) -> int:
-        return self.chunks.shape[-1] * self.chunk + self.position % self.chunk
-
 
 @dataclass(slots=True)
 class FullHeld(Held):
@@ -121,25 +117,6 @@ class FullKV(KVCache):
             changes = self._changes(base, kept * chunks.chunk, replaced.nonzero(), new, chunks.chunk, slots)
         layout = Layout(arranged, chunks.chunk, position)
         return self._snapshot(sequence_id, layout, torch.cat([tokens, rest], dim=2), slots, changes)
-
-    @torch.inference_mode()
-    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None:
-        """The exact KV from the position of the snapshot of version `base` up to `position`, to follow all that it
-        holds; None where `base` is not the latest one or the latest one's own base, or is no older than `position`.
-        """
-        held = self.held[sequence_id]
-        assert position <= held.cached, "a snapshot is cut of settled KV"
-        before = held.layouts.get(base)
-        if before is None or before.position >= position:
-            return None
-        layers_heads, chunk = before.chunks.shape[:2], before.chunk
-        slots = self._slots(held, position)
-        more = torch.arange(before.position // chunk, position // chunk, device=slots.device)
-        layout = Layout(torch.cat([before.chunks, more.expand(*layers_heads, -1)], dim=2), chunk, position)
-        nothing = before.chunks.new_empty(0, 3)
-        changes = self._changes(base, before.num_tokens, nothing, nothing[:, 2], chunk, slots)
-        tokens = torch.arange(before.position, position, device=slots.device).expand(*layers_heads, -1)
-        return self._snapshot(sequence_id, layout, tokens, slots, changes)
 
     def _choose(
         self, held: FullHeld, position: int, chunks: ChunkSettings, selector: Selector, slots: Tensor

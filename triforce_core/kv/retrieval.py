@@ -57,7 +57,7 @@ class RetrievalKV(FixedKV):
                 waiting = []
             elif snapshot.changes.base != latest or len(waiting) == MAX_WAITING:
                 return False
-            if snapshot.num_tokens > self.budget + self.tail_tokens:
+            if snapshot.num_tokens > self.budget:
                 return False
             self.arrived.pop(snapshot.sequence_id, None)  # to stand last
             self.arrived[snapshot.sequence_id] = [*waiting, snapshot]
@@ -110,8 +110,7 @@ class RetrievalKV(FixedKV):
         if self._install(sequence_id, held):
             keep = held.position  # the tail is forwarded again, now seeing the new snapshot
         held.cached = keep
-        resynced = max(0, held.snapshot_tokens - self.budget)  # exact, and in the tail's room
-        if not held.version or end - held.position > self.tail_tokens - resynced:
+        if not held.version or end - held.position > self.tail_tokens:
             return Lack(snapshot_wanted=True)
         if end - num_sampled < held.position:  # a late statement: the snapshot is already ahead of it
             return Lack()

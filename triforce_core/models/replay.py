@@ -56,14 +56,6 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Resync:
-    sequence_id: int
-    position: int
-    base: int
-    gathered: bool
-
-
-@dataclass(frozen=True, slots=True)
 class Take:
     """A snapshot for the retrieval tier; the contents of each rank's share follow."""
 
@@ -75,7 +67,7 @@ class Deliver:
     """What every rank cut last is for its own retrieval cache."""
 
 
-Command = Open | Pass | Release | Cut | Resync | Take | Deliver
+Command = Open | Pass | Release | Cut | Take | Deliver
 
 
 class LeadingKV:
@@ -131,11 +123,6 @@ class LeadingFullKV(LeadingKV):
         self.tell(Cut(sequence_id, position, chunks, selector, base, self.gathered))
         snapshot = self.full.cut(sequence_id, position, chunks, selector, base)
         return self.ranks.gather(snapshot) if self.gathered else snapshot
-
-    def resync(self, sequence_id: int, position: int, base: int) -> Snapshot | None:
-        self.tell(Resync(sequence_id, position, base, self.gathered))
-        snapshot = self.full.resync(sequence_id, position, base)
-        return self.ranks.gather(snapshot) if self.gathered and snapshot is not None else snapshot
 
 
 class LeadingRetrievalKV(LeadingKV):
@@ -215,10 +202,11 @@ class Replica:
                 self.cache(tier).release(sequence_id)
             case Cut(sequence_id, position, chunks, selector, base, gathered):
                 assert self.full is not None
-                self.keep(self.full.cut(sequence_id, position, chunks, selector, base), gathered)
-            case Resync(sequence_id, position, base, gathered):
-                assert self.full is not None
-                self.keep(self.full.resync(sequence_id, position, base), gathered)
+                share = self.full.cut(sequence_id, position, chunks, selector, base)
+                if gathered:
+                    self.group.give(share)
+                else:
+                    self.last_cut = share
             case Take(outlines):
                 assert self.sparse is not None
                 share = outlines[self.group.rank]
@@ -228,12 +216,6 @@ class Replica:
                 assert self.last_cut is not None
                 self.sparse.take(self.last_cut)
                 self.last_cut = None
-
-    def keep(self, cut: Snapshot | None, gathered: bool) -> None:
-        if cut is not None and gathered:
-            self.group.give(cut)
-        else:
-            self.last_cut = cut
 
     def cache(self, tier: Tier) -> KVCache:
         cache = self.full if tier is Tier.TARGET else self.sparse
