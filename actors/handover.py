@@ -198,16 +198,6 @@ class SnapshotReceiver:
             return self.taker.take(assembly.snapshot(self.device))
 
 
-@dataclass(slots=True)
-class HandoverCounters:
-    """What a sink has sent since it was made."""
-
-    delivered: int = 0  # snapshots
-    failed: int = 0  # snapshots that were refused, or lost with the receiver
-    pieces: int = 0
-    bytes: int = 0  # of KV
-
-
 class RaySink(ABC):
     """A `SnapshotSink`: one thread cuts snapshots into pieces and has the retrieval actor take them.
 
@@ -218,7 +208,6 @@ class RaySink(ABC):
         self.receiver, self.piece_bytes = receiver, piece_bytes
         self.sending: dict[int, Future[None]] = {}  # by sequence id
         self.versions: dict[int, int] = {}  # confirmed, by sequence id, oldest first
-        self.counters = HandoverCounters()
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
@@ -253,13 +242,10 @@ class RaySink(ABC):
             log.warning("snapshot %d of sequence %d was not delivered: %s", version, sequence_id, error)
             taken = False
         if taken:
-            self.counters.delivered += 1
             self.versions.pop(sequence_id, None)  # to stand last
             self.versions[sequence_id] = version
             while len(self.versions) > MAX_CONFIRMED:
                 self.versions.pop(next(iter(self.versions)), None)
-        else:
-            self.counters.failed += 1
 
     def _send_pieces(self, snapshot: Snapshot) -> bool:
         """One piece after another, the next being copied while the last is on its way; True once all is taken."""
@@ -271,8 +257,6 @@ class RaySink(ABC):
             answers.append(ray.get(waiting.popleft(), timeout=max(0.0, until - time.monotonic())))
 
         for piece in self.pieces(snapshot):
-            self.counters.pieces += 1
-            self.counters.bytes += len(piece.data)
             waiting.append(self.receiver.take_piece.remote(self.put(piece)))
             if len(waiting) > 1:
                 receive()

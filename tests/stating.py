@@ -11,6 +11,7 @@ from tests.random_models import Pair
 from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Forward, KVCache, KVGeometry, Lack
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import GREEDY, SequenceSpec, Span
 from triforce_core.models.load import kv_geometry
 from triforce_core.models.runner import ModelRunner
@@ -76,3 +77,8 @@ def assert_logits(found: Tensor | Lack, expected: Tensor) -> None:
     """Equal up to float32 rounding; the logits of the random models have a spread of about 1."""
     assert isinstance(found, Tensor), f"lacking: {found}"
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def num_bytes(snapshot: Snapshot) -> int:
+    """Of all that a hand-over carries of it."""
+    return sum(tensor.nbytes for tensor in snapshot.tensors)

@@ -76,9 +76,11 @@ class Text:
 class NgramProposer:
     """The leaf of the chain in place of a drafting model; runs of `longest` tokens down to two are looked up."""
 
-    def __init__(self, longest: int, tier: Tier = Tier.DRAFT) -> None:
+    tier = Tier.DRAFT
+
+    def __init__(self, longest: int) -> None:
         assert longest >= SHORTEST
-        self.longest, self.tier = longest, tier
+        self.longest = longest
         self.held: dict[int, Text] = {}
         self.waiting: dict[int, Work] = {}
 

@@ -19,8 +19,10 @@ from triforce_core.timeline import TIMELINE
 class ModelProposer:
     """The leaf of the chain: drafts one token after another, for all waiting sequences at once."""
 
-    def __init__(self, runner: ModelRunner, tier: Tier = Tier.DRAFT) -> None:
-        self.runner, self.tier = runner, tier
+    tier = Tier.DRAFT
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
         self.waiting: dict[int, Work] = {}
 
     def submit(self, work: list[Work]) -> None:

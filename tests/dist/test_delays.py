@@ -19,8 +19,9 @@ from actors.serving import LinkServer, TierServer
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TierServicer_to_server
 from triforce_core.config import load_settings
+from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
-from triforce_core.engine.assembly import draft_proposer, local_engine, retrieval_decoder, retrieval_kv, target_engine
+from triforce_core.engine.assembly import draft_proposer, local_engine, retrieval_kv, retrieval_verifier, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import Proposal, Proposer, SamplingParams, Tier, Work
@@ -129,7 +130,8 @@ def changes_no_token(batch: list[Request], micro_batches: int, below: int, most:
     drafts = Late(draft_proposer(drafter, SETTINGS), rng, most)
     draft_tier = TierServer(drafts, Tier.DRAFT, Tier.RETRIEVAL, bells[Tier.DRAFT])
     with served(draft_tier, bells[Tier.RETRIEVAL]) as draft_link:
-        decoder = retrieval_decoder(retrieval, sparse, draft_link, SETTINGS, micro_batches=micro_batches)
+        verifier = retrieval_verifier(retrieval, sparse, SETTINGS)
+        decoder = SpeculativeDecoder(draft_link, verifier, micro_batches=micro_batches)
         ahead = RunAhead(decoder, below)
         late = Late(ahead, rng, most)
         tier = TierServer(late, Tier.RETRIEVAL, Tier.TARGET, bells[Tier.RETRIEVAL], lambda: ahead.can_run_ahead)

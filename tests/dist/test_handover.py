@@ -6,11 +6,11 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from actors.handover import HandoverCounters, Piece
+from actors.handover import Piece
 from actors.wire import sampling_to_proto
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
@@ -40,24 +40,45 @@ def decode(tiers: Tiers, prompt: tuple[int, ...], lookaheads: tuple[int, int] = 
     return decoded
 
 
-def on_target(tiers: Tiers, call: Callable[[Any], Any]) -> Any:
-    """Run something in the target's process, with its actor."""
+def on(tiers: Tiers, tier: Tier, call: Callable[[Any], Any]) -> Any:
+    """Run something in a tier's process, with its actor."""
     import ray
 
-    return ray.get(tiers.pipeline.actors.all()[Tier.TARGET].__ray_call__.remote(call), timeout=30)
+    return ray.get(tiers.pipeline.actors.all()[tier].__ray_call__.remote(call), timeout=30)
 
 
-def counters(tiers: Tiers) -> HandoverCounters:
-    """Of what has been sent since the last call."""
+def record_answers(actor: Any) -> None:
+    """The retrieval tier's, to each piece that it is given."""
+    take = actor.snapshots.take_piece
+    actor.answers = []
 
-    def take(actor: Any) -> HandoverCounters:
-        taken: HandoverCounters = actor.sink.counters
-        actor.sink.counters = HandoverCounters()
+    def take_recorded(piece: Piece) -> bool | None:
+        answer: bool | None = take(piece)
+        actor.answers.append((piece.manifest.sequence_id, piece.manifest.version, answer))
+        return answer
+
+    actor.snapshots.take_piece = take_recorded
+
+
+class Sent(NamedTuple):
+    delivered: int  # snapshots
+    failed: int  # snapshots of which no piece was answered with True: refused, or never whole
+    pieces: int
+
+
+def sent(tiers: Tiers) -> Sent:
+    """Since the last call, as the retrieval tier saw it."""
+
+    def take(actor: Any) -> list[tuple[int, int, bool | None]]:
+        taken: list[tuple[int, int, bool | None]] = actor.answers[:]
+        actor.answers.clear()
         return taken
 
     tiers.wait_idle()
-    found: HandoverCounters = on_target(tiers, take)
-    return found
+    answers = on(tiers, Tier.RETRIEVAL, take)
+    begun = {(sequence_id, version) for sequence_id, version, _ in answers}
+    whole = {(sequence_id, version) for sequence_id, version, answer in answers if answer}
+    return Sent(len(whole), len(begun - whole), len(answers))
 
 
 def damage_pieces(actor: Any) -> None:
@@ -95,23 +116,23 @@ def test_damaged_and_lost_pieces_change_no_token(start_pipeline: StartPipeline, 
     with start_pipeline(settings()) as (runner, pipeline):
         tiers = Tiers(pipeline, runner.run)
         expected = decode(tiers, prompt, (0, 0)).tokens
-        assert counters(tiers) == HandoverCounters()
+        on(tiers, Tier.RETRIEVAL, record_answers)
         assert decode(tiers, prompt).tokens == expected
-        undisturbed = counters(tiers)
+        undisturbed = sent(tiers)
         assert undisturbed.failed <= 1, "the last one, which came after the request's end"
         assert undisturbed.delivered >= 6
         assert undisturbed.pieces > 2 * undisturbed.delivered
         for fault in (damage_pieces, lose_pieces):
-            on_target(tiers, fault)
+            on(tiers, Tier.TARGET, fault)
             found = decode(tiers, prompt)
             assert found.tokens == expected, fault.__name__
-            disturbed = counters(tiers)
-            on_target(tiers, mend)
+            disturbed = sent(tiers)
+            on(tiers, Tier.TARGET, mend)
             assert disturbed.failed >= 2
             assert disturbed.delivered >= 2, "asked for again"
             assert int(Tier.RETRIEVAL) in found.origins, "and put to use"
         assert decode(tiers, prompt).tokens == expected
-        assert counters(tiers).failed <= 1
+        assert sent(tiers).failed <= 1
 
 
 def test_ray_direct_transport(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
@@ -124,11 +145,11 @@ def test_ray_direct_transport(start_pipeline: StartPipeline, held_out: HeldOut) 
         tiers = Tiers(pipeline, runner.run)
         expected = decode(tiers, prompt, (0, 0)).tokens
         decode(tiers, prompt)  # the first transfer sets NIXL up
-        counters(tiers)
+        on(tiers, Tier.RETRIEVAL, record_answers)
         assert decode(tiers, prompt).tokens == expected
-        sent = counters(tiers)
-        assert sent.delivered >= 6
-        assert sent.failed <= 1
+        undisturbed = sent(tiers)
+        assert undisturbed.delivered >= 6
+        assert undisturbed.failed <= 1
         ray.kill(pipeline.actors.retrieval, no_restart=False)
         until = time.monotonic() + 60
         while True:

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.exactness.cases import COVERING, PERFECT, Case, decode_plainly, engine_for, finish, random_prompts
+from tests.stating import num_bytes
 from triforce_core.kv.snapshot import Snapshot, SnapshotSink
 
 NUM_TOKENS = 60
@@ -25,7 +26,7 @@ class CountingSink:
         kind = "whole" if changes is None else "changes" if len(changes.places) else "additions"
         self.events[kind] += 1
         self.events[f"tokens of {kind}"] += snapshot.num_tokens
-        self.events[f"bytes of {kind}"] += snapshot.num_bytes
+        self.events[f"bytes of {kind}"] += num_bytes(snapshot)
         self.sink.deliver(snapshot)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.stating import fragment, spec
+from tests.stating import fragment, num_bytes, spec
 from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Forward, KVGeometry
 from triforce_core.kv.full import FullHeld, FullKV
@@ -127,14 +127,14 @@ def test_a_snapshot_of_changes_carries_little_else(chunks: ChunkSettings) -> Non
     writer.grow(500, drift=0)
     first = writer.kv.cut(1, 500, chunks, MeanKey())
     assert first.changes is None
-    per_token = first.num_bytes // first.num_tokens
+    per_token = num_bytes(first) // first.num_tokens
     for grown in (1, 8, 16):
         writer.grow(500 + grown, drift=0)
         base = writer.kv.cut(1, 500, chunks, MeanKey())
         changed = writer.kv.cut(1, 500 + grown, chunks, MeanKey(), base.version)
         assert changed.changes is not None
-        assert changed.num_bytes <= (grown + 5 * chunks.chunk) * per_token, "in KV of tokens"
-        assert changed.num_bytes < first.num_bytes or chunks.chunk == 32
+        assert num_bytes(changed) <= (grown + 5 * chunks.chunk) * per_token, "in KV of tokens"
+        assert num_bytes(changed) < num_bytes(first) or chunks.chunk == 32
 
 
 def test_queries_that_turn_elsewhere_change_more() -> None:
@@ -144,7 +144,7 @@ def test_queries_that_turn_elsewhere_change_more() -> None:
         writer.grow(500, drift=0)
         base = writer.kv.cut(1, 500, chunks, MeanKey())
         writer.grow(516, drift=drift)
-        return writer.kv.cut(1, 516, chunks, MeanKey(), base.version).num_bytes / base.num_bytes
+        return num_bytes(writer.kv.cut(1, 516, chunks, MeanKey(), base.version)) / num_bytes(base)
 
     still, turning, turned = (sum(size(drift, seed) for seed in range(10)) / 10 for drift in (0.0, 0.2, 5.0))
     assert still < turning < turned < 1.1

@@ -111,11 +111,10 @@ def retrieval_decoder(
     drafts: Proposer,
     settings: Settings,
     *,
-    micro_batches: int = 1,
     judge: Judge = ModelVerifier,
 ) -> SpeculativeDecoder:
     """The retrieval tier over whatever drafts for it."""
-    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, judge), micro_batches=micro_batches)
+    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, judge))
 
 
 def target_engine(

@@ -54,10 +54,6 @@ class Snapshot:
         return self.keys, self.values, *more
 
     @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors)
-
-    @property
     def cut(self) -> Cut:
         return Cut(self.version, self.position, self.changes is not None)
 

@@ -63,7 +63,6 @@ class Recorder:
     """Collects over all replicas; rates and latencies count within `window` only."""
 
     window: Window
-    produced: int = 0  # tokens of the whole simulation
     committed: int = 0  # tokens within the window
     rounds: int = 0  # target rounds of single requests within the window
     block_s: list[float] = field(default_factory=list)
@@ -72,7 +71,6 @@ class Recorder:
 
     def commit(self, now_s: float, tokens: int, since_s: float) -> None:
         """One request's block, asked for at `since_s`, was verified and gave `tokens`."""
-        self.produced += tokens
         if now_s in self.window:
             self.committed += tokens
             self.rounds += 1
