@@ -65,16 +65,17 @@ class Stream:
             self.call.cancel()
 
 
-Arrival = tuple[Stream, pb.ProposalBatch] | Stream  # a batch and what it came over, or a stream that has ended
-
-
-class Pending(NamedTuple):
-    """Work that the peer owes an answer to."""
+class Asked(NamedTuple):
+    """Work that is not answered yet."""
 
     work: Work
-    stated_from: int  # what it may not have heard, if it never answers; of work that this one replaced, too
-    stream: Stream
+    stated_from: int  # what the peer may not have heard, if it never answers; of work that this one replaced, too
+    stream: Stream | None  # what it went out on; None: there was none
     deadline: float  # monotonic seconds
+
+    @property
+    def lost(self) -> bool:
+        return self.stream is None or not self.stream.open
 
 
 class RemoteProposer:
@@ -97,9 +98,8 @@ class RemoteProposer:
         self.silent_since: float | None = time.monotonic()  # None: it is there, and answers what it is asked
         self.looking_up: Future[str] = Future()  # its address
         self.stream: Stream | None = None  # the latest; None before the first
-        self.pending: dict[int, Pending] = {}  # by sequence id
-        self.unsent: list[Proposal] = []  # the empty answers to work that could not be sent
-        self.arrived: queue.SimpleQueue[Arrival] = queue.SimpleQueue()
+        self.asked: dict[int, Asked] = {}  # by sequence id
+        self.arrived: queue.SimpleQueue[tuple[Stream, pb.ProposalBatch]] = queue.SimpleQueue()
         self.retry_s = RETRY_S
         self.ready, self.closed = threading.Event(), threading.Event()
         self.thread = threading.Thread(target=self._keep_stream, name="link", daemon=True)
@@ -120,74 +120,68 @@ class RemoteProposer:
     @property
     def too_silent(self) -> bool:
         """For so long that a user should know. A peer that is there again and is asked nothing cannot answer."""
-        idle = self.ready.is_set() and not self.pending
+        idle = self.ready.is_set() and not self.asked
         return self.silent_s >= SILENT_S and not idle
 
     def submit(self, work: list[Work]) -> None:
         stream, deadline = self.stream, time.monotonic() + self.timeout_s
         for w in work:
-            replaced = self.pending.pop(w.span.sequence_id, None)
+            replaced = self.asked.get(w.span.sequence_id)
             stated_from = min(w.span.start, replaced.stated_from) if replaced else w.span.start
-            if stream is None or not stream.open:
-                self.unsent.append(empty_answer(w, stated_from))
-            else:
-                self.pending[w.span.sequence_id] = Pending(w, stated_from, stream, deadline)
+            self.asked[w.span.sequence_id] = Asked(w, stated_from, stream, deadline)
         if stream is not None and stream.open:
             stream.outgoing.put(work_batch_to_proto(work))
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """What has arrived; waits for it, but not when the doorbell rings for somebody else."""
-        proposals, self.unsent = self.unsent, []
+        proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
             while not self.arrived.empty():
-                proposals += self._take(self.arrived.get_nowait())
-            proposals += self._give_up_late()
+                proposals += self._take(*self.arrived.get_nowait())
+            self._drop_late()
+            proposals += self._give_up()
             if proposals or rang or time.monotonic() >= until:
                 return proposals
-            next_deadline = min((p.deadline for p in self.pending.values()), default=until)
+            next_deadline = min((asked.deadline for asked in self.asked.values()), default=until)
             rang = self.doorbell.wait(min(until, next_deadline) - time.monotonic())
 
-    def _give_up_late(self) -> list[Proposal]:
-        """Drop the links of peers that did not answer in time."""
-        proposals = []
-        for stream in {p.stream for p in self.pending.values() if p.deadline <= time.monotonic()}:
+    def _drop_late(self) -> None:
+        """End the links to peers that did not answer in time."""
+        now = time.monotonic()
+        late = {asked.stream for asked in self.asked.values() if asked.deadline <= now and not asked.lost}
+        for stream in filter(None, late):
             log.warning("the %s tier did not answer within %.1f s: its link is dropped", self.peer, self.timeout_s)
             self.retry_s = min(2 * self.retry_s, MAX_RETRY_S)
             self._fall_silent()
             stream.close()
-            proposals += self._give_up(stream)
-        return proposals
 
-    def _take(self, arrived: Arrival) -> list[Proposal]:
-        if isinstance(arrived, Stream):
-            return self._give_up(arrived)
-        stream, batch = arrived
+    def _give_up(self) -> list[Proposal]:
+        """What went out on a link that has ended, or on none, is answered empty."""
+        lost = [asked for asked in self.asked.values() if asked.lost]
+        for asked in lost:
+            del self.asked[asked.work.span.sequence_id]
+        return [empty_answer(asked.work, asked.stated_from) for asked in lost]
+
+    def _take(self, stream: Stream, batch: pb.ProposalBatch) -> list[Proposal]:
         try:
             received = proposal_batch_from_proto(batch)
         except InvalidValueError as error:
             log.warning("the %s tier sent what is no proposal: its link is dropped (%s)", self.peer, error)
             stream.close()
-            return self._give_up(stream)
+            return []
         proposals = []
         for proposal in received:
-            pending = self.pending.get(proposal.sequence_id)
-            if pending is not None and pending.work.span.end == proposal.start:
-                del self.pending[proposal.sequence_id]
+            asked = self.asked.get(proposal.sequence_id)
+            if asked is not None and asked.work.span.end == proposal.start:
+                del self.asked[proposal.sequence_id]
                 proposals.append(proposal)
                 self.retry_s, self.silent_since = RETRY_S, None
         return proposals
 
-    def _give_up(self, stream: Stream) -> list[Proposal]:
-        """The stream has ended: what was sent over it and not answered is answered empty."""
-        lost = [p for p in self.pending.values() if p.stream is stream]
-        for pending in lost:
-            del self.pending[pending.work.span.sequence_id]
-        return [empty_answer(p.work, p.stated_from) for p in lost]
-
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
-            self.pending.pop(sequence_id, None)
+            self.asked.pop(sequence_id, None)
         if self.stream is not None and self.stream.open:
             self.stream.outgoing.put(work_batch_to_proto([], sequence_ids))
 
@@ -218,7 +212,6 @@ class RemoteProposer:
             self._fall_silent()
             stream.close()
             if stream is self.stream:
-                self.arrived.put(stream)
                 self.doorbell.ring()
             self.closed.wait(self.retry_s)
 

@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import grpc
@@ -60,11 +61,10 @@ class LinkServer:
 
 
 class Link:
-    """One stream from above: where its answers go, and which sequences came over it."""
+    """One stream from above: where its answers go."""
 
     def __init__(self) -> None:
         self.outgoing: queue.SimpleQueue[pb.ProposalBatch | None] = queue.SimpleQueue()
-        self.sequence_ids: set[int] = set()
 
     def send(self, batch: pb.ProposalBatch) -> None:
         """From any thread."""
@@ -76,6 +76,31 @@ class Link:
     def __iter__(self) -> Iterator[pb.ProposalBatch]:
         while (batch := self.outgoing.get()) is not None:
             yield batch
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """In place of a message: a link that has ended."""
+
+    link: Link
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """What came over a link."""
+
+    link: Link
+    work: list[Work]
+    released: list[int]  # sequence ids
+
+
+@dataclass(slots=True)
+class Served:
+    """One sequence: whose it is, and whether the tier owes an answer."""
+
+    link: Link
+    end: int  # of the last work
+    answered: bool = False
 
 
 class TierServer(TierServicer):
@@ -94,10 +119,8 @@ class TierServer(TierServicer):
     ) -> None:
         self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
         self.can_run_ahead = can_run_ahead  # whether to go on collecting while nobody waits
-        self.inbox: queue.SimpleQueue[tuple[Link, list[Work], list[int]]] = queue.SimpleQueue()
-        self.owners: dict[int, Link] = {}
-        self.unanswered: set[int] = set()
-        self.ends: dict[int, int] = {}  # where the last work of each sequence ended
+        self.inbox: queue.SimpleQueue[Message | Ended] = queue.SimpleQueue()
+        self.served: dict[int, Served] = {}  # by sequence id
         self.counters = pb.LinkCounters(link=f"{above.name.lower()}>{tier.name.lower()}")
         self.counting = threading.Lock()  # each link counts on threads of its own
         self.stopping = threading.Event()
@@ -131,18 +154,16 @@ class TierServer(TierServicer):
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             link.close()
-            self.inbox.put((link, [], sorted(link.sequence_ids)))
+            self.inbox.put(Ended(link))
             self.doorbell.ring()
 
     def _take(self, link: Link, batch: pb.WorkBatch) -> None:
         work, released = work_batch_from_proto(batch)
-        link.sequence_ids |= {w.span.sequence_id for w in work}
-        link.sequence_ids.difference_update(released)
         with self.counting:
             self.counters.work_items += len(work)
             self.counters.work_tokens += sum(len(w.span.tokens) for w in work)
             self.counters.bytes_in += batch.ByteSize()
-        self.inbox.put((link, work, released))
+        self.inbox.put(Message(link, work, released))
         self.doorbell.ring()
 
     def Status(self, request: pb.StatusRequest, context: grpc.ServicerContext) -> pb.TierStatus:
@@ -152,7 +173,7 @@ class TierServer(TierServicer):
         return pb.TierStatus(
             tier=self.tier.name.lower(),
             ready=self.worker.is_alive(),
-            live_sequences=len(self.owners),
+            live_sequences=len(self.served),
             links=[self.counters],
         )
 
@@ -163,7 +184,7 @@ class TierServer(TierServicer):
         while not self.stopping.is_set():
             try:
                 self._take_messages()
-                if self.unanswered or self.can_run_ahead():
+                if self.can_run_ahead() or not all(served.answered for served in self.served.values()):
                     self._send(self.proposer.collect(POLL_S))
                     failures = 0  # to have had nothing to do is no success
                 else:
@@ -181,36 +202,36 @@ class TierServer(TierServicer):
 
     def _take_messages(self) -> None:
         while not self.inbox.empty():
-            link, work, released = self.inbox.get_nowait()
-            self.owners.update({w.span.sequence_id: link for w in work})
-            self.unanswered |= {w.span.sequence_id for w in work}
-            self.ends.update({w.span.sequence_id: w.span.end for w in work})
+            message = self.inbox.get_nowait()
+            if isinstance(message, Ended):
+                self._release([i for i, served in self.served.items() if served.link is message.link])
+                continue
+            link, work, released = message.link, message.work, message.released
+            self.served.update({w.span.sequence_id: Served(link, w.span.end) for w in work})
             if work:
                 self.proposer.submit(work)
-            if released:
-                self._release([i for i in released if self.owners.get(i) in (link, None)])
+            # Another link may have taken over what this one releases.
+            self._release([i for i in released if i not in self.served or self.served[i].link is link])
 
     def _release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
-            self.owners.pop(sequence_id, None)
-            self.ends.pop(sequence_id, None)
-        self.unanswered.difference_update(sequence_ids)
-        self.proposer.release(sequence_ids)
+            self.served.pop(sequence_id, None)
+        if sequence_ids:
+            self.proposer.release(sequence_ids)
 
     def _abandon(self) -> None:
         """After a failed round: answer empty at once, so that nobody waits for us, and forget all sequences."""
-        self._send([Proposal(i, self.ends[i]) for i in self.unanswered])
-        held = list(self.owners)
-        self.owners.clear()
-        self.ends.clear()
+        self._send([Proposal(i, served.end) for i, served in self.served.items() if not served.answered])
+        held = list(self.served)
+        self.served.clear()
         self.proposer.release(held)
 
     def _send(self, proposals: list[Proposal]) -> None:
         by_link: dict[Link, list[Proposal]] = {}
         for proposal in proposals:
-            self.unanswered.discard(proposal.sequence_id)
-            if link := self.owners.get(proposal.sequence_id):
-                by_link.setdefault(link, []).append(proposal)
+            if served := self.served.get(proposal.sequence_id):
+                served.answered = True
+                by_link.setdefault(served.link, []).append(proposal)
         for link, batch in by_link.items():
             self.counters.proposals += len(batch)
             self.counters.proposed_tokens += sum(len(p.tokens) for p in batch)

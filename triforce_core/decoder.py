@@ -1,9 +1,11 @@
-"""The one loop: a verifying tier over a proposer, itself a proposer, so that tiers nest (architecture, section 2)."""
+"""The one loop: a tier that verifies over a proposer, and is a proposer itself, so that tiers nest."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from enum import Enum
 from math import ceil
 from typing import Protocol
 
@@ -22,42 +24,68 @@ class Verifier(Protocol):
     def release(self, sequence_ids: list[int]) -> None: ...
 
 
+class State(Enum):
+    """What happens next to a block."""
+
+    TO_ASK = "the level below is asked to continue it"
+    ASKED = "the level below answers"
+    READY = "its proposal is judged"
+    DONE = "it is handed up, if the level above waits for it"
+
+
 @dataclass(slots=True)
 class Block:
-    """What this tier has so far in answer to `work`."""
+    """All that a tier knows of one sequence: the work, what it has found in answer to it, and what happens next."""
 
     work: Work
+    owed: bool = True  # False: the level above does not wait for an answer (see run_ahead.py)
+    state: State = State.TO_ASK
+    proposal: Proposal | None = None  # of the level below, while READY
+    arrival: int = 0  # of the proposal: those that came first are judged first
     tokens: tuple[int, ...] = ()
     origins: bytes = b""
     missing_from: int | None = None
     snapshot_wanted: bool = False
     ended: bool = False  # the last token ends the sequence
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
-    told: int | None = None  # up to where the level below has answered for; None: only what the level above told it
-    ahead: bool = False  # nobody has asked for it yet (run_ahead.py)
+    held: int | None = None  # up to where this tier's model has answered for; None: it has not since the work came
+    held_below: int | None = None  # the same of the level below
 
     @property
-    def span(self) -> Span:
-        return self.work.span.extended(self.tokens)
+    def sequence_id(self) -> int:
+        return self.work.span.sequence_id
 
     @property
-    def below(self) -> tuple[int, ...]:
-        return self.work.lookaheads[1:]
+    def end(self) -> int:
+        """The position after the last token."""
+        return self.work.span.end + len(self.tokens)
 
     @property
     def asks_below(self) -> bool:
-        return self.work.sample and any(self.below)
+        return self.work.sample and any(self.work.lookaheads[1:])
 
     @property
     def long_enough(self) -> bool:
         return self.ended or len(self.tokens) >= self.work.lookaheads[0]
 
-    def state_below(self) -> Work:
-        """What the level below must continue, stating only what none of this block's answers shows it to hold."""
-        span, start = self.span, self.work.span.start
-        if self.told is not None and self.told > start:
-            span = Span(span.sequence_id, self.told, span.tokens[self.told - start :])
-        return Work(span, self.below)
+    @property
+    def settled(self) -> int:
+        """The position up to which the level above has decided the text."""
+        return self.work.span.end if self.owed else self.work.span.start
+
+    def claim(self, proposal: Proposal) -> Claim:
+        """What this tier's model is to judge. It is told again whatever the level above has not decided."""
+        held = None if self.held is None else min(self.held, self.settled)
+        return Claim(self.statement(held), proposal.tokens, self.work.sample)
+
+    def statement(self, held: int | None) -> Span:
+        """The text up to here, without what comes before `held`; the work may state a whole prompt."""
+        given = self.work.span
+        if held is None or held <= given.start:
+            return given.extended(self.tokens)
+        if held < given.end:
+            return Span(given.sequence_id, held, given.tokens[held - given.start :] + self.tokens)
+        return Span(given.sequence_id, held, self.tokens[held - given.end :])
 
     def add_tallies(self, tallies: list[Tally]) -> None:
         self.tallies += [Tally()] * (len(tallies) - len(self.tallies))
@@ -69,13 +97,26 @@ class Block:
         # What is missing from there on is our own, and the next statement begins there at the latest.
         missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
-            sequence_id=self.work.span.sequence_id,
+            sequence_id=self.sequence_id,
             start=end,
             tokens=self.tokens,
             origins=self.origins,
             missing_from=missing_from,
             snapshot_wanted=self.snapshot_wanted,
             tallies=tuple(self.tallies),
+        )
+
+    def continuation(self) -> Block:
+        """What comes after this block if the level above accepts all of it: nobody waits for that yet."""
+        given, (lookahead, *below) = self.work.span, self.work.lookaheads
+        whole = bool(self.tokens) and lookahead > 0 and not self.ended and self.missing_from is None
+        text = Span(given.sequence_id, given.end, self.tokens)
+        return Block(
+            Work(text, (lookahead + 1, *below), self.work.sample),  # and the token that the level above adds to it
+            owed=False,
+            state=State.TO_ASK if whole else State.DONE,
+            held=self.held,
+            held_below=self.held_below,
         )
 
 
@@ -95,131 +136,115 @@ class SpeculativeDecoder:
     ) -> None:
         self.proposer, self.verifier = proposer, verifier
         self.micro_batches, self.hand_up_early = micro_batches, hand_up_early
-        self.blocks: dict[int, Block] = {}
-        self.asked: set[int] = set()  # sequences that the level below still owes an answer
-        self.grown: list[int] = []  # sequences whose blocks the last round has extended; they need another
-        self.unasked: list[Proposal] = []  # the empty answers of sequences for which it is not asked
-        self.ready: dict[int, Proposal] = {}  # arrived and not judged, oldest first
-        self.live: set[int] = set()  # sequences met and not released
-        self.drafted: set[int] = set()  # of these, the ones that the level below works for
+        self.blocks: dict[int, Block] = {}  # of every sequence that it was given and that is not released
+        self.arrivals = itertools.count()
+
+    @property
+    def owed(self) -> list[Block]:
+        """The blocks that the level above waits for."""
+        return [block for block in self.blocks.values() if block.owed]
 
     def submit(self, work: list[Work]) -> None:
         self.resume([Block(w) for w in work])
 
     def resume(self, blocks: list[Block]) -> None:
-        """Submit work of which a part may be done already."""
-        ids = {b.work.span.sequence_id for b in blocks}
-        self.withdraw(ids)  # replaced work is not waited for
-        self.live |= ids
-        self.drafted -= ids
-        self.drafted |= {b.work.span.sequence_id for b in blocks if b.asks_below}
-        self.blocks.update({b.work.span.sequence_id: b for b in blocks})
+        """Take blocks on, in place of what there was of their sequences; a part of them may be done already."""
+        self.blocks.update({block.sequence_id: block for block in blocks})
         self._ask(blocks)
 
-    def retarget(self, blocks: list[Block]) -> None:
-        """Go on with blocks in progress in answer to other work: their text is as it was, and so is what was asked."""
-        self.blocks.update({b.work.span.sequence_id: b for b in blocks})
-
-    def withdraw(self, sequence_ids: Iterable[int]) -> list[Block]:
-        """Stop working on these, as if they had not been submitted; returns the unfinished blocks."""
-        ids = set(sequence_ids)
-        self.asked -= ids
-        self.grown = [sequence_id for sequence_id in self.grown if sequence_id not in ids]
-        self.unasked = [p for p in self.unasked if p.sequence_id not in ids]
-        for sequence_id in ids & self.ready.keys():
-            del self.ready[sequence_id]
-        return [self.blocks.pop(sequence_id) for sequence_id in ids & self.blocks.keys()]
-
-    def _ask(self, blocks: list[Block]) -> None:
-        """Send the level below what it must continue; where it has no part, its answer is empty at once."""
-        asked = [b for b in blocks if b.asks_below]
-        self.unasked += [Proposal(b.span.sequence_id, b.span.end) for b in blocks if not b.asks_below]
-        self.asked |= {b.span.sequence_id for b in asked}
-        if asked:
-            self.proposer.submit([b.state_below() for b in asked])
-
     def collect(self, timeout_s: float) -> list[Proposal]:
-        return [block.answer() for block in self.collect_blocks(timeout_s)]
+        """Run one round, unless something is there to be handed up; the blocks that are done, which may be none."""
+        owed = self.owed
+        if not any(block.state is State.DONE for block in owed):
+            if early := self._early():
+                early.state = State.DONE
+            else:
+                self.advance(owed, timeout_s)
+        return [self._hand_up(block) for block in owed if block.state is State.DONE]
 
-    def collect_blocks(self, timeout_s: float) -> list[Block]:
-        """Run one round over what is ready; returns the blocks that it completed, which may be none."""
-        if early := self._early():
-            return self.withdraw([early.work.span.sequence_id])
-        self._ask([self.blocks[sequence_id] for sequence_id in self.grown])
-        self.grown = []
-        self._take_arrivals(timeout_s)
-        skipped, verified = self._next_round()
-        done: list[Block] = []
-        again: list[Block] = []
-        for block, proposal in skipped:
-            self._pass_through(block, proposal)
-            done.append(block)
-        claims = [Claim(block.span, proposal.tokens, block.work.sample) for block, proposal in verified]
+    def advance(self, blocks: list[Block], timeout_s: float) -> None:
+        """One round over those of `blocks` that are ready; waits up to `timeout_s` seconds for the level below."""
+        self._ask(blocks)
+        self._take_arrivals(blocks, timeout_s)
+        taken = self._next_round(blocks)
+        verified = []
+        for block, proposal in taken:
+            if block.work.lookaheads[0] == 0:
+                self._pass_through(block, proposal)
+            else:
+                verified.append((block, proposal))
+        claims = [block.claim(proposal) for block, proposal in verified]
         verdicts = self.verifier.verify(claims) if claims else []
         for (block, proposal), verdict in zip(verified, verdicts, strict=True):
-            (done if self._extend(block, proposal, verdict) else again).append(block)
-        for block in done:
-            del self.blocks[block.work.span.sequence_id]
-        self.grown = [b.work.span.sequence_id for b in again]
-        return done
+            self._extend(block, proposal, verdict)
+
+    def _ask(self, blocks: Iterable[Block]) -> None:
+        """Send the level below what it must continue; where it has no part, its answer is empty at once."""
+        to_ask = [block for block in blocks if block.state is State.TO_ASK]
+        work = []
+        for block in to_ask:
+            if block.asks_below:
+                block.state = State.ASKED
+                work.append(Work(block.statement(block.held_below), block.work.lookaheads[1:]))
+            else:
+                self._ready(block, Proposal(block.sequence_id, block.end))
+        if work:
+            self.proposer.submit(work)
+
+    def _ready(self, block: Block, proposal: Proposal) -> None:
+        block.state, block.proposal, block.arrival = State.READY, proposal, next(self.arrivals)
 
     def _early(self) -> Block | None:
         """The longest block that has just grown, if half done, where all of several sequences are in progress here: the
         level above has nothing to judge then. One by itself is left alone: this level would idle while it is judged.
         """
-        here = {sequence_id for sequence_id, block in self.blocks.items() if not block.ahead}
-        if not self.hand_up_early or not self.grown or len(here) < 2 or not self.live <= here:
+        blocks = self.blocks.values()
+        grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]
+        if not self.hand_up_early or not grown or len(blocks) < 2 or not all(block.owed for block in blocks):
             return None
-        longest = max((self.blocks[sequence_id] for sequence_id in self.grown), key=lambda block: len(block.tokens))
+        longest = max(grown, key=lambda block: len(block.tokens))
         return longest if 2 * len(longest.tokens) >= longest.work.lookaheads[0] else None
 
-    def _take_arrivals(self, timeout_s: float) -> None:
-        """Put the proposals that have come into `ready`; late and repeated ones are dropped."""
-        self._take(self.unasked)
-        self.unasked = []
-        while self.asked:
-            answers = self.proposer.collect(timeout_s if self.micro_batches == 1 or not self.ready else 0.0)
-            self._take([p for p in answers if p.sequence_id in self.asked])
+    def _take_arrivals(self, blocks: list[Block], timeout_s: float) -> None:
+        """Give the proposals that have come to their blocks; late and repeated ones are dropped."""
+        while any(block.state is State.ASKED for block in blocks):
+            idle = not any(block.state is State.READY for block in blocks)
+            for proposal in self.proposer.collect(timeout_s if idle or self.micro_batches == 1 else 0.0):
+                block = self.blocks.get(proposal.sequence_id)
+                if block is not None and block.state is State.ASKED and block.end == proposal.start:
+                    self._ready(block, proposal)
             if self.micro_batches > 1:
                 break
 
-    def _take(self, proposals: list[Proposal]) -> None:
-        for proposal in proposals:
-            block = self.blocks.get(proposal.sequence_id)
-            if block is not None and block.span.end == proposal.start:
-                self.asked.discard(proposal.sequence_id)
-                self.ready[proposal.sequence_id] = proposal
-
-    def _next_round(self) -> tuple[list[tuple[Block, Proposal]], list[tuple[Block, Proposal]]]:
-        """Of what is ready, oldest first: what goes up unjudged, and what the next pass judges."""
-        skipped, verified = [], []
-        room = ceil(len(self.drafted) / self.micro_batches)
-        for sequence_id, proposal in list(self.ready.items()):
-            block = self.blocks[sequence_id]
-            if block.work.lookaheads[0] == 0:
-                skipped.append((block, proposal))
-            elif room or not block.asks_below:
-                verified.append((block, proposal))
-                room -= block.asks_below
-            else:
+    def _next_round(self, blocks: list[Block]) -> list[tuple[Block, Proposal]]:
+        """Of what is ready, oldest first, what leaves `READY` now: all that skips this level, and a pass's share."""
+        room = ceil(sum(block.asks_below for block in self.blocks.values()) / self.micro_batches)
+        taken = []
+        for block in sorted(blocks, key=lambda block: block.arrival):
+            judged = block.work.lookaheads[0] > 0
+            if block.proposal is None or (judged and block.asks_below and not room):
                 continue
-            del self.ready[sequence_id]
-        return skipped, verified
+            room -= judged and block.asks_below
+            taken.append((block, block.proposal))
+            block.proposal = None
+        return taken
 
     def _pass_through(self, block: Block, proposal: Proposal) -> None:
         """This tier is skipped: what comes from below goes up as it is."""
+        block.state = State.DONE
         block.tokens, block.origins = proposal.tokens, proposal.origins
         block.missing_from, block.snapshot_wanted = proposal.missing_from, proposal.snapshot_wanted
         block.add_tallies([Tally(), *proposal.tallies])
 
-    def _extend(self, block: Block, proposal: Proposal, verdict: Verdict) -> bool:
-        """Add what one verified round gave; True when the block can be handed up."""
+    def _extend(self, block: Block, proposal: Proposal, verdict: Verdict) -> None:
+        """Add what one verified round gave."""
         own = bytes([self.verifier.tier]) * (len(verdict.tokens) - verdict.num_accepted)
         block.tokens += verdict.tokens
         block.origins += proposal.origins[: verdict.num_accepted] + own
         lacks = [p for p in (proposal.missing_from, verdict.missing_from) if p is not None]
         block.missing_from = min(lacks, default=None)
-        block.told = proposal.start if proposal.missing_from is None else proposal.missing_from
+        block.held = proposal.start if verdict.missing_from is None else verdict.missing_from
+        block.held_below = proposal.start if proposal.missing_from is None else proposal.missing_from
         block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
         block.ended |= verdict.ended
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
@@ -228,11 +253,14 @@ class SpeculativeDecoder:
         stuck = not verdict.tokens  # a prefill chunk, or this tier lacks something: only the level above can go on
         # What is missing from the start of our work on the next round states; what is before it, the level above must.
         lacking = block.missing_from is not None and block.missing_from < block.work.span.start
-        return stuck or lacking or block.long_enough
+        block.state = State.DONE if stuck or lacking or block.long_enough else State.TO_ASK
+
+    def _hand_up(self, block: Block) -> Proposal:
+        self.blocks[block.sequence_id] = block.continuation()
+        return block.answer()
 
     def release(self, sequence_ids: list[int]) -> None:
-        self.withdraw(sequence_ids)
-        self.live.difference_update(sequence_ids)
-        self.drafted.difference_update(sequence_ids)
+        for sequence_id in sequence_ids:
+            self.blocks.pop(sequence_id, None)
         self.proposer.release(sequence_ids)
         self.verifier.release(sequence_ids)

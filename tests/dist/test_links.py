@@ -297,7 +297,7 @@ def test_what_was_asked_over_a_lost_link_is_answered_at_once() -> None:
         [answer] = link.collect(20.0)
         assert time.monotonic() - begin < 5.0
         assert (answer.tokens, answer.start, answer.missing_from) == ((), 5, 3)
-        assert not link.pending
+        assert not link.asked
 
 
 def test_a_peer_that_answers_again_is_no_longer_retried_slowly(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,10 +481,9 @@ def test_what_another_link_has_taken_over_is_not_released_with_the_first() -> No
         wait_until(lambda: tier.counters.work_items == 3)
         old.close()
         wait_until(lambda: tier.status().live_sequences == 1)
-        assert list(tier.owners) == [1]
+        assert list(tier.served) == [1]
         assert proposer.released == [[2]]
         new.close()
         wait_until(lambda: tier.status().live_sequences == 0)
         assert proposer.released == [[2], [1]]
-        assert not tier.ends
-        assert not tier.unanswered
+        assert not tier.served

@@ -118,7 +118,7 @@ def test_waiting_for_the_tier_below_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
     with served(link, Counting(), bell) as (target, _):
         assert decode(target, 20).wait(10)
         done = decode(target, 4, (2, 0))
-        while not link.pending:
+        while not link.asked:
             time.sleep(0.01)
         until = time.monotonic() + 1.2
         while time.monotonic() < until:

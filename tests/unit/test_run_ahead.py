@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 
 import pytest
 
 from tests.by_hand import SPEC, Below, Counting, Tokens, drafted
-from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.decoder import SpeculativeDecoder, State
 from triforce_core.messages import Proposal, Span, Work, wait_in_turn
 from triforce_core.run_ahead import RunAhead
 
@@ -202,16 +201,21 @@ class Requests:
         self.judged[proposal.sequence_id] = self.turn + self.rng.choice([1, 4, 10])
 
 
-def assert_in_step(ahead: RunAhead) -> None:
-    """Each sequence is in one place, and whatever is in progress waits for something that will come."""
-    decoder = ahead.decoder
-    places = [*decoder.asked, *decoder.grown, *decoder.ready, *(p.sequence_id for p in decoder.unasked)]
-    assert Counter(places) == Counter(decoder.blocks.keys())
-    waiting = ahead.owed - {block.work.span.sequence_id for block in ahead.found}
-    assert decoder.blocks.keys() == waiting | ahead.running
-    assert ahead.running <= ahead.guesses.keys() <= ahead.live - ahead.owed
-    assert not (ahead.owed and ahead.running), "work comes first"
-    assert all(decoder.blocks[i] is ahead.guesses[i] for i in ahead.running)
+def guesses(ahead: RunAhead) -> set[int]:
+    """The sequences that nobody waits for, and for which something was found beyond what was handed up."""
+    return {i for i, block in ahead.decoder.blocks.items() if block.tokens and not block.owed}
+
+
+def assert_in_step(ahead: RunAhead, drafter: Drafter) -> None:
+    """Whatever is in progress waits for something that will come."""
+    coming = {(w.span.sequence_id, w.span.end) for w in drafter.waiting.values()}
+    coming |= {(p.sequence_id, p.start) for _, p in drafter.answers}
+    for sequence_id, block in ahead.decoder.blocks.items():
+        assert block.sequence_id == sequence_id
+        assert block.state is not State.ASKED or (sequence_id, block.end) in coming
+        assert (block.state is State.READY) == (block.proposal is not None)
+        assert block.proposal is None or block.proposal.start == block.end
+        assert (block.held is None) <= (not block.tokens), "what was found was said to nobody else"
 
 
 @pytest.mark.parametrize(
@@ -228,20 +232,19 @@ def test_guesses_may_be_paused_at_any_time(micro_batches: int, delay: int) -> No
         decoder = SpeculativeDecoder(drafter, Counting(), micro_batches=micro_batches, hand_up_early=rng.random() < 0.5)
         ahead = RunAhead(decoder, below=rng.choice([2, 3, 3, 100]))
         for above.turn in range(100):
-            before, at = set(ahead.running), rng.random()
+            before, at = guesses(ahead), rng.random()
             if at < 0.15 and len(above.texts) < 3:
                 above.arrive()
             elif at < 0.17 and above.texts:
                 ahead.release(above.leave())
             elif at < 0.5:
                 ahead.submit(above.work())
-                paused += len(before & ahead.guesses.keys() - ahead.running)
+                paused += len(guesses(ahead)) * bool(ahead.owed)
             elif ahead.owed or ahead.can_run_ahead:
-                owed, drafter.drafted = set(ahead.owed), []
-                left = {i for i, guess in ahead.guesses.items() if guess.tokens} - ahead.running
+                owed, drafter.drafted = {block.sequence_id for block in ahead.owed}, []
                 for proposal in ahead.collect(0.0):
                     above.take(proposal)
-                resumed += len(left & ahead.running)
+                resumed += len(before & guesses(ahead)) * (not owed)
                 assert delay or not owed or owed.issuperset(drafter.drafted), "work waits for the draft of a guess"
-            assert_in_step(ahead)
+            assert_in_step(ahead, drafter)
     assert min(paused, resumed) > 15, "too rare to prove anything"
