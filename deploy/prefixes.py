@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 BLOCK = 64  # tokens
 KEY_BYTES = 8
-Replica = TypeVar("Replica", bound=Hashable)
+ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 
 
 def prefix_keys(tokens: Iterable[int]) -> bytes:
@@ -22,16 +22,16 @@ def prefix_keys(tokens: Iterable[int]) -> bytes:
     return b"".join(keys)
 
 
-class PrefixIndex(Generic[Replica]):
+class PrefixIndex(Generic[ReplicaId]):
     """What each replica was sent: the keys of `capacity` blocks at most, those forgotten first that were sent longest
     ago. Of a prompt the last blocks are forgotten before the first, so what is known of it stays a prefix.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.sent: dict[Replica, OrderedDict[bytes, None]] = {}
+        self.sent: dict[ReplicaId, OrderedDict[bytes, None]] = {}
 
-    def add(self, replica: Replica, keys: bytes) -> None:
+    def add(self, replica: ReplicaId, keys: bytes) -> None:
         known = self.sent.setdefault(replica, OrderedDict())
         for key in reversed(list(split(keys))[: self.capacity]):
             known[key] = None
@@ -39,18 +39,18 @@ class PrefixIndex(Generic[Replica]):
         while len(known) > self.capacity:
             known.popitem(last=False)
 
-    def match(self, replica: Replica, keys: bytes) -> int:
+    def match(self, replica: ReplicaId, keys: bytes) -> int:
         """How many of the prompt's first blocks the replica was sent."""
         known = self.sent.get(replica, OrderedDict())
         return next((i for i, key in enumerate(split(keys)) if key not in known), len(keys) // KEY_BYTES)
 
-    def holders(self, replicas: Iterable[Replica], keys: bytes) -> list[Replica]:
+    def holders(self, replicas: Iterable[ReplicaId], keys: bytes) -> list[ReplicaId]:
         """Those that were sent the most of the prompt's first blocks; none where nobody was sent any."""
         matches = {replica: self.match(replica, keys) for replica in replicas}
         best = max(matches.values(), default=0)
         return [replica for replica, match in matches.items() if match == best] if best else []
 
-    def keep(self, replicas: Iterable[Replica]) -> None:
+    def keep(self, replicas: Iterable[ReplicaId]) -> None:
         """Forget all others: they are gone."""
         self.sent = {replica: self.sent[replica] for replica in replicas if replica in self.sent}
 
@@ -59,7 +59,7 @@ def split(keys: bytes) -> Iterable[bytes]:
     return (keys[first : first + KEY_BYTES] for first in range(0, len(keys), KEY_BYTES))
 
 
-def preferred(holders: Sequence[Replica], ongoing: dict[Replica, int], busier_by: int) -> list[Replica]:
+def preferred(holders: Sequence[ReplicaId], ongoing: dict[ReplicaId, int], busier_by: int) -> list[ReplicaId]:
     """The holders that have at most `busier_by` requests more than the least busy of all replicas."""
     least = min(ongoing.values(), default=0)
     return [replica for replica in holders if ongoing[replica] - least <= busier_by]

@@ -27,7 +27,7 @@ from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
 from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.files import load_config, load_tokenizer, stop_token_ids
-from triforce_core.text import OutputText, Piece, TokenText, joined
+from triforce_core.text import OutputText, TextDelta, TokenText, joined
 
 FINISH_REASONS = {gen.FINISH_REASON_STOP: FinishReason.STOP, gen.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 MAX_STOP_STRINGS = 16
@@ -81,7 +81,7 @@ class Done:
 class Part:
     """A piece of a completion; the last one has `done`."""
 
-    piece: Piece
+    piece: TextDelta
     seed: int
     prompt_tokens: int
     done: Done | None = None

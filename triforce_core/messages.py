@@ -1,7 +1,7 @@
 """What the tiers say to one another. Absolute statements only: repeating a message is harmless.
 
 A `Span` says what a sequence *is* from some position on; `Work` asks a tier to continue it; a `Proposal` is the answer.
-`snapshot_wanted` and `tallies` are ours; the rest is the protocol of docs/architecture.md, section 2.
+docs/architecture.md tells the protocol as a whole.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token's law is warped before a token is drawn from it; the defaults leave the model's own law."""
+    """How the distribution of the next token is warped before a token is drawn; the defaults leave the model's own."""
 
     temperature: float = 1.0  # 0 is greedy, and so is anything below 1e-4
     top_k: int = 0  # 0 keeps all

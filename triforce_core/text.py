@@ -126,7 +126,7 @@ class StopString:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """What a step adds to the output."""
 
     text: str
@@ -134,9 +134,9 @@ class Piece:
     origins: bytes  # one Tier a token
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[TextDelta]) -> TextDelta:
     """What these pieces, one after the other, add to the output."""
-    return Piece(
+    return TextDelta(
         "".join(piece.text for piece in pieces),
         tuple(token for piece in pieces for token in piece.tokens),
         b"".join(piece.origins for piece in pieces),
@@ -144,7 +144,7 @@ def joined(pieces: Sequence[Piece]) -> Piece:
 
 
 @dataclass(slots=True)
-class Held:
+class HeldToken:
     """A token that may yet be cut off, and the characters that it completes."""
 
     token: int | None  # None: text that was still held back when its tokens were given out
@@ -170,25 +170,25 @@ class OutputText:
         self.detokenizer = Detokenizer(meaning)
         self.stops = [StopString(text) for text in stop]
         self.end_tokens = frozenset(end_tokens)
-        self.held: deque[Held] = deque()
+        self.held: deque[HeldToken] = deque()
         self.stopped = False  # a stop string was found: nothing more is taken
         self.num_tokens = 0  # of the output so far, resumed ones included
         self.num_known = len(resumed)
         self.feed(resumed, bytes(len(resumed)))
 
-    def feed(self, tokens: Sequence[int], origins: bytes) -> Piece:
+    def feed(self, tokens: Sequence[int], origins: bytes) -> TextDelta:
         """Take newly committed tokens; returns what can be given out now. Look at `stopped` afterwards."""
         for token, origin in zip(tokens, origins, strict=True):
             if token not in self.end_tokens and not self.stopped:
-                self.held.append(Held(token, origin, ""))
+                self.held.append(HeldToken(token, origin, ""))
                 self._append(self.detokenizer.push(token))
         return self._release(self._certain())
 
-    def finish(self) -> Piece:
+    def finish(self) -> TextDelta:
         """What was held back, when no token follows."""
         rest = "" if self.stopped else self.detokenizer.flush()
         if rest and not self.held:
-            self.held.append(Held(None, 0, ""))
+            self.held.append(HeldToken(None, 0, ""))
         self._append(rest)
         return self._release(len(self.held))
 
@@ -205,7 +205,7 @@ class OutputText:
         """End the output `num_characters` before the end of the held text."""
         self.stopped = True
         left = sum(len(held.text) for held in self.held) - num_characters
-        kept: deque[Held] = deque()
+        kept: deque[HeldToken] = deque()
         while left > 0:
             held = self.held.popleft()
             held.text = held.text[:left]
@@ -227,11 +227,11 @@ class OutputText:
                 count = index + 1
         return count
 
-    def _release(self, count: int) -> Piece:
+    def _release(self, count: int) -> TextDelta:
         released = [self.held.popleft() for _ in range(count)]
         num_known = min(count, max(0, self.num_known - self.num_tokens))
         new = released[num_known:]
         tokens = tuple(held.token for held in new if held.token is not None)
         self.num_tokens += num_known + len(tokens)
         origins = bytes(held.origin for held in new if held.token is not None)
-        return Piece("".join(held.text for held in new), tokens, origins)
+        return TextDelta("".join(held.text for held in new), tokens, origins)

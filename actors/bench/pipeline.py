@@ -30,7 +30,7 @@ Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Load:
+class PipelineWorkload:
     """Requests that are decoded together."""
 
     requests: int
@@ -41,7 +41,7 @@ class Load:
 
 
 def bench_pipeline(
-    settings: Settings, load: Load, *, repeats: int, pace: Pace | None, report: Report
+    settings: Settings, load: PipelineWorkload, *, repeats: int, pace: Pace | None, report: Report
 ) -> tuple[dict[str, Any], Run]:
     """The figures, and the last pipelined run, for its trace."""
     placement = settings.placement
@@ -94,7 +94,7 @@ def bench_pipeline(
     return figures, runs["pipelined"][-1]
 
 
-def scheduled(settings: Settings, load: Load, **changes: Any) -> Settings:
+def scheduled(settings: Settings, load: PipelineWorkload, **changes: Any) -> Settings:
     """The settings with room for the load, under one schedule."""
     return settings.model_copy(
         update={
@@ -107,7 +107,7 @@ def scheduled(settings: Settings, load: Load, **changes: Any) -> Settings:
     )
 
 
-def decode_requests(settings: Settings, load: Load, pace: Pace | None) -> list[pb.DecodeRequest]:
+def decode_requests(settings: Settings, load: PipelineWorkload, pace: Pace | None) -> list[pb.DecodeRequest]:
     """One for each held-out file in turn, or of nothing in particular where no model reads them."""
     if pace is None:
         tokenizer = load_tokenizer(settings.target.model)
@@ -135,14 +135,14 @@ def shortened(message: pb.DecodeRequest) -> pb.DecodeRequest:
 
 
 def single_stages(
-    settings: Settings, load: Load, messages: list[pb.DecodeRequest], pace: Pace | None
+    settings: Settings, load: PipelineWorkload, messages: list[pb.DecodeRequest], pace: Pace | None
 ) -> dict[str, Any]:
     """Passes of each tier with nothing else running, on the target's cores where it is given some."""
     if pace is not None:
         return {tier.name.lower(): [{"batch": 1, "tokens": 1, "ms": pace.ms(tier)}] for tier in Tier}
     from triforce_core.bench.stages import stage_times
 
-    roomy = scheduled(settings, Load(load.requests, load.context, 1024, load.sampling, load.seed))
+    roomy = scheduled(settings, PipelineWorkload(load.requests, load.context, 1024, load.sampling, load.seed))
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, settings.placement.target.cores or before)
@@ -151,7 +151,7 @@ def single_stages(
         os.sched_setaffinity(0, before)
 
 
-def conditions(settings: Settings, load: Load, pace: Pace | None) -> dict[str, Any]:
+def conditions(settings: Settings, load: PipelineWorkload, pace: Pace | None) -> dict[str, Any]:
     return {
         "paced": None if pace is None else {"ms": [pace.ms(tier) for tier in Tier], "note": "stages sleep, none runs"},
         "requests": load.requests,
@@ -181,7 +181,7 @@ def shares_a_core(settings: Settings) -> bool:
     return settings.placement.colocate != "none" or together
 
 
-def compared(settings: Settings, load: Load, runs: dict[str, list[Run]], hop_ms: float) -> dict[str, Any]:
+def compared(settings: Settings, load: PipelineWorkload, runs: dict[str, list[Run]], hop_ms: float) -> dict[str, Any]:
     """Medians over the runs of each mode; the bound is that of the median pipelined run's own stages."""
 
     def median(name: str) -> float:

@@ -1,4 +1,4 @@
-"""Samples follow the target's law exactly: a chi-square test that the published implementation would fail."""
+"""Samples follow the target's distribution exactly: a chi-square test that the published implementation would fail."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_core.sampling.warp import warp
 
 Tokens = tuple[int, ...]
-LIKELY, IMPOSSIBLE = 1e-3, 1e-12  # p-values above and below which a sample is taken to follow a law, or not to
+LIKELY, IMPOSSIBLE = 1e-3, 1e-12  # p-values above and below which a sample is taken to follow a distribution, or not to
 
 
-def p_value(samples: Sequence[Tokens], law: Mapping[Tokens, float]) -> float:
-    """Of the chi-square test that `samples` were drawn from `law`; outcomes expected less than 5 times are one cell."""
+def p_value(samples: Sequence[Tokens], probabilities: Mapping[Tokens, float]) -> float:
+    """Of the chi-square test of `samples`; outcomes that are expected less than 5 times are one cell."""
     counts = Counter(samples)
-    assert set(counts) <= {outcome for outcome, p in law.items() if p > 0}, "something impossible was drawn"
-    common = [outcome for outcome, p in law.items() if p * len(samples) >= 5]
-    observed, expected = [counts[o] for o in common], [law[o] * len(samples) for o in common]
+    assert set(counts) <= {outcome for outcome, p in probabilities.items() if p > 0}, "something impossible was drawn"
+    common = [outcome for outcome, p in probabilities.items() if p * len(samples) >= 5]
+    observed, expected = [counts[o] for o in common], [probabilities[o] * len(samples) for o in common]
     rest = len(samples) - sum(expected)
     if rest > 1e-6:
         observed.append(len(samples) - sum(observed))
@@ -52,21 +52,23 @@ SLOW = [pytest.param(lookaheads, marks=pytest.mark.slow, id=str(lookaheads)) for
 
 @pytest.mark.parametrize("lookaheads", [(2, 1), *SLOW], ids=str)
 @pytest.mark.parametrize("params", [SamplingParams(), SamplingParams(0.7, top_p=0.9)], ids=str)
-def test_the_engines_samples_follow_the_targets_law(params: SamplingParams, lookaheads: tuple[int, int]) -> None:
-    """Three tokens, thousands of seeds in large batches, drafters that are often wrong; the law of each sequence."""
+def test_the_engines_samples_follow_the_targets_distribution(
+    params: SamplingParams, lookaheads: tuple[int, int]
+) -> None:
+    """Three tokens, thousands of seeds in large batches, drafters that are often wrong."""
     target, theirs = random_pair(vocab_size=VOCAB, num_hidden_layers=1, seed=3)
-    law = {(): 1.0}
+    probabilities = {(): 1.0}
     for _ in range(3):
-        rows = {t: warp(plain_logits(theirs, PROMPT + t)[-1:], [params])[0].double().softmax(-1) for t in law}
-        law = {(*t, v): p * float(rows[t][v]) for t, p in law.items() for v in range(VOCAB)}
+        rows = {t: warp(plain_logits(theirs, PROMPT + t)[-1:], [params])[0].double().softmax(-1) for t in probabilities}
+        probabilities = {(*t, v): p * float(rows[t][v]) for t, p in probabilities.items() for v in range(VOCAB)}
 
     settings = Settings.model_validate({"dtype": "float32", "max_sequences": 128, "retrieval": {"budget": 64}})
     kv = RetrievalKV(kv_geometry(target), 128, 64, 32, KERNELS["cpu_flash"])
     inner = retrieval_decoder(with_noise(target, 0.3), kv, draft_proposer(with_noise(target, 0.6), settings), settings)
     engine = target_engine(target, settings, inner, kv)
     outcome = finish(engine, [Request(PROMPT, 3, params, seed, lookaheads) for seed in range(4000)])
-    fit = p_value(outcome.tokens, law)
-    print(f"\nchi-square over {sum(p > 0 for p in law.values())} sequences: p = {fit:.3f}")
+    fit = p_value(outcome.tokens, probabilities)
+    print(f"\nchi-square over {sum(p > 0 for p in probabilities.values())} sequences: p = {fit:.3f}")
     assert fit > LIKELY
     if any(lookaheads):
         judged = [levels[0] for levels in outcome.tallies]
@@ -77,27 +79,31 @@ def test_the_engines_samples_follow_the_targets_law(params: SamplingParams, look
 
 # -- the published defect ----------------------------------------------------------------------------------------------
 
-Law = tuple[float, ...]
-TARGET: Law = (0.4, 0.4, 0.2)
-DRAFT: Law = (0.16, 0.34, 0.5)
+Probabilities = tuple[float, ...]
+TARGET: Probabilities = (0.4, 0.4, 0.2)
+DRAFT: Probabilities = (0.16, 0.34, 0.5)
 
 
-def classical(proposal: int, proposed_by: Law, own: Law, correction: Law, rng: random.Random) -> int:
+def classical(
+    proposal: int, proposed_by: Probabilities, own: Probabilities, correction: Probabilities, rng: random.Random
+) -> int:
     """Accept with probability min(1, own / proposed_by), else draw from the correction (Leviathan et al. 2023)."""
     if rng.random() < own[proposal] / proposed_by[proposal]:
         return proposal
     return rng.choices(range(len(own)), correction)[0]
 
 
-def residual(own: Law, proposed_by: Law) -> Law:
+def residual(own: Probabilities, proposed_by: Probabilities) -> Probabilities:
     return tuple(max(p - q, 0.0) for p, q in zip(own, proposed_by, strict=True))
 
 
-def hierarchical(target: Law, middle: Law, draft: Law, *, defect: bool, rng: random.Random) -> int:
+def hierarchical(
+    target: Probabilities, middle: Probabilities, draft: Probabilities, *, defect: bool, rng: random.Random
+) -> int:
     """One token by two levels of classical speculative sampling.
 
-    With the defect the inner correction is drawn from the middle tier's own law in place of the residual, as the
-    published code does: the middle then proposes by another law than the outer test takes it to.
+    With the defect the inner correction is drawn from the middle tier's own distribution in place of the residual, as
+    the published code does: the middle then proposes by another distribution than the outer test takes it to.
     """
     first = rng.choices(range(len(draft)), draft)[0]
     inner = middle if defect else residual(middle, draft)
@@ -106,28 +112,28 @@ def hierarchical(target: Law, middle: Law, draft: Law, *, defect: bool, rng: ran
     return classical(proposal, middle, target, outer if any(outer) else target, rng)
 
 
-def law_of(weights: Law) -> dict[Tokens, float]:
+def expected(weights: Probabilities) -> dict[Tokens, float]:
     return {(token,): p for token, p in enumerate(weights)}
 
 
 @pytest.mark.parametrize("middle", [TARGET, (0.25, 0.45, 0.3)], ids=["middle=target", "middle between"])
-def test_the_test_fails_for_the_published_inner_correction(middle: Law) -> None:
+def test_the_test_fails_for_the_published_inner_correction(middle: Probabilities) -> None:
     rng = random.Random(0)
     right = [(hierarchical(TARGET, middle, DRAFT, defect=False, rng=rng),) for _ in range(50_000)]
     wrong = [(hierarchical(TARGET, middle, DRAFT, defect=True, rng=rng),) for _ in range(50_000)]
-    print(f"\nresidual: p = {p_value(right, law_of(TARGET)):.3f}; defect: p = {p_value(wrong, law_of(TARGET)):.1e}")
+    print(f"\nresidual: p = {p_value(right, expected(TARGET)):.3f}; defect: p = {p_value(wrong, expected(TARGET)):.1e}")
     print("the defect draws", [round(sum(token == v for (token,) in wrong) / len(wrong), 3) for v in range(3)])
-    assert p_value(right, law_of(TARGET)) > LIKELY
-    assert p_value(wrong, law_of(TARGET)) < IMPOSSIBLE
+    assert p_value(right, expected(TARGET)) > LIKELY
+    assert p_value(wrong, expected(TARGET)) < IMPOSSIBLE
     if middle == TARGET:
-        assert p_value(wrong, law_of((0.28, 0.46, 0.26))) > LIKELY, "what .4, .4, .2 becomes"
+        assert p_value(wrong, expected((0.28, 0.46, 0.26))) > LIKELY, "what .4, .4, .2 becomes"
 
 
 class TableTier:
-    """A tier whose law is the same everywhere, drawn by the real sampler: the leaf, or a verifier."""
+    """A tier whose distribution is the same everywhere, drawn by the real sampler: the leaf, or a verifier."""
 
-    def __init__(self, law: Law, tier: Tier) -> None:
-        self.logits, self.tier = torch.tensor(law).log(), tier
+    def __init__(self, probabilities: Probabilities, tier: Tier) -> None:
+        self.logits, self.tier = torch.tensor(probabilities).log(), tier
         self.waiting: list[Work] = []
         self.specs: dict[int, SequenceSpec] = {}
 
@@ -163,8 +169,8 @@ class TableTier:
 
 
 @pytest.mark.parametrize("middle", [TARGET, (0.25, 0.45, 0.3)], ids=["middle=target", "middle between"])
-def test_our_two_levels_pass_it(middle: Law) -> None:
-    """The same three laws in the real decoders: the first token, and the first two of a block together."""
+def test_our_two_levels_pass_it(middle: Probabilities) -> None:
+    """The same three distributions in the real decoders: the first token, and the first two of a block together."""
     drafts = TableTier(DRAFT, Tier.DRAFT)
     chain = SpeculativeDecoder(
         SpeculativeDecoder(drafts, TableTier(middle, Tier.RETRIEVAL)), TableTier(TARGET, Tier.TARGET)
@@ -174,6 +180,6 @@ def test_our_two_levels_pass_it(middle: Law) -> None:
     blocks = []
     while len(blocks) < len(spec):
         blocks += chain.collect(0.0)
-    assert p_value([b.tokens[:1] for b in blocks], law_of(TARGET)) > LIKELY
+    assert p_value([b.tokens[:1] for b in blocks], expected(TARGET)) > LIKELY
     pairs = {(a, b): TARGET[a] * TARGET[b] for a, b in itertools.product(range(3), repeat=2)}
     assert p_value([b.tokens[:2] for b in blocks], pairs) > LIKELY

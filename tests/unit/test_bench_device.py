@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core.bench.decode import Measurement
-from triforce_core.bench.device import Load, prefill_flops, synthetic_engine
+from triforce_core.bench.device import DeviceWorkload, prefill_flops, synthetic_engine
 from triforce_core.bench.geometry import SHAPES, geometry_of
 from triforce_core.bench.geometry import random_model as model_of
-from triforce_core.bench.synthetic import Acceptance, chance
+from triforce_core.bench.synthetic import SyntheticAcceptance, chance
 from triforce_core.config import TargetSettings, load_settings
 from triforce_core.engine.assembly import runners_of
 from triforce_core.engine.sequence import Request
@@ -44,8 +44,8 @@ def shape(tmp_path: Path) -> str:
     return str(tmp_path / "config.json")
 
 
-def measured(shape: str, acceptance: Acceptance, *, seed: int, output: int, fill: bool = True) -> Measurement:
-    load = Load(len(PROMPT), output, 50, acceptance, seed, repeats=1, fill=fill)
+def measured(shape: str, acceptance: SyntheticAcceptance, *, seed: int, output: int, fill: bool = True) -> Measurement:
+    load = DeviceWorkload(len(PROMPT), output, 50, acceptance, seed, repeats=1, fill=fill)
     engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), load)
     return Measurement(engine, Request(PROMPT, output, GREEDY, seed, (8, 3)))
 
@@ -78,8 +78,10 @@ def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert 64 <= (stages["retrieval"]["bytes"] - weights) / kv_geometry(model).bytes_per_token < 64 + 100
 
 
-@pytest.mark.parametrize("rates", [Acceptance(0.92, 0.6), Acceptance(0.3, 0.95), Acceptance(1.0, 0.0)], ids=str)
-def test_tokens_are_accepted_as_often_as_asked(shape: str, rates: Acceptance) -> None:
+@pytest.mark.parametrize(
+    "rates", [SyntheticAcceptance(0.92, 0.6), SyntheticAcceptance(0.3, 0.95), SyntheticAcceptance(1.0, 0.0)], ids=str
+)
+def test_tokens_are_accepted_as_often_as_asked(shape: str, rates: SyntheticAcceptance) -> None:
     """Within four standard errors."""
     stats = measured(shape, rates, seed=5, output=600).stats
     for tally, rate in zip(stats.tallies[:2], (rates.retrieval, rates.draft), strict=True):
@@ -90,7 +92,7 @@ def test_tokens_are_accepted_as_often_as_asked(shape: str, rates: Acceptance) ->
 
 def test_the_same_seed_gives_the_same_counts(shape: str) -> None:
     one, again, other = (
-        measured(shape, Acceptance(0.8, 0.6), seed=seed, output=200).stats.tallies for seed in (1, 1, 2)
+        measured(shape, SyntheticAcceptance(0.8, 0.6), seed=seed, output=200).stats.tallies for seed in (1, 1, 2)
     )
     assert one == again != other
 
@@ -98,7 +100,7 @@ def test_the_same_seed_gives_the_same_counts(shape: str) -> None:
 @pytest.mark.parametrize("fill", [True, False])
 def test_the_models_run_every_pass(shape: str, fill: bool) -> None:
     """Filled prompts are the one thing that they are spared, up to the chunk that gives the first token."""
-    load = Load(len(PROMPT), 100, 50, Acceptance(0.9, 0.6), 0, repeats=1, fill=fill)
+    load = DeviceWorkload(len(PROMPT), 100, 50, SyntheticAcceptance(0.9, 0.6), 0, repeats=1, fill=fill)
     settings = SETTINGS.model_copy(update={"target": TargetSettings(prefill_chunk=len(PROMPT) // 4)})
     engine = synthetic_engine(settings, geometry_of(shape, shape), load)
     stats = Measurement(engine, Request(PROMPT, 100, GREEDY, 0, (8, 3))).stats
@@ -146,4 +148,4 @@ def test_bad_input_is_one_line_and_exit_code_2(refusals: Refusals, arguments: li
 
 def test_rates_are_checked_where_they_are_read() -> None:
     with pytest.raises(InvalidValueError, match="must each be between 0 and 1"):
-        Acceptance.parse("nan,.5")
+        SyntheticAcceptance.parse("nan,.5")

@@ -1,4 +1,4 @@
-"""Exported weights are plain transformers folders, and their figures obey the laws that they must."""
+"""Exported weights are plain transformers folders, and their figures keep the relations that they must."""
 
 from __future__ import annotations
 

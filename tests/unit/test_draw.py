@@ -1,4 +1,4 @@
-"""Drawing: the exact law, over positions and over seeds, and the same token whoever else is in the batch."""
+"""Drawing: the exact distribution, over positions and over seeds, and the same token whoever else is in the batch."""
 
 from __future__ import annotations
 
@@ -58,11 +58,11 @@ def test_tokens_follow_the_warped_law(params: SamplingParams, over: str) -> None
     count = 20_000
     rows = [Draw(params, 42, i) if over == "positions" else Draw(params, i, 42) for i in range(count)]
     counts = torch.bincount(torch.tensor(draw_tokens(LOGITS.expand(count, -1), rows)), minlength=len(LOGITS))
-    law = warp(LOGITS[None], [params])[0].double().softmax(-1)
-    assert not counts[law == 0].any(), "an excluded token was drawn"
-    alive = law > 0
+    probabilities = warp(LOGITS[None], [params])[0].double().softmax(-1)
+    assert not counts[probabilities == 0].any(), "an excluded token was drawn"
+    alive = probabilities > 0
     if alive.sum() > 1:
-        assert stats.chisquare(counts[alive].numpy(), (law[alive] * count).numpy()).pvalue > 1e-4
+        assert stats.chisquare(counts[alive].numpy(), (probabilities[alive] * count).numpy()).pvalue > 1e-4
 
 
 def test_temperature_0_is_the_argmax_and_the_lowest_id_wins_a_tie() -> None:

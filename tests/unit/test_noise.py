@@ -105,7 +105,7 @@ NEIGHBOURS: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
 
 @pytest.mark.parametrize("name", NEIGHBOURS)
 def test_neighbours_are_independent(name: str) -> None:
-    """No correlation, and the joint law of the two uniforms is flat on a 16 × 16 grid."""
+    """No correlation, and the joint distribution of the two uniforms is flat on a 16 × 16 grid."""
     pair = torch.stack(NEIGHBOURS[name]())
     assert torch.corrcoef(pair)[0, 1].abs().item() < 4.5 / math.sqrt(COUNT)
     uniform = torch.exp(-torch.exp(-pair))

@@ -80,6 +80,6 @@ def test_a_token_is_drawn_with_the_noise_of_the_position_that_it_will_have(new_k
     logits, batch = runner.forward([Forward(span, sampled[span.sequence_id]) for span in spans])
     drawn = dict(draw_rows(runner, torch.zeros_like(logits), batch.rows))
     for i, text in texts.items():
-        # The logits of the last token are the law of the one after it, which stands at position len(text).
+        # The logits of the last token are those of the one after it, which stands at position len(text).
         positions = range(len(text) - sampled[i] + 1, len(text) + 1)
         assert drawn[i] == [noise_alone(specs[i].seed, position) for position in positions], i

@@ -12,7 +12,7 @@ import yaml
 from tests.command_line import Refusals, run
 from tests.scenarios import PLACES, data_of, scenario_of
 from triforce_core.errors import InvalidValueError
-from triforce_core.simulate.bound import block_law, expected_tokens
+from triforce_core.simulate.bound import block_lengths, expected_tokens
 from triforce_core.simulate.measures import Result
 from triforce_core.simulate.model import simulate
 from triforce_core.simulate.plan import Goal, plan
@@ -127,9 +127,9 @@ def test_the_benchmark_s_figures_calibrate(
 ) -> None:
     options = ("--calibrate", bench_file, "--concurrency", "1", "--lookaheads", "6,1", "--micro-batches", "1")
     alone = simulated(monkeypatch, capsys, *options)
-    law = block_law(6, 1, 0.5)
-    tokens = sum(p * expected_tokens(0.9, length) for length, p in law.lengths.items())
-    cycle_ms = law.rounds * (1.3 + 7 + 0.2) + 20 + 0.6
+    blocks = block_lengths(6, 1, 0.5)
+    tokens = sum(p * expected_tokens(0.9, length) for length, p in blocks.lengths.items())
+    cycle_ms = blocks.rounds * (1.3 + 7 + 0.2) + 20 + 0.6
     assert alone["bound_tokens_per_s"] == pytest.approx(1e3 * tokens / cycle_ms, rel=1e-3)
     over_file = simulated(monkeypatch, capsys, scenario_file, *options)
     assert over_file["bound_tokens_per_s"] == alone["bound_tokens_per_s"]

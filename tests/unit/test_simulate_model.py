@@ -10,7 +10,7 @@ import pytest
 
 from tests.scenarios import PLACES, ROWS, data_of, scenario_of
 from triforce_core.messages import Tier
-from triforce_core.simulate.bound import block_law, bound_tokens_per_s, expected_tokens
+from triforce_core.simulate.bound import block_lengths, bound_tokens_per_s, expected_tokens
 from triforce_core.simulate.measures import Recorder
 from triforce_core.simulate.model import simulate
 from triforce_core.simulate.requests import Block
@@ -28,9 +28,9 @@ def share_of_bound(scenario: Scenario) -> float:
 
 @pytest.mark.parametrize("lookaheads", [(6, 1), (8, 3), (5, 0), (7, 4)])
 def test_blocks_obey_wald_s_identity(lookaheads: tuple[int, int]) -> None:
-    law = block_law(*lookaheads, 0.6)
-    assert sum(law.lengths.values()) == pytest.approx(1)
-    assert law.mean_length == pytest.approx(law.rounds * expected_tokens(0.6, lookaheads[1]))
+    blocks = block_lengths(*lookaheads, 0.6)
+    assert sum(blocks.lengths.values()) == pytest.approx(1)
+    assert blocks.mean_length == pytest.approx(blocks.rounds * expected_tokens(0.6, lookaheads[1]))
 
 
 @pytest.mark.parametrize("users", [1, 3])

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from triforce_core.models.load import load_tokenizer
-from triforce_core.text import REPLACEMENT, OutputText, Piece, TokenText
+from triforce_core.text import REPLACEMENT, OutputText, TextDelta, TokenText
 
 KINDS = ["byte_level", "byte_fallback"]
 EOS = 0  # in both
@@ -68,7 +68,7 @@ def split(draw: st.DrawFn, tokens: list[int]) -> list[list[int]]:
     return [tokens[a:b] for a, b in pairwise([0, *cuts, len(tokens)])]
 
 
-def run(output: OutputText, runs: list[list[int]]) -> list[Piece]:
+def run(output: OutputText, runs: list[list[int]]) -> list[TextDelta]:
     pieces = [output.feed(tokens, origins_of(tokens)) for tokens in runs]
     return [*pieces, output.finish()]
 
@@ -77,15 +77,15 @@ def origins_of(tokens: list[int]) -> bytes:
     return bytes(token % 3 for token in tokens)
 
 
-def joined(pieces: list[Piece]) -> Piece:
-    return Piece(
+def joined(pieces: list[TextDelta]) -> TextDelta:
+    return TextDelta(
         "".join(p.text for p in pieces),
         tuple(token for p in pieces for token in p.tokens),
         b"".join(p.origins for p in pieces),
     )
 
 
-def cut_by_hand(meaning: TokenText, tokens: list[int], stops: list[str]) -> Piece:
+def cut_by_hand(meaning: TokenText, tokens: list[int], stops: list[str]) -> TextDelta:
     """The rule, from the whole text: where the first stop string ends, the longest that ends there is cut off."""
     text = meaning.decode(tokens)
     for end in range(len(text) + 1):
@@ -95,8 +95,8 @@ def cut_by_hand(meaning: TokenText, tokens: list[int], stops: list[str]) -> Piec
             count = 0
             while count < len(tokens) and not certain(meaning, tokens[:count]).startswith(kept):
                 count += 1
-            return Piece(kept, tuple(tokens[:count]), origins_of(tokens[:count]))
-    return Piece(text, tuple(tokens), origins_of(tokens))
+            return TextDelta(kept, tuple(tokens[:count]), origins_of(tokens[:count]))
+    return TextDelta(text, tuple(tokens), origins_of(tokens))
 
 
 def certain(meaning: TokenText, tokens: list[int]) -> str:
@@ -110,7 +110,7 @@ def certain(meaning: TokenText, tokens: list[int]) -> str:
 def test_the_deltas_add_up_to_the_decoding_of_all(data: st.DataObject) -> None:
     kind, tokens = data.draw(outputs())
     pieces = run(OutputText(meaning(kind)), split(data.draw, tokens))
-    assert joined(pieces) == Piece(meaning(kind).decode(tokens), tuple(tokens), origins_of(tokens))
+    assert joined(pieces) == TextDelta(meaning(kind).decode(tokens), tuple(tokens), origins_of(tokens))
 
 
 @given(st.data())
@@ -148,7 +148,7 @@ def test_a_resumed_output_is_the_rest_of_the_whole(data: st.DataObject) -> None:
 def test_end_tokens_are_no_part_of_the_output(kind: str) -> None:
     tokens = [*ids_of(kind, "a€"), EOS]
     output = OutputText(meaning(kind), stop=["€x"], end_tokens=[EOS])
-    assert joined(run(output, [tokens])) == Piece("a€", tuple(tokens[:-1]), origins_of(tokens[:-1]))
+    assert joined(run(output, [tokens])) == TextDelta("a€", tuple(tokens[:-1]), origins_of(tokens[:-1]))
     assert output.num_tokens == len(tokens) - 1
 
 
@@ -167,13 +167,13 @@ def test_text_that_may_begin_a_stop_string_is_held_with_its_token() -> None:
     vocabulary = meaning("byte_level").tokenizer.get_vocab()
     output = OutputText(meaning("byte_level"), stop=["aab"])
     a, b, c = vocabulary["a"], vocabulary["b"], vocabulary["c"]
-    assert output.feed([c], b"\1") == Piece("c", (c,), b"\1")
-    assert output.feed([a, a], b"\1\2") == Piece("", (), b"")
-    assert output.feed([a], b"\0") == Piece("a", (a,), b"\1")
+    assert output.feed([c], b"\1") == TextDelta("c", (c,), b"\1")
+    assert output.feed([a, a], b"\1\2") == TextDelta("", (), b"")
+    assert output.feed([a], b"\0") == TextDelta("a", (a,), b"\1")
     assert not output.stopped
-    assert output.feed([b, c], b"\0\0") == Piece("", (), b"")
+    assert output.feed([b, c], b"\0\0") == TextDelta("", (), b"")
     assert output.stopped
-    assert output.finish() == Piece("", (), b"")
+    assert output.finish() == TextDelta("", (), b"")
     assert output.num_tokens == 2
 
 

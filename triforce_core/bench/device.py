@@ -21,7 +21,7 @@ from triforce_core.bench.decode import Measurement, Report
 from triforce_core.bench.geometry import Geometry, random_model
 from triforce_core.bench.peaks import Peaks, measure_peaks, seconds
 from triforce_core.bench.stages import decoding, drafting, level_below, newest, verifying
-from triforce_core.bench.synthetic import Acceptance, SyntheticVerifier
+from triforce_core.bench.synthetic import SyntheticAcceptance, SyntheticVerifier
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import kernels_of, local_engine, runners_of
@@ -43,19 +43,19 @@ PREFILLED = 2**60  # the id of a sequence that no engine gives
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class DeviceWorkload:
     """Sizes in tokens."""
 
     context: int  # of the prompt
     output: int
     prefill: int  # of the prompt whose prefill is measured
-    acceptance: Acceptance
+    acceptance: SyntheticAcceptance
     seed: int
     repeats: int  # runs of each mode
     fill: bool  # prompts are not run: their KV is random
 
 
-def bench_device(settings: Settings, geometry: Geometry, load: Load, report: Report) -> dict[str, Any]:
+def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, report: Report) -> dict[str, Any]:
     """Run it and return the figures; what was given is checked."""
     device = torch_device(settings.device)
     peaks = measure_peaks(device, DTYPES[settings.dtype])
@@ -83,7 +83,7 @@ def bench_device(settings: Settings, geometry: Geometry, load: Load, report: Rep
     }
 
 
-def check(settings: Settings, geometry: Geometry, load: Load) -> None:
+def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
     """Raise `InvalidValueError` for what would come to light only after the weights are made."""
     require(settings.draft.weights is not None, "draft.model", settings.draft.model, "has no steps that take time")
     for tier in ("target", "retrieval"):
@@ -100,7 +100,7 @@ def check(settings: Settings, geometry: Geometry, load: Load) -> None:
     require(load.context + more <= positions, "context", load.context, rule)
 
 
-def synthetic_engine(settings: Settings, geometry: Geometry, load: Load) -> Engine:
+def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> Engine:
     """The chain of one process over random weights, with room for what is measured."""
     pool = load.context + max(load.output, STAGE_TOKENS) + load.prefill
     target_settings = settings.target.model_copy(update={"kv_pool_tokens": pool})
@@ -114,7 +114,9 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: Load) -> Engi
     return local_engine(target, random_model(geometry.drafter, settings), settings, self_drafter, judge=judge)
 
 
-def decode(engine: Engine, settings: Settings, load: Load, prompt: tuple[int, ...], report: Report) -> dict[str, Any]:
+def decode(
+    engine: Engine, settings: Settings, load: DeviceWorkload, prompt: tuple[int, ...], report: Report
+) -> dict[str, Any]:
     """Plain decoding and TriForce in alternating order; medians."""
     lookaheads = settings.speculation.effective
     plain: list[Measurement] = []
@@ -139,7 +141,9 @@ def decode(engine: Engine, settings: Settings, load: Load, prompt: tuple[int, ..
     }
 
 
-def stages(engine: Engine, settings: Settings, load: Load, prompt: tuple[int, ...], peaks: Peaks) -> dict[str, Any]:
+def stages(
+    engine: Engine, settings: Settings, load: DeviceWorkload, prompt: tuple[int, ...], peaks: Peaks
+) -> dict[str, Any]:
     """Single passes on a sequence of `context` tokens, and the prefill of a shorter one."""
     [sequence] = decoding(engine, [prompt], settings.speculation.effective, GREEDY)
     retrieval = level_below(engine.decoder)

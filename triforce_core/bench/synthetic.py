@@ -15,14 +15,14 @@ from triforce_core.roles import ModelVerifier, judge
 
 
 @dataclass(frozen=True, slots=True)
-class Acceptance:
+class SyntheticAcceptance:
     """How often a proposed token is accepted, given that those before it were."""
 
     retrieval: float  # one of the retrieval tier, by the target
     draft: float  # one of the draft tier, by the retrieval tier
 
     @classmethod
-    def parse(cls, text: str) -> Acceptance:
+    def parse(cls, text: str) -> SyntheticAcceptance:
         """From `.92,.6`. Raises `InvalidValueError`."""
         try:
             rates = cls(*map(float, text.split(",")))
@@ -48,7 +48,9 @@ class SyntheticVerifier(ModelVerifier):
     and position. With `fill`, prompt chunks are not run, save the last, which samples: their KV is random.
     """
 
-    def __init__(self, runner: ModelRunner, tier: Tier, acceptance: Acceptance, seed: int, *, fill: bool) -> None:
+    def __init__(
+        self, runner: ModelRunner, tier: Tier, acceptance: SyntheticAcceptance, seed: int, *, fill: bool
+    ) -> None:
         super().__init__(runner, tier)
         self.rate, self.seed, self.fill = acceptance.by(tier), seed, fill
 

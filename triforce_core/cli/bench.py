@@ -88,15 +88,15 @@ def device(
     as_json: JsonOption = False,
 ) -> None:
     """Times of each stage for a model's geometry with random weights, and decoding with synthetic acceptance."""
-    from triforce_core.bench.device import Load, bench_device, check
+    from triforce_core.bench.device import DeviceWorkload, bench_device, check
     from triforce_core.bench.geometry import geometry_of
     from triforce_core.bench.machine import quiet_machine
-    from triforce_core.bench.synthetic import Acceptance
+    from triforce_core.bench.synthetic import SyntheticAcceptance
     from triforce_core.models.device import torch_device
 
     require(fill in ("random", "prefill"), "fill", fill, "must be random or prefill")
-    rates = Acceptance.parse(acceptance)
-    load = Load(context, output, min(prefill, context), rates, seed, repeats, fill == "random")
+    rates = SyntheticAcceptance.parse(acceptance)
+    load = DeviceWorkload(context, output, min(prefill, context), rates, seed, repeats, fill == "random")
     shapes = geometry_of(geometry, drafter_geometry)
     torch_device(settings.device)  # refused before anything is waited for
     check(settings, shapes, load)
@@ -135,7 +135,7 @@ def pipeline(
 ) -> None:
     """Tiers that take turns against tiers that all work at once: three actors on this machine."""
     from actors.bench.paced import Pace
-    from actors.bench.pipeline import Load, bench_pipeline
+    from actors.bench.pipeline import PipelineWorkload, bench_pipeline
     from actors.bench.trace import draw_trace, write_trace
     from deploy.app import prepare_environment
     from triforce_core.bench.machine import quiet_machine
@@ -143,7 +143,7 @@ def pipeline(
     speculation = settings.speculation.model_copy(update={"micro_batches": micro_batches})
     placement = settings.placement if cores is None else settings.placement.model_copy(update=parse_cores(cores))
     settings = settings.model_copy(update={"speculation": speculation, "placement": placement})
-    load = Load(requests, context, output, SamplingParams(temperature), seed)
+    load = PipelineWorkload(requests, context, output, SamplingParams(temperature), seed)
     pace = Pace.parse(paced) if paced is not None else None
     progress = Console(stderr=True, highlight=False)
     prepare_environment()

@@ -18,7 +18,7 @@ from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption,
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import SamplingParams, Tier
-from triforce_core.text import OutputText, Piece, TokenText, joined
+from triforce_core.text import OutputText, TextDelta, TokenText, joined
 
 if TYPE_CHECKING:
     from triforce_core.engine.sequence import Stats
@@ -54,7 +54,7 @@ def generate(
     stops = stop_token_ids(settings.target.model)
     request = Request(prompt, max_tokens, sampling, seed, settings.speculation.effective, stops)
     console = Console(highlight=False, soft_wrap=True)
-    output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[Piece]()
+    output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[TextDelta]()
     with local_ranks(settings) as ranks:
         engine = load_local_engine(settings, ranks=ranks)
         choose_threads(engine, settings, Console(stderr=True, highlight=False).print)
@@ -99,7 +99,7 @@ def read_prompt(path: Path) -> str:
         raise InvalidValueError("prompt-file", str(path), f"is not UTF-8 text: {error.reason}") from None
 
 
-def show(console: Console, pieces: Iterable[Piece]) -> None:
+def show(console: Console, pieces: Iterable[TextDelta]) -> None:
     """Print pieces of one token each in the colours of their tiers; text that comes without a token has none.
 
     As segments, for `rich.text.Text` would replace tabs and drop control characters.

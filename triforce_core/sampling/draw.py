@@ -1,4 +1,4 @@
-"""Draw one token a row under shared noise (architecture, section 3)."""
+"""Draw one token a row, with noise that all tiers share (noise.py)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Warping: from a model's logits to the law that a request asked for. Pure, row by row.
+"""Warping: from a model's logits to the distribution that a request asked for. Pure, row by row.
 
 The order is that of transformers' `generate`: temperature, top-k, top-p, min-p.
 """

@@ -16,7 +16,7 @@ def expected_tokens(alpha: float, lookahead: int) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockLaw:
+class BlockLengths:
     """How retrieval blocks come out, rounds never being cut."""
 
     rounds: float  # expected inner rounds of a block
@@ -27,10 +27,10 @@ class BlockLaw:
         return sum(length * p for length, p in self.lengths.items())
 
 
-def block_law(lookahead: int, draft_lookahead: int, alpha: float) -> BlockLaw:
+def block_lengths(lookahead: int, draft_lookahead: int, alpha: float) -> BlockLengths:
     """Rounds of 1 to γ1 + 1 tokens until there are at least γ2: a renewal process, position by position."""
     if lookahead == 0:
-        return BlockLaw(0.0, {0: 1.0})
+        return BlockLengths(0.0, {0: 1.0})
     gains = {1 + n: alpha**n * (1 - alpha) for n in range(draft_lookahead)}
     gains[1 + draft_lookahead] = alpha**draft_lookahead
     reached = [1.0] + [0.0] * (lookahead + draft_lookahead)
@@ -38,7 +38,7 @@ def block_law(lookahead: int, draft_lookahead: int, alpha: float) -> BlockLaw:
         for gain, p in gains.items():
             reached[tokens + gain] += reached[tokens] * p
     lengths = {n: reached[n] for n in range(lookahead, lookahead + draft_lookahead + 1)}
-    return BlockLaw(sum(reached[:lookahead]), lengths)
+    return BlockLengths(sum(reached[:lookahead]), lengths)
 
 
 def replica_bound(scenario: Scenario, users: int) -> float:
@@ -51,9 +51,9 @@ def replica_bound(scenario: Scenario, users: int) -> float:
     if not users:
         return 0.0
     retrieval, draft = scenario.lookaheads
-    law = block_law(retrieval, draft, scenario.acceptance.draft)
+    blocks = block_lengths(retrieval, draft, scenario.acceptance.draft)
     alpha = scenario.acceptance.retrieval
-    tokens = sum(p * expected_tokens(alpha, length) for length, p in law.lengths.items())
+    tokens = sum(p * expected_tokens(alpha, length) for length, p in blocks.lengths.items())
     batch = ceil(users / scenario.micro_batches)
     load = scenario.load
     context = sum(load.prompt_tokens) / len(load.prompt_tokens) + sum(load.output_tokens) / len(load.output_tokens) / 2
@@ -61,23 +61,23 @@ def replica_bound(scenario: Scenario, users: int) -> float:
     def seconds(tier: Tier, query_tokens: float) -> float:
         return StageTimes(scenario.stages.of(tier)).ms(batch, query_tokens, context) / 1e3
 
-    work = {Tier.TARGET: seconds(Tier.TARGET, 1 + law.mean_length)}  # a block's seconds on each tier
+    work = {Tier.TARGET: seconds(Tier.TARGET, 1 + blocks.mean_length)}  # a block's seconds on each tier
     if retrieval:
-        work[Tier.RETRIEVAL] = law.rounds * seconds(Tier.RETRIEVAL, 1 + draft)
+        work[Tier.RETRIEVAL] = blocks.rounds * seconds(Tier.RETRIEVAL, 1 + draft)
     if draft:
-        work[Tier.DRAFT] = law.rounds * draft * seconds(Tier.DRAFT, 1)
+        work[Tier.DRAFT] = blocks.rounds * draft * seconds(Tier.DRAFT, 1)
 
     def round_trip_s(upper: Tier, lower: Tier) -> float:
         seconds, jitter_s = scenario.link_s(upper, lower)
         return 2 * seconds + jitter_s  # the mean of two evenly distributed ones
 
-    trips = law.rounds * round_trip_s(Tier.RETRIEVAL, Tier.DRAFT) if draft else 0.0
+    trips = blocks.rounds * round_trip_s(Tier.RETRIEVAL, Tier.DRAFT) if draft else 0.0
     drafting = sum(s for tier, s in work.items() if tier is not Tier.TARGET) + trips
     cycle = drafting + work[Tier.TARGET]
     if retrieval:
         cycle += round_trip_s(Tier.TARGET, Tier.RETRIEVAL)
     if scenario.run_ahead and users < scenario.micro_batches:
-        right = sum(p * alpha ** (length + 1) for length, p in law.lengths.items())
+        right = sum(p * alpha ** (length + 1) for length, p in blocks.lengths.items())
         cycle = right * max(work[Tier.TARGET], drafting) + (1 - right) * cycle
     busiest = max(sum(work[tier] for tier in device) for device in scenario.devices)
     return tokens * min(users / cycle, batch / busiest)

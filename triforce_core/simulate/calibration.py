@@ -10,7 +10,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from triforce_core.config import invalid_value
 from triforce_core.errors import InvalidValueError
-from triforce_core.simulate.scenario import Acceptance, Hops, Stages, Strict
+from triforce_core.simulate.scenario import AssumedAcceptance, Hops, Stages, Strict
 
 
 class Calibration(Strict):
@@ -26,7 +26,7 @@ class BenchFigures(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True)
 
     calibration: Calibration
-    acceptance: Acceptance
+    acceptance: AssumedAcceptance
 
 
 def read_calibration(path: Path) -> dict[str, Any]:

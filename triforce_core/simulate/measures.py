@@ -29,7 +29,7 @@ class Window:
         return max(0.0, min(end_s, self.end_s) - max(start_s, self.start_s))
 
 
-class Pass(NamedTuple):
+class PassRecord(NamedTuple):
     """One forward pass on a device."""
 
     tier: Tier
@@ -89,7 +89,7 @@ class Result:
     """What one simulation gave."""
 
     recorder: Recorder
-    passes: dict[str, list[Pass]]  # by device, such as 0/draft+retrieval
+    passes: dict[str, list[PassRecord]]  # by device, such as 0/draft+retrieval
     mean_queues: dict[str, float]  # requests waiting, by replica and place
     failures: dict[str, int]  # by tier
     bound_tokens_per_s: float

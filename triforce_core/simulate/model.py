@@ -11,7 +11,7 @@ import simpy
 
 from triforce_core.simulate.bound import bound_tokens_per_s
 from triforce_core.simulate.measures import Recorder, Result, Window
-from triforce_core.simulate.replica import Replica
+from triforce_core.simulate.replica import SimulatedReplica
 from triforce_core.simulate.requests import Blocks, Request, Verification
 from triforce_core.simulate.scenario import Failure, Scenario
 from triforce_core.simulate.stage_times import StageTimes
@@ -31,7 +31,7 @@ class Simulation:
         self.unfinished, self.arrived = 0, 0
         self.drained = self.env.event()
         self.pipelines = [
-            Pipeline(Replica(self.env, self.recorder, scenario, self.times, index, self.finished))
+            Pipeline(SimulatedReplica(self.env, self.recorder, scenario, self.times, index, self.finished))
             for index in range(scenario.replicas)
         ]
 

@@ -16,7 +16,7 @@ from triforce_core.simulate.stage_times import StageTimes
 from triforce_core.simulate.stations import Device, Line
 
 
-class Replica:
+class SimulatedReplica:
     """One of those that share the load."""
 
     def __init__(

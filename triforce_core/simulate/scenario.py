@@ -64,7 +64,7 @@ class Hops(Strict):
     retrieval_draft: float = Field(0.0, ge=0)
 
 
-class Acceptance(Strict):
+class AssumedAcceptance(Strict):
     """Chance that a proposed token is accepted when those before it were."""
 
     retrieval: float = Field(ge=0, le=1, description="alpha2: a retrieval token, by the target")
@@ -123,7 +123,7 @@ class Scenario(Strict):
     """Everything that shapes one simulation."""
 
     stages: Stages
-    acceptance: Acceptance
+    acceptance: AssumedAcceptance
     load: Load
     hop_ms: Hops = Hops()
     jitter_ms: float = Field(0.0, ge=0, description="each message takes up to this much longer, evenly distributed")

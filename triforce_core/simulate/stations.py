@@ -10,7 +10,7 @@ from typing import Any, Generic, Protocol, TypeVar
 import simpy
 
 from triforce_core.messages import Tier
-from triforce_core.simulate.measures import Pass, Window
+from triforce_core.simulate.measures import PassRecord, Window
 
 Item = TypeVar("Item")
 Events = Generator[simpy.Event, Any, None]
@@ -34,7 +34,7 @@ class Device:
     def __init__(self, env: simpy.Environment, name: str) -> None:
         self.name = name
         self.slot = simpy.Resource(env, capacity=1)
-        self.passes: list[Pass] = []
+        self.passes: list[PassRecord] = []
 
 
 class Line(Generic[Item]):
@@ -128,7 +128,7 @@ class Station(ABC, Generic[Taken]):
                 except simpy.Interrupt:
                     lost = True
                 self.running = False
-                self.device.passes.append(Pass(self.tier, start, self.env.now, taken.batch))
+                self.device.passes.append(PassRecord(self.tier, start, self.env.now, taken.batch))
             if lost:
                 self.lose(taken)
             else:

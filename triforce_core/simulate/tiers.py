@@ -7,7 +7,7 @@ comes up to the target, is verified, and the next one is asked for.
 from __future__ import annotations
 
 from triforce_core.messages import Tier
-from triforce_core.simulate.replica import Replica
+from triforce_core.simulate.replica import SimulatedReplica
 from triforce_core.simulate.requests import Block, Blocks, Request, Verification, mean_context
 from triforce_core.simulate.stations import Line, Station, Taken
 
@@ -267,7 +267,7 @@ class TargetStation(TierStation[Verification]):
 class Pipeline:
     """The three stations of one replica, and what they do with its requests."""
 
-    def __init__(self, replica: Replica) -> None:
+    def __init__(self, replica: SimulatedReplica) -> None:
         self.replica = replica
         self.draft = DraftStation(self)
         self.retrieval = RetrievalStation(self)
