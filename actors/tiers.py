@@ -224,7 +224,8 @@ class RetrievalActor(LinkedActor):
 
     def verifier(self) -> Verifier:
         from actors.handover import SnapshotReceiver
-        from triforce_core.engine.assembly import load_retrieval_model, retrieval_kv, retrieval_verifier
+        from triforce_core.engine.assembly import retrieval_kv, retrieval_verifier
+        from triforce_core.engine.loading import load_retrieval_model
         from triforce_core.models.replay import LeadingRetrievalKV
 
         model = load_retrieval_model(self.settings, self.ranks)
@@ -293,7 +294,8 @@ class TargetActor(TierActor):
 
     def engine(self) -> Engine:
         from actors.handover import sink_for
-        from triforce_core.engine.assembly import full_kv, runners_of, target_engine
+        from triforce_core.engine.assembly import full_kv, target_engine
+        from triforce_core.engine.inspection import runners_of
         from triforce_core.models.replay import LeadingFullKV
 
         if not self.retrieval:
@@ -323,7 +325,8 @@ class TargetActor(TierActor):
 
     def _whole_chain(self) -> Engine:
         """All tiers here: the retrieval tier takes its snapshots as they are cut, and shares weights where it may."""
-        from triforce_core.engine.assembly import held_of, load_local_engine, runners_of
+        from triforce_core.engine.inspection import held_of, runners_of
+        from triforce_core.engine.loading import load_local_engine
 
         # Requests may ask for drafts where settings do not.
         engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks)

@@ -21,7 +21,7 @@ from tests.dist.decoding import Tiers
 from tests.dist.test_pipeline import SETTINGS, in_one_process, request
 from tests.starting import LocalRay, fake_nodes
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.assembly import load_local_engine
+from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import InvalidValueError, UnavailableError
 from triforce_core.messages import Tier
 

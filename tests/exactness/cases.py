@@ -16,8 +16,8 @@ from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
-from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, run_to_end, target_engine
-from triforce_core.engine.engine import Engine
+from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, target_engine
+from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import local_engine, run_to_end
+from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import KVCache
 from triforce_core.messages import SamplingParams

@@ -13,7 +13,8 @@ from tests.random_models import FAMILIES, random_pair, random_tokens, with_noise
 from tests.stating import spec
 from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine, runners_of
+from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Forward
 from triforce_core.kv.streaming import StreamingKV, WindowSettings

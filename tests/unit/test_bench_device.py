@@ -17,7 +17,7 @@ from triforce_core.bench.geometry import SHAPES, geometry_of
 from triforce_core.bench.geometry import random_model as model_of
 from triforce_core.bench.synthetic import SyntheticAcceptance, chance
 from triforce_core.config import TargetSettings, load_settings
-from triforce_core.engine.assembly import runners_of
+from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import GREEDY, Tier

@@ -15,7 +15,8 @@ from tests.random_models import random_model
 from tests.rank_process import RankProcess
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine import assembly, ranks
-from triforce_core.engine.assembly import load_local_engine, runner_for
+from triforce_core.engine.assembly import runner_for
+from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import InvalidValueError, UnavailableError, UnknownModelError, UnsupportedModelError
 from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV

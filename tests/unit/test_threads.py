@@ -10,9 +10,10 @@ import torch
 
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine import kept_threads, local_threads
-from triforce_core.engine.assembly import load_local_engine, runners_of
+from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.kept_threads import keep_threads
 from triforce_core.engine.limits import Limits
+from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.thread_search import Arrangement, ThreadSearch
 from triforce_core.engine.warm_up import LONG_PROMPT, PATIENCE_S, WarmUp

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import kernels_of, load_local_engine, run_to_end, runners_of
-from triforce_core.engine.engine import Engine
+from triforce_core.engine.engine import Engine, run_to_end
+from triforce_core.engine.inspection import kernels_of, runners_of
+from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require

@@ -24,8 +24,9 @@ from triforce_core.bench.stages import decoding, drafting, level_below, newest, 
 from triforce_core.bench.synthetic import SyntheticAcceptance, SyntheticVerifier
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import kernels_of, local_engine, runners_of
+from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
+from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward

@@ -9,8 +9,8 @@ from typing import Any
 
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
-from triforce_core.engine.assembly import load_local_engine
 from triforce_core.engine.engine import Engine
+from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.messages import Claim, Proposal, Proposer, SamplingParams, Span, Tier, Work

@@ -43,7 +43,8 @@ def generate(
     text = read_prompt(prompt_file)
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 
-    from triforce_core.engine.assembly import load_local_engine, run_to_end
+    from triforce_core.engine.engine import run_to_end
+    from triforce_core.engine.loading import load_local_engine
     from triforce_core.engine.local_threads import choose_threads
     from triforce_core.engine.ranks import local_ranks
     from triforce_core.engine.sequence import Request

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sized
-from typing import Any
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
-from triforce_core.attention import check_kernel, kernel_for
+from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.sequence import Output, Request
 from triforce_core.engine.target_kv import target_kv
 from triforce_core.errors import require
 from triforce_core.kv.base import KVCache
@@ -25,22 +23,10 @@ from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
-from triforce_core.models.fuse import fuse, is_fused
+from triforce_core.models.fuse import fuse
 from triforce_core.models.graphs import shaped_passes
-from triforce_core.models.load import (
-    check_pair,
-    check_quantization,
-    check_same_vocabulary,
-    check_self_drafter,
-    context_length,
-    kv_geometry,
-    kv_shape,
-    load_config,
-    load_model,
-)
-from triforce_core.models.precision import resolved
-from triforce_core.models.quantize import quantize_weights
-from triforce_core.models.ranks import Group, Leader
+from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
+from triforce_core.models.ranks import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.ngram import NgramProposer
@@ -177,92 +163,3 @@ def local_engine(
         ranks.meet()
     below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)
     return target_engine(target, settings, below, sparse, kv=full, judge=judge)
-
-
-def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreTrainedModel:
-    """The weights of a retrieval tier that shares none: those of `retrieval.model` or a copy of the target's, quantised
-    where the settings want it. With a group, this rank's share of them.
-    """
-    own = settings.retrieval.model
-    name, role = (own, "self-drafter") if own else (settings.target.model, "target")
-    model = load_model(name, role, settings.dtype, settings.device, group)
-    if settings.retrieval.quantization:
-        quantize_weights(model, settings.retrieval.quantization)
-    return model
-
-
-def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
-    """The chain of the models that the settings name, checked to go together before any weights are loaded.
-
-    `drafting`: with the drafter; by default where the settings' own lookaheads use it. `ranks`: those that the settings
-    ask for, here to follow.
-    """
-    settings = resolved(settings)
-    here = ranks.world if ranks else 1
-    for tier in ("target", "retrieval"):
-        wanted = settings.ranks((tier,))
-        require(wanted == here, f"{tier}.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
-    if drafting is None:
-        drafting = settings.speculation.effective[1] > 0
-    drafter = settings.draft.weights if drafting else None
-    check_pair(settings.target.model, drafter)
-    if settings.retrieval.model:
-        check_self_drafter(settings.target.model, settings.retrieval.model)
-    check_quantization(settings.retrieval.quantization)
-
-    def load(name: str, role: str, group: Leader | None = None) -> PreTrainedModel:
-        check_kernel(settings, head_dim=kv_shape(load_config(name, role))[2])
-        return load_model(name, role, settings.dtype, settings.device, group)
-
-    return local_engine(
-        load(settings.target.model, "target", ranks),
-        load(drafter, "drafter") if drafter else None,
-        settings,
-        load_retrieval_model(settings, ranks) if settings.retrieval.own_weights else None,
-        ranks=ranks,
-    )
-
-
-def levels_of(engine: Engine) -> Iterator[ModelVerifier | ModelProposer | NgramProposer]:
-    """What does each tier's work, down the chain of one process; what drafts nothing is left out."""
-    level: Proposer = engine.decoder
-    while isinstance(level, SpeculativeDecoder):
-        assert isinstance(level.verifier, ModelVerifier)
-        yield level.verifier
-        level = level.proposer
-    if isinstance(level, ModelProposer | NgramProposer):
-        yield level
-
-
-def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
-    """Of each tier with a model."""
-    return {level.tier: level.runner for level in levels_of(engine) if not isinstance(level, NgramProposer)}
-
-
-def kernels_of(engine: Engine) -> dict[str, dict[str, Any]]:
-    """By tier: whether its model runs fused kernels, and how many passes of constant shape it has."""
-    return {
-        tier.name.lower(): {
-            "fused": is_fused(runner.model),
-            "shapes": len(runner.shaped.passes) if runner.shaped else 0,
-        }
-        for tier, runner in runners_of(engine).items()
-    }
-
-
-def held_of(engine: Engine) -> dict[Tier, Sized]:
-    """The sequences that each tier holds."""
-    return {
-        level.tier: level.held if isinstance(level, NgramProposer) else level.runner.kv.held
-        for level in levels_of(engine)
-    }
-
-
-def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
-    """Submit requests and run the loop until all have finished, yielding what is committed as it comes."""
-    left = {engine.submit(request) for request in requests}
-    while left:
-        for output in engine.run_once():
-            if output.finish_reason:
-                left.discard(output.sequence_id)
-            yield output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
 
 from triforce_core.doorbell import Doorbell
@@ -182,3 +183,13 @@ class Engine:
         if sequence.tokens[-1] in sequence.spec.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.spec.max_length else None
+
+
+def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
+    """Submit requests and run the loop until all have finished, yielding what is committed as it comes."""
+    left = {engine.submit(request) for request in requests}
+    while left:
+        for output in engine.run_once():
+            if output.finish_reason:
+                left.discard(output.sequence_id)
+            yield output

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import run_to_end, runners_of
-from triforce_core.engine.engine import Engine
+from triforce_core.engine.engine import Engine, run_to_end
+from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.kept_threads import keep_threads, kept_threads
 from triforce_core.engine.thread_search import Arrangement
 from triforce_core.engine.warm_up import WarmUp

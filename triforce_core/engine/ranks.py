@@ -12,14 +12,8 @@ from multiprocessing.context import SpawnProcess
 import torch
 
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import (
-    few_retrieval_tokens,
-    few_target_tokens,
-    full_kv,
-    load_retrieval_model,
-    retrieval_kv,
-    runner_for,
-)
+from triforce_core.engine.assembly import few_retrieval_tokens, few_target_tokens, full_kv, retrieval_kv, runner_for
+from triforce_core.engine.loading import load_retrieval_model
 from triforce_core.errors import require
 from triforce_core.messages import Tier
 from triforce_core.models.files import check_ranks, load_config

@@ -1,0 +1,49 @@
+"""What a chain that is built in one process consists of: its levels, their runners, and what each of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.engine import Engine
+from triforce_core.messages import Proposer, Tier
+from triforce_core.models.fuse import is_fused
+from triforce_core.models.runner import ModelRunner
+from triforce_core.ngram import NgramProposer
+from triforce_core.roles import ModelProposer, ModelVerifier
+
+
+def levels_of(engine: Engine) -> Iterator[ModelVerifier | ModelProposer | NgramProposer]:
+    """What does each tier's work, down the chain of one process; what drafts nothing is left out."""
+    level: Proposer = engine.decoder
+    while isinstance(level, SpeculativeDecoder):
+        assert isinstance(level.verifier, ModelVerifier)
+        yield level.verifier
+        level = level.proposer
+    if isinstance(level, ModelProposer | NgramProposer):
+        yield level
+
+
+def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
+    """Of each tier with a model."""
+    return {level.tier: level.runner for level in levels_of(engine) if not isinstance(level, NgramProposer)}
+
+
+def kernels_of(engine: Engine) -> dict[str, dict[str, Any]]:
+    """By tier: whether its model runs fused kernels, and how many passes of constant shape it has."""
+    return {
+        tier.name.lower(): {
+            "fused": is_fused(runner.model),
+            "shapes": len(runner.shaped.passes) if runner.shaped else 0,
+        }
+        for tier, runner in runners_of(engine).items()
+    }
+
+
+def held_of(engine: Engine) -> dict[Tier, Sized]:
+    """The sequences that each tier holds."""
+    return {
+        level.tier: level.held if isinstance(level, NgramProposer) else level.runner.kv.held
+        for level in levels_of(engine)
+    }

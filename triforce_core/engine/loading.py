@@ -1,0 +1,66 @@
+"""Models from disk: those that the settings name, checked to go together, for a chain or for one tier of it."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedModel
+
+from triforce_core.attention import check_kernel
+from triforce_core.config import Settings
+from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.engine import Engine
+from triforce_core.errors import require
+from triforce_core.models.load import (
+    check_pair,
+    check_quantization,
+    check_self_drafter,
+    kv_shape,
+    load_config,
+    load_model,
+)
+from triforce_core.models.precision import resolved
+from triforce_core.models.quantize import quantize_weights
+from triforce_core.models.ranks import Group, Leader
+
+
+def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreTrainedModel:
+    """The weights of a retrieval tier that shares none: those of `retrieval.model` or a copy of the target's, quantised
+    where the settings want it. With a group, this rank's share of them.
+    """
+    own = settings.retrieval.model
+    name, role = (own, "self-drafter") if own else (settings.target.model, "target")
+    model = load_model(name, role, settings.dtype, settings.device, group)
+    if settings.retrieval.quantization:
+        quantize_weights(model, settings.retrieval.quantization)
+    return model
+
+
+def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
+    """The chain of the models that the settings name, checked to go together before any weights are loaded.
+
+    `drafting`: with the drafter; by default where the settings' own lookaheads use it. `ranks`: those that the settings
+    ask for, here to follow.
+    """
+    settings = resolved(settings)
+    here = ranks.world if ranks else 1
+    for tier in ("target", "retrieval"):
+        wanted = settings.ranks((tier,))
+        require(wanted == here, f"{tier}.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
+    if drafting is None:
+        drafting = settings.speculation.effective[1] > 0
+    drafter = settings.draft.weights if drafting else None
+    check_pair(settings.target.model, drafter)
+    if settings.retrieval.model:
+        check_self_drafter(settings.target.model, settings.retrieval.model)
+    check_quantization(settings.retrieval.quantization)
+
+    def load(name: str, role: str, group: Leader | None = None) -> PreTrainedModel:
+        check_kernel(settings, head_dim=kv_shape(load_config(name, role))[2])
+        return load_model(name, role, settings.dtype, settings.device, group)
+
+    return local_engine(
+        load(settings.target.model, "target", ranks),
+        load(drafter, "drafter") if drafter else None,
+        settings,
+        load_retrieval_model(settings, ranks) if settings.retrieval.own_weights else None,
+        ranks=ranks,
+    )
