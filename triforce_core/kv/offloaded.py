@@ -126,6 +126,6 @@ class OffloadedKV(FullKV):
             for row in batch.rows:
                 copy_slots(staging.pool, self.host[layer - self.resident_layers], row.placed.writes)
 
-    def _read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
         self.stream.wait()  # the last pass's KV may be on its way
-        return super()._read(pool, kv_heads, slots)
+        return super().read(pool, kv_heads, slots)

@@ -1,0 +1,180 @@
+"""Cutting snapshots of the full cache: which chunks the retrieval tier gets, and the copies of their KV."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from triforce_core.kv.base import Held, KVGeometry
+from triforce_core.kv.ranges import sliced
+from triforce_core.kv.selectors import Selector
+from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
+
+LANDMARKED_TOGETHER = 1024  # chunks whose keys are copied together
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where a snapshot has which chunk; after its chunks come the tokens from the last complete one to `position`."""
+
+    chunks: Tensor  # [layers, kv_heads, places] int64
+    chunk: int
+    position: int
+
+
+@dataclass(slots=True)
+class FullHeld(Held):
+    """Adds what selecting chunks needs: the queries of the last pass, and the landmarks of complete chunks so far."""
+
+    query_positions: range = range(0)
+    queries: list[Tensor | None] = field(default_factory=list)  # a layer: [heads, len(query_positions), head_dim]
+    landmarks: list[Tensor | None] = field(default_factory=list)  # a layer: [kv_heads, chunks, …], beside its pool
+    landmarked: int = 0  # tokens covered by landmarks
+    snapshots_cut: int = 0
+    layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
+
+
+class Pools(Protocol):
+    """The full cache, as far as cutting reads it."""
+
+    geometry: KVGeometry
+    keys: list[Tensor]  # a layer: [kv_heads, pool_tokens, head_dim], on the device or elsewhere
+    values: list[Tensor]  # same
+
+    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+        """A copy of keys or values of a layer, [*shape, head_dim], where its pool lies: not always the device.
+
+        `kv_heads` and `slots` broadcast to `shape`.
+        """
+        ...
+
+
+class SnapshotCutter:
+    """Cuts one snapshot of one sequence, and notes in `held` what the next one can build on."""
+
+    def __init__(self, pools: Pools, held: FullHeld, position: int, chunks: ChunkSettings, selector: Selector) -> None:
+        """Of the KV below `position`, which must be settled and held."""
+        assert position <= held.cached, "a snapshot is cut of settled KV"
+        self.pools, self.held, self.position, self.settings, self.selector = pools, held, position, chunks, selector
+        self.geometry, self.chunk = pools.geometry, chunks.chunk
+        device = self.geometry.device
+        ranges = [torch.arange(start, stop, device=device) for start, stop in sliced(held.ranges, 0, position)]
+        self.slots = torch.cat(ranges or [torch.arange(0, device=device)])  # of each token, [position] int64
+
+    def cut(self, sequence_id: int, base: int) -> Snapshot:
+        """As changes to the snapshot of version `base` where its layout is known and fits; else whole, the chunks in
+        the order of the text. The snapshot becomes the sequence's latest.
+        """
+        chosen = self.choose()
+        before = self._layout_before(base)
+        known = chosen[..., :0] if before is None else before.chunks
+        complete = self.position // self.chunk
+        arranged, fresh = arrange(known, chosen, complete)
+        kept = min(known.shape[-1], chosen.shape[-1])
+        changes = None
+        if before is not None:
+            replaced = fresh[..., :kept]
+            changes = self._changes(base, kept * self.chunk, replaced.nonzero(), arranged[..., :kept][replaced])
+        offsets = torch.arange(self.chunk, device=self.slots.device)
+        tokens = (arranged[..., kept:, None] * self.chunk + offsets).flatten(2)
+        rest = torch.arange(complete * self.chunk, self.position, device=self.slots.device)
+        keys, values = self._copy(torch.cat([tokens, rest.expand(*tokens.shape[:2], -1)], dim=2))
+        version = self._remember(Layout(arranged, self.chunk, self.position), changes)
+        return Snapshot(sequence_id, version, self.position, keys, values, changes)
+
+    def _layout_before(self, base: int) -> Layout | None:
+        """Of the snapshot of this version, where changes to it can be stated: it is remembered, not of a longer text,
+        and of chunks of the same size.
+        """
+        before = self.held.layouts.get(base)
+        if before is not None and (before.position > self.position or before.chunk != self.chunk):
+            return None
+        return before
+
+    def _remember(self, layout: Layout, changes: Changes | None) -> int:
+        """The version of the snapshot with this layout. The next may state changes to it, or to its own base."""
+        held = self.held
+        held.snapshots_cut += 1
+        base = {changes.base: held.layouts[changes.base]} if changes else {}
+        held.layouts = {**base, held.snapshots_cut: layout}
+        return held.snapshots_cut
+
+    # -- which chunks ----------------------------------------------------------------------------------------------
+
+    def choose(self) -> Tensor:
+        """The complete chunks of the snapshot, [layers, kv_heads, chunks] int64, ascending: those that the last query
+        attends to most, chosen per layer and KV head, the first chunk and the local window among them.
+        """
+        layers, kv_heads = self.geometry.num_layers, self.geometry.num_kv_heads
+        local_start, num_chosen = self.settings.split(self.position)
+        first_local, complete = local_start // self.chunk, self.position // self.chunk
+        if num_chosen == first_local:  # all fit
+            return torch.arange(complete, device=self.slots.device).expand(layers, kv_heads, -1)
+        best = []
+        for layer in range(layers):
+            scores = self._scores(layer, local_start)
+            scores[:, 0] = torch.inf  # the attention sinks
+            best.append(scores.topk(num_chosen, dim=-1).indices.sort(-1).values)
+        self.held.landmarked = max(self.held.landmarked, local_start)
+        local = torch.arange(first_local, complete, device=self.slots.device).expand(layers, kv_heads, -1)
+        return torch.cat([torch.stack(best), local], dim=2)
+
+    def _scores(self, layer: int, local_start: int) -> Tensor:
+        """How much the queries before `position` want each chunk below `local_start`, [kv_heads, chunks] float32."""
+        held = self.held
+        known, landmarks = held.landmarked // self.chunk, held.landmarks[layer]
+        if landmarks is not None:
+            landmarks = landmarks[:, :known]
+        if known * self.chunk < local_start:
+            new = self._landmarks(layer, self.slots[known * self.chunk : local_start])
+            landmarks = new if landmarks is None or not known else torch.cat([landmarks, new], dim=1)
+        assert landmarks is not None
+        held.landmarks[layer] = landmarks
+        queries = held.queries[layer]
+        assert queries is not None
+        usable = max(1, self.position - held.query_positions.start)  # later ones saw tokens that were not accepted
+        return self.selector.scores(queries[:, :usable], landmarks[:, : local_start // self.chunk].to(queries.device))
+
+    def _landmarks(self, layer: int, slots: Tensor) -> Tensor:
+        """Of the chunks in `slots`, [kv_heads, chunks, …] where the layer's pool lies. Copies few keys at a time."""
+        few_slots = slots.split(LANDMARKED_TOGETHER * self.chunk)
+        keys = (self.pools.read(self.pools.keys[layer], self._all_heads(), few) for few in few_slots)
+        return torch.cat([self.selector.landmarks(few.unflatten(1, (-1, self.chunk))) for few in keys], dim=1)
+
+    # -- the copies ------------------------------------------------------------------------------------------------
+
+    def _changes(self, base: int, kept: int, places: Tensor, chunks: Tensor) -> Changes:
+        """`kept` tokens stay, but `chunks` [replaced] come to `places` [replaced, (layer, kv_head, place)]."""
+        layers, kv_heads, within = places.unbind(1)
+        offsets = torch.arange(self.chunk, device=self.slots.device)
+        slots = self.slots[chunks[:, None] * self.chunk + offsets]  # [replaced, chunk]
+        keys, values = self._empty(len(places), self.chunk)
+        first = 0
+        for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):
+            rows = slice(first, first + count)
+            keys[rows] = self.pools.read(self.pools.keys[layer], kv_heads[rows, None], slots[rows])
+            values[rows] = self.pools.read(self.pools.values[layer], kv_heads[rows, None], slots[rows])
+            first = rows.stop
+        packed = (layers * self.geometry.num_kv_heads + kv_heads) * (kept // self.chunk) + within
+        return Changes(base, kept, packed.int(), keys, values)
+
+    def _copy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """The keys and the values of `tokens` [layers, kv_heads, tokens], [layers, kv_heads, tokens, head_dim] each."""
+        keys, values = self._empty(*tokens.shape)
+        for layer in range(self.geometry.num_layers):
+            slots = self.slots[tokens[layer]]
+            keys[layer] = self.pools.read(self.pools.keys[layer], self._all_heads(), slots)
+            values[layer] = self.pools.read(self.pools.values[layer], self._all_heads(), slots)
+        return keys, values
+
+    def _all_heads(self) -> Tensor:
+        return torch.arange(self.geometry.num_kv_heads, device=self.slots.device)[:, None]
+
+    def _empty(self, *shape: int) -> tuple[Tensor, Tensor]:
+        """For keys and for values, of this shape but the last dimension."""
+        size = (2, *shape, self.geometry.head_dim)
+        keys, values = torch.empty(size, dtype=self.geometry.dtype, device=self.geometry.device)
+        return keys, values
