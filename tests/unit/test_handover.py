@@ -59,7 +59,7 @@ def snapshot_of(
 
     changes = None
     if base:
-        places = torch.arange(replaced, dtype=torch.int32)
+        places = torch.arange(3 * replaced, dtype=torch.int32).reshape(replaced, 3)
         changes = Changes(base, 16, places, kv(replaced, 4, 8), kv(replaced, 4, 8))
     return Snapshot(sequence_id, version, 50, kv(2, 3, 9, 8), kv(2, 3, 9, 8), changes)
 

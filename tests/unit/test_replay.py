@@ -8,6 +8,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import deque
+from itertools import product
 from typing import Any
 
 import pytest
@@ -98,11 +99,12 @@ class Source:
         tokens = self.rng.choice([8, 16, 24])
         if before is not None and self.rng.random() < 0.7:
             kept = before.num_tokens // CHUNK * CHUNK
-            count = LAYERS * HEADS * (kept // CHUNK)
-            places = torch.tensor(sorted(self.rng.sample(range(count), self.rng.randrange(count // 3))))
+            everywhere = list(product(range(LAYERS), range(HEADS), range(kept // CHUNK)))
+            chosen = sorted(self.rng.sample(everywhere, self.rng.randrange(len(everywhere) // 3)))
+            places = torch.tensor(chosen, dtype=torch.int32).reshape(-1, 3)
             base = self.rng.choice([before.version] * 4 + [max(1, before.version - 1)])
             keys, values = self.random(len(places), CHUNK), self.random(len(places), CHUNK)
-            changes, tokens = Changes(base, kept, places.int(), keys, values), self.rng.choice([0, 4, 8])
+            changes, tokens = Changes(base, kept, places, keys, values), self.rng.choice([0, 4, 8])
         keys, values = self.random(LAYERS, HEADS, tokens), self.random(LAYERS, HEADS, tokens)
         self.latest[sequence_id] = Snapshot(sequence_id, version, position, keys, values, changes)
         return self.latest[sequence_id]

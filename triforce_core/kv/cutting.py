@@ -148,7 +148,7 @@ class SnapshotCutter:
 
     def _changes(self, base: int, kept: int, places: Tensor, chunks: Tensor) -> Changes:
         """`kept` tokens stay, but `chunks` [replaced] come to `places` [replaced, (layer, kv_head, place)]."""
-        layers, kv_heads, within = places.unbind(1)
+        layers, kv_heads, _ = places.unbind(1)
         offsets = torch.arange(self.chunk, device=self.slots.device)
         slots = self.slots[chunks[:, None] * self.chunk + offsets]  # [replaced, chunk]
         keys, values = self._empty(len(places), self.chunk)
@@ -158,8 +158,7 @@ class SnapshotCutter:
             keys[rows] = self.pools.read(self.pools.keys[layer], kv_heads[rows, None], slots[rows])
             values[rows] = self.pools.read(self.pools.values[layer], kv_heads[rows, None], slots[rows])
             first = rows.stop
-        packed = (layers * self.geometry.num_kv_heads + kv_heads) * (kept // self.chunk) + within
-        return Changes(base, kept, packed.int(), keys, values)
+        return Changes(base, kept, places.int(), keys, values)
 
     def _copy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """The keys and the values of `tokens` [layers, kv_heads, tokens], [layers, kv_heads, tokens, head_dim] each."""

@@ -154,9 +154,7 @@ class RetrievalKV(FixedKV):
             return
         device = self.geometry.device
         slots = torch.cat([torch.arange(a, b, device=device) for a, b in sliced(held.ranges, 0, changes.kept)])
-        layer_heads = changes.places.long() // (changes.kept // chunk)
-        layers, kv_heads = layer_heads // self.geometry.num_kv_heads, layer_heads % self.geometry.num_kv_heads
-        places = changes.places.long() % (changes.kept // chunk)
+        layers, kv_heads, places = changes.places.long().unbind(1)
         into = slots[places[:, None] * chunk + torch.arange(chunk, device=device)]  # [replaced, chunk]
         first = 0
         for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):

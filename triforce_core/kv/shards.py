@@ -8,7 +8,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from triforce_core.errors import require
 from triforce_core.kv.snapshot import Changes, Snapshot
@@ -32,34 +31,23 @@ def split(snapshot: Snapshot, world: int) -> list[Snapshot]:
 
 
 def _joined(parts: list[Changes], kv_heads: int) -> Changes:
-    """Of ranks with `kv_heads` each: their places among all KV heads, ascending again."""
-    found: list[Tensor] = []
+    """Of ranks with `kv_heads` each: their places among all KV heads, in order again."""
+    found = []
     for rank, changes in enumerate(parts):
-        layers, within = _by_layer(changes, kv_heads)
-        found.append((layers * len(parts) + rank) * _places(changes, kv_heads) + within)
+        layers, heads, places = changes.places.unbind(1)
+        found.append(torch.stack([layers, rank * kv_heads + heads, places], dim=1))
     places = torch.cat(found)
-    order = places.argsort()
+    order = places[:, 0].argsort(stable=True)  # within a layer, a rank's heads follow those of the rank before
     keys, values = (torch.cat([changes.keys for changes in parts]), torch.cat([changes.values for changes in parts]))
-    return replace(parts[0], places=places[order].int(), keys=keys[order], values=values[order])
+    return replace(parts[0], places=places[order], keys=keys[order], values=values[order])
 
 
 def _divided(changes: Changes, kv_heads: int, world: int) -> list[Changes]:
-    layers, within = _by_layer(changes, kv_heads)
-    share = _places(changes, kv_heads // world)
+    share = kv_heads // world
+    layers, heads, places = changes.places.unbind(1)
     divided = []
     for rank in range(world):
-        mine = within // max(1, share) == rank
-        places = (layers * share + within - rank * share)[mine]
-        divided.append(replace(changes, places=places.int(), keys=changes.keys[mine], values=changes.values[mine]))
+        mine = heads // share == rank
+        own = torch.stack([layers, heads - rank * share, places], dim=1)[mine]
+        divided.append(replace(changes, places=own, keys=changes.keys[mine], values=changes.values[mine]))
     return divided
-
-
-def _by_layer(changes: Changes, kv_heads: int) -> tuple[Tensor, Tensor]:
-    """The layer of each place, and which place of the layer it is, both int64."""
-    places, in_layer = changes.places.long(), max(1, _places(changes, kv_heads))
-    return places // in_layer, places % in_layer
-
-
-def _places(changes: Changes, kv_heads: int) -> int:
-    """How many chunks the earlier snapshot has in one layer of `kv_heads`."""
-    return kv_heads * (changes.kept // changes.keys.shape[1])

@@ -23,7 +23,7 @@ class Changes:
 
     base: int  # the version of that snapshot; of no use to a tier that holds another
     kept: int
-    places: Tensor  # [replaced] int32: (layer * kv_heads + kv_head) * (kept // chunk) + the chunk's place, ascending
+    places: Tensor  # [replaced, 3] int32: layer, KV head, and place among that head's chunks; in ascending order
     keys: Tensor  # [replaced, chunk, head_dim], rotated to absolute positions
     values: Tensor  # same
 
