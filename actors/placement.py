@@ -19,7 +19,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.fit import Bundle, Node, misfit
-from actors.ranks import RankActor, rank_name
+from actors.rank_actors import RankActor, rank_name
 from actors.tiers import LOOPBACK, DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError

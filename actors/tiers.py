@@ -22,7 +22,7 @@ import ray
 
 from actors.cores import keep_awake, keep_to
 from actors.links import LOOK_UP_S, RemoteProposer
-from actors.ranks import lead
+from actors.rank_actors import lead
 from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import DeviceGroup, Settings
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from triforce_core.engine.engine import Engine
     from triforce_core.engine.limits import Limits
     from triforce_core.kv.retrieval import RetrievalKV
-    from triforce_core.models.ranks import Leader
+    from triforce_core.models.rank_group import Leader
     from triforce_core.models.runner import ModelRunner
 
 CONNECT_TIMEOUT_S = 30.0
@@ -233,7 +233,7 @@ class RetrievalActor(LinkedActor):
         kv: RetrievalKV | LeadingRetrievalKV
         kv = own_kv if self.ranks is None else LeadingRetrievalKV(own_kv, self.ranks)
         if self.ranks is not None:
-            self.ranks.meet()
+            self.ranks.barrier()
         self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
         verifier = retrieval_verifier(model, kv, self.settings)
         self.runners[Tier.RETRIEVAL] = verifier.runner
@@ -303,7 +303,7 @@ class TargetActor(TierActor):
         model, doorbell = self.load(self.settings.target.model, "target", self.ranks), Doorbell()
         kv = full_kv(model, self.settings)
         if self.ranks is not None:
-            self.ranks.meet()
+            self.ranks.barrier()
         link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
         self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
         engine = target_engine(

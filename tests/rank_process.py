@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 
 from triforce_core.config import Settings
-from triforce_core.models.ranks import Leader, Meeting
+from triforce_core.models.rank_group import Leader, Rendezvous
 
 
 class RankProcess:
@@ -29,9 +29,9 @@ class RankProcess:
         """This process as rank 0 of a process with these tiers."""
         if not self.process.is_alive():  # a test before this one has failed
             self.start()
-        meeting = Meeting(2)
-        self.calls.send((settings, tiers, meeting.invitation(1)))
-        leader = meeting.lead(settings.device)
+        rendezvous = Rendezvous(2)
+        self.calls.send((settings, tiers, rendezvous.endpoint(1)))
+        leader = rendezvous.lead(settings.device)
         try:
             yield leader
             leader.stop()
@@ -45,7 +45,7 @@ class RankProcess:
 
 
 def follow_each(calls: Connection) -> None:
-    from triforce_core.engine.ranks import follow
+    from triforce_core.engine.followers import follow
 
     while True:
         try:

@@ -26,8 +26,8 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import UnavailableError
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import SamplingParams, Tier
-from triforce_core.models import ranks
-from triforce_core.models.ranks import COLLECTIVE_TIMEOUT_S, Leader, pass_timeout_s
+from triforce_core.models import rank_group
+from triforce_core.models.rank_group import COLLECTIVE_TIMEOUT_S, Leader, pass_timeout_s
 
 pytestmark = pytest.mark.slow
 SETTINGS = load_settings(
@@ -116,7 +116,7 @@ def test_a_follower_that_hangs_is_noticed_soon(monkeypatch: pytest.MonkeyPatch, 
         raise Ended
 
     monkeypatch.setattr(Leader, "end", end)
-    monkeypatch.setattr(ranks, "PASS_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(rank_group, "PASS_TIMEOUT_S", 1.0)
     rank = RankProcess()
     asked = Request(tuple(range(1, 60)), 20, SamplingParams(0.0), 0, (4, 2))
     nothing = torch.zeros(1, 1, 0, 8)

@@ -26,7 +26,7 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import load_model
-from triforce_core.models.ranks import Leader
+from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingRetrievalKV
 
 NUM_TOKENS = 40
@@ -86,7 +86,7 @@ def divided(settings: Settings, ranks: Leader, tiers: tuple[str, ...]) -> Engine
     retrieval = load_model(own, "self-drafter", dtype, "cpu", ranks if "retrieval" in tiers else None)
     drafts = draft_proposer(load_model(settings.draft.model, "drafter", dtype, "cpu"), settings)
     full, sparse = full_kv(target, settings), retrieval_kv(retrieval, settings)
-    ranks.meet()
+    ranks.barrier()
     if tiers == ("target",):
         below = retrieval_decoder(retrieval, sparse, drafts, settings)
         return target_engine(target, settings, below, sparse, kv=LeadingFullKV(full, ranks, gathered=True))

@@ -1,4 +1,4 @@
-"""Captured passes on the GPU: what they propose is what their twins propose, and in float32 what ordinary passes do."""
+"""Captured passes on the GPU propose what eager passes propose, and in float32 what ordinary passes do."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ def decoded(dtype: str, graphs: str, temperature: float) -> Outcome:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-def test_a_graph_does_what_its_twin_does(dtype: str, temperature: float) -> None:
-    graphs, twins = (decoded(dtype, mode, temperature) for mode in ("on", "eager"))
-    assert graphs.tokens == twins.tokens
-    assert graphs.tallies == twins.tallies
+def test_a_graph_does_what_its_eager_pass_does(dtype: str, temperature: float) -> None:
+    graphs, eager = (decoded(dtype, mode, temperature) for mode in ("on", "eager"))
+    assert graphs.tokens == eager.tokens
+    assert graphs.tallies == eager.tallies
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

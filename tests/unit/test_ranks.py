@@ -14,7 +14,7 @@ from tests.command_line import Refusals
 from tests.random_models import random_model
 from tests.rank_process import RankProcess
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine import assembly, ranks
+from triforce_core.engine import assembly, followers
 from triforce_core.engine.assembly import runner_for
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import InvalidValueError, UnavailableError, UnknownModelError, UnsupportedModelError
@@ -23,7 +23,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.models.files import check_ranks
 from triforce_core.models.load import ATTENTION
-from triforce_core.models.ranks import Meeting, follow_leader
+from triforce_core.models.rank_group import Rendezvous, follow_leader
 from triforce_core.models.replay import LeadingKV
 from triforce_core.models.runner import ModelRunner
 
@@ -71,16 +71,16 @@ def test_every_rank_makes_its_runners_in_the_same_order(monkeypatch: pytest.Monk
 
         world = 1
 
-        def meet(self) -> None: ...
+        def barrier(self) -> None: ...
 
     settings = load_settings(dtype="float32", draft={"model": "ngram"}, target={"kv_pool_tokens": 100})
-    monkeypatch.setattr(ranks, "load_model", lambda *_: model)
-    monkeypatch.setattr(ranks, "runner_for", recording)
+    monkeypatch.setattr(followers, "load_model", lambda *_: model)
+    monkeypatch.setattr(followers, "runner_for", recording)
     monkeypatch.setattr(assembly, "runner_for", recording)
-    ranks.replica_of(settings, ("target", "retrieval"), Alone())  # type: ignore[arg-type]
-    followers, made[:] = [*made], []
+    followers.replica_of(settings, ("target", "retrieval"), Alone())  # type: ignore[arg-type]
+    of_follower, made[:] = [*made], []
     assembly.local_engine(model, None, settings, ranks=Alone())  # type: ignore[arg-type]
-    assert followers == made == [RetrievalKV, FullKV]
+    assert of_follower == made == [RetrievalKV, FullKV]
 
 
 def test_what_generate_cannot_divide_it_refuses(refusals: Refusals) -> None:
@@ -89,10 +89,10 @@ def test_what_generate_cannot_divide_it_refuses(refusals: Refusals) -> None:
 
 
 def test_followers_that_do_not_come_are_not_waited_for_long() -> None:
-    meeting = Meeting(3)
+    rendezvous = Rendezvous(3)
     with pytest.raises(UnavailableError, match=r"only 0 of 2 other ranks came within 0.01 s"):
-        meeting.lead("cpu", timeout_s=0.01)
-    assert not meeting.folder.exists()
+        rendezvous.lead("cpu", timeout_s=0.01)
+    assert not rendezvous.folder.exists()
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -121,21 +121,21 @@ def test_what_a_follower_cannot_load_its_leader_raises() -> None:
         pytest.raises(UnknownModelError, match="'/nowhere' is not a directory"),
         process.lead(load_settings(dtype="float32", target={"model": "/nowhere"}), ("target",)) as leader,
     ):
-        leader.meet()
+        leader.barrier()
     process.process.join(10)
     assert process.process.exitcode == 1, "it cannot go on"
 
 
 def lead_for_ever(calls: Connection) -> None:
-    meeting = Meeting(2)
-    calls.send(meeting.invitation(1))
-    leader = meeting.lead("cpu")
-    leader.meet()
+    rendezvous = Rendezvous(2)
+    calls.send(rendezvous.endpoint(1))
+    leader = rendezvous.lead("cpu")
+    leader.barrier()
     calls.send("met")
     calls.recv()
 
 
 def follow_for_ever(calls: Connection) -> None:
     follower = follow_leader(calls.recv(), "cpu")
-    follower.meet()
-    follower.hear()
+    follower.barrier()
+    follower.receive()

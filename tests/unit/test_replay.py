@@ -37,7 +37,7 @@ class Wire:
         self.commands: deque[bytes] = deque()
         self.contents: deque[Snapshot] = deque()
 
-    def tell(self, command: object) -> None:
+    def broadcast(self, command: object) -> None:
         self.commands.append(pickle.dumps(command))
 
     def expect(self, num_tokens: int) -> None:
@@ -136,12 +136,12 @@ def test_a_follower_holds_what_its_leader_does(seed: int) -> None:
             source.latest.pop(sequence_id, None)
         if rng.random() < 0.2:
             while wire.commands:
-                replica.obey(pickle.loads(wire.commands.popleft()))
+                replica.execute(pickle.loads(wire.commands.popleft()))
             if not leading.taken:
                 assert host_side(theirs) == host_side(mine)
-    leading.release(99)  # tells what has come since
+    leading.release(99)  # broadcasts what has come since
     while wire.commands:
-        replica.obey(pickle.loads(wire.commands.popleft()))
+        replica.execute(pickle.loads(wire.commands.popleft()))
     whole.release(99)
     assert host_side(theirs) == host_side(mine) == host_side(whole)
     half = HEADS // 2
@@ -172,7 +172,7 @@ def test_a_follower_lays_out_its_pool_as_its_leader_does(seed: int) -> None:
         rng.shuffle(stated)
         leading.prepare([Forward(Span(i, 0, tuple(range(rng.randrange(1, 20))), spec(120)), 1) for i in stated])
     while wire.commands:
-        replica.obey(pickle.loads(wire.commands.popleft()))
+        replica.execute(pickle.loads(wire.commands.popleft()))
     assert {i: (h.tokens, h.ranges) for i, h in theirs.held.items()} == {
         i: (h.tokens, h.ranges) for i, h in mine.held.items()
     }

@@ -87,7 +87,7 @@ def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-class Twins:
+class Both:
     """Two caches with the same history: one runs passes of constant shape where they fit, the other never does."""
 
     def __init__(self, make: Callable[[], FixedKV | FullKV]) -> None:
@@ -112,9 +112,9 @@ class Twins:
             text += random_tokens(s.grown, seed=len(text) + s.sequence)
             self.texts[s.sequence] = text
             forwards.append(Forward(Span(s.sequence, 0, text, spec(length_of(s.sequence))), min(s.sampled, s.grown)))
-        batch, twin = self.ordinary.prepare(forwards), self.fixed.prepare(forwards)
-        assert [row.placed for row in batch.rows] == [row.placed for row in twin.rows]
-        self.attend(batch, twin)
+        batch, fixed = self.ordinary.prepare(forwards), self.fixed.prepare(forwards)
+        assert [row.placed for row in batch.rows] == [row.placed for row in fixed.rows]
+        self.attend(batch, fixed)
 
     def renew(self, sequence: int) -> None:
         text = self.texts.get(sequence, ())
@@ -132,17 +132,17 @@ class Twins:
         for kv in (self.ordinary, self.fixed):
             kv.release(sequence)
 
-    def attend(self, batch: Batch, twin: Batch) -> None:
+    def attend(self, batch: Batch, fixed: Batch) -> None:
         """Both attend to the same queries, keys and values; where the shape has tokens of its own, garbage."""
         if not batch.rows:
             return
-        fits = self.pass_.has_room(twin)
+        fits = self.pass_.has_room(fixed)
         tokens = [t for row in batch.rows for t in range(row.first, row.stop)]
-        places = [i * SHAPE.queries + t for i, row in enumerate(twin.rows) for t in range(row.stop - row.first)]
+        places = [i * SHAPE.queries + t for i, row in enumerate(fixed.rows) for t in range(row.stop - row.first)]
         if fits:
-            self.pass_.load(twin)
+            self.pass_.load(fixed)
             self.pass_.unpack()
-            self.check_inputs(twin, places)
+            self.check_inputs(fixed, places)
         for layer in range(LAYERS):
             seed = 1000 * layer + len(tokens)
             packed = [
@@ -150,12 +150,12 @@ class Twins:
             ]
             expected = self.ordinary.attend(layer, *packed, 0.3, batch)
             if not fits:
-                found = self.fixed.attend(layer, *packed, 0.3, twin)
+                found = self.fixed.attend(layer, *packed, 0.3, fixed)
             else:
                 spread = [1e4 * normal(seed, len(x), SHAPE.tokens, HEAD_DIM) for x in packed]
                 for wide, x in zip(spread, packed, strict=True):
                     wide[:, places] = x
-                output = self.pass_.attend(layer, *spread, 0.3, twin)
+                output = self.pass_.attend(layer, *spread, 0.3, fixed)
                 assert output.isfinite().all()
                 found = output[places]
                 self.compared += len(batch.rows)
@@ -165,7 +165,7 @@ class Twins:
                 own = torch.arange(ours[layer].shape[1]) != self.fixed.dump_slot
                 torch.testing.assert_close(ours[layer][:, own], theirs[layer][:, own], atol=0, rtol=0, equal_nan=True)
         if fits:
-            self.pass_.settle(twin)
+            self.pass_.settle(fixed)
             if isinstance(self.pass_, VerifyBatch):
                 self.pass_.queries.fill_(torch.nan)  # what is kept is nobody else's
         self.check_queries(batch)
@@ -188,28 +188,28 @@ class Twins:
 @given(histories)
 def test_any_history(make: Callable[[], FixedKV | FullKV], history: list[list[Statement]]) -> None:
     """Growth, rollback, moved windows, snapshots, sequences that come and go, in batches of any mixture."""
-    twins = Twins(make)
-    assert (twins.pass_.splits > 1) == (make in (long_retrieval, full))
+    both = Both(make)
+    assert (both.pass_.splits > 1) == (make in (long_retrieval, full))
     for passed in history:
-        twins.state(passed)
+        both.state(passed)
 
 
 @pytest.mark.parametrize("make", [streaming, retrieval, full])
 def test_a_long_history_has_passes_that_fit_and_others(make: Callable[[], FixedKV | FullKV]) -> None:
-    twins = Twins(make)
+    both = Both(make)
     for i in range(60):
-        twins.state([Statement(s, i % (s + 2), 1 + (i + s) % 5, 1, i in (1, 20 + s)) for s in range(3)])
-    assert 50 < twins.compared < 60 * 3 * LAYERS
+        both.state([Statement(s, i % (s + 2), 1 + (i + s) % 5, 1, i in (1, 20 + s)) for s in range(3)])
+    assert 50 < both.compared < 60 * 3 * LAYERS
 
 
 def test_a_sequence_in_several_ranges() -> None:
-    twins = Twins(full)
-    twins.state([Statement(s, 0, 60, 1, False) for s in (0, 1)])
-    twins.forget(0)
-    twins.state([Statement(2, 0, 120, 1, False)])  # where the first one was, and behind the second
+    both = Both(full)
+    both.state([Statement(s, 0, 60, 1, False) for s in (0, 1)])
+    both.forget(0)
+    both.state([Statement(2, 0, 120, 1, False)])  # where the first one was, and behind the second
     for i in range(12):
-        twins.state([Statement(s, i % 3, 1 + i % 5, 1, False) for s in (1, 2)])
-    assert twins.fragmented == 12 * LAYERS
+        both.state([Statement(s, i % 3, 1 + i % 5, 1, False) for s in (1, 2)])
+    assert both.fragmented == 12 * LAYERS
 
 
 def test_a_sequence_in_more_ranges_than_pieces_or_longer_than_is_read_does_not_fit() -> None:

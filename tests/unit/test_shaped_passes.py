@@ -22,7 +22,7 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import SequenceSpec, Span
 from triforce_core.models import graphs
-from triforce_core.models.graphs import ShapedPasses, TwinPass, doubling, shaped_passes
+from triforce_core.models.graphs import EagerPass, ShapedPasses, doubling, shaped_passes
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.without import say
 
@@ -86,9 +86,9 @@ def test_a_pass_depends_on_no_value(family: str, ranged: Ranged) -> None:
         ShapedBatch(kv, shape, kv.slots_each, ranged, 132),
         VerifyBatch(full, shape, 1000, ranged, 132, queries),
     ):
-        twin = TwinPass(model, batch)
-        assert twin.batch.splits > 1
-        assert (twin.run().shape, twin.run().dtype) == ((20, 256), torch.float32)
+        eager = EagerPass(model, batch)
+        assert eager.batch.splits > 1
+        assert (eager.run().shape, eager.run().dtype) == ((20, 256), torch.float32)
 
 
 @pytest.mark.parametrize(

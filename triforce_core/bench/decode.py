@@ -22,7 +22,7 @@ from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import DTYPES, load_tokenizer, resolve
-from triforce_core.models.ranks import Leader
+from triforce_core.models.rank_group import Leader
 from triforce_core.models.runner import ALL_THREADS, run_on
 
 Report = Callable[[str], None]

@@ -46,7 +46,7 @@ def decode(
     """Plain decoding against TriForce on the same held-out text, in alternating order."""
     from triforce_core.bench.decode import bench_decode
     from triforce_core.bench.machine import quiet_machine
-    from triforce_core.engine.ranks import local_ranks
+    from triforce_core.engine.followers import local_ranks
 
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force), local_ranks(settings) as ranks:

@@ -44,9 +44,9 @@ def generate(
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 
     from triforce_core.engine.engine import run_to_end
+    from triforce_core.engine.followers import local_ranks
     from triforce_core.engine.loading import load_local_engine
     from triforce_core.engine.local_threads import choose_threads
-    from triforce_core.engine.ranks import local_ranks
     from triforce_core.engine.sequence import Request
     from triforce_core.models.load import load_tokenizer, stop_token_ids
 

@@ -26,7 +26,7 @@ from triforce_core.messages import Proposer, Tier
 from triforce_core.models.fuse import fuse
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
-from triforce_core.models.ranks import Leader
+from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.ngram import NgramProposer
@@ -160,6 +160,6 @@ def local_engine(
         check_same_vocabulary(target.config, drafter.config)
         drafts = draft_proposer(drafter, settings)
     if ranks is not None:
-        ranks.meet()
+        ranks.barrier()
     below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)
     return target_engine(target, settings, below, sparse, kv=full, judge=judge)

@@ -19,7 +19,7 @@ from triforce_core.models.load import (
 )
 from triforce_core.models.precision import resolved
 from triforce_core.models.quantize import quantize_weights
-from triforce_core.models.ranks import Group, Leader
+from triforce_core.models.rank_group import Group, Leader
 
 
 def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreTrainedModel:

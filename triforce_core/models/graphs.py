@@ -2,8 +2,8 @@
 kernels, which is most of what a small model or a sparse cache costs on a GPU.
 
 There is one a shape (sequences, tokens of each). A batch goes to the smallest that has room for it; one that fits none
-takes an ordinary pass. Without capture the same code runs on any device: the twin, by which it is tested. The capture
-has not been run on a GPU yet. docs/decisions/0015-graphs.md
+takes an ordinary pass. Without capture the same code runs on any device: the eager pass, by which it is tested. The
+capture has not been run on a GPU yet. docs/decisions/0015-graphs.md
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ class Pass(Protocol):
         ...
 
 
-class TwinPass:
-    """What is captured, as it is."""
+class EagerPass:
+    """What is captured, run without capture."""
 
     def __init__(self, model: PreTrainedModel, batch: ShapedBatch) -> None:
         self.model, self.batch = model, batch
@@ -65,25 +65,25 @@ class TwinPass:
 
 
 class CapturedPass:
-    """A twin as a CUDA graph, in memory `pool`. Capturing runs passes over nothing: only the dump slot is written.
+    """An eager pass as a CUDA graph, in memory `pool`. Capturing runs passes over nothing: they write to the dump slot.
 
     `logits` [at least the shape's tokens, vocab] float32: of all that share it, the latest pass's.
     """
 
-    def __init__(self, twin: TwinPass, pool: Any, logits: Tensor) -> None:
-        self.batch, self.graph = twin.batch, torch.cuda.CUDAGraph()
-        self.logits = logits[: twin.batch.shape.tokens]
-        device = twin.batch.inputs.device
+    def __init__(self, eager: EagerPass, pool: Any, logits: Tensor) -> None:
+        self.batch, self.graph = eager.batch, torch.cuda.CUDAGraph()
+        self.logits = logits[: eager.batch.shape.tokens]
+        device = eager.batch.inputs.device
         with torch.cuda.device(device):
             side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
-                    twin.run()
+                    eager.run()
             current.wait_stream(side)
             # Other threads may use the GPU meanwhile: only this one must do nothing that a graph cannot hold.
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
-                self.logits.copy_(twin.run())
+                self.logits.copy_(eager.run())
 
     def run(self) -> Tensor:
         self.graph.replay()
@@ -151,32 +151,32 @@ def made(
 ) -> list[Pass]:
     """See `shaped_passes`."""
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
-    twins = [TwinPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
+    eager_passes = [EagerPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
     if fused:
-        compile_joins(twins, settings)
-    return captured(twins, model, kv) if capture else [*twins]
+        compile_joins(eager_passes, settings)
+    return captured(eager_passes, model, kv) if capture else [*eager_passes]
 
 
-def captured(twins: list[TwinPass], model: PreTrainedModel, kv: KVCache) -> list[Pass]:
+def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache) -> list[Pass]:
     """The passes as graphs, the largest first, so that the others fit into the memory that it leaves in the pool."""
     pool = torch.cuda.graph_pool_handle()
-    most = max(twin.batch.shape.tokens for twin in twins)
+    most = max(eager.batch.shape.tokens for eager in eager_passes)
     logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
-    largest_first = track(twins[::-1], f"capturing {len(twins)} graphs", console=Console(stderr=True))
-    return [CapturedPass(twin, pool, logits) for twin in largest_first]
+    largest_first = track(eager_passes[::-1], f"capturing {len(eager_passes)} graphs", console=Console(stderr=True))
+    return [CapturedPass(eager, pool, logits) for eager in largest_first]
 
 
-def compile_joins(twins: list[TwinPass], settings: Settings) -> None:
+def compile_joins(eager_passes: list[EagerPass], settings: Settings) -> None:
     """Have the attention to the passes' own tokens compiled, too; where that fails, as `fuse` does."""
     join: Join = compiled(joined_with_own)
     try:
         with compiling():
-            for twin in twins:
-                twin.batch.join = join
-                twin.run()
+            for eager in eager_passes:
+                eager.batch.join = join
+                eager.run()
     except Exception as error:  # a compiler that is broken may raise anything
-        for twin in twins:
-            twin.batch.join = joined_with_own
+        for eager in eager_passes:
+            eager.batch.join = joined_with_own
         give_up(settings, error)
 
 

@@ -31,7 +31,7 @@ from triforce_core.models.files import (
     resolve,
     stop_token_ids,
 )
-from triforce_core.models.ranks import Group
+from triforce_core.models.rank_group import Group
 
 __all__ = [
     "ATTENTION",
@@ -120,7 +120,7 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
     model.to(where).eval()
     if group is not None:
-        group.meet()  # the passes that follow have a deadline
+        group.barrier()  # the passes that follow have a deadline
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
 

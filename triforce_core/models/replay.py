@@ -2,7 +2,7 @@
 
 What a cache does on the host side is a function of the calls on it alone, so ranks need not agree on anything but
 those. The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; a pass is
-told by its `prepare`. On the other side `Replica` makes the same calls.
+broadcast by its `prepare`. On the other side `Replica` makes the same calls.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triforce_core.kv.selectors import Selector
 from triforce_core.kv.shards import split
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Tier
-from triforce_core.models.ranks import Follower, Leader, outline
+from triforce_core.models.rank_group import Follower, Leader, outline
 from triforce_core.models.runner import ModelRunner
 
 
@@ -75,7 +75,7 @@ class LeadingKV:
 
     def __init__(self, kv: KVCache, tier: Tier, ranks: Leader) -> None:
         self.kv, self.tier, self.ranks = kv, tier, ranks
-        self.order = threading.RLock()  # snapshots may come from other threads: commands are told as they are obeyed
+        self.order = threading.RLock()  # other threads bring snapshots; followers execute in the same order
 
     @property
     def geometry(self) -> KVGeometry:
@@ -91,23 +91,23 @@ class LeadingKV:
 
     def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
         with self.order:
-            self.tell(Open(self.tier, sequence_id, spec))
+            self.broadcast(Open(self.tier, sequence_id, spec))
             return self.kv.open(sequence_id, spec)
 
     def prepare(self, forwards: list[Forward]) -> Batch:
         with self.order:
-            self.tell(Pass(self.tier, forwards))
+            self.broadcast(Pass(self.tier, forwards))
             batch = self.kv.prepare(forwards)
             self.ranks.expect(batch.num_tokens)
             return batch
 
     def release(self, sequence_id: int) -> None:
         with self.order:
-            self.tell(Release(self.tier, sequence_id))
+            self.broadcast(Release(self.tier, sequence_id))
             self.kv.release(sequence_id)
 
-    def tell(self, command: Command) -> None:
-        self.ranks.tell(command)
+    def broadcast(self, command: Command) -> None:
+        self.ranks.broadcast(command)
 
 
 class LeadingFullKV(LeadingKV):
@@ -120,7 +120,7 @@ class LeadingFullKV(LeadingKV):
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot:
-        self.tell(Cut(sequence_id, position, chunks, selector, base, self.gathered))
+        self.broadcast(Cut(sequence_id, position, chunks, selector, base, self.gathered))
         snapshot = self.full.cut(sequence_id, position, chunks, selector, base)
         return self.ranks.gather(snapshot) if self.gathered else snapshot
 
@@ -153,18 +153,18 @@ class LeadingRetrievalKV(LeadingKV):
     # In one process with the target, each rank's share is there already.
 
     def deliver(self, snapshot: Snapshot) -> None:
-        self.tell(Deliver())
+        self.broadcast(Deliver())
         self.sparse.take(snapshot)
 
     def busy(self, sequence_id: int) -> bool:
         return False
 
-    def tell(self, command: Command) -> None:
+    def broadcast(self, command: Command) -> None:
         taken, self.taken = self.taken, []
         for shares in taken:
-            self.ranks.tell(Take([outline(share) for share in shares]))
+            self.ranks.broadcast(Take([outline(share) for share in shares]))
             self.ranks.scatter(shares[1:])
-        super().tell(command)
+        super().broadcast(command)
 
 
 class LeadingRunner(ModelRunner):
@@ -188,11 +188,11 @@ class Replica:
         self.last_cut: Snapshot | None = None
 
     def follow(self) -> None:
-        """Do as told until there is no more to do."""
-        while (command := self.group.hear()) is not None:
-            self.obey(command)
+        """Execute what the leader broadcasts until there is no more."""
+        while (command := self.group.receive()) is not None:
+            self.execute(command)
 
-    def obey(self, command: Command) -> None:
+    def execute(self, command: Command) -> None:
         match command:
             case Pass(tier, forwards):
                 self.runners[tier].forward(forwards)  # its logits are the leader's, too
@@ -219,5 +219,5 @@ class Replica:
 
     def cache(self, tier: Tier) -> KVCache:
         cache = self.full if tier is Tier.TARGET else self.sparse
-        assert cache is not None, "a leader tells of what it has"
+        assert cache is not None, "a leader broadcasts commands for caches that it has"
         return cache

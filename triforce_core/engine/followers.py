@@ -1,4 +1,4 @@
-"""The ranks of tensor parallelism: what a follower does from its start to its end, and followers as child processes."""
+"""Followers of tensor parallelism: what such a rank does from its start to its end, and ranks as child processes."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from triforce_core.errors import require
 from triforce_core.messages import Tier
 from triforce_core.models.files import check_ranks, load_config
 from triforce_core.models.load import load_model
-from triforce_core.models.ranks import Follower, Invitation, Leader, Meeting, follow_leader
+from triforce_core.models.rank_group import Endpoint, Follower, Leader, Rendezvous, follow_leader
 from triforce_core.models.replay import Replica
 
 STOP_TIMEOUT_S = 10.0
 
 
-def follow(settings: Settings, tiers: tuple[str, ...], invitation: Invitation) -> None:
+def follow(settings: Settings, tiers: tuple[str, ...], endpoint: Endpoint) -> None:
     """Be a rank of a process with these tiers, until its leader stops or ends."""
-    follower = follow_leader(invitation, settings.device)
+    follower = follow_leader(endpoint, settings.device)
     try:
         replica = replica_of(settings, tiers, follower)
     except Exception as error:
@@ -39,7 +39,7 @@ def follow(settings: Settings, tiers: tuple[str, ...], invitation: Invitation) -
 
 
 def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> Replica:
-    """Loads models in the order in which the leader does, and meets it once more when there is memory for KV."""
+    """Loads models in the order in which the leader does, and waits for it once more when there is memory for KV."""
     target = retrieval = None
     if "target" in tiers:
         target = retrieval = load_model(settings.target.model, "target", settings.dtype, settings.device, group)
@@ -47,7 +47,7 @@ def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> R
         retrieval = load_retrieval_model(settings, group)
     full = full_kv(target, settings) if target is not None else None
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
-    group.meet()
+    group.barrier()
     replica = Replica(group, full, sparse)
     # In the leader's order, too: to capture a pass is to run it, and ranks must run the same one.
     if retrieval is not None and sparse is not None:
@@ -68,16 +68,16 @@ def local_ranks(settings: Settings) -> Iterator[Leader | None]:
         yield None
         return
     check_local(settings, world)
-    meeting = Meeting(world)
+    rendezvous = Rendezvous(world)
     spawn = multiprocessing.get_context("spawn")
     children = [
-        spawn.Process(target=be_child, args=(settings, meeting.invitation(rank)), daemon=True)
+        spawn.Process(target=be_child, args=(settings, rendezvous.endpoint(rank)), daemon=True)
         for rank in range(1, world)
     ]
     for child in children:
         child.start()
     try:
-        leader = meeting.lead(settings.device)
+        leader = rendezvous.lead(settings.device)
         try:
             yield leader
             leader.stop()
@@ -98,9 +98,9 @@ def check_local(settings: Settings, world: int) -> None:
         require(here >= world, "target.tensor_parallel", world, f"needs {world} GPUs: {here} are here")
 
 
-def be_child(settings: Settings, invitation: Invitation) -> None:
+def be_child(settings: Settings, endpoint: Endpoint) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, it is for the leader
-    follow(settings, ("target", "retrieval"), invitation)
+    follow(settings, ("target", "retrieval"), endpoint)
 
 
 def end(children: list[SpawnProcess]) -> None:

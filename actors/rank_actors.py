@@ -16,7 +16,7 @@ from triforce_core.config import DeviceGroup, Settings
 from triforce_core.errors import UnavailableError
 
 if TYPE_CHECKING:
-    from triforce_core.models.ranks import Invitation, Leader
+    from triforce_core.models.rank_group import Endpoint, Leader
 
 START_TIMEOUT_S = 60.0  # of a rank's process, by Ray
 
@@ -27,24 +27,24 @@ def rank_name(tier: str, rank: int) -> str:
 
 
 class RankActor:
-    """Follows the tier actor that invites it, one at a time. It ends with its leader, for Ray to restart it."""
+    """Follows the tier actor that calls it, one at a time. It ends with its leader, for Ray to restart it."""
 
     def __init__(self, settings: Settings, group: DeviceGroup) -> None:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings, self.group = settings, group
 
-    def follow(self, invitation: Invitation) -> None:
+    def follow(self, endpoint: Endpoint) -> None:
         """Returns when the leader has stopped."""
-        from triforce_core.engine.ranks import follow
+        from triforce_core.engine.followers import follow
 
         if self.group.cores is not None:
             keep_to(self.group.cores, f"placement.{self.group.tiers[0]}.cores")
-        follow(self.settings, self.group.tiers, invitation)
+        follow(self.settings, self.group.tiers, endpoint)
 
 
 def lead(world: int, device: str) -> Leader:
     """Of this tier actor: bring its other ranks together. Raises `UnavailableError` where they do not come."""
-    from triforce_core.models.ranks import Meeting
+    from triforce_core.models.rank_group import Rendezvous
 
     own = ray.get_runtime_context().get_actor_name()
     assert own is not None, "tier actors are found by name"
@@ -55,7 +55,7 @@ def lead(world: int, device: str) -> Leader:
         except GetTimeoutError:
             ray.kill(follower, no_restart=False)
             raise UnavailableError(f"rank {rank} of {own} hangs: it is started anew") from None
-    meeting = Meeting(world)
+    rendezvous = Rendezvous(world)
     for rank, follower in enumerate(followers, start=1):
-        follower.follow.remote(meeting.invitation(rank))
-    return meeting.lead(device)
+        follower.follow.remote(rendezvous.endpoint(rank))
+    return rendezvous.lead(device)

@@ -1,7 +1,8 @@
-"""Ranks: processes of one machine that each hold a share of a model and of its KV heads, and run its passes together.
+"""The group of ranks of tensor parallelism: processes of one machine that each hold a share of a model and of its KV
+heads, and run its passes together.
 
-Rank 0 leads: it is the tier. A Unix socket from it to each follower carries commands, and the end of either process:
-none outlives the others. Tensors go through torch.distributed, by NCCL between GPUs and by gloo on CPUs.
+Rank 0 leads: it is the tier. A Unix socket from it to each follower carries commands, and closes when either process
+ends, so that none outlives the others. Tensors go through torch.distributed, by NCCL between GPUs and by gloo on CPUs.
 docs/decisions/0014-pairs.md
 """
 
@@ -36,7 +37,7 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 120.0  # for the followers to come, from when they are told of the meeting
+JOIN_TIMEOUT_S = 120.0  # for the followers to come to the rendezvous
 # How far ranks may be apart, unless one of them hangs: while they load, and at most in a pass.
 COLLECTIVE_TIMEOUT_S = 120.0
 PASS_TIMEOUT_S, TOKEN_TIMEOUT_S = 10.0, 0.05  # in a pass, and more for each of its tokens
@@ -44,8 +45,8 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
-class Invitation:
-    """What a follower needs to find its leader."""
+class Endpoint:
+    """Where a follower finds the rendezvous, and which rank it is there."""
 
     path: str  # of the leader's socket, in a folder that nobody else may enter
     rank: int
@@ -53,7 +54,7 @@ class Invitation:
 
 
 class Group(ABC):
-    """One rank's end of what joins them; `connections` are to the followers, by rank, or to the leader alone.
+    """One rank's end of the group; `connections` are to the followers, by rank, or to the leader alone.
 
     When another rank's process ends, this one does: without it no pass can be, and collectives that wait for it would
     hold up any gentler way. Whoever started the processes starts them anew.
@@ -70,7 +71,7 @@ class Group(ABC):
             poller.register(connection.fileno(), 0)  # of all that may happen, only that the other end is closed
         poller.poll()
         if not self.closing:
-            level = logging.INFO if self.rank else logging.CRITICAL  # one of them says it to the user
+            level = logging.INFO if self.rank else logging.CRITICAL  # one of them reports it to the user
             log.log(level, "rank %d of %d ends: another rank has ended", self.rank, self.world)
             self.end()
 
@@ -84,7 +85,7 @@ class Group(ABC):
         os._exit(1)
 
     @abstractmethod
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all ranks have come this far, however long that takes: loading weights does."""
 
     def close(self) -> None:
@@ -116,18 +117,18 @@ class Leader(Group):
         self.timeout_s = pass_timeout_s(num_tokens)
         _set_pg_timeout(timedelta(seconds=self.timeout_s))
 
-    def tell(self, command: object) -> None:
-        """Every follower hears it, in the order told."""
+    def broadcast(self, command: object) -> None:
+        """Every follower receives the commands in the order in which they were broadcast."""
         message = pickle.dumps(command)
         for connection in self.connections:
             connection.send_bytes(message)
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Raises what a follower could not do."""
         for connection in self.connections:
             if (failed := connection.recv()) is not None:
                 raise failed
-        self.tell("go on")
+        self.broadcast("go on")
 
     def gather(self, part: Snapshot) -> Snapshot:
         """The whole of what all ranks cut, this one `part`."""
@@ -135,18 +136,18 @@ class Leader(Group):
         for rank, connection in enumerate(self.connections, start=1):
             if not connection.poll(self.timeout_s):
                 self.abort(f"rank {rank} hangs")
-            parts.append(receive(connection.recv(), rank, part.keys.device))
+            parts.append(receive_contents(connection.recv(), rank, part.keys.device))
         return join(parts)
 
     def scatter(self, parts: list[Snapshot]) -> None:
         """Send each follower its part, by rank from 1 on; each must be at `accept`."""
         for rank, part in enumerate(parts, start=1):
-            send(part, rank)
+            send_contents(part, rank)
 
     def stop(self) -> None:
         """Have the followers return, and let go of them."""
         self.closing = True
-        self.tell(None)
+        self.broadcast(None)
         for connection in self.connections:
             connection.recv()
         self.close()
@@ -155,23 +156,23 @@ class Leader(Group):
 class Follower(Group):
     """The end of any other rank."""
 
-    def hear(self) -> Any:
-        """What the leader tells next, waited for as long as it takes; None: there is no more."""
+    def receive(self) -> Any:
+        """What the leader broadcasts next, waited for as long as it takes; None: there is no more."""
         try:
-            heard = pickle.loads(self.connections[0].recv_bytes())
+            command = pickle.loads(self.connections[0].recv_bytes())
         except (EOFError, ConnectionError):
             self.end()
-        if heard is None:
+        if command is None:
             self.closing = True
             self.connections[0].send(None)
-        return heard
+        return command
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         self.connections[0].send(None)
-        self.hear()
+        self.receive()
 
     def fail(self, error: Exception) -> NoReturn:
-        """Have the leader's `meet` raise this, and end when it lets go."""
+        """Have the leader's `barrier` raise this, and end when it lets go."""
         self.connections[0].send(error)
         threading.Event().wait()
         raise error
@@ -179,15 +180,15 @@ class Follower(Group):
     def give(self, part: Snapshot) -> None:
         """To the leader's `gather`."""
         self.connections[0].send(outline(part))
-        send(part, 0)
+        send_contents(part, 0)
 
     def accept(self, outlined: Snapshot, device: torch.device) -> Snapshot:
         """What the leader's `scatter` sends, of which this is the outline."""
-        return receive(outlined, 0, device)
+        return receive_contents(outlined, 0, device)
 
 
-class Meeting:
-    """Where the followers of one leader find it; for one time."""
+class Rendezvous:
+    """Where the followers of one leader find it, once: a group that comes together again has a new one."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -196,8 +197,8 @@ class Meeting:
         self.socket.bind(str(self.folder / "ranks"))
         self.socket.listen()
 
-    def invitation(self, rank: int) -> Invitation:
-        return Invitation(str(self.folder / "ranks"), rank, self.world)
+    def endpoint(self, rank: int) -> Endpoint:
+        return Endpoint(str(self.folder / "ranks"), rank, self.world)
 
     def lead(self, device: str, timeout_s: float = JOIN_TIMEOUT_S) -> Leader:
         """Wait for all followers. Raises `UnavailableError` where they do not come within `timeout_s` seconds."""
@@ -218,7 +219,7 @@ class Meeting:
         leader = Leader(0, self.world, [connections[rank] for rank in sorted(connections)])
         try:
             store = TCPStore(LOOPBACK, 0, self.world, is_master=True, wait_for_workers=False)
-            leader.tell(store.port)
+            leader.broadcast(store.port)
             start_collectives(store, leader, device)
         except Exception:
             leader.close()
@@ -226,13 +227,13 @@ class Meeting:
         return leader
 
 
-def follow_leader(invitation: Invitation, device: str) -> Follower:
-    """Come to the meeting of which the invitation tells."""
+def follow_leader(endpoint: Endpoint, device: str) -> Follower:
+    """Join the group at its rendezvous."""
     connected = socket.socket(socket.AF_UNIX)
-    connected.connect(invitation.path)
-    follower = Follower(invitation.rank, invitation.world, [Connection(connected.detach())])
-    follower.connections[0].send(invitation.rank)
-    store = TCPStore(LOOPBACK, follower.hear(), invitation.world, is_master=False)
+    connected.connect(endpoint.path)
+    follower = Follower(endpoint.rank, endpoint.world, [Connection(connected.detach())])
+    follower.connections[0].send(endpoint.rank)
+    store = TCPStore(LOOPBACK, follower.receive(), endpoint.world, is_master=False)
     start_collectives(store, follower, device)
     return follower
 
@@ -276,15 +277,15 @@ def outline(snapshot: Snapshot) -> Snapshot:
     return with_tensors(snapshot, [tensor.to("meta") for tensor in snapshot.tensors])
 
 
-def send(snapshot: Snapshot, rank: int) -> None:
-    """The contents alone."""
+def send_contents(snapshot: Snapshot, rank: int) -> None:
+    """The tensors alone; the outline goes another way."""
     for tensor in snapshot.tensors:
         if tensor.numel():
             dist.send(tensor.contiguous(), rank)
 
 
-def receive(outlined: Snapshot, rank: int, device: torch.device) -> Snapshot:
-    """What `rank` sends of which this is the outline."""
+def receive_contents(outlined: Snapshot, rank: int, device: torch.device) -> Snapshot:
+    """The snapshot with this outline, whose contents `rank` sends."""
     tensors = [torch.empty_like(tensor, device=device) for tensor in outlined.tensors]
     for tensor in tensors:
         if tensor.numel():
