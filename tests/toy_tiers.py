@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
+from triforce_core.drafting import ends
 from triforce_core.kv.ranges import RangeAllocator
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, in_turn
-from triforce_core.roles import ends, judge
+from triforce_core.verification import judge
 
 VOCAB = 5
 Tokens = tuple[int, ...]

@@ -27,7 +27,7 @@ from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import GREEDY, Claim, Proposer, Tier, Verdict
-from triforce_core.roles import NoProposer
+from triforce_core.drafting import NoProposer
 
 
 class Hanging(Counting):

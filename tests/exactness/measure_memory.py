@@ -13,13 +13,14 @@ from pathlib import Path
 
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.drafting import ModelProposer
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import KVCache
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import load_model, load_tokenizer
-from triforce_core.roles import ModelProposer, ModelVerifier
+from triforce_core.verification import ModelVerifier
 
 NUM_TOKENS = 64
 FILES = ["inspect.py", "turtle.py", "tarfile.py", "doctest.py"]

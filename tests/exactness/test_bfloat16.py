@@ -28,8 +28,8 @@ from triforce_core.messages import SamplingParams
 from triforce_core.models.load import ATTENTION, load_model, resolve
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner
-from triforce_core.roles import ModelVerifier
 from triforce_core.sampling.draw import Draw, perturbed_logits
+from triforce_core.verification import ModelVerifier
 
 Tokens = tuple[int, ...]
 NUM_TOKENS, SEED = 150, 7

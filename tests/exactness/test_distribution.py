@@ -21,9 +21,9 @@ from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import Claim, Proposal, SamplingParams, SequenceSpec, Span, Tier, Verdict, Work
 from triforce_core.models.load import kv_geometry
-from triforce_core.roles import judge
 from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_core.sampling.warp import warp
+from triforce_core.verification import judge
 
 Tokens = tuple[int, ...]
 LIKELY, IMPOSSIBLE = 1e-3, 1e-12  # p-values above and below which a sample is taken to follow a distribution, or not to

@@ -14,6 +14,7 @@ from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.drafting import ModelProposer
 from triforce_core.engine.assembly import draft_proposer, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
@@ -22,8 +23,8 @@ from triforce_core.messages import Proposal, Proposer, SamplingParams, Tally, Ti
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
 from triforce_core.ngram import NgramProposer
-from triforce_core.roles import ModelProposer, ModelVerifier
 from triforce_core.run_ahead import RunAhead
+from triforce_core.verification import ModelVerifier
 
 VOCAB, BUDGET, TAIL = 50, 48, 14
 SETTINGS = Settings.model_validate(

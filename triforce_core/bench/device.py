@@ -36,7 +36,7 @@ from triforce_core.models.files import context_length, kv_shape
 from triforce_core.models.load import DTYPES
 from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight_bytes
 from triforce_core.models.runner import ModelRunner
-from triforce_core.roles import ModelVerifier
+from triforce_core.verification import ModelVerifier
 
 VERIFIED = (1, 3, 7, 9, 17)  # tokens of a target pass
 STAGE_TOKENS = 1024  # room for the sequence on which stages are measured

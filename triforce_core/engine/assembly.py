@@ -10,6 +10,7 @@ from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
+from triforce_core.drafting import ModelProposer, NoProposer
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
@@ -30,7 +31,7 @@ from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.ngram import NgramProposer
-from triforce_core.roles import ModelProposer, ModelVerifier, NoProposer
+from triforce_core.verification import ModelVerifier
 
 Judge = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
 MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it

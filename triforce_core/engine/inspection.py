@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.drafting import ModelProposer
 from triforce_core.engine.engine import Engine
 from triforce_core.messages import Proposer, Tier
 from triforce_core.models.fuse import is_fused
 from triforce_core.models.runner import ModelRunner
 from triforce_core.ngram import NgramProposer
-from triforce_core.roles import ModelProposer, ModelVerifier
+from triforce_core.verification import ModelVerifier
 
 
 def levels_of(engine: Engine) -> Iterator[ModelVerifier | ModelProposer | NgramProposer]:

@@ -14,9 +14,10 @@ from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Verdict
+from triforce_core.models.drawing import draw_rows
 from triforce_core.models.runner import ModelRunner
-from triforce_core.roles import draw_rows, judge
 from triforce_core.sampling.noise import gumbel, row_keys
+from triforce_core.verification import judge
 
 STOP = 9
 

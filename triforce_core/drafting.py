@@ -1,0 +1,92 @@
+"""Where tokens are drafted: by a model of its own at the end of the chain, or not at all."""
+
+from __future__ import annotations
+
+from triforce_core.kv.base import Forward, Lack
+from triforce_core.messages import Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
+from triforce_core.models.drawing import draw_rows
+from triforce_core.models.runner import ModelRunner
+from triforce_core.timeline import TIMELINE
+
+
+class ModelProposer:
+    """The leaf of the chain: drafts one token after another, for all waiting sequences at once."""
+
+    tier = Tier.DRAFT
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.waiting: dict[int, Work] = {}
+
+    def submit(self, work: list[Work]) -> None:
+        wait_in_turn(self.waiting, work)
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        """Draft for everything that waits; never blocks on anything but the model."""
+        work, self.waiting = list(self.waiting.values()), {}
+        drafted: list[tuple[int, ...]] = [()] * len(work)
+        lacks: dict[int, Lack] = {}
+        active = [i for i, w in enumerate(work) if w.lookaheads[0]]
+        while active:
+            forwards = [Forward(statement(work[i].span, drafted[i]), num_sampled=1) for i in active]
+            with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
+                logits, batch = self.runner.forward(forwards)
+                tokens = dict(draw_rows(self.runner, logits, batch.rows))
+            lacks.update(batch.lacking)
+            unfinished = []
+            for i in active:
+                span = work[i].span
+                if span.sequence_id not in tokens:
+                    continue
+                drafted[i] += tuple(tokens[span.sequence_id])
+                spec = self.runner.kv.held[span.sequence_id].spec
+                length = span.end + len(drafted[i])
+                if (
+                    len(drafted[i]) < work[i].lookaheads[0]
+                    and length < spec.max_length - 1
+                    and not ends(drafted[i], spec)
+                ):
+                    unfinished.append(i)
+            active = unfinished
+        return [self._answer(w, tokens, lacks.get(w.span.sequence_id)) for w, tokens in zip(work, drafted, strict=True)]
+
+    def _answer(self, work: Work, tokens: tuple[int, ...], lack: Lack | None) -> Proposal:
+        return Proposal(
+            sequence_id=work.span.sequence_id,
+            start=work.span.end,
+            tokens=tokens,
+            origins=bytes([self.tier]) * len(tokens),
+            missing_from=lack.missing_from if lack else None,
+            tallies=(Tally(),),
+        )
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.waiting.pop(sequence_id, None)
+        self.runner.release(sequence_ids)
+
+
+class NoProposer:
+    """The leaf where there is no drafter: every answer is empty."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Work] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.waiting += work
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        work, self.waiting = self.waiting, []
+        return [Proposal(w.span.sequence_id, w.span.end) for w in work]
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.waiting = [w for w in self.waiting if w.span.sequence_id not in sequence_ids]
+
+
+def statement(span: Span, drafted: tuple[int, ...]) -> Span:
+    """The span itself at first; then only what was drafted after it, for the span may be a whole prompt."""
+    return Span(span.sequence_id, span.end, drafted) if drafted and span.end else span.extended(drafted)
+
+
+def ends(tokens: tuple[int, ...], spec: SequenceSpec) -> bool:
+    return bool(tokens) and tokens[-1] in spec.stop_token_ids

@@ -1,0 +1,60 @@
+"""Where a token is accepted: a tier's model judges what the level below has proposed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import takewhile
+
+from triforce_core.kv.base import Forward
+from triforce_core.messages import Claim, SequenceSpec, Tier, Verdict
+from triforce_core.models.drawing import draw_rows
+from triforce_core.models.runner import ModelRunner
+from triforce_core.timeline import TIMELINE
+
+
+class ModelVerifier:
+    """Judges by shared noise: a token is accepted if and only if it is the one that this tier draws itself."""
+
+    def __init__(self, runner: ModelRunner, tier: Tier) -> None:
+        self.runner, self.tier = runner, tier
+
+    def verify(self, claims: list[Claim]) -> list[Verdict]:
+        claims = [self._sound(claim) for claim in claims]
+        forwards = [Forward(c.span.extended(c.proposed), len(c.proposed) + 1 if c.sample else 0) for c in claims]
+        with TIMELINE.stage(self.tier, len(claims), sum(len(c.proposed) + 1 for c in claims if c.sample)):
+            logits, batch = self.runner.forward(forwards)
+            own = dict(draw_rows(self.runner, logits, batch.rows))
+        verdicts = []
+        for claim in claims:
+            sequence_id = claim.span.sequence_id
+            if lack := batch.lacking.get(sequence_id):
+                verdicts.append(Verdict(missing_from=lack.missing_from, snapshot_wanted=lack.snapshot_wanted))
+            elif not claim.sample:
+                verdicts.append(Verdict())
+            else:
+                verdicts.append(judge(own[sequence_id], claim, self.runner.kv.held[sequence_id].spec))
+        return verdicts
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.runner.release(sequence_ids)
+
+    def _sound(self, claim: Claim) -> Claim:
+        """The claim without proposed tokens that cannot be: outside the vocabulary, or beyond the request's length."""
+        held = self.runner.kv.held.get(claim.span.sequence_id)
+        spec = held.spec if held is not None else claim.span.spec
+        room = max(0, spec.max_length - claim.span.end) if spec is not None else 0
+        vocab_size = self.runner.model.config.vocab_size
+        known = takewhile(lambda token: 0 <= token < vocab_size, claim.proposed[:room])
+        return replace(claim, proposed=tuple(known))
+
+
+def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
+    """Keep the verifier's own tokens up to the first that was not proposed, a stop token, or the length limit."""
+    kept: list[int] = []
+    for position, token in enumerate(own):
+        kept.append(token)
+        ended = token in spec.stop_token_ids or claim.span.end + len(kept) >= spec.max_length
+        if ended or position >= len(claim.proposed) or claim.proposed[position] != token:
+            break
+    agreed = len(kept) - 1 + (claim.proposed[len(kept) - 1 : len(kept)] == (kept[-1],))
+    return Verdict(tuple(kept), agreed, ended)
