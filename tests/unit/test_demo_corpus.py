@@ -11,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from triforce_core.demo import weights_dir
-from triforce_core.demo.corpus import EOS, Package, build_corpus, is_held_out, permissive_licence
-from triforce_core.demo.settings import load_settings
+from triforce_core.demo_training.corpus import EOS, Package, build_corpus, is_held_out, permissive_licence
+from triforce_core.demo_training.settings import load_settings
 
 SETTINGS = load_settings()
 TOKENIZER = weights_dir("target") / "tokenizer.json"

@@ -107,8 +107,10 @@ def test_the_wheel_carries_data_and_type_marker(tmp_path: Path) -> None:
     data = {".json", ".md", ".safetensors", ".yaml"}
     demo = {
         str(path.relative_to(REPOSITORY))
-        for path in (REPOSITORY / "triforce_core" / "demo").rglob("*")
+        for folder in ("demo", "demo_training")
+        for path in (REPOSITORY / "triforce_core" / folder).rglob("*")
         if path.suffix in data
     }
+    assert {Path(name).suffix for name in demo} == data
     assert demo <= names
     assert not [name for name in names if name.startswith(("tests/", "scripts/"))]

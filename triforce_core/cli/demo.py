@@ -13,12 +13,15 @@ from rich.console import Console
 from triforce_core.cli.figures import show_figures
 from triforce_core.cli.options import JsonOption, ThreadsOption, with_options_of
 from triforce_core.demo import weights_dir
-from triforce_core.demo.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
+from triforce_core.demo_training.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
 
 EMBEDDED = weights_dir("target").parent
 
 SettingsOption = Annotated[
-    Path, typer.Option("--settings", help="YAML file of all that shapes the weights", show_default="demo/train.yaml")
+    Path,
+    typer.Option(
+        "--settings", help="YAML file of all that shapes the weights", show_default="demo_training/train.yaml"
+    ),
 ]
 CacheDirOption = Annotated[
     Path | None, typer.Option(help="where corpus and checkpoints live, in place of the settings'")
@@ -54,10 +57,10 @@ def train(
     ] = None,
 ) -> None:
     """Train the pair. SIGTERM stops it at the next step, with a checkpoint for --resume."""
-    from triforce_core.demo.card import write_card
-    from triforce_core.demo.evaluate import evaluate
-    from triforce_core.demo.export import export_pair
-    from triforce_core.demo.train import train
+    from triforce_core.demo_training.card import write_card
+    from triforce_core.demo_training.evaluate import evaluate
+    from triforce_core.demo_training.export import export_pair
+    from triforce_core.demo_training.train import train
 
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
@@ -73,7 +76,7 @@ def export(
     settings: DemoSettings, folder: Annotated[Path, typer.Argument(file_okay=False, help="what to write into")]
 ) -> None:
     """Write the newest checkpoints as plain transformers folders."""
-    from triforce_core.demo.export import export_pair
+    from triforce_core.demo_training.export import export_pair
 
     export_pair(settings, folder)
 
@@ -93,8 +96,8 @@ def evaluate(
     as_json: JsonOption = False,
 ) -> None:
     """Measure a pair on held-out files and fresh recall tasks."""
-    from triforce_core.demo.card import write_card
-    from triforce_core.demo.evaluate import EvaluationPlan, evaluate
+    from triforce_core.demo_training.card import write_card
+    from triforce_core.demo_training.evaluate import EvaluationPlan, evaluate
 
     settings = load_settings(settings_file, cache_dir=cache_dir, tokenizer=weights / "target" / "tokenizer.json")
     plan = EvaluationPlan() if context is None else EvaluationPlan.of_context(context)

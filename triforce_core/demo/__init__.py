@@ -1,4 +1,4 @@
-"""The embedded demo pair: how its corpus, its two models, its figures and its card are made."""
+"""The embedded demo pair: the weights of a small target and of its drafter; triforce_core/demo_training makes them."""
 
 from __future__ import annotations
 

@@ -13,9 +13,9 @@ from typing import Any
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PretrainedConfig
 
+from triforce_core.demo import weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
 
-DEMO_WEIGHTS = Path(__file__).parent.parent / "demo" / "weights"
 SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # their frequencies do not depend on the current length
 
 
@@ -25,7 +25,7 @@ def resolve(name: str, role: str) -> str:
     `role` is `target`, `drafter` or `self-drafter`, and the field that an error names.
     """
     if name == "demo":
-        return str(DEMO_WEIGHTS / role)
+        return str(weights_dir(role))
     path = Path(name).expanduser()
     if path.exists() or name.startswith(("/", ".", "~")):
         if not (path / "config.json").is_file():

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from triforce_core.demo.settings import Geometry
+from triforce_core.demo_training.settings import Geometry
 
 _SHARPNESS = 7.0  # amplitude of a positional head's query and key in each rotary pair
 _MATCH = 4.0  # row norm of a matching head's query and key maps

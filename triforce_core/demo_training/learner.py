@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from transformers import LlamaForCausalLM
 
-from triforce_core.demo.modeling import build_model
-from triforce_core.demo.settings import DemoSettings, ModelName, OptimiserSettings, Stage
+from triforce_core.demo_training.modeling import build_model
+from triforce_core.demo_training.settings import DemoSettings, ModelName, OptimiserSettings, Stage
 
 
 @dataclass(slots=True)

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from triforce_core.demo.corpus import Tokens
-from triforce_core.demo.settings import RecallSettings
+from triforce_core.demo_training.corpus import Tokens
+from triforce_core.demo_training.settings import RecallSettings
 
 # (definition, question): the question ends with the value, so that what precedes it is the prompt.
 TEMPLATES = (

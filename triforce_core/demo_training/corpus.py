@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
-from triforce_core.demo.settings import CorpusSettings
+from triforce_core.demo_training.settings import CorpusSettings
 
 Tokens = npt.NDArray[np.uint16]
 EOS = 0

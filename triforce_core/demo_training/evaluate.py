@@ -20,10 +20,10 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from triforce_core.demo.acceptance import measure_acceptance
-from triforce_core.demo.corpus import Corpus, build_corpus
-from triforce_core.demo.recall import RecallTasks, recall_probe
-from triforce_core.demo.settings import DemoSettings
+from triforce_core.demo_training.acceptance import measure_acceptance
+from triforce_core.demo_training.corpus import Corpus, build_corpus
+from triforce_core.demo_training.recall import RecallTasks, recall_probe
+from triforce_core.demo_training.settings import DemoSettings
 from triforce_core.errors import require
 from triforce_core.models.device import torch_device
 from triforce_core.models.load import DTYPES, load_model

@@ -19,15 +19,15 @@ from rich.console import Console
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from triforce_core.demo.batches import Batch, BatchSource
-from triforce_core.demo.checkpoint import latest_checkpoint, save_checkpoint
-from triforce_core.demo.corpus import Corpus, Tokens, build_corpus
-from triforce_core.demo.generations import written_by_target
-from triforce_core.demo.learner import Learner
-from triforce_core.demo.modeling import build_model, distillation_losses, logits, token_losses
-from triforce_core.demo.recall import RecallTasks
-from triforce_core.demo.report import Clock, StageReport, truncate_curve
-from triforce_core.demo.settings import MODELS, DemoSettings, ModelName, Stage
+from triforce_core.demo_training.batches import Batch, BatchSource
+from triforce_core.demo_training.checkpoint import latest_checkpoint, save_checkpoint
+from triforce_core.demo_training.corpus import Corpus, Tokens, build_corpus
+from triforce_core.demo_training.generations import written_by_target
+from triforce_core.demo_training.learner import Learner
+from triforce_core.demo_training.modeling import build_model, distillation_losses, logits, token_losses
+from triforce_core.demo_training.recall import RecallTasks
+from triforce_core.demo_training.report import Clock, StageReport, truncate_curve
+from triforce_core.demo_training.settings import MODELS, DemoSettings, ModelName, Stage
 from triforce_core.errors import TriForceError, require
 from triforce_core.models.device import torch_device
 

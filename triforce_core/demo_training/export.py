@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedTokenizerFast
 
-from triforce_core.demo.checkpoint import latest_checkpoint
-from triforce_core.demo.corpus import EOS, load_corpus
-from triforce_core.demo.modeling import build_model
-from triforce_core.demo.settings import MODELS, DemoSettings, ModelName
+from triforce_core.demo_training.checkpoint import latest_checkpoint
+from triforce_core.demo_training.corpus import EOS, load_corpus
+from triforce_core.demo_training.modeling import build_model
+from triforce_core.demo_training.settings import MODELS, DemoSettings, ModelName
 from triforce_core.errors import UnavailableError
 
 

@@ -10,8 +10,8 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from triforce_core.demo.learner import Learner
-from triforce_core.demo.settings import Stage
+from triforce_core.demo_training.learner import Learner
+from triforce_core.demo_training.settings import Stage
 
 _LINE_EVERY = 10  # steps between two lines where there is no terminal to draw a bar on
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from triforce_core.demo.corpus import Tokens
+from triforce_core.demo_training.corpus import Tokens
 
 ROWS = 32  # texts in one batch
 PROMPT = 64  # tokens of the corpus that a text goes on from

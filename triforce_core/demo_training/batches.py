@@ -10,9 +10,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from triforce_core.demo.corpus import Tokens
-from triforce_core.demo.recall import RecallTasks, recall_once_sequence, recall_sequence
-from triforce_core.demo.settings import DemoSettings, Stage
+from triforce_core.demo_training.corpus import Tokens
+from triforce_core.demo_training.recall import RecallTasks, recall_once_sequence, recall_sequence
+from triforce_core.demo_training.settings import DemoSettings, Stage
 
 
 @dataclass(frozen=True, slots=True)

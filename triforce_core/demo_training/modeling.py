@@ -7,9 +7,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from triforce_core.demo.corpus import EOS
-from triforce_core.demo.planting import plant_induction
-from triforce_core.demo.settings import Geometry
+from triforce_core.demo_training.corpus import EOS
+from triforce_core.demo_training.planting import plant_induction
+from triforce_core.demo_training.settings import Geometry
 
 VOCAB_SIZE = 4096
 
