@@ -13,20 +13,16 @@ import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
 from actors.pass_times import PassTimes
-from actors.wire import sampling_from_proto, seed_from_proto, stats_to_proto
-from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from actors.wire import finish_reason_to_proto, sampling_from_proto, seed_from_proto, stats_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
+from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.sequence import FinishReason, Output, Request
+from triforce_core.engine.sequence import Output, Request
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
 
 log = logging.getLogger(__name__)
 
-FINISH_REASONS: dict[FinishReason | None, gen.FinishReason] = {
-    FinishReason.STOP: gen.FINISH_REASON_STOP,
-    FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
-}
 SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.server.max_pending_requests", 10_000)]
 POLL_S = 0.2
 T = TypeVar("T")
@@ -149,7 +145,8 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
     """Raises `InvalidValueError` naming the field."""
     lookaheads = tuple(message.lookaheads.values) if message.HasField("lookaheads") else default_lookaheads
     require(len(lookaheads) == 2, "lookaheads", lookaheads, "must hold two numbers: retrieval and draft")
-    require(all(n <= 64 for n in lookaheads), "lookaheads", lookaheads, "must each be at most 64")
+    bounded = all(n <= MAX_LOOKAHEAD for n in lookaheads)
+    require(bounded, "lookaheads", lookaheads, f"must each be at most {MAX_LOOKAHEAD}")
     return Request(
         prompt=tuple(message.prompt_token_ids),
         resume=tuple(message.resume_token_ids),
@@ -165,7 +162,7 @@ def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
     return pb.DecodeEvent(
         token_ids=output.tokens,
         origins=output.origins,
-        finish_reason=FINISH_REASONS.get(output.finish_reason, gen.FINISH_REASON_UNSPECIFIED),
+        finish_reason=finish_reason_to_proto(output.finish_reason),
         stats=stats_to_proto(output.stats, prompt_tokens),
     )
 

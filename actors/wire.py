@@ -9,13 +9,17 @@ from collections.abc import Iterable
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.engine.sequence import Request, Stats
+from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
 NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
 SEED_VALUES = 2**64
 TIER_VALUES = [*map(int, Tier)]
+FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
+    FinishReason.STOP: gen.FINISH_REASON_STOP,
+    FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
+}
 
 
 def work_batch_to_proto(work: Iterable[Work], release: Iterable[int] = ()) -> pb.WorkBatch:
@@ -161,6 +165,16 @@ def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
         max_length=message.max_length,
         stop_token_ids=tokens_from_proto(message.stop_token_ids, f"{where}.stop_token_ids"),
     )
+
+
+def finish_reason_to_proto(reason: FinishReason | None) -> gen.FinishReason:
+    """Unspecified: not finished yet, or cancelled, of which nobody is left to read."""
+    unspecified = gen.FINISH_REASON_UNSPECIFIED
+    return FINISH_REASONS.get(reason, unspecified) if reason else unspecified
+
+
+def finish_reason_from_proto(value: gen.FinishReason) -> FinishReason | None:
+    return next((reason for reason, sent in FINISH_REASONS.items() if sent == value), None)
 
 
 def _proposal_to_proto(proposal: Proposal) -> pb.Proposal:

@@ -7,11 +7,11 @@ from contextlib import aclosing
 
 import grpc
 
-from actors.wire import seed_from_proto, seed_to_proto
+from actors.wire import finish_reason_to_proto, seed_from_proto, seed_to_proto
 from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
 from deploy.service import Ask, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.engine.sequence import FinishReason, Stats
+from triforce_core.engine.sequence import Stats
 from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError, UnknownModelError, require
 from triforce_core.messages import SamplingParams
 
@@ -23,10 +23,6 @@ STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-FINISH_REASONS: dict[FinishReason, pb.FinishReason] = {
-    FinishReason.STOP: pb.FINISH_REASON_STOP,
-    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
 }
 
 
@@ -98,7 +94,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
 
 
 def finish(chunk: pb.GenerateChunk, part: Part, done: Done) -> None:
-    chunk.finish_reason = FINISH_REASONS[done.finish_reason]
+    chunk.finish_reason = finish_reason_to_proto(done.finish_reason)
     chunk.usage.prompt_tokens, chunk.usage.completion_tokens = part.prompt_tokens, done.completion_tokens
     chunk.stats.CopyFrom(stats_of(done.stats))
 

@@ -16,12 +16,11 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import triforce_core
-from actors.wire import request_to_proto, stats_from_proto
+from actors.wire import finish_reason_from_proto, request_to_proto, stats_from_proto
 from deploy.encoding import Encoder
 from deploy.errors import DeadlineError, OverloadedError
-from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.config import Settings
+from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
@@ -29,10 +28,8 @@ from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.files import load_config, load_tokenizer, stop_token_ids
 from triforce_core.text import OutputText, TextDelta, TokenText, joined
 
-FINISH_REASONS = {gen.FINISH_REASON_STOP: FinishReason.STOP, gen.FINISH_REASON_LENGTH: FinishReason.LENGTH}
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # of each: all are prepared, and sought in every character of the output, on the event loop
-MAX_LOOKAHEAD = 64
 PROBE_S = 5.0  # for a completion of two tokens
 RANDOM_SEED_BITS = 53  # such a seed survives JSON readers that know only doubles
 
@@ -239,7 +236,7 @@ class Service:
                 if event is None:
                     raise UnavailableError("the pipeline ended the request before its end")
                 piece = output.feed(event.token_ids, event.origins)
-                finish_reason = FINISH_REASONS.get(event.finish_reason)
+                finish_reason = finish_reason_from_proto(event.finish_reason)
                 if output.stopped or finish_reason is not None:
                     break
                 if piece.text or piece.tokens:

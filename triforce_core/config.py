@@ -20,6 +20,7 @@ COLOCATED = {
     "draft_with_retrieval": (("target",), ("retrieval", "draft")),
     "all": (("target", "retrieval", "draft"),),
 }
+MAX_LOOKAHEAD = 64  # tokens that a tier may be asked to draft at once; caches and passes have room for blocks of these
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With KV off the device its transfer is what costs: in few passes over a prompt, in long blocks, there is less of it.
 OFFLOADED_PREFILL_CHUNK = 32_768
@@ -145,8 +146,8 @@ class SpeculationSettings(Strict):
 
     @model_validator(mode="after")
     def _bounded(self) -> SpeculationSettings:
-        if not all(0 <= n <= 64 for n in self.lookaheads):
-            raise ValueError(f"lookaheads {self.lookaheads} must each be between 0 and 64")
+        if not all(0 <= n <= MAX_LOOKAHEAD for n in self.lookaheads):
+            raise ValueError(f"lookaheads {self.lookaheads} must each be between 0 and {MAX_LOOKAHEAD}")
         return self
 
     @property

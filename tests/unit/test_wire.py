@@ -11,7 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import wire
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.client.results import FINISH_REASONS
+from triforce_core.engine.sequence import FinishReason
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import GREEDY, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
@@ -173,3 +176,14 @@ def test_bad_proposals_are_refused_by_name(field: str, spoil: Callable[[pb.Propo
     with pytest.raises(InvalidValueError) as refusal:
         wire.proposal_batch_from_proto(pb.ProposalBatch(proposals=[good_proposal(), bad]))
     assert refusal.value.field == f"proposals[1].{field}"
+
+
+def test_finish_reasons_are_the_same_words_in_the_engine_on_the_wire_and_in_the_sdk() -> None:
+    assert wire.finish_reason_to_proto(None) == gen.FINISH_REASON_UNSPECIFIED
+    assert wire.finish_reason_to_proto(FinishReason.CANCELLED) == gen.FINISH_REASON_UNSPECIFIED
+    assert wire.finish_reason_from_proto(gen.FINISH_REASON_UNSPECIFIED) is None
+    for value in gen.FinishReason.values():
+        reason = wire.finish_reason_from_proto(value)
+        assert FINISH_REASONS.get(value) == reason
+        if value != gen.FINISH_REASON_UNSPECIFIED:
+            assert wire.finish_reason_to_proto(reason) == value

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 
 FinishReason = Literal["stop", "length"]
 
-FINISH_REASONS: dict[int, FinishReason] = {pb.FINISH_REASON_STOP: "stop", pb.FINISH_REASON_LENGTH: "length"}
+FINISH_REASONS: dict[int, FinishReason] = {
+    pb.FinishReason.Value(f"FINISH_REASON_{reason.upper()}"): reason for reason in get_args(FinishReason)
+}
 
 
 @dataclass(frozen=True, slots=True)

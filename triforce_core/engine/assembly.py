@@ -7,7 +7,7 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
-from triforce_core.config import Settings
+from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.drafting import ModelProposer, NoProposer
@@ -34,7 +34,7 @@ from triforce_core.ngram import NgramProposer
 from triforce_core.verification import ModelVerifier
 
 Judge = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
-MAX_BLOCK = 2 * 64 + 2  # the longest block that lookaheads of 64 can give, and the tokens around it
+MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # the longest block that can be handed up, and the tokens around it
 FEW_DRAFT_TOKENS = 4  # a drafting step has one token; the first after a round, those that the drafter had not guessed
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from triforce_core.config import invalid_value, read_mapping
+from triforce_core.config import MAX_LOOKAHEAD, invalid_value, read_mapping
 from triforce_core.errors import require
 from triforce_core.messages import Tier
 
@@ -144,7 +144,8 @@ class Scenario(Strict):
     @model_validator(mode="after")
     def _consistent(self) -> Scenario:
         retrieval, draft = self.lookaheads
-        require(all(0 <= n <= 64 for n in self.lookaheads), "lookaheads", self.lookaheads, "must be between 0 and 64")
+        bounded = all(0 <= n <= MAX_LOOKAHEAD for n in self.lookaheads)
+        require(bounded, "lookaheads", self.lookaheads, f"must be between 0 and {MAX_LOOKAHEAD}")
         rule = "must have 0 for the draft tier where the retrieval tier has 0"
         require(not draft or retrieval > 0, "lookaheads", self.lookaheads, rule)
         for tier in self.tiers:
