@@ -33,6 +33,7 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 log = logging.getLogger(__name__)
 
 TIMEOUT_S = 30.0  # for all pieces of a snapshot
+PIECE_BYTES = 64 * 2**20  # of a snapshot at a time: while one piece is on its way the next is copied off the device
 MAX_SENDING = 16  # snapshots, on their way and queued: they are memory of the target's device
 MAX_CONFIRMED = 4096  # sequences whose confirmed version is remembered
 
@@ -204,8 +205,8 @@ class RaySink(ABC):
     The engine's thread only queues. A GPU copies on a stream of its own, so that decoding goes on meanwhile.
     """
 
-    def __init__(self, receiver: ActorHandle[Any], piece_bytes: int) -> None:
-        self.receiver, self.piece_bytes = receiver, piece_bytes
+    def __init__(self, receiver: ActorHandle[Any]) -> None:
+        self.receiver, self.piece_bytes = receiver, PIECE_BYTES
         self.sending: dict[int, Future[None]] = {}  # by sequence id
         self.versions: dict[int, int] = {}  # confirmed, by sequence id, oldest first
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
@@ -300,4 +301,4 @@ def sink_for(settings: RetrievalSettings, receiver: ActorHandle[Any]) -> RaySink
     """
     there = settings.transport != "rdt" or importlib.util.find_spec("nixl") is not None
     require(there, "retrieval.transport", settings.transport, "needs NIXL: install the package `nixl`")
-    return TRANSPORTS[settings.transport](receiver, settings.piece_bytes)
+    return TRANSPORTS[settings.transport](receiver)

@@ -176,7 +176,7 @@ class TierActor(ABC):
     def own_drafts(self) -> tuple[Proposer, Sized]:
         """The draft tier, in this process, and the sequences that it holds."""
         if (name := self.settings.draft.weights) is None:
-            lookup = NgramProposer(self.settings.draft.ngram)
+            lookup = NgramProposer()
             return lookup, lookup.held
         from triforce_core.engine.assembly import draft_proposer
 

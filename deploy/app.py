@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 APPLICATION = "triforce"
 DOOR_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
 SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
+UPSCALE_DELAY_S = 30.0  # too many requests for this long add a replica: a burst is over sooner than one has started
 LOOK_BACK_S = 11.0  # Serve wants more than its metrics' interval, 10 s
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 ENVIRONMENT = {
@@ -105,10 +106,10 @@ def replicas(settings: Settings) -> dict[str, Any]:
         "autoscaling_config": {
             "min_replicas": wanted.min,
             "max_replicas": wanted.max,
-            "target_ongoing_requests": wanted.target_ongoing_requests or settings.max_sequences,
-            "upscale_delay_s": wanted.upscale_delay_s,
+            "target_ongoing_requests": settings.max_sequences,  # waiting ones included: a replica is full, none wait
+            "upscale_delay_s": UPSCALE_DELAY_S,
             "downscale_delay_s": wanted.downscale_delay_s,
-            "look_back_period_s": min(30.0, max(LOOK_BACK_S, wanted.upscale_delay_s)),  # the load is a mean over it
+            "look_back_period_s": max(LOOK_BACK_S, UPSCALE_DELAY_S),  # the load is a mean over it
         }
     }
 

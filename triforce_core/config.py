@@ -38,10 +38,16 @@ class DraftSettings(Strict):
     model: str = Field(
         "demo", description="directory, hub id, `demo` for the embedded drafter, or `ngram` for prompt lookup"
     )
-    sinks: int = Field(4, ge=0, description="of a model")
-    window: int = Field(252, ge=1, description="of a model")
-    slack: int = Field(128, ge=1, description="of a model: how far the window may grow before it is moved")
-    ngram: int = Field(3, ge=2, le=16, description="of prompt lookup: most of the last tokens that are looked up")
+    window: int = Field(
+        252, ge=1, description="the last tokens that a model sees; smaller for a drafter of short context or memory"
+    )
+
+    @property
+    def slack(self) -> int:
+        """How far the window may grow before it is moved: half of what is kept, so that the pass that moves it, over
+        the whole window, comes rarely and the cache stays small.
+        """
+        return (self.window + 4) // 2
 
     @property
     def weights(self) -> str | None:
@@ -52,26 +58,40 @@ class DraftSettings(Strict):
 class RetrievalSettings(Strict):
     """The self-drafter and its sparse cache; sizes in tokens."""
 
-    model: str | None = Field(None, description="the self-drafter's weights; by default the target's")
+    model: str | None = Field(
+        None, description="other weights for the retrieval tier, such as a distilled target; by default the target's"
+    )
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
-        None, description="of a copy of these weights that is the retrieval tier's own; never of the target's"
+        None,
+        description="a copy of the weights in fewer bits, for faster steps or a smaller GPU; never the target's",
     )
     tensor_parallel: int | None = Field(
-        None, ge=1, description="processes that share the weights and KV heads, each on a GPU; by default the target's"
+        None, ge=1, description="GPUs of the retrieval tier, where it needs fewer than the target; by default as many"
     )
-    budget: int = Field(1024, ge=2, description="tokens of the full cache that a snapshot holds")
-    chunk: int = Field(8, ge=1, description="tokens that are selected together")
-    recent: int = Field(64, ge=0, description="tokens before the snapshot's position that are always in it")
-    refresh_every: int = Field(64, ge=1, description="committed tokens after which a new snapshot is cut")
-    selector: Literal["mean_key"] = "mean_key"
+    budget: int = Field(
+        1024,
+        ge=2,
+        description="tokens of the full cache that a snapshot holds: more are accepted more, and cost more a step",
+    )
+    chunk: int = Field(
+        8, ge=1, description="tokens that are selected together: small chunks choose better, and are more to rank"
+    )
+    refresh_every: int = Field(
+        64, ge=1, description="tokens after which a new snapshot is cut: fewer keep it fresh, and are more to hand over"
+    )
+    selector: Literal["mean_key"] = Field("mean_key", description="how chunks are ranked; see kv/selectors.py")
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",
-        description="what carries snapshots between tier actors: Ray's object store, or Ray Direct Transport, which"
-        " needs NIXL installed",
+        description="what carries snapshots between tier actors: Ray's object store, or Ray Direct Transport from GPU"
+        " to GPU, which needs NIXL installed",
     )
-    piece_bytes: int = Field(
-        64 * 2**20, ge=2**10, description="largest piece in which a snapshot is carried between tier actors"
-    )
+
+    @property
+    def recent(self) -> int:
+        """Tokens before the snapshot's position that are always in it: eight default chunks, as long as most of a small
+        budget is left for chunks that are chosen.
+        """
+        return min(64, self.budget // 4)
 
     @property
     def own_weights(self) -> bool:
@@ -93,24 +113,29 @@ class TargetSettings(Strict):
     model: str = Field("demo", description="directory, hub id, or `demo` for the embedded target")
     served_name: str | None = Field(None, description="the name that clients use; by default the last part of `model`")
     tensor_parallel: int = Field(
-        1, ge=1, description="processes that share the weights and KV heads between them, each on a GPU of its own"
+        1, ge=1, description="GPUs that the weights and KV heads are divided over, for models that one GPU cannot hold"
     )
     context_length: int | None = Field(
-        None, ge=2, description="prompt + output tokens; by default what the model allows"
+        None, ge=2, description="most tokens of prompt and output, to fit less memory; by default what the model allows"
     )
     kv_pool_tokens: int | None = Field(
-        None, ge=2, description="by default twice the context length; under offload the context length"
+        None,
+        ge=2,
+        description="tokens of KV for all requests together: more run at once; by default twice the context length,"
+        " once under offload",
     )
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="where KV lies that does not stay on the device: in host memory, or in a file"
     )
-    resident_layers: int = Field(0, ge=0, description="the first layers, whose KV stays on the device under offload")
+    resident_layers: int = Field(
+        0, ge=0, description="the first layers, whose KV stays on the device under offload: as many as fit"
+    )
     offload_path: str | None = Field(None, description="the directory of the file, where offload is disk")
     prefill_chunk: int = Field(
         default_factory=lambda given: 2048 if given.get("offload") == "none" else OFFLOADED_PREFILL_CHUNK,
         ge=16,
-        description=f"most prompt tokens that one forward pass takes; by default 2048, {OFFLOADED_PREFILL_CHUNK}"
-        " under offload",
+        description="most prompt tokens of one forward pass: fewer hold up other requests less; by default 2048,"
+        f" {OFFLOADED_PREFILL_CHUNK} under offload",
     )
 
     @model_validator(mode="after")
@@ -127,11 +152,13 @@ class TargetSettings(Strict):
 class SpeculationSettings(Strict):
     """Which tiers take part and how far they look ahead, where a request does not say."""
 
-    tiers: TierSet = "draft,retrieval,target"
+    tiers: TierSet = Field(
+        "draft,retrieval,target", description="fewer where drafting costs more than it brings; target: plain decoding"
+    )
     lookaheads: tuple[int, int] = Field(
         (8, 3),
-        description="tokens drafted by the retrieval tier, and by the draft tier; by default (8, 3),"
-        f" {OFFLOADED_LOOKAHEADS} where the target's KV is offloaded",
+        description="tokens drafted by the retrieval tier, and by the draft tier: more where acceptance is high; by"
+        f" default (8, 3), {OFFLOADED_LOOKAHEADS} where the target's KV is offloaded",
     )
     micro_batches: int | None = Field(
         None,
@@ -141,7 +168,7 @@ class SpeculationSettings(Strict):
         " default one for each process that `placement.colocate` leaves",
     )
     run_ahead: bool = Field(
-        True, description="with fewer requests than micro-batches, draft on while the target verifies"
+        True, description="with fewer requests than micro-batches, draft on while the target verifies; off to compare"
     )
 
     @model_validator(mode="after")
@@ -157,25 +184,20 @@ class SpeculationSettings(Strict):
         return self.lookaheads[0] * retrieval, self.lookaheads[1] * draft
 
 
-class ThreadSettings(Strict):
-    """CPU threads of a forward pass, in every tier."""
-
-    decode: int | None = Field(
-        None, ge=1, description="of a pass over few tokens; by default measured at start, tier by tier, and kept"
-    )
-    prefill: int | None = Field(None, ge=1, description="of a pass over many; by default as many as there are cores")
-
-
 class TierPlacement(Strict):
     """What Ray reserves for a tier, and where."""
 
-    cpus: float = Field(0.1, ge=0, description="CPUs")
-    gpus: float = Field(0.0, ge=0, description="GPUs: whole ones, or a share of one that others may use beside it")
+    gpus: float = Field(
+        0.0, ge=0, description="GPUs that Ray reserves: whole ones, or a share of one that others may use beside it"
+    )
     labels: dict[str, str] = Field(
-        {}, description="Ray labels of the node, such as {ray.io/accelerator-type: H100}; a value may be !v or in(v,w)"
+        {},
+        description="Ray labels that the node must have, such as {ray.io/accelerator-type: H100}; also !v and in(v,w)",
     )
     cores: tuple[int, ...] | None = Field(
-        None, min_length=1, description="the node's CPU cores that the tier keeps to; by default all"
+        None,
+        min_length=1,
+        description="the node's CPU cores that the tier keeps to, apart from other tiers; by default all",
     )
 
     @model_validator(mode="after")
@@ -207,16 +229,21 @@ class PlacementSettings(Strict):
     """Where the tiers of a pipeline run. Tiers that are co-located are one process on one device."""
 
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="how the processes are laid out over the nodes, in Ray's words"
+        "PACK", description="whether the processes share nodes, in Ray's words"
     )
     colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
-        "none", description="which tiers share a process and its device; `all` shares the target's weights, too"
+        "none",
+        description="which tiers share a process and its device, to use fewer GPUs; `all` shares the weights, too",
     )
     cpu_latency_us: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="microseconds that cores of the tiers' nodes may take to wake, 0: never asleep; by default any",
+        description="microseconds that cores of the tiers' nodes may take to wake, 0: never asleep; less latency"
+        " between tiers for more power; by default any",
+    )
+    cpus: float = Field(
+        0.1, ge=0, description="CPUs that Ray reserves for each tier (and rank), to keep its other work off the node"
     )
     draft: TierPlacement = TierPlacement()
     retrieval: TierPlacement = TierPlacement()
@@ -232,7 +259,7 @@ class PlacementSettings(Strict):
         cores = sorted({core for m in members for core in m.cores or ()})
         return DeviceGroup(
             tiers,
-            cpus=round(sum(m.cpus for m in members), 4),  # Ray counts in ten-thousandths
+            cpus=round(self.cpus * len(members), 4),  # Ray counts in ten-thousandths
             gpus=round(sum(m.gpus for m in members), 4),
             labels={key: value for m in members for key, value in m.labels.items()},
             cores=tuple(cores) or None,
@@ -256,13 +283,11 @@ class PlacementSettings(Strict):
 class ReplicaSettings(Strict):
     """How many copies of the whole pipeline there are; Ray Serve adds and removes them with the load."""
 
-    min: int = Field(1, ge=1)
-    max: int = Field(1, ge=1)
-    target_ongoing_requests: float | None = Field(
-        None, gt=0, description="requests a replica, waiting ones included, that are aimed at; by default max_sequences"
+    min: int = Field(1, ge=1, description="copies that are there at any load")
+    max: int = Field(1, ge=1, description="copies that the load may bring it to; each needs GPUs of its own")
+    downscale_delay_s: float = Field(
+        600.0, ge=0, description="seconds without need of a replica before it is removed; shorter frees GPUs sooner"
     )
-    upscale_delay_s: float = Field(30.0, ge=0, description="how long there are too many before a replica is added")
-    downscale_delay_s: float = Field(600.0, ge=0, description="how long there are too few before one is removed")
 
     @model_validator(mode="after")
     def _ordered(self) -> ReplicaSettings:
@@ -274,11 +299,11 @@ class ReplicaSettings(Strict):
 class ServerSettings(Strict):
     """The HTTP and gRPC front, and how many pipelines stand behind it."""
 
-    host: str = "127.0.0.1"
-    port: int = Field(8000, ge=1, le=65535)
-    grpc_port: int = Field(9000, ge=1, le=65535)
-    max_queued: int = Field(64, ge=1, description="requests beyond the live ones before 429 is answered")
-    request_timeout_s: float = Field(600.0, gt=0)
+    host: str = Field("127.0.0.1", description="address to listen at; 0.0.0.0 is open to other machines")
+    port: int = Field(8000, ge=1, le=65535, description="of HTTP")
+    grpc_port: int = Field(9000, ge=1, le=65535, description="of the gRPC API")
+    max_queued: int = Field(64, ge=1, description="requests that may wait before 429 is answered")
+    request_timeout_s: float = Field(600.0, gt=0, description="longest that a request may take, waiting included")
     drain_timeout_s: float | None = Field(
         None,
         ge=0,
@@ -291,7 +316,9 @@ class ServerSettings(Strict):
         " default the loopback where all of the pipeline's processes are on one node, else each node's own",
     )
     link_timeout_s: float = Field(
-        10.0, gt=0, description="a tier that does not answer work within this is taken for dead"
+        10.0,
+        gt=0,
+        description="a tier that does not answer within this is taken for dead: above the longest pass of a tier",
     )
     replicas: ReplicaSettings = ReplicaSettings()
 
@@ -309,14 +336,16 @@ class Settings(Strict):
     speculation: SpeculationSettings = Field(SpeculationSettings(), validate_default=True)
     placement: PlacementSettings = PlacementSettings()
     server: ServerSettings = ServerSettings()
-    threads: ThreadSettings = ThreadSettings()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="of weights, KV and arithmetic; auto is bfloat16 on CUDA and on CPUs with instructions for it,"
         " else float32, and the same for all replicas: what every node computes well with that may hold a target",
     )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
-    attention: str | None = Field(None, description="kernel by name; by default the best for device and dtype")
+    attention: str | None = Field(
+        None,
+        description="kernel by name, such as blocked for heads of odd sizes; by default the best for device and dtype",
+    )
     graphs: Literal["auto", "on", "eager", "off"] = Field(
         "auto",
         description="passes over few tokens: on captures them as CUDA graphs, eager"
@@ -327,7 +356,15 @@ class Settings(Strict):
         description="norms, rotary embeddings and activations as fused kernels, which torch.compile makes at start;"
         " auto is on for CUDA, where a compiler works, and off for the CPU; models on several ranks stay as they are",
     )
-    max_sequences: int = Field(8, ge=1, description="requests that a pipeline decodes at the same time")
+    threads: int | None = Field(
+        None,
+        ge=1,
+        description="CPU threads of every forward pass, where other programs need the cores; by default all cores for"
+        " prompts, and for decoding what is measured at start, tier by tier, and kept",
+    )
+    max_sequences: int = Field(
+        8, ge=1, description="requests that a pipeline decodes at the same time: more need more KV"
+    )
 
     @field_validator("speculation")
     @classmethod
@@ -414,7 +451,7 @@ class Settings(Strict):
     def chooses_threads(self) -> bool:
         """Whether the tiers' CPU threads are measured: where they are not set, and each tier is one process."""
         one_process = self.ranks(("target", "retrieval")) == 1
-        return self.device_type == "cpu" and one_process and self.threads.decode is None
+        return self.device_type == "cpu" and one_process and self.threads is None
 
     @property
     def fused(self) -> bool:

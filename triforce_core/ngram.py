@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, wait_in_turn
 
+LONGEST = 3  # a run of three that stood before says what follows; of longer ones few stand twice
 SHORTEST = 2  # a single token stands nearly everywhere, and says little about what follows
 
 
@@ -78,7 +79,7 @@ class NgramProposer:
 
     tier = Tier.DRAFT
 
-    def __init__(self, longest: int) -> None:
+    def __init__(self, longest: int = LONGEST) -> None:
         assert longest >= SHORTEST
         self.longest = longest
         self.held: dict[int, Text] = {}

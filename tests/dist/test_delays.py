@@ -32,7 +32,7 @@ SETTINGS = load_settings(
     dtype="float32",
     max_sequences=4,
     target={"kv_pool_tokens": 4096, "prefill_chunk": 100},
-    retrieval={"budget": 64, "chunk": 8, "recent": 16, "refresh_every": 24},
+    retrieval={"budget": 64, "chunk": 8, "refresh_every": 24},
     draft={"window": 60},
 )
 NUM_TOKENS = 40

@@ -24,7 +24,7 @@ LINK_TIMEOUT_S = 2.0
 SETTINGS = load_settings(
     dtype="float32",
     max_sequences=2,
-    retrieval={"budget": 256, "refresh_every": 24, "recent": 32},
+    retrieval={"budget": 256, "refresh_every": 24},
     server={"link_timeout_s": LINK_TIMEOUT_S},
 )
 

@@ -23,8 +23,8 @@ from triforce_core.messages import SamplingParams, Tier
 
 
 def settings(**retrieval: Any) -> Settings:
-    """Pieces so small that a whole snapshot has eight or so, and many snapshots."""
-    own = {"budget": 256, "refresh_every": 8, "recent": 32, "piece_bytes": 2**19}
+    """Many snapshots."""
+    own = {"budget": 256, "refresh_every": 8}
     return load_settings(dtype="float32", max_sequences=2, retrieval=own | retrieval)
 
 
@@ -45,6 +45,11 @@ def on(tiers: Tiers, tier: Tier, call: Callable[[Any], Any]) -> Any:
     import ray
 
     return ray.get(tiers.pipeline.actors.all()[tier].__ray_call__.remote(call), timeout=30)
+
+
+def cut_small(actor: Any) -> None:
+    """Pieces so small that a whole snapshot has eight or so."""
+    actor.sink.piece_bytes = 2**19
 
 
 def record_answers(actor: Any) -> None:
@@ -115,6 +120,7 @@ def test_damaged_and_lost_pieces_change_no_token(start_pipeline: StartPipeline, 
     prompt = held_out("inspect.py", 900)
     with start_pipeline(settings()) as (runner, pipeline):
         tiers = Tiers(pipeline, runner.run)
+        on(tiers, Tier.TARGET, cut_small)
         expected = decode(tiers, prompt, (0, 0)).tokens
         on(tiers, Tier.RETRIEVAL, record_answers)
         assert decode(tiers, prompt).tokens == expected
@@ -143,6 +149,7 @@ def test_ray_direct_transport(start_pipeline: StartPipeline, held_out: HeldOut) 
     prompt = held_out("inspect.py", 900)
     with start_pipeline(settings(transport="rdt")) as (runner, pipeline):
         tiers = Tiers(pipeline, runner.run)
+        on(tiers, Tier.TARGET, cut_small)
         expected = decode(tiers, prompt, (0, 0)).tokens
         decode(tiers, prompt)  # the first transfer sets NIXL up
         on(tiers, Tier.RETRIEVAL, record_answers)

@@ -28,7 +28,7 @@ MAX_SEQUENCES = 3
 SETTINGS: Settings = load_settings(
     dtype="float32",
     max_sequences=MAX_SEQUENCES,
-    retrieval={"budget": 256, "chunk": 8, "refresh_every": 24, "recent": 32},
+    retrieval={"budget": 256, "chunk": 8, "refresh_every": 24},
     target={"prefill_chunk": 500, "kv_pool_tokens": 9000},
 )
 

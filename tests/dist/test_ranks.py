@@ -34,7 +34,7 @@ SETTINGS = load_settings(
     dtype="float32",
     max_sequences=2,
     target={"tensor_parallel": 2, "kv_pool_tokens": 4000, "prefill_chunk": 500},
-    retrieval={"budget": 256, "refresh_every": 24, "recent": 32},
+    retrieval={"budget": 256, "refresh_every": 24},
 )
 WHOLE = SETTINGS.model_copy(update={"target": SETTINGS.target.model_copy(update={"tensor_parallel": 1})})
 

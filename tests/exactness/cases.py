@@ -60,10 +60,9 @@ class Case:
                 "retrieval": {
                     "budget": self.budget,
                     "chunk": self.chunk,
-                    "recent": self.budget // 4,
                     "refresh_every": self.refresh[0],
                 },
-                "draft": {"sinks": 4, "window": self.window, "slack": 20},
+                "draft": {"window": self.window},
             }
         )
 

@@ -27,8 +27,8 @@ def settings_with(graphs: str, quantization: str | None = None) -> Settings:
             "compile": "on",
             "max_sequences": 3,
             "graphs": graphs,
-            "retrieval": {"budget": 64, "recent": 16, "refresh_every": 16, "quantization": quantization},
-            "draft": {"sinks": 2, "window": 20, "slack": 10},
+            "retrieval": {"budget": 64, "refresh_every": 16, "quantization": quantization},
+            "draft": {"window": 20},
             "target": {"kv_pool_tokens": 4096},
         }
     )

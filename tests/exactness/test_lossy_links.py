@@ -32,8 +32,8 @@ SETTINGS = Settings.model_validate(
         "dtype": "float32",
         "max_sequences": 3,
         "target": {"prefill_chunk": 50, "kv_pool_tokens": 500},
-        "retrieval": {"budget": BUDGET, "chunk": 8, "recent": 8, "refresh_every": 10},
-        "draft": {"sinks": 2, "window": 20, "slack": 7},
+        "retrieval": {"budget": BUDGET, "chunk": 8, "refresh_every": 10},
+        "draft": {"window": 20},
     }
 )
 

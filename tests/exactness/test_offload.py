@@ -59,7 +59,7 @@ def decode(name: str, requests: list[Request], **target: Any) -> Outcome:
         dtype="float32",
         max_sequences=3,
         target={"kv_pool_tokens": 500, **target},
-        retrieval={"budget": 64, "chunk": 8, "recent": 16, "refresh_every": 4},
+        retrieval={"budget": 64, "chunk": 8, "refresh_every": 4},
         draft={"window": 60},
     )
     model, drafter = models(name)

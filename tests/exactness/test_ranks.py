@@ -54,10 +54,10 @@ def settings_for(models: dict[str, str], **more: object) -> Settings:
     return load_settings(
         dtype="float32",
         max_sequences=3,
-        threads={"decode": 1, "prefill": 1},
+        threads=1,
         target={"model": models["target"], "prefill_chunk": 100, "kv_pool_tokens": 2000},
-        retrieval={"model": models["retrieval"], "budget": 96, "recent": 16, "refresh_every": 16, **more},
-        draft={"model": models["draft"], "window": 60, "slack": 20},
+        retrieval={"model": models["retrieval"], "budget": 96, "refresh_every": 16, **more},
+        draft={"model": models["draft"], "window": 60},
     )
 
 
@@ -149,10 +149,10 @@ def test_the_demo_pair_divided_gives_its_tokens(
     settings = load_settings(
         dtype="float32",
         max_sequences=2,
-        threads={"decode": 1, "prefill": 1},
+        threads=1,
         graphs=graphs,
         target={"kv_pool_tokens": 2000, "offload": offload, "prefill_chunk": 200},
-        retrieval={"budget": 128, "recent": 32, "refresh_every": 24},
+        retrieval={"budget": 128, "refresh_every": 24},
     )
     prompt = held_out("inspect.py", 600)
     asked = [Request(prompt, 80, SamplingParams(t), 5, (8, 3)) for t in (0.0, 0.8)]

@@ -87,8 +87,8 @@ def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) ->
                 "max_sequences": 3,
                 "graphs": graphs,
                 "target": {"kv_pool_tokens": 600},  # fragmented soon
-                "retrieval": {"budget": 32, "recent": 8, "refresh_every": 16},
-                "draft": {"sinks": 2, "window": 20, "slack": 10},
+                "retrieval": {"budget": 32, "refresh_every": 16},
+                "draft": {"window": 20},
             }
         )
         return finish(local_engine(target, with_noise(target, 0.2), settings), requests)

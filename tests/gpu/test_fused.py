@@ -62,8 +62,8 @@ def decoded(dtype: str, lookaheads: tuple[int, int], temperature: float, compile
             "max_sequences": 3,
             "graphs": "on",
             "compile": compile,
-            "retrieval": {"budget": 512, "recent": 64, "refresh_every": 16},
-            "draft": {"sinks": 2, "window": 60, "slack": 10},
+            "retrieval": {"budget": 512, "refresh_every": 16},
+            "draft": {"window": 60},
         }
     )
     engine = local_engine(target, with_noise(target, 0.1), settings)

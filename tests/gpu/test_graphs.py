@@ -27,8 +27,8 @@ def decoded(dtype: str, graphs: str, temperature: float) -> Outcome:
             "dtype": dtype,
             "max_sequences": 3,
             "graphs": graphs,
-            "retrieval": {"budget": 512, "recent": 64, "refresh_every": 16},
-            "draft": {"sinks": 2, "window": 60, "slack": 10},
+            "retrieval": {"budget": 512, "refresh_every": 16},
+            "draft": {"window": 60},
         }
     )
     engine = local_engine(target, with_noise(target, 0.2), settings)

@@ -31,7 +31,7 @@ NUM_NODES = 3
 
 def settings(port: int, grpc_port: int) -> Settings:
     """Two pipelines, each in one process with a GPU of its own; a third where they have too much to do."""
-    replicas = {"min": 2, "max": 3, "target_ongoing_requests": 2, "upscale_delay_s": 1, "downscale_delay_s": 3}
+    replicas = {"min": 2, "max": 3, "downscale_delay_s": 3}
     return load_settings(
         dtype="float32",
         max_sequences=MAX_SEQUENCES,
@@ -47,6 +47,7 @@ def replicas(local_ray: LocalRay) -> Iterator[Server]:
     port, grpc_port = free_ports(2)
     nodes = [{"num_gpus": 1, "labels": {"ray.io/accelerator-type": "H100"}}] * NUM_NODES
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("deploy.app.UPSCALE_DELAY_S", 1.0)
         patch.setenv("RAY_SERVE_HANDLE_AUTOSCALING_METRIC_PUSH_INTERVAL_S", "1")
         with fake_nodes(nodes), application(settings(port, grpc_port)):
             yield Server(port, grpc_port, cast("subprocess.Popen[str]", None))

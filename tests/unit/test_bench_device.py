@@ -23,9 +23,7 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.load import kv_geometry
 
-SETTINGS = load_settings(
-    dtype="float32", retrieval={"budget": 64, "recent": 16}, threads={"decode": 1, "prefill": 1}, max_sequences=1
-)
+SETTINGS = load_settings(dtype="float32", retrieval={"budget": 64}, threads=1, max_sequences=1)
 PROMPT = tuple(range(200))
 
 

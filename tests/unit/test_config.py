@@ -23,8 +23,10 @@ BAD: list[tuple[str, list[str]]] = [
     ("retrieval: {selector: best}", ["retrieval.selector", "'best'", "mean_key"]),
     ("retrieval: [1, 2]", ["retrieval", "[1, 2]", "valid dictionary"]),
     ("draft: {window: wide}", ["draft.window", "'wide'", "valid integer"]),
-    ("draft: {ngram: 1}", ["draft.ngram", "1", "greater than or equal to 2"]),
-    ("draft: {sinks: -1}", ["draft.sinks", "-1", "greater than or equal to 0"]),
+    ("draft: {window: 0}", ["draft.window", "0", "greater than or equal to 1"]),
+    ("draft: {sinks: 2}", ["draft.sinks", "2", "Extra inputs are not permitted"]),
+    ("threads: {decode: 1}", ["threads", "{'decode': 1}", "valid integer"]),
+    ("placement: {cpus: -1}", ["placement.cpus", "-1", "greater than or equal to 0"]),
     ("target: {offload: nvme}", ["target.offload", "'nvme'", "'none', 'host' or 'disk'"]),
     ("target: {offload: host, resident_layers: -1}", ["target.resident_layers", "-1", "greater than or equal to 0"]),
     ("target: {resident_layers: 2}", ["target", "resident_layers 2 must be 0 where offload is none"]),
@@ -129,7 +131,7 @@ def test_overrides_are_validated_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "settings.yaml"
     path.write_text("retrieval: {budget: 96}\ndraft: 7")
     with pytest.raises(InvalidValueError, match="budget 96 must be a multiple of chunk 64"):
-        load_settings(path, retrieval={"chunk": 64}, draft={"sinks": 1})
+        load_settings(path, retrieval={"chunk": 64}, draft={"window": 1})
 
 
 def test_an_empty_file_means_the_defaults(tmp_path: Path) -> None:
@@ -173,6 +175,16 @@ def test_there_is_a_micro_batch_for_each_process(colocate: str, expected: int) -
     assert load_settings(placement={"colocate": colocate}, speculation={"micro_batches": 1}).micro_batches == 1
 
 
+@pytest.mark.parametrize(("budget", "recent"), [(32, 8), (256, 64), (1024, 64), (4096, 64)])
+def test_a_snapshot_keeps_some_recent_tokens_and_has_room_for_chosen_ones(budget: int, recent: int) -> None:
+    assert load_settings(retrieval={"budget": budget}).retrieval.recent == recent
+
+
+@pytest.mark.parametrize(("window", "slack"), [(1, 2), (20, 12), (252, 128)])
+def test_a_window_grows_by_half_of_itself(window: int, slack: int) -> None:
+    assert load_settings(draft={"window": window}).draft.slack == slack
+
+
 def test_a_process_reserves_what_its_tiers_do_together() -> None:
     tiers = {
         "draft": {"gpus": 0.1, "cores": [3, 1]},
@@ -192,10 +204,10 @@ def test_a_process_reserves_what_its_tiers_do_together() -> None:
         (lambda: ChunkSettings(budget=100, chunk=8), r"retrieval\.budget: 100 must be a multiple of the chunk, 8"),
         (lambda: ChunkSettings(budget=8, chunk=8), r"retrieval\.budget: 8 must hold two chunks of 8"),
         (lambda: ChunkSettings(chunk=0), r"retrieval\.chunk: 0 must be at least 1"),
-        (lambda: ChunkSettings(recent=-1), r"retrieval\.recent: -1 must be 0 or more"),
-        (lambda: WindowSettings(sinks=-1), r"draft\.sinks: -1 must be 0 or more"),
+        (lambda: ChunkSettings(recent=-1), r"recent: -1 must be 0 or more"),
+        (lambda: WindowSettings(sinks=-1), r"sinks: -1 must be 0 or more"),
         (lambda: WindowSettings(window=0), r"draft\.window: 0 must be at least 1"),
-        (lambda: WindowSettings(slack=0), r"draft\.slack: 0 must be at least 1"),
+        (lambda: WindowSettings(slack=0), r"slack: 0 must be at least 1"),
         (lambda: SamplingParams(temperature=-0.1), r"temperature: -0\.1 must be between 0 and 100"),
         (lambda: SamplingParams(temperature=float("nan")), r"temperature: nan must be between"),
         (lambda: SamplingParams(top_k=-1), r"top_k: -1 must be 0"),

@@ -119,7 +119,7 @@ def test_what_fits_is_what_trying_everything_finds(
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD", "STRICT_PACK"])
 def test_hundreds_of_pipelines_on_a_hundred_nodes_are_laid_out_in_moments(strategy: str) -> None:
     """To the last GPU, and not one more; bundles of three kinds."""
-    tiers = {"target": {"gpus": 1}, "retrieval": {"gpus": 0.5, "cpus": 0.2}, "draft": {"gpus": 0.5}}
+    tiers = {"target": {"gpus": 1}, "retrieval": {"gpus": 0.75}, "draft": {"gpus": 0.25}}
     settings = load_settings(placement={"strategy": strategy, **tiers})
     nodes = [node(cpus=64, gpus=8)] * 100
     each = bundles(settings, beside_target=0.5)
@@ -129,22 +129,23 @@ def test_hundreds_of_pipelines_on_a_hundred_nodes_are_laid_out_in_moments(strate
 
 
 def test_what_would_take_too_long_to_say_is_left_to_ray() -> None:
-    settings = load_settings(placement={"target": {"cpus": 0.3}, "retrieval": {"cpus": 0.2}, "draft": {"cpus": 0.1}})
+    settings = load_settings(placement={"target": {"gpus": 0.3}, "retrieval": {"gpus": 0.2}, "draft": {"gpus": 0.1}})
+    there = [node(cpus=4096, gpus=256)] * 2
     for copies in (1, 2000, 5000):
-        assert misfit(settings.placement, bundles(settings), [node(cpus=256)] * 2, copies) is None, "in doubt it fits"
+        assert misfit(settings.placement, bundles(settings), there, copies) is None, "in doubt it fits"
 
 
 def test_the_replicas_own_process_shares_the_targets_bundle() -> None:
     settings = Settings(placement=placement())
     alone, shared = bundles(settings), bundles(settings, beside_target=0.5)
     assert shared == [{"CPU": 0.6, "GPU": 1.0}, *alone[1:]]
-    nothing = load_settings(placement={t: {"cpus": 0} for t in ("draft", "retrieval", "target")})
+    nothing = load_settings(placement={"cpus": 0})
     assert bundles(nothing) == [{"CPU": 0.001}] * 3
 
 
 def test_the_ranks_of_a_tier_are_on_one_node() -> None:
-    each = {t: {"gpus": 1, "cpus": 0.5} for t in ("draft", "retrieval", "target")}
-    settings = load_settings(target={"tensor_parallel": 2}, placement=each)
+    each = {t: {"gpus": 1} for t in ("draft", "retrieval", "target")}
+    settings = load_settings(target={"tensor_parallel": 2}, placement={"cpus": 0.5, **each})
     found = bundles(settings)
     assert found == [{"CPU": 1.0, "GPU": 2.0}, {"CPU": 1.0, "GPU": 2.0}, {"CPU": 0.5, "GPU": 1.0}]
     assert misfit(settings.placement, found, [node(gpus=2), node(gpus=3)]) is None

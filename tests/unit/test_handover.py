@@ -184,7 +184,7 @@ class GatedSink(ObjectStoreSink):
     """Sends snapshots while the gate is open, and notes whose they were."""
 
     def __init__(self) -> None:
-        super().__init__(None, 100)  # type: ignore[arg-type]
+        super().__init__(None)  # type: ignore[arg-type]
         self.gate, self.sent = threading.Event(), list[int]()
 
     def _send_pieces(self, snapshot: Snapshot) -> bool:

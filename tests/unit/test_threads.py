@@ -185,8 +185,7 @@ def test_where_nothing_can_be_written_nothing_is_kept(
     ("settings", "chooses"),
     [
         ({}, True),
-        ({"threads": {"prefill": 1}}, True),
-        ({"threads": {"decode": 1}}, False),
+        ({"threads": 1}, False),
         ({"device": "cuda"}, False),
         ({"target": {"tensor_parallel": 2}}, False),
     ],

@@ -105,7 +105,7 @@ def test_what_is_known_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_threads_that_are_set_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = load_settings(dtype="float32", threads={"decode": 2})
+    settings = load_settings(dtype="float32", threads=2)
     assert warmed(settings, {}, monkeypatch).actor.told == []
 
 

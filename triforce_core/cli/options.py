@@ -101,7 +101,7 @@ SETTING_OPTIONS = {
     "cpu_latency_us": SettingOption(
         int, "microseconds that the nodes' cores may take to wake; 0: they never sleep", ("placement.cpu_latency_us",)
     ),
-    "threads": SettingOption(int, "CPU threads", ("threads.decode", "threads.prefill")),
+    "threads": SettingOption(int, "CPU threads", ("threads",)),
 }
 KV_OPTIONS = ("offload", "resident_layers", "offload_path")
 DEVICE_OPTIONS = ("device", "graphs", "compile")

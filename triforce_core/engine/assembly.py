@@ -40,10 +40,10 @@ FEW_DRAFT_TOKENS = 4  # a drafting step has one token; the first after a round, 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     """The draft tier with a model."""
-    window = WindowSettings(settings.draft.sinks, settings.draft.window, settings.draft.slack)
+    window = WindowSettings(window=settings.draft.window, slack=settings.draft.slack)
     positions = context_length(model.config)
-    rule = f"tokens of sinks, window and slack must fit the drafter's {positions} positions"
-    require(window.capacity <= positions, "draft", window.capacity, rule)
+    rule = f"makes a cache of {window.capacity} tokens, which must fit the drafter's {positions} positions"
+    require(window.capacity <= positions, "draft.window", window.window, rule)
     geometry, sequences = kv_geometry(model), settings.max_sequences
     num_bytes = geometry.bytes_per_token * window.capacity * sequences
     check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
@@ -156,7 +156,7 @@ def local_engine(
     full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)
     drafts: Proposer = NoProposer()
     if settings.draft.weights is None:
-        drafts = NgramProposer(settings.draft.ngram)
+        drafts = NgramProposer()
     elif drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
         drafts = draft_proposer(drafter, settings)

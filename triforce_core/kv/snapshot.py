@@ -124,7 +124,7 @@ class ChunkSettings:
             self.budget,
             f"must hold two chunks of {self.chunk} tokens",
         )
-        require(self.recent >= 0, "retrieval.recent", self.recent, "must be 0 or more tokens")
+        require(self.recent >= 0, "recent", self.recent, "must be 0 or more tokens")
 
     def split(self, position: int) -> tuple[int, int]:
         """For a cut at `position`: where the local window starts, and how many chunks before it are chosen.

@@ -21,14 +21,14 @@ from triforce_core.messages import SequenceSpec
 class WindowSettings:
     """Sizes in tokens."""
 
-    sinks: int = 4
+    sinks: int = 4  # as in the paper: more bring nothing
     window: int = 252
     slack: int = 128  # how far the window may grow, speculated tokens included, before it is moved
 
     def __post_init__(self) -> None:
-        require(self.sinks >= 0, "draft.sinks", self.sinks, "must be 0 or more tokens")
+        require(self.sinks >= 0, "sinks", self.sinks, "must be 0 or more tokens")
         require(self.window >= 1, "draft.window", self.window, "must be at least 1 token")
-        require(self.slack >= 1, "draft.slack", self.slack, "must be at least 1 token")
+        require(self.slack >= 1, "slack", self.slack, "must be at least 1 token")
 
     @property
     def capacity(self) -> int:

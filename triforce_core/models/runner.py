@@ -30,8 +30,8 @@ def threads_for(settings: Settings) -> Threads:
     """What the settings say. By default all threads, of which ranks have equal shares; those of decoding are measured
     later where that can be done (`Settings.chooses_threads`).
     """
-    share = max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
-    return Threads(settings.threads.decode or share, settings.threads.prefill or share)
+    threads = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
+    return Threads(decode=threads, prefill=threads)
 
 
 def run_on(threads: int) -> None:
