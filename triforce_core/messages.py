@@ -1,7 +1,7 @@
 """What the tiers say to one another. Absolute statements only: repeating a message is harmless.
 
 A `Span` says what a sequence *is* from some position on; `Work` asks a tier to continue it; a `Proposal` is the answer.
-docs/architecture.md tells the protocol as a whole.
+docs/architecture.md shows how they are used; docs/decisions/0001-protocol-additions.md why two of the fields exist.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the distribution of the next token is warped before a token is drawn; the defaults leave the model's own."""
+    """How the next token's distribution is warped before a token is drawn; the defaults leave the model's own."""
 
     temperature: float = 1.0  # 0 is greedy, and so is anything below 1e-4
     top_k: int = 0  # 0 keeps all

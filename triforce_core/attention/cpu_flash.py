@@ -1,6 +1,6 @@
 """PyTorch's own CPU flash attention, called for its log-sum-exp, which the public function does not return.
 
-Measured (docs/benchmarks/attention.md) it beats two matrix products and a softmax at one query and at 2,048, in
+Measured (docs/decisions/0004-cpu-attention.md) it beats two matrix products and a softmax at one query and at 2,048, in
 bfloat16 and float32, on views of a larger buffer and without copying them.
 """
 

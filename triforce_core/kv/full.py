@@ -48,7 +48,7 @@ class FullKV(KVCache):
 
     @torch.inference_mode()
     def fill(self, span: Span) -> None:
-        """Hold KV up to the end of `span`, of what is missing drawn from a normal law: for benchmarks of passes over a
+        """Hold KV up to the end of `span`, missing KV drawn from a normal distribution: for benchmarks of passes over a
         long context, whose times do not depend on what stands in it. The sequence is open, or begins with the span.
         """
         placed = self._align(Forward(span, num_sampled=0))

@@ -1,4 +1,4 @@
-"""Draw one token a row, with noise that all tiers share (noise.py)."""
+"""Draw one token a row under shared noise (docs/architecture.md)."""
 
 from __future__ import annotations
 

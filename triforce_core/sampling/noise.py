@@ -1,7 +1,7 @@
 """Shared noise: every tier adds the same Gumbel noise to the same token at the same position of a request.
 
 Drawing `argmax(logit / T + g)` with standard Gumbel g samples the softmax exactly (Gumbel 1954; Maddison et al. 2014).
-As g depends only on (seed, position, vocabulary id), the drawn token depends on these and on the distribution alone.
+As g depends only on (seed, position, vocabulary id), the token depends on nothing else but the distribution itself.
 """
 
 from __future__ import annotations
