@@ -1,4 +1,4 @@
-"""Between messages.py and tiers.proto, both ways. Pure functions; what comes off the wire is checked here, once.
+"""Between messages.py and the protos, both ways. Pure functions; what comes off the wire is checked here, once.
 
 Every `…_from_proto` raises `InvalidValueError` naming the field, by its path in the message, that breaks a rule.
 """
@@ -6,6 +6,8 @@ Every `…_from_proto` raises `InvalidValueError` naming the field, by its path 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict, fields
+from typing import Any
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -20,6 +22,7 @@ FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
     FinishReason.STOP: gen.FINISH_REASON_STOP,
     FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
 }
+SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
 
 
 def work_batch_to_proto(work: Iterable[Work], release: Iterable[int] = ()) -> pb.WorkBatch:
@@ -39,17 +42,32 @@ def proposal_batch_from_proto(batch: pb.ProposalBatch) -> list[Proposal]:
     return [_proposal_from_proto(item, f"proposals[{index}]") for index, item in enumerate(batch.proposals)]
 
 
-def sampling_to_proto(sampling: SamplingParams) -> pb.SamplingParams:
-    return pb.SamplingParams(
-        temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p, min_p=sampling.min_p
-    )
+def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
+    """With every field set, those at their defaults too."""
+    return gen.Sampling(**asdict(sampling))
 
 
-def sampling_from_proto(message: pb.SamplingParams, where: str = "sampling") -> SamplingParams:
+def sampling_from_proto(message: gen.Sampling, where: str = "sampling") -> SamplingParams:
+    """What one tier says to another. A field that is not set is refused: by a default in its place, this tier would
+    warp by another number than the rest.
+    """
+    given = set_fields(message)
+    for name in SAMPLING_FIELDS:
+        require(name in given, f"{where}.{name}", None, "must be present")
     try:
-        return SamplingParams(message.temperature, message.top_k, message.top_p, message.min_p)
+        return SamplingParams(**given)
     except InvalidValueError as error:
         raise InvalidValueError(f"{where}.{error.field}", error.value, error.rule) from None
+
+
+def sampling_from_client(message: gen.Sampling) -> SamplingParams:
+    """What a client says: a field that is not set takes its default. The error names the field alone, as clients do."""
+    return SamplingParams(**set_fields(message))
+
+
+def set_fields(message: gen.Sampling) -> dict[str, Any]:
+    """By name, whatever their values: each field of this message tells whether it was set."""
+    return {field.name: value for field, value in message.ListFields()}
 
 
 def tallies_to_proto(tallies: Iterable[Tally]) -> list[pb.Tally]:

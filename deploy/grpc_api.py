@@ -7,13 +7,12 @@ from contextlib import aclosing
 
 import grpc
 
-from actors.wire import finish_reason_to_proto, seed_from_proto, seed_to_proto
+from actors.wire import finish_reason_to_proto, sampling_from_client, seed_from_proto, seed_to_proto
 from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
 from deploy.service import Ask, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError, UnknownModelError, require
-from triforce_core.messages import SamplingParams
 
 SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationServicer_to_server"
 
@@ -36,19 +35,9 @@ def ask_from(request: pb.GenerateRequest) -> Ask:
     """Raises `InvalidValueError` naming the field."""
     prompt = request.WhichOneof("prompt")
     require(prompt is not None, "prompt", None, "must be a text or token ids")
-
-    def given(field: str, default: float) -> float:
-        return getattr(request.sampling, field) if request.sampling.HasField(field) else default
-
-    sampling = SamplingParams(
-        temperature=given("temperature", 1.0),
-        top_k=int(given("top_k", 0)),
-        top_p=given("top_p", 1.0),
-        min_p=given("min_p", 0.0),
-    )
     return Ask(
         prompt=request.text if prompt == "text" else tuple(request.token_ids.values),
-        sampling=sampling,
+        sampling=sampling_from_client(request.sampling),
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         seed=seed_from_proto(request.seed) if request.HasField("seed") else None,
         stop=tuple(request.stop),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, TypeVar
+from dataclasses import fields
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
@@ -13,7 +14,7 @@ from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-T = TypeVar("T")
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
 
 def checked_as(rule: str) -> WrapValidator:
@@ -105,19 +106,11 @@ def ask_from(body: CompletionRequest, defaults: SpeculationSettings) -> Ask:
     if body.stream_options is not None:
         require(bool(body.stream), "stream_options", body.stream_options.model_dump(), "needs stream: true")
 
-    def given(value: T | None, default: T) -> T:
-        return default if value is None else value
-
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return Ask(
         prompt=prompt_from(body.prompt),
-        sampling=SamplingParams(
-            temperature=given(body.temperature, 1.0),
-            top_k=given(body.top_k, 0),
-            top_p=given(body.top_p, 1.0),
-            min_p=given(body.min_p, 0.0),
-        ),
-        max_tokens=given(body.max_tokens, DEFAULT_MAX_TOKENS),
+        sampling=SamplingParams(**body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)),
+        max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         seed=body.seed,
         stop=tuple(stop or ()),
         model=body.model or "",

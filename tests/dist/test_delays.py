@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from actors.links import RemoteProposer
 from actors.serving import LinkServer, TierServer
 from tests.random_models import random_model, random_tokens, with_noise
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import add_TierServicer_to_server
 from triforce_core.config import load_settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell

@@ -9,7 +9,7 @@ from contextlib import aclosing
 
 import pytest
 
-from actors.wire import sampling_to_proto
+from actors.wire import sampling_from_proto, sampling_to_proto
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
 from tests.dist.decoding import Tiers
@@ -76,8 +76,9 @@ def request(
 
 def in_one_process(engine: Engine, message: pb.DecodeRequest) -> list[int]:
     """The request's tokens without speculation and without actors."""
-    sampling = SamplingParams(message.sampling.temperature, top_p=message.sampling.top_p)
-    plain = Request(tuple(message.prompt_token_ids), message.max_tokens, sampling, message.seed, (0, 0))
+    plain = Request(
+        tuple(message.prompt_token_ids), message.max_tokens, sampling_from_proto(message.sampling), message.seed, (0, 0)
+    )
     return [token for output in run_to_end(engine, [plain]) for token in output.tokens]
 
 
@@ -202,7 +203,11 @@ BAD: list[tuple[pb.DecodeRequest, type[Exception], str]] = [
     ),
     (request((1,), lookaheads=(65, 0)), InvalidValueError, "lookaheads: (65, 0) must each be at most 64"),
     (request((1,) * 16384, max_tokens=1), TooLargeError, "must fit the context of 16384 tokens"),
-    (pb.DecodeRequest(prompt_token_ids=[1], max_tokens=1), InvalidValueError, "sampling.top_p: 0.0 must be above 0"),
+    (
+        pb.DecodeRequest(prompt_token_ids=[1], max_tokens=1),
+        InvalidValueError,
+        "sampling.temperature: None must be present",
+    ),
 ]
 
 

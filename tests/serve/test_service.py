@@ -16,6 +16,7 @@ import pytest
 from openai import APIStatusError, OpenAI
 from starlette.testclient import TestClient
 
+from actors.wire import sampling_to_proto
 from deploy import grpc_api
 from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import DeadlineError
@@ -330,6 +331,7 @@ SAMPLING = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25}
 
 
 def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
+    assert SAMPLING.keys() == SamplingParams.__dataclass_fields__.keys(), "try the new field here, too"
     client, service, pipelines = served(ENDED)
     asked: dict[str, Any] = {"max_tokens": 9, "seed": -3}
     assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2]}).status_code == 200
@@ -337,12 +339,20 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
     generated(service, **asked, sampling=gen.Sampling(**SAMPLING), lookaheads=gen.Lookaheads(values=[5, 2]))
     expected = pb.DecodeRequest(
         prompt_token_ids=ids("def"),
-        sampling=pb.SamplingParams(**SAMPLING),
+        sampling=gen.Sampling(**SAMPLING),
         stop_token_ids=model().stop_token_ids,
         lookaheads=gen.Lookaheads(values=[5, 2]),
         **asked,
     )
     assert pipelines.requests == [expected, expected]
+
+
+def test_what_is_left_out_has_the_same_defaults_at_both_doors() -> None:
+    client, service, pipelines = served(ENDED)
+    assert ask(client).status_code == 200
+    assert ask(client, **dict.fromkeys(SAMPLING)).status_code == 200
+    generated(service)
+    assert [request.sampling for request in pipelines.requests] == [sampling_to_proto(SamplingParams())] * 3
 
 
 @pytest.mark.parametrize(

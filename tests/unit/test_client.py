@@ -14,6 +14,7 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from triforce_core.client import (
     Acceptance,
+    CallArguments,
     CallCancelledError,
     CallError,
     Chunk,
@@ -181,6 +182,21 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
             timeout_s=5,
         )
         assert servicer.request == expected
+
+
+def test_every_field_of_the_service_has_its_argument() -> None:
+    of_prompt = {"text", "token_ids", "sampling"}
+    of_request = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields} - of_prompt
+    of_sampling = {field.name for field in pb.Sampling.DESCRIPTOR.fields}
+    assert CallArguments.__optional_keys__ == of_request | of_sampling
+    assert not of_request & of_sampling
+
+
+def test_an_argument_that_there_is_not_is_refused(client: TriForceClient) -> None:
+    for call in (client.generate, client.stream):
+        for value in (0.5, None):
+            with pytest.raises(TypeError, match="'temprature'"):
+                call("abc", temprature=value)  # type: ignore[call-arg]
 
 
 def test_what_is_left_out_stays_unset(client: TriForceClient, servicer: ScriptedGeneration) -> None:

@@ -90,7 +90,7 @@ def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
         (Work.__dataclass_fields__, pb.Work),
         (Span.__dataclass_fields__, pb.Span),
         (SequenceSpec.__dataclass_fields__, pb.SequenceSpec),
-        (SamplingParams.__dataclass_fields__, pb.SamplingParams),
+        (SamplingParams.__dataclass_fields__, gen.Sampling),
         (Proposal.__dataclass_fields__, pb.Proposal),
         (Tally._fields, pb.Tally),
     ],
@@ -98,6 +98,20 @@ def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
 def test_no_field_is_left_behind(fields: Iterable[str], message: type[Message]) -> None:
     """The strategies above might forget a new field too."""
     assert [*fields] == [field.name for field in message.DESCRIPTOR.fields]
+
+
+@given(samplings)
+def test_a_client_s_sampling_arrives_as_it_was_said(sampling: SamplingParams) -> None:
+    assert wire.sampling_from_client(gen.Sampling.FromString(wire.sampling_to_proto(sampling).SerializeToString())) == (
+        sampling
+    )
+
+
+def test_what_a_client_leaves_out_takes_its_default_and_0_is_not_left_out() -> None:
+    assert wire.sampling_from_client(gen.Sampling()) == SamplingParams()
+    assert wire.sampling_from_client(gen.Sampling(temperature=0)) == GREEDY
+    with pytest.raises(InvalidValueError, match=r"^top_p: 0\.0 must be above 0"):
+        wire.sampling_from_client(gen.Sampling(top_p=0))
 
 
 def test_missing_from_the_start_is_not_missing_nothing() -> None:
@@ -144,7 +158,10 @@ BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
     ("span.spec.sampling", lambda work: work.span.spec.ClearField("sampling")),
     ("span.spec.sampling.temperature", lambda work: setattr(work.span.spec.sampling, "temperature", -1)),
     ("span.spec.sampling.temperature", lambda work: setattr(work.span.spec.sampling, "temperature", math.nan)),
-    ("span.spec.sampling.top_p", lambda work: work.span.spec.sampling.ClearField("top_p")),
+    *[
+        (f"span.spec.sampling.{name}", lambda work, name=name: work.span.spec.sampling.ClearField(name))
+        for name in wire.SAMPLING_FIELDS
+    ],
     ("span.spec.sampling.min_p", lambda work: setattr(work.span.spec.sampling, "min_p", 2)),
     ("span.spec.sampling.top_k", lambda work: setattr(work.span.spec.sampling, "top_k", 2**31)),
     ("span.spec.prompt_length", lambda work: work.span.spec.ClearField("prompt_length")),

@@ -14,7 +14,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, decoding_settings, with_options_of
+from triforce_core.cli.options import JsonOption, SeedOption, decoding_settings, sampling_params, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import SamplingParams, Tier
@@ -26,20 +26,16 @@ if TYPE_CHECKING:
 COLOURS = {Tier.DRAFT: "green", Tier.RETRIEVAL: "cyan", Tier.TARGET: "default"}
 
 
-@with_options_of(decoding_settings)
+@with_options_of(sampling_params, decoding_settings)
 def generate(
+    sampling: SamplingParams,
     settings: Settings,
     prompt_file: Annotated[Path, typer.Option(help="text to continue; - reads standard input")],
     max_tokens: Annotated[int, typer.Option(help="at most this many output tokens")] = 128,
-    temperature: TemperatureOption = 1.0,
-    top_p: Annotated[float, typer.Option(help="keep the most probable tokens up to this probability")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="keep the k most probable tokens; 0 keeps all")] = 0,
-    min_p: Annotated[float, typer.Option(help="keep tokens this probable relative to the best")] = 0.0,
     seed: SeedOption = 0,
     as_json: JsonOption = False,
 ) -> None:
     """Continue a text, with all tiers in this process. Tokens are coloured by the tier that proposed them."""
-    sampling = SamplingParams(temperature, top_k, top_p, min_p)
     text = read_prompt(prompt_file)
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
 

@@ -7,46 +7,68 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import wraps
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import typer
 
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import require
+from triforce_core.messages import SamplingParams
 from triforce_core.models.precision import resolved
 
-Made = TypeVar("Made")
+SAMPLING_HELP = {
+    "temperature": "0 is greedy",
+    "top_k": "keep the k most probable tokens; 0 keeps all",
+    "top_p": "keep the most probable tokens up to this probability",
+    "min_p": "keep tokens this probable relative to the best",
+}
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
-TemperatureOption = Annotated[float, typer.Option(help="0 is greedy")]
+TemperatureOption = Annotated[float, typer.Option(help=SAMPLING_HELP["temperature"])]
 SeedOption = Annotated[int, typer.Option(help="the same seed gives the same tokens")]
 
 
-def with_options_of(
-    make: Callable[..., Made],
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The parameters of `make` become options of the command, whose first argument is what `make` makes of them.
+def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """The parameters of each maker become options of the command, whose first arguments are what the makers make of
+    them.
 
-    Typer reads the signature of a command: the decorated one has the command's own options, then those of `make`.
+    Typer reads the signature of a command: the decorated one has the command's own options, then those of the makers.
     """
-    shared = inspect.signature(make, eval_str=True).parameters
+    shared = [inspect.signature(make, eval_str=True).parameters for make in makers]
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        _, *own = inspect.signature(command, eval_str=True).parameters.values()
-        parameters = [*own, *shared.values()]
+        own = [*inspect.signature(command, eval_str=True).parameters.values()][len(makers) :]
+        parameters = [*own, *(parameter for of_one in shared for parameter in of_one.values())]
 
         @wraps(command)
         def run(**values: Any) -> None:
-            made = make(**{name: values.pop(name) for name in shared})
-            command(made, **values)
+            given = [{name: values.pop(name) for name in of_one} for of_one in shared]
+            made = [make(**options) for make, options in zip(makers, given, strict=True)]
+            command(*made, **values)
 
         run.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
         run.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
         return run
 
     return decorate
+
+
+def sampling_params(**given: Any) -> SamplingParams:
+    """Of an option for each of its fields."""
+    return SamplingParams(**given)
+
+
+sampling_params.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [
+        parameter.replace(
+            kind=inspect.Parameter.KEYWORD_ONLY,
+            annotation=Annotated[parameter.annotation, typer.Option(help=SAMPLING_HELP.get(name))],
+        )
+        for name, parameter in inspect.signature(SamplingParams, eval_str=True).parameters.items()
+    ]
+)
 
 
 def parse_lookaheads(text: str) -> list[int]:

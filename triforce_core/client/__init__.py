@@ -18,10 +18,12 @@ from triforce_core.client.errors import (
     ServerError,
     UnavailableError,
 )
+from triforce_core.client.request import CallArguments
 from triforce_core.client.results import Acceptance, Chunk, Completion, FinishReason, Model, Stats, Usage
 
 __all__ = [
     "Acceptance",
+    "CallArguments",
     "CallCancelledError",
     "CallError",
     "Chunk",

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, Unpack
 
 import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
 from triforce_core.client.errors import from_rpc_error
-from triforce_core.client.request import MAX_MESSAGE_BYTES, build_request
+from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, build_request
 from triforce_core.client.results import (
     Chunk,
     Completion,
@@ -50,23 +50,8 @@ class TriForceClient:
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
         self._stub = GenerationStub(self._channel)
 
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        model: str = "",
-        lookaheads: Sequence[int] | None = None,
-        resume_token_ids: Sequence[int] = (),
-        timeout_s: float | None = None,
-    ) -> Completion:
-        """The whole completion of `prompt`, a text or token ids. What is left out, the server decides.
+    def generate(self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]) -> Completion:
+        """The whole completion of `prompt`, a text or token ids; `CallArguments` lists the others.
 
         `lookaheads` are the tokens to draft at the level below the target, then at each below that; (0, 0) turns
         speculation off. They change the speed and never the output.
@@ -74,54 +59,25 @@ class TriForceClient:
         A call that broke off is resumed by the same call with the seed of its first chunk, and the tokens that came as
         `resume_token_ids`: they count towards `max_tokens`, and are not given again.
         """
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        request = build_request(
-            prompt,
-            sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
-            max_tokens=max_tokens,
-            seed=seed,
-            stop=stop,
-            model=model,
-            lookaheads=lookaheads,
-            resume_token_ids=resume_token_ids,
-            timeout_s=timeout_s,
-        )
+        request, timeout_s = self._request(prompt, arguments)
         try:
             response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
         except grpc.RpcError as error:
             raise from_rpc_error(error) from error
         return completion_from_proto(response)
 
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        *,
-        max_tokens: int | None = None,
-        temperature: float | None = None,
-        top_p: float | None = None,
-        top_k: int | None = None,
-        min_p: float | None = None,
-        seed: int | None = None,
-        stop: str | Sequence[str] = (),
-        model: str = "",
-        lookaheads: Sequence[int] | None = None,
-        resume_token_ids: Sequence[int] = (),
-        timeout_s: float | None = None,
-    ) -> ChunkStream:
+    def stream(self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]) -> ChunkStream:
         """The completion as it is decoded; the arguments of `generate`. Closing or dropping the stream cancels it."""
-        timeout_s = self.timeout_s if timeout_s is None else timeout_s
-        request = build_request(
-            prompt,
-            sampling={"temperature": temperature, "top_p": top_p, "top_k": top_k, "min_p": min_p},
-            max_tokens=max_tokens,
-            seed=seed,
-            stop=stop,
-            model=model,
-            lookaheads=lookaheads,
-            resume_token_ids=resume_token_ids,
-            timeout_s=timeout_s,
-        )
+        request, timeout_s = self._request(prompt, arguments)
         return ChunkStream(self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata))
+
+    def _request(
+        self, prompt: str | Sequence[int], arguments: CallArguments
+    ) -> tuple[pb.GenerateRequest, float | None]:
+        """The call's message, and its time limit in seconds."""
+        if arguments.get("timeout_s") is None:
+            arguments["timeout_s"] = self.timeout_s
+        return build_request(prompt, arguments), arguments["timeout_s"]
 
     def models(self) -> tuple[Model, ...]:
         """The models that the deployment serves, the default one first."""

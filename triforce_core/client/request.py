@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Any, TypedDict
 
 import grpc
 from google.protobuf.message import Message
@@ -14,18 +15,27 @@ from triforce_core.client.errors import InvalidRequestError
 MAX_MESSAGE_BYTES = 64 << 20  # what a server takes; prompts of millions of tokens are within it
 
 
-def build_request(
-    prompt: str | Sequence[int],
-    *,
-    sampling: Mapping[str, float | None],
-    max_tokens: int | None,
-    seed: int | None,
-    stop: str | Sequence[str],
-    model: str,
-    lookaheads: Sequence[int] | None,
-    resume_token_ids: Sequence[int],
-    timeout_s: float | None,
-) -> pb.GenerateRequest:
+class CallArguments(TypedDict, total=False):
+    """What a call may say besides its prompt. What is left out, or is None, the server decides.
+
+    A name is that of its field in generation.proto, in `Sampling` or in `GenerateRequest`: a new argument is one line
+    here.
+    """
+
+    max_tokens: int | None  # of the output, `resume_token_ids` included
+    temperature: float | None  # 0 is greedy
+    top_p: float | None  # keep the most probable tokens up to this probability
+    top_k: int | None  # keep the k most probable tokens; 0 keeps all
+    min_p: float | None  # keep tokens at least this probable relative to the most probable one
+    seed: int | None  # the same seed gives the same tokens
+    stop: str | Sequence[str]  # the output ends before the first of these
+    model: str  # a name from `models`; empty: the default one
+    lookaheads: Sequence[int] | None  # tokens drafted below the target, then at each level below that
+    resume_token_ids: Sequence[int]  # output tokens of a call that broke off
+    timeout_s: float | None  # by default the client's own
+
+
+def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.GenerateRequest:
     """The request for these arguments; None leaves a field unset. Rules beyond the type are the server's to judge."""
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
@@ -33,23 +43,26 @@ def build_request(
     else:
         request.token_ids.SetInParent()  # present, even when empty
         _set(request.token_ids, "values", prompt, argument="prompt")
-    if lookaheads is not None:
-        request.lookaheads.SetInParent()
-        _set(request.lookaheads, "values", lookaheads, argument="lookaheads")
-    for field, value in sampling.items():
-        _set(request.sampling, field, value)
-    _set(request, "max_tokens", max_tokens)
-    _set(request, "seed", None if seed is None else _unsigned(seed))
-    _set(request, "stop", [stop] if isinstance(stop, str) else stop)
-    _set(request, "model", model)
-    _set(request, "resume_token_ids", resume_token_ids)
-    _set(request, "timeout_s", timeout_s)
+    for name, value in arguments.items():
+        if name not in CallArguments.__optional_keys__:  # only type checkers know: at run time a call takes any name
+            raise TypeError(f"a call has no argument {name!r}")
+        if value is None:
+            continue
+        if name == "lookaheads":
+            request.lookaheads.SetInParent()
+            _set(request.lookaheads, "values", value, argument=name)
+        elif name in pb.Sampling.DESCRIPTOR.fields_by_name:
+            _set(request.sampling, name, value)
+        elif name == "seed":
+            _set(request, name, _unsigned(value))
+        else:
+            _set(request, name, [value] if name == "stop" and isinstance(value, str) else value)
     if request.ByteSize() > MAX_MESSAGE_BYTES:  # the server could not say why it does not take it
         raise _refusal("prompt", f"a request of {request.ByteSize()} bytes", "must be at most 64 MiB")
     return request
 
 
-def _unsigned(seed: int) -> int:
+def _unsigned(seed: Any) -> int:
     """A signed 64-bit seed in two's complement."""
     try:
         value = operator.index(seed)
@@ -65,9 +78,7 @@ def _refusal(argument: str, shown: str, rule: str) -> InvalidRequestError:
 
 
 def _set(message: Message, field: str, value: object, argument: str = "") -> None:
-    """Set a field unless its value is None; what protobuf refuses becomes an error that names the argument."""
-    if value is None:
-        return
+    """Set a field; what protobuf refuses becomes an error that names the argument."""
     try:
         message.MergeFrom(type(message)(**{field: value}))
     except (TypeError, ValueError) as error:

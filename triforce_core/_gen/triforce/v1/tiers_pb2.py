@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from triforce_core._gen.triforce.v1 import generation_pb2 as triforce_dot_v1_dot_generation__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triforce/v1/tiers.proto\x12\x0btriforce.v1\x1a\x1ctriforce/v1/generation.proto\"=\n\tWorkBatch\x12\x1f\n\x04work\x18\x01 \x03(\x0b\x32\x11.triforce.v1.Work\x12\x0f\n\x07release\x18\x02 \x03(\x04\"K\n\x04Work\x12\x1f\n\x04span\x18\x01 \x01(\x0b\x32\x11.triforce.v1.Span\x12\x12\n\nlookaheads\x18\x02 \x03(\r\x12\x0e\n\x06sample\x18\x03 \x01(\x08\"c\n\x04Span\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\'\n\x04spec\x18\x04 \x01(\x0b\x32\x19.triforce.v1.SequenceSpec\"\x8e\x01\n\x0cSequenceSpec\x12-\n\x08sampling\x18\x01 \x01(\x0b\x32\x1b.triforce.v1.SamplingParams\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\"R\n\x0eSamplingParams\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\"9\n\rProposalBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.triforce.v1.Proposal\"\xb9\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07origins\x18\x04 \x01(\x0c\x12\x19\n\x0cmissing_from\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fsnapshot_wanted\x18\x06 \x01(\x08\x12#\n\x07tallies\x18\x07 \x03(\x0b\x32\x12.triforce.v1.TallyB\x0f\n\r_missing_from\"M\n\x05Tally\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x10\n\x08proposed\x18\x02 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x04\x12\x10\n\x08rejected\x18\x04 \x01(\x04\"\xed\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10resume_token_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.triforce.v1.SamplingParams\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12+\n\nlookaheads\x18\x08 \x01(\x0b\x32\x17.triforce.v1.Lookaheads\"\x8c\x01\n\x0b\x44\x65\x63odeEvent\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07origins\x18\x02 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12\'\n\x05stats\x18\x04 \x01(\x0b\x32\x18.triforce.v1.DecodeStats\"\xb4\x01\n\x0b\x44\x65\x63odeStats\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x10\n\x08queued_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x0e\n\x06rounds\x18\x05 \x01(\x04\x12\x0f\n\x07\x64\x65\x63oded\x18\x06 \x01(\x04\x12\x11\n\tsnapshots\x18\x07 \x01(\r\x12#\n\x07tallies\x18\x08 \x03(\x0b\x32\x12.triforce.v1.Tally\"\x0f\n\rStatusRequest\"\xb6\x01\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x16\n\x0elive_sequences\x18\x03 \x01(\r\x12(\n\x05links\x18\x04 \x03(\x0b\x32\x19.triforce.v1.LinkCounters\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\'\n\x06silent\x18\x07 \x01(\x0b\x32\x17.triforce.v1.SilentPeer\"=\n\nSilentPeer\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\"\x96\x01\n\x0cLinkCounters\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x12\n\nwork_items\x18\x02 \x01(\x04\x12\x13\n\x0bwork_tokens\x18\x03 \x01(\x04\x12\x11\n\tproposals\x18\x04 \x01(\x04\x12\x17\n\x0fproposed_tokens\x18\x05 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x06 \x01(\x04\x12\x11\n\tbytes_out\x18\x07 \x01(\x04\x32\x88\x01\n\x04Tier\x12\x41\n\x07Propose\x12\x16.triforce.v1.WorkBatch\x1a\x1a.triforce.v1.ProposalBatch(\x01\x30\x01\x12=\n\x06Status\x12\x1a.triforce.v1.StatusRequest\x1a\x17.triforce.v1.TierStatus2\x89\x01\n\x06Target\x12@\n\x06\x44\x65\x63ode\x12\x1a.triforce.v1.DecodeRequest\x1a\x18.triforce.v1.DecodeEvent0\x01\x12=\n\x06Status\x12\x1a.triforce.v1.StatusRequest\x1a\x17.triforce.v1.TierStatusb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17triforce/v1/tiers.proto\x12\x0btriforce.v1\x1a\x1ctriforce/v1/generation.proto\"=\n\tWorkBatch\x12\x1f\n\x04work\x18\x01 \x03(\x0b\x32\x11.triforce.v1.Work\x12\x0f\n\x07release\x18\x02 \x03(\x04\"K\n\x04Work\x12\x1f\n\x04span\x18\x01 \x01(\x0b\x32\x11.triforce.v1.Span\x12\x12\n\nlookaheads\x18\x02 \x03(\r\x12\x0e\n\x06sample\x18\x03 \x01(\x08\"c\n\x04Span\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\'\n\x04spec\x18\x04 \x01(\x0b\x32\x19.triforce.v1.SequenceSpec\"\x88\x01\n\x0cSequenceSpec\x12\'\n\x08sampling\x18\x01 \x01(\x0b\x32\x15.triforce.v1.Sampling\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x15\n\rprompt_length\x18\x03 \x01(\r\x12\x12\n\nmax_length\x18\x04 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x05 \x03(\r\"9\n\rProposalBatch\x12(\n\tproposals\x18\x01 \x03(\x0b\x32\x15.triforce.v1.Proposal\"\xb9\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\r\n\x05start\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x03(\r\x12\x0f\n\x07origins\x18\x04 \x01(\x0c\x12\x19\n\x0cmissing_from\x18\x05 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fsnapshot_wanted\x18\x06 \x01(\x08\x12#\n\x07tallies\x18\x07 \x03(\x0b\x32\x12.triforce.v1.TallyB\x0f\n\r_missing_from\"M\n\x05Tally\x12\x0e\n\x06rounds\x18\x01 \x01(\x04\x12\x10\n\x08proposed\x18\x02 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x04\x12\x10\n\x08rejected\x18\x04 \x01(\x04\"\xe7\x01\n\rDecodeRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x18\n\x10resume_token_ids\x18\x03 \x03(\r\x12\'\n\x08sampling\x18\x04 \x01(\x0b\x32\x15.triforce.v1.Sampling\x12\x0c\n\x04seed\x18\x05 \x01(\x04\x12\x12\n\nmax_tokens\x18\x06 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x07 \x03(\r\x12+\n\nlookaheads\x18\x08 \x01(\x0b\x32\x17.triforce.v1.Lookaheads\"\x8c\x01\n\x0b\x44\x65\x63odeEvent\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07origins\x18\x02 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x03 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12\'\n\x05stats\x18\x04 \x01(\x0b\x32\x18.triforce.v1.DecodeStats\"\xb4\x01\n\x0b\x44\x65\x63odeStats\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x10\n\x08queued_s\x18\x02 \x01(\x01\x12\x11\n\tprefill_s\x18\x03 \x01(\x01\x12\x10\n\x08\x64\x65\x63ode_s\x18\x04 \x01(\x01\x12\x0e\n\x06rounds\x18\x05 \x01(\x04\x12\x0f\n\x07\x64\x65\x63oded\x18\x06 \x01(\x04\x12\x11\n\tsnapshots\x18\x07 \x01(\r\x12#\n\x07tallies\x18\x08 \x03(\x0b\x32\x12.triforce.v1.Tally\"\x0f\n\rStatusRequest\"\xb6\x01\n\nTierStatus\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\r\n\x05ready\x18\x02 \x01(\x08\x12\x16\n\x0elive_sequences\x18\x03 \x01(\r\x12(\n\x05links\x18\x04 \x03(\x0b\x32\x19.triforce.v1.LinkCounters\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x0f\n\x07\x61\x64\x64ress\x18\x06 \x01(\t\x12\'\n\x06silent\x18\x07 \x01(\x0b\x32\x17.triforce.v1.SilentPeer\"=\n\nSilentPeer\x12\x0c\n\x04tier\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x10\n\x08silent_s\x18\x03 \x01(\x01\"\x96\x01\n\x0cLinkCounters\x12\x0c\n\x04link\x18\x01 \x01(\t\x12\x12\n\nwork_items\x18\x02 \x01(\x04\x12\x13\n\x0bwork_tokens\x18\x03 \x01(\x04\x12\x11\n\tproposals\x18\x04 \x01(\x04\x12\x17\n\x0fproposed_tokens\x18\x05 \x01(\x04\x12\x10\n\x08\x62ytes_in\x18\x06 \x01(\x04\x12\x11\n\tbytes_out\x18\x07 \x01(\x04\x32\x88\x01\n\x04Tier\x12\x41\n\x07Propose\x12\x16.triforce.v1.WorkBatch\x1a\x1a.triforce.v1.ProposalBatch(\x01\x30\x01\x12=\n\x06Status\x12\x1a.triforce.v1.StatusRequest\x1a\x17.triforce.v1.TierStatus2\x89\x01\n\x06Target\x12@\n\x06\x44\x65\x63ode\x12\x1a.triforce.v1.DecodeRequest\x1a\x18.triforce.v1.DecodeEvent0\x01\x12=\n\x06Status\x12\x1a.triforce.v1.StatusRequest\x1a\x17.triforce.v1.TierStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,31 +39,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SPAN']._serialized_start=210
   _globals['_SPAN']._serialized_end=309
   _globals['_SEQUENCESPEC']._serialized_start=312
-  _globals['_SEQUENCESPEC']._serialized_end=454
-  _globals['_SAMPLINGPARAMS']._serialized_start=456
-  _globals['_SAMPLINGPARAMS']._serialized_end=538
-  _globals['_PROPOSALBATCH']._serialized_start=540
-  _globals['_PROPOSALBATCH']._serialized_end=597
-  _globals['_PROPOSAL']._serialized_start=600
-  _globals['_PROPOSAL']._serialized_end=785
-  _globals['_TALLY']._serialized_start=787
-  _globals['_TALLY']._serialized_end=864
-  _globals['_DECODEREQUEST']._serialized_start=867
-  _globals['_DECODEREQUEST']._serialized_end=1104
-  _globals['_DECODEEVENT']._serialized_start=1107
-  _globals['_DECODEEVENT']._serialized_end=1247
-  _globals['_DECODESTATS']._serialized_start=1250
-  _globals['_DECODESTATS']._serialized_end=1430
-  _globals['_STATUSREQUEST']._serialized_start=1432
-  _globals['_STATUSREQUEST']._serialized_end=1447
-  _globals['_TIERSTATUS']._serialized_start=1450
-  _globals['_TIERSTATUS']._serialized_end=1632
-  _globals['_SILENTPEER']._serialized_start=1634
-  _globals['_SILENTPEER']._serialized_end=1695
-  _globals['_LINKCOUNTERS']._serialized_start=1698
-  _globals['_LINKCOUNTERS']._serialized_end=1848
-  _globals['_TIER']._serialized_start=1851
-  _globals['_TIER']._serialized_end=1987
-  _globals['_TARGET']._serialized_start=1990
-  _globals['_TARGET']._serialized_end=2127
+  _globals['_SEQUENCESPEC']._serialized_end=448
+  _globals['_PROPOSALBATCH']._serialized_start=450
+  _globals['_PROPOSALBATCH']._serialized_end=507
+  _globals['_PROPOSAL']._serialized_start=510
+  _globals['_PROPOSAL']._serialized_end=695
+  _globals['_TALLY']._serialized_start=697
+  _globals['_TALLY']._serialized_end=774
+  _globals['_DECODEREQUEST']._serialized_start=777
+  _globals['_DECODEREQUEST']._serialized_end=1008
+  _globals['_DECODEEVENT']._serialized_start=1011
+  _globals['_DECODEEVENT']._serialized_end=1151
+  _globals['_DECODESTATS']._serialized_start=1154
+  _globals['_DECODESTATS']._serialized_end=1334
+  _globals['_STATUSREQUEST']._serialized_start=1336
+  _globals['_STATUSREQUEST']._serialized_end=1351
+  _globals['_TIERSTATUS']._serialized_start=1354
+  _globals['_TIERSTATUS']._serialized_end=1536
+  _globals['_SILENTPEER']._serialized_start=1538
+  _globals['_SILENTPEER']._serialized_end=1599
+  _globals['_LINKCOUNTERS']._serialized_start=1602
+  _globals['_LINKCOUNTERS']._serialized_end=1752
+  _globals['_TIER']._serialized_start=1755
+  _globals['_TIER']._serialized_end=1891
+  _globals['_TARGET']._serialized_start=1894
+  _globals['_TARGET']._serialized_end=2031
 # @@protoc_insertion_point(module_scope)

@@ -44,24 +44,12 @@ class SequenceSpec(_message.Message):
     PROMPT_LENGTH_FIELD_NUMBER: _ClassVar[int]
     MAX_LENGTH_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    sampling: SamplingParams
+    sampling: _generation_pb2.Sampling
     seed: int
     prompt_length: int
     max_length: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class SamplingParams(_message.Message):
-    __slots__ = ("temperature", "top_k", "top_p", "min_p")
-    TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
-    TOP_K_FIELD_NUMBER: _ClassVar[int]
-    TOP_P_FIELD_NUMBER: _ClassVar[int]
-    MIN_P_FIELD_NUMBER: _ClassVar[int]
-    temperature: float
-    top_k: int
-    top_p: float
-    min_p: float
-    def __init__(self, temperature: _Optional[float] = ..., top_k: _Optional[int] = ..., top_p: _Optional[float] = ..., min_p: _Optional[float] = ...) -> None: ...
+    def __init__(self, sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., prompt_length: _Optional[int] = ..., max_length: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class ProposalBatch(_message.Message):
     __slots__ = ("proposals",)
@@ -112,12 +100,12 @@ class DecodeRequest(_message.Message):
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    sampling: SamplingParams
+    sampling: _generation_pb2.Sampling
     seed: int
     max_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     lookaheads: _generation_pb2.Lookaheads
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[SamplingParams, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("token_ids", "origins", "finish_reason", "stats")
