@@ -28,9 +28,9 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
+from triforce_core.engine.drafters import Drafter, drafter_for, drafter_weights
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Proposer, Tier
-from triforce_core.ngram import NgramProposer
 from triforce_core.run_ahead import RunAhead
 
 if TYPE_CHECKING:
@@ -173,16 +173,13 @@ class TierActor(ABC):
         self.link.wait_ready(CONNECT_TIMEOUT_S)
         return self.link
 
-    def own_drafts(self) -> tuple[Proposer, Sized]:
-        """The draft tier, in this process, and the sequences that it holds."""
-        if (name := self.settings.draft.weights) is None:
-            lookup = NgramProposer()
-            return lookup, lookup.held
-        from triforce_core.engine.assembly import draft_proposer
-
-        drafts = draft_proposer(self.load(name, "drafter"), self.settings)
-        self.runners[Tier.DRAFT] = drafts.runner
-        return drafts, drafts.runner.kv.held
+    def own_drafter(self) -> Drafter:
+        """The draft tier, in this process."""
+        weights = drafter_weights(self.settings)
+        drafter = drafter_for(self.settings, None if weights is None else self.load(weights, "drafter"))
+        if drafter.runner is not None:
+            self.runners[Tier.DRAFT] = drafter.runner
+        return drafter
 
 
 class LinkedActor(TierActor):
@@ -206,7 +203,7 @@ class DraftActor(LinkedActor):
     tier = Tier.DRAFT
 
     def proposer(self) -> Proposer:
-        return self.own_drafts()[0]
+        return self.own_drafter()
 
     def serve(self, host: str) -> LinkServer:
         return self.serve_link(host, TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL))
@@ -254,8 +251,9 @@ class RetrievalActor(LinkedActor):
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
         """What drafts for this tier, and in how many shares: drafts of this process and its own passes take turns."""
         if not self.draft:
-            drafts, self.inner[Tier.DRAFT] = self.own_drafts()
-            return drafts, 1
+            drafter = self.own_drafter()
+            self.inner[Tier.DRAFT] = drafter.held
+            return drafter, 1
         # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
         timeout_s = self.settings.server.link_timeout_s / 2
         return self.connect(self.draft, timeout_s, doorbell), self.settings.micro_batches

@@ -182,6 +182,7 @@ def check_ports(settings: Settings) -> None:
 def check_models(settings: Settings) -> Limits:
     """What the target can serve. Refuses what the tiers would refuse: one line now, not a failed start later."""
     from triforce_core.attention import check_kernel
+    from triforce_core.engine.drafters import drafter_weights
     from triforce_core.engine.limits import target_limits
     from triforce_core.models.files import (
         check_pair,
@@ -192,11 +193,12 @@ def check_models(settings: Settings) -> Limits:
         load_config,
     )
 
-    check_pair(settings.target.model, settings.draft.weights)
+    drafter = drafter_weights(settings)
+    check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
-    target, drafter = load_config(settings.target.model, "target"), settings.draft.weights
+    target = load_config(settings.target.model, "target")
     check_ranks(target, settings.target.model, settings.ranks(("target",)), "target.tensor_parallel")
     own, shared = settings.retrieval.model, settings.target.model
     lower = load_config(own, "self-drafter") if own else target

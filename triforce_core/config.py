@@ -35,7 +35,7 @@ class Strict(BaseModel):
 class DraftSettings(Strict):
     """The tiny model and its StreamingLLM cache, or prompt lookup in place of both; sizes in tokens."""
 
-    model: str = Field(
+    model: str = Field(  # whatever is no name in `engine.drafters.DRAFTERS` is a model's
         "demo", description="directory, hub id, `demo` for the embedded drafter, or `ngram` for prompt lookup"
     )
     window: int = Field(
@@ -48,11 +48,6 @@ class DraftSettings(Strict):
         the whole window, comes rarely and the cache stays small.
         """
         return (self.window + 4) // 2
-
-    @property
-    def weights(self) -> str | None:
-        """The model to load; None: prompt lookup needs none."""
-        return None if self.model == "ngram" else self.model
 
 
 class RetrievalSettings(Strict):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
+
 from triforce_core.kv.base import Forward, Lack
 from triforce_core.messages import Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
 from triforce_core.models.drawing import draw_rows
@@ -17,6 +19,11 @@ class ModelProposer:
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self.waiting: dict[int, Work] = {}
+
+    @property
+    def held(self) -> Sized:
+        """The sequences that its cache holds."""
+        return self.runner.kv.held
 
     def submit(self, work: list[Work]) -> None:
         wait_in_turn(self.waiting, work)
@@ -68,6 +75,10 @@ class ModelProposer:
 
 class NoProposer:
     """The leaf where there is no drafter: every answer is empty."""
+
+    tier = Tier.DRAFT
+    runner = None  # no model
+    held: Sized = ()
 
     def __init__(self) -> None:
         self.waiting: list[Work] = []

@@ -78,6 +78,7 @@ class NgramProposer:
     """The leaf of the chain in place of a drafting model; runs of `longest` tokens down to two are looked up."""
 
     tier = Tier.DRAFT
+    runner = None  # no model
 
     def __init__(self, longest: int = LONGEST) -> None:
         assert longest >= SHORTEST

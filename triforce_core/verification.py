@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sized
 from dataclasses import replace
 from itertools import takewhile
 
@@ -17,6 +18,11 @@ class ModelVerifier:
 
     def __init__(self, runner: ModelRunner, tier: Tier) -> None:
         self.runner, self.tier = runner, tier
+
+    @property
+    def held(self) -> Sized:
+        """The sequences that its cache holds."""
+        return self.runner.kv.held
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         claims = [self._sound(claim) for claim in claims]

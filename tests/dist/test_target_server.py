@@ -21,13 +21,13 @@ from tests.by_hand import Counting, Slots
 from tests.dist.test_links import Quiet
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
+from triforce_core.drafting import NoProposer
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import GREEDY, Claim, Proposer, Tier, Verdict
-from triforce_core.drafting import NoProposer
 
 
 class Hanging(Counting):

@@ -25,6 +25,7 @@ from triforce_core.bench.synthetic import SyntheticAcceptance, SyntheticVerifier
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.sequence import Request, Sequence
@@ -86,7 +87,7 @@ def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, r
 
 def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
     """Raise `InvalidValueError` for what would come to light only after the weights are made."""
-    require(settings.draft.weights is not None, "draft.model", settings.draft.model, "has no steps that take time")
+    require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
     for tier in ("target", "retrieval"):
         ranks = settings.ranks((tier,))
         require(ranks == 1, f"{tier}.tensor_parallel", ranks, "must be 1: one device is measured")

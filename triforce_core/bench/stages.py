@@ -9,6 +9,7 @@ from typing import Any
 
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
+from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request, Sequence
@@ -25,7 +26,7 @@ def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: Sa
 
     Batches go up to the number of prompts. All tiers are in this process.
     """
-    require(settings.draft.weights is not None, "draft.model", settings.draft.model, "has no steps that take time")
+    require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
     engine = load_local_engine(settings)
     sequences = decoding(engine, prompts, settings.speculation.effective, sampling)
     retrieval = level_below(engine.decoder)

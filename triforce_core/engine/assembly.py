@@ -10,7 +10,8 @@ from triforce_core.attention import kernel_for
 from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
-from triforce_core.drafting import ModelProposer, NoProposer
+from triforce_core.drafting import ModelProposer
+from triforce_core.engine.drafters import drafter_for
 from triforce_core.engine.engine import Engine, SnapshotPolicy
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
@@ -30,7 +31,6 @@ from triforce_core.models.load import check_same_vocabulary, context_length, kv_
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
-from triforce_core.ngram import NgramProposer
 from triforce_core.verification import ModelVerifier
 
 Judge = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
@@ -148,18 +148,15 @@ def local_engine(
     ranks: Leader | None = None,
     judge: Judge = ModelVerifier,
 ) -> Engine:
-    """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without a
-    drafter nothing is drafted below it, unless by prompt lookup. With ranks, target and retrieval tier are divided over
-    them.
+    """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without the
+    weights of a drafter that needs some, nothing is drafted below it. With ranks, target and retrieval tier are divided
+    over them.
     """
     own = target if self_drafter is None else self_drafter
     full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)
-    drafts: Proposer = NoProposer()
-    if settings.draft.weights is None:
-        drafts = NgramProposer()
-    elif drafter is not None:
+    if drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
-        drafts = draft_proposer(drafter, settings)
+    drafts = drafter_for(settings, drafter)
     if ranks is not None:
         ranks.barrier()
     below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)

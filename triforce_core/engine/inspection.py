@@ -6,29 +6,28 @@ from collections.abc import Iterator, Sized
 from typing import Any
 
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.drafting import ModelProposer
+from triforce_core.engine.drafters import Drafter
 from triforce_core.engine.engine import Engine
 from triforce_core.messages import Proposer, Tier
 from triforce_core.models.fuse import is_fused
 from triforce_core.models.runner import ModelRunner
-from triforce_core.ngram import NgramProposer
 from triforce_core.verification import ModelVerifier
 
 
-def levels_of(engine: Engine) -> Iterator[ModelVerifier | ModelProposer | NgramProposer]:
-    """What does each tier's work, down the chain of one process; what drafts nothing is left out."""
+def levels_of(engine: Engine) -> Iterator[ModelVerifier | Drafter]:
+    """What does each tier's work, down the chain, as far as it is in this process."""
     level: Proposer = engine.decoder
     while isinstance(level, SpeculativeDecoder):
         assert isinstance(level.verifier, ModelVerifier)
         yield level.verifier
         level = level.proposer
-    if isinstance(level, ModelProposer | NgramProposer):
+    if isinstance(level, Drafter):
         yield level
 
 
 def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
     """Of each tier with a model."""
-    return {level.tier: level.runner for level in levels_of(engine) if not isinstance(level, NgramProposer)}
+    return {level.tier: level.runner for level in levels_of(engine) if level.runner is not None}
 
 
 def kernels_of(engine: Engine) -> dict[str, dict[str, Any]]:
@@ -44,7 +43,4 @@ def kernels_of(engine: Engine) -> dict[str, dict[str, Any]]:
 
 def held_of(engine: Engine) -> dict[Tier, Sized]:
     """The sequences that each tier holds."""
-    return {
-        level.tier: level.held if isinstance(level, NgramProposer) else level.runner.kv.held
-        for level in levels_of(engine)
-    }
+    return {level.tier: level.held for level in levels_of(engine)}

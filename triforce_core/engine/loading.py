@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 from triforce_core.attention import check_kernel
 from triforce_core.config import Settings
 from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
 from triforce_core.errors import require
 from triforce_core.models.load import (
@@ -47,7 +48,7 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
         require(wanted == here, f"{tier}.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
     if drafting is None:
         drafting = settings.speculation.effective[1] > 0
-    drafter = settings.draft.weights if drafting else None
+    drafter = drafter_weights(settings) if drafting else None
     check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
