@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -25,6 +26,7 @@ from triforce_core.messages import Tier
 log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
+DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # as the generated stub spells it
 
 
 class Pipeline:
@@ -53,8 +55,15 @@ class Pipeline:
 
         Raises `InvalidValueError` or `UnavailableError`.
         """
+        async with aclosing(self.relay(request.SerializeToString())) as events:
+            async for event in events:
+                yield pb.DecodeEvent.FromString(event)
+
+    async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
+        """As `decode`, of serialized messages: whoever passes them on need not parse what others will parse."""
         assert self.channel is not None
-        call = TargetStub(self.channel).Decode(request)
+        decode = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
+        call = decode(request)
         try:
             async for event in call:
                 yield event

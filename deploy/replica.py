@@ -30,7 +30,7 @@ MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
 
 
 class PipelineReplica:
-    """Messages come and go as bytes: Ray cannot pickle protobuf's."""
+    """Messages come and go as bytes: Ray cannot pickle protobuf's. Those of a request are passed on as they are."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
@@ -44,9 +44,9 @@ class PipelineReplica:
 
         `prefix` is for the router on the way here.
         """
-        async with aclosing(self.pipeline.decode(pb.DecodeRequest.FromString(request))) as events:
+        async with aclosing(self.pipeline.relay(request)) as events:
             async for event in events:
-                yield event.SerializeToString()
+                yield event
 
     async def status(self) -> tuple[str, list[bytes]]:
         """This replica's name, and a TierStatus of each tier, draft first."""

@@ -19,7 +19,7 @@ from triforce_core.config import Settings, load_settings
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
-from triforce_core.errors import InvalidValueError, TooLargeError
+from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError
 from triforce_core.messages import SamplingParams
 
 MAX_SEQUENCES = 3
@@ -188,6 +188,18 @@ def test_resuming_what_was_received_whole_ends_at_once(tiers: Tiers, held_out: H
     [rest] = tiers.decode(ending)
     assert rest.tokens == []
     assert rest.finish_reason == gen.FINISH_REASON_STOP
+
+
+def test_messages_are_passed_on_unparsed(tiers: Tiers) -> None:
+    async def relayed(packed: bytes) -> list[bytes]:
+        return [event async for event in tiers.pipeline.relay(packed)]
+
+    asked = request((5, 6, 7), max_tokens=8)
+    events = [pb.DecodeEvent.FromString(event) for event in tiers.run(relayed(asked.SerializeToString()))]
+    assert [token for event in events for token in event.token_ids] == tiers.decode(asked)[0].tokens
+    assert events[-1].finish_reason == gen.FINISH_REASON_LENGTH
+    with pytest.raises(UnavailableError):  # of the target, which cannot read it: nobody on the way has tried
+        tiers.run(relayed(b"\xff"))
 
 
 BAD: list[tuple[pb.DecodeRequest, type[Exception], str]] = [
