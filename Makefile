@@ -24,7 +24,7 @@ test-all: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict triforce_core actors
+	$(BIN)/mypy --strict triforce_core actors deploy
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit/test_protos.py
 

@@ -103,7 +103,8 @@ def test_the_wheel_carries_data_and_type_marker(tmp_path: Path) -> None:
     subprocess.run([*command, f"--wheel-dir={tmp_path}"], check=True, timeout=120)
     (wheel,) = tmp_path.glob("triforce_serve-*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    assert {"triforce_core/py.typed", "triforce_core/_gen/triforce/v1/tiers_pb2.pyi", "actors/wire.py"} <= names
+    assert {f"{package}/py.typed" for package in ("triforce_core", "actors", "deploy")} <= names
+    assert {"triforce_core/_gen/triforce/v1/tiers_pb2.pyi", "actors/wire.py"} <= names
     data = {".json", ".md", ".safetensors", ".yaml"}
     demo = {
         str(path.relative_to(REPOSITORY))
