@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, fragment, full_kv, full_runner
+from triforce_core.config import RetrievalSettings
 from triforce_core.kv.selectors import SELECTORS, MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 
@@ -181,6 +182,10 @@ def test_query_heads_of_a_group_share_their_vote() -> None:
     louder = queries.clone()
     louder[0] *= 1000  # a head with huge scores still has one vote
     assert (MeanKey().scores(louder, landmarks)[0].sum() - scores[0].sum()).abs() < 1e-5
+
+
+def test_the_settings_know_the_selectors_by_name() -> None:
+    assert {*get_args(RetrievalSettings.model_fields["selector"].annotation)} == SELECTORS.keys()
 
 
 @pytest.mark.parametrize("name", SELECTORS)

@@ -1,0 +1,74 @@
+"""The code of docs/extending.md runs, and keeps the laws of what it extends."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.conftest import HeldOut
+from tests.random_models import plain_logits, random_pair, random_tokens
+from tests.stating import Statement, ask, assert_logits, full_kv, full_runner, geometry
+from triforce_core.attention import KERNELS
+from triforce_core.config import load_settings
+from triforce_core.engine.assembly import held_of, load_local_engine, run_to_end
+from triforce_core.engine.drafters import DRAFTERS, Drafter
+from triforce_core.engine.sequence import Request
+from triforce_core.kv.base import Lack
+from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.messages import GREEDY, Tier
+from triforce_core.models.runner import ModelRunner
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+
+
+@cache
+def defined_in(file: str) -> dict[str, Any]:
+    """What the page's code for a new file defines."""
+    [code] = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if file in code]
+    names: dict[str, Any] = {"__name__": Path(file).stem}
+    exec(code, names)
+    return names
+
+
+def test_the_drafter_drafts_and_changes_no_token(held_out: HeldOut, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = defined_in("# triforce_core/last_token.py")["LastTokenProposer"]
+    monkeypatch.setitem(DRAFTERS, "last_token", lambda draft: made())
+    settings = load_settings(
+        dtype="float32", max_sequences=1, draft={"model": "last_token"}, target={"kv_pool_tokens": 2048}
+    )
+    engine = load_local_engine(settings, drafting=True)
+    assert isinstance(made(), Drafter)
+    assert len(held_of(engine)[Tier.DRAFT]) == 0
+    prompt = held_out("turtle.py", 300)
+    plain, drafted = ([*run_to_end(engine, [Request(prompt, 60, GREEDY, 0, n)])] for n in ((0, 0), (0, 3)))
+    assert [t for output in drafted for t in output.tokens] == [t for output in plain for t in output.tokens]
+    assert drafted[-1].stats.tallies[0].proposed > 0
+
+
+def test_the_selector_bounds_what_a_chunk_can_give() -> None:
+    selector = defined_in("# triforce_core/kv/selectors.py")["KeyBounds"]()
+    torch.manual_seed(0)
+    keys, queries = torch.randn(2, 12, 8, 16), torch.randn(4, 3, 16)  # 12 chunks of 8 tokens, 2 KV heads
+    scores = selector.scores(queries, selector.landmarks(keys))
+    products = torch.einsum("kgd,kctd->kcgt", queries[:, -1].unflatten(0, (2, 2)), keys)
+    assert scores.shape == (2, 12)
+    assert (scores >= products.amax((2, 3))).all()
+    pair, text = random_pair(), random_tokens(100, seed=1)
+    runner = full_runner(pair, 200)
+    ask(runner, Statement(1, text))
+    assert full_kv(runner).cut(1, len(text), ChunkSettings(32, 8, 8), selector).num_tokens <= 32
+
+
+def test_the_cache_policy_holds_short_texts_and_no_long_ones() -> None:
+    pair, text = random_pair(), random_tokens(60, seed=1)
+    policy = defined_in("# triforce_core/kv/short.py")["ShortKV"]
+    runner = ModelRunner(pair.ours, policy(geometry(pair), 2, 40, KERNELS["cpu_flash"]))
+    for end in (20, 30, 25, 40):
+        assert_logits(ask(runner, Statement(1, text[:end]))[1], plain_logits(pair.theirs, text[:end])[-1:])
+    assert ask(runner, Statement(1, text))[1] == Lack()
+    assert_logits(ask(runner, Statement(1, text[:40]))[1], plain_logits(pair.theirs, text[:40])[-1:])
