@@ -36,7 +36,7 @@ def defined_in(file: str) -> dict[str, Any]:
 
 
 def test_the_drafter_drafts_and_changes_no_token(held_out: HeldOut, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = defined_in("# triforce_core/last_token.py")["LastTokenProposer"]
+    made = defined_in("# triforce_core/engine/last_token.py")["LastTokenProposer"]
     monkeypatch.setitem(DRAFTERS, "last_token", lambda draft: made())
     settings = load_settings(
         dtype="float32", max_sequences=1, draft={"model": "last_token"}, target={"kv_pool_tokens": 2048}
