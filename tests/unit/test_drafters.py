@@ -90,7 +90,7 @@ def test_no_drafter_changes_a_token(target: PreTrainedModel, held_out: HeldOut, 
 def test_a_new_entry_is_all_that_a_new_drafter_needs(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, in the draft actor, and inside another tier's."""
     new = NgramProposer(2)
-    monkeypatch.setitem(DRAFTERS, "new", lambda draft: new)
+    monkeypatch.setitem(DRAFTERS, "new", lambda: new)
     settings = settings_with("new")
     engine = local_engine(target, None, settings)
     assert held_of(engine)[Tier.DRAFT] is new.held

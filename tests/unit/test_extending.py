@@ -1,4 +1,4 @@
-"""The code of docs/extending.md runs, and keeps the laws of what it extends."""
+"""The code of docs/extending.md runs, and keeps the rules of what it extends."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from tests.random_models import plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, full_kv, full_runner, geometry
 from triforce_core.attention import KERNELS
 from triforce_core.config import load_settings
-from triforce_core.engine.assembly import held_of, load_local_engine, run_to_end
 from triforce_core.engine.drafters import DRAFTERS, Drafter
+from triforce_core.engine.engine import run_to_end
+from triforce_core.engine.inspection import held_of
+from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Lack
 from triforce_core.kv.snapshot import ChunkSettings
@@ -37,7 +39,7 @@ def defined_in(file: str) -> dict[str, Any]:
 
 def test_the_drafter_drafts_and_changes_no_token(held_out: HeldOut, monkeypatch: pytest.MonkeyPatch) -> None:
     made = defined_in("# triforce_core/engine/last_token.py")["LastTokenProposer"]
-    monkeypatch.setitem(DRAFTERS, "last_token", lambda draft: made())
+    monkeypatch.setitem(DRAFTERS, "last_token", made)
     settings = load_settings(
         dtype="float32", max_sequences=1, draft={"model": "last_token"}, target={"kv_pool_tokens": 2048}
     )

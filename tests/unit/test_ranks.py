@@ -77,7 +77,7 @@ def test_every_rank_makes_its_runners_in_the_same_order(monkeypatch: pytest.Monk
     monkeypatch.setattr(followers, "load_model", lambda *_: model)
     monkeypatch.setattr(followers, "runner_for", recording)
     monkeypatch.setattr(assembly, "runner_for", recording)
-    followers.replica_of(settings, ("target", "retrieval"), Alone())  # type: ignore[arg-type]
+    followers.executor_of(settings, ("target", "retrieval"), Alone())  # type: ignore[arg-type]
     of_follower, made[:] = [*made], []
     assembly.local_engine(model, None, settings, ranks=Alone())  # type: ignore[arg-type]
     assert of_follower == made == [RetrievalKV, FullKV]

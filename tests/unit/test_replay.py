@@ -22,7 +22,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.kv.snapshot import Changes, Snapshot
 from triforce_core.messages import Span
-from triforce_core.models.replay import LeadingFullKV, LeadingRetrievalKV, Replica
+from triforce_core.models.replay import CallExecutor, LeadingFullKV, LeadingRetrievalKV
 
 LAYERS, HEADS, DIM, CHUNK = 2, 4, 3, 4
 BUDGET, TAIL, MAX_LENGTH, SEQUENCES = 32, 40, 400, 3
@@ -115,8 +115,8 @@ def test_a_follower_holds_what_its_leader_does(seed: int) -> None:
     rng, source, wire = random.Random(seed), Source(seed), Wire()
     whole, mine, theirs = cache(HEADS), cache(HEADS // 2), cache(HEADS // 2)
     leading = LeadingRetrievalKV(mine, wire)  # type: ignore[arg-type]
-    replica = Replica(wire, None, theirs)  # type: ignore[arg-type]
-    replica.runners[leading.tier] = Passes(theirs)  # type: ignore[assignment]
+    executor = CallExecutor(wire, None, theirs)  # type: ignore[arg-type]
+    executor.runners[leading.tier] = Passes(theirs)  # type: ignore[assignment]
     installed = 0
     for _ in range(150):
         sequence_id = rng.randrange(1, SEQUENCES + 3)
@@ -136,12 +136,12 @@ def test_a_follower_holds_what_its_leader_does(seed: int) -> None:
             source.latest.pop(sequence_id, None)
         if rng.random() < 0.2:
             while wire.commands:
-                replica.execute(pickle.loads(wire.commands.popleft()))
+                executor.execute(pickle.loads(wire.commands.popleft()))
             if not leading.taken:
                 assert host_side(theirs) == host_side(mine)
     leading.release(99)  # broadcasts what has come since
     while wire.commands:
-        replica.execute(pickle.loads(wire.commands.popleft()))
+        executor.execute(pickle.loads(wire.commands.popleft()))
     whole.release(99)
     assert host_side(theirs) == host_side(mine) == host_side(whole)
     half = HEADS // 2
@@ -159,8 +159,8 @@ def test_a_follower_lays_out_its_pool_as_its_leader_does(seed: int) -> None:
     geometry = KVGeometry(LAYERS, HEADS // 2, DIM, torch.float32, torch.device("cpu"))
     mine, theirs = (FullKV(geometry, 500, KERNELS["reference"]) for _ in range(2))
     leading = LeadingFullKV(mine, wire, gathered=False)  # type: ignore[arg-type]
-    replica = Replica(wire, theirs, None)  # type: ignore[arg-type]
-    replica.runners[leading.tier] = Passes(theirs)  # type: ignore[assignment]
+    executor = CallExecutor(wire, theirs, None)  # type: ignore[arg-type]
+    executor.runners[leading.tier] = Passes(theirs)  # type: ignore[assignment]
     for sequence_id in range(1, 80):
         wanted = spec(rng.randrange(20, 120))
         if leading.can_open(wanted):
@@ -172,7 +172,7 @@ def test_a_follower_lays_out_its_pool_as_its_leader_does(seed: int) -> None:
         rng.shuffle(stated)
         leading.prepare([Forward(Span(i, 0, tuple(range(rng.randrange(1, 20))), spec(120)), 1) for i in stated])
     while wire.commands:
-        replica.execute(pickle.loads(wire.commands.popleft()))
+        executor.execute(pickle.loads(wire.commands.popleft()))
     assert {i: (h.tokens, h.ranges) for i, h in theirs.held.items()} == {
         i: (h.tokens, h.ranges) for i, h in mine.held.items()
     }

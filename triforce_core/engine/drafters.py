@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
-from triforce_core.config import DraftSettings, Settings
+from triforce_core.config import Settings
 from triforce_core.messages import Proposer, Tier
 from triforce_core.ngram import NgramProposer
 
@@ -37,7 +37,7 @@ class Drafter(Proposer, Protocol):
         ...
 
 
-DRAFTERS: dict[str, Callable[[DraftSettings], Drafter]] = {"ngram": lambda draft: NgramProposer()}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramProposer}
 
 
 def drafter_weights(settings: Settings) -> str | None:
@@ -48,7 +48,7 @@ def drafter_weights(settings: Settings) -> str | None:
 def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
     """The draft tier; `model` is what `drafter_weights` names. None in place of a named model: nothing is drafted."""
     if make := DRAFTERS.get(settings.draft.model):
-        return make(settings.draft)
+        return make()
     # Imported here: what builds models imports this module, and where no drafter needs one it loads no transformers.
     from triforce_core.drafting import NoProposer
     from triforce_core.engine.assembly import draft_proposer

@@ -19,7 +19,7 @@ from triforce_core.messages import Tier
 from triforce_core.models.files import check_ranks, load_config
 from triforce_core.models.load import load_model
 from triforce_core.models.rank_group import Endpoint, Follower, Leader, Rendezvous, follow_leader
-from triforce_core.models.replay import Replica
+from triforce_core.models.replay import CallExecutor
 
 STOP_TIMEOUT_S = 10.0
 
@@ -28,17 +28,17 @@ def follow(settings: Settings, tiers: tuple[str, ...], endpoint: Endpoint) -> No
     """Be a rank of a process with these tiers, until its leader stops or ends."""
     follower = follow_leader(endpoint, settings.device)
     try:
-        replica = replica_of(settings, tiers, follower)
+        executor = executor_of(settings, tiers, follower)
     except Exception as error:
         follower.fail(error)
     try:
-        replica.follow()
+        executor.follow()
     except Exception as error:
         follower.abort(f"what its leader did has failed here: {error}")
     follower.close()
 
 
-def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> Replica:
+def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> CallExecutor:
     """Loads models in the order in which the leader does, and waits for it once more when there is memory for KV."""
     target = retrieval = None
     if "target" in tiers:
@@ -48,13 +48,13 @@ def replica_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> R
     full = full_kv(target, settings) if target is not None else None
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
     group.barrier()
-    replica = Replica(group, full, sparse)
+    executor = CallExecutor(group, full, sparse)
     # In the leader's order, too: to capture a pass is to run it, and ranks must run the same one.
     if retrieval is not None and sparse is not None:
-        replica.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
+        executor.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
     if target is not None and full is not None:
-        replica.runners[Tier.TARGET] = runner_for(target, full, settings, few_target_tokens(settings))
-    return replica
+        executor.runners[Tier.TARGET] = runner_for(target, full, settings, few_target_tokens(settings))
+    return executor
 
 
 @contextmanager

@@ -33,7 +33,7 @@ WARM_UPS = 2  # passes before capture, in which libraries allocate what they kee
 MOST_KV_BYTES = 16 << 30
 
 
-class Pass(Protocol):
+class ShapedPass(Protocol):
     """Runs the model over what was loaded into its batch."""
 
     batch: ShapedBatch
@@ -93,7 +93,7 @@ class CapturedPass:
 class ShapedPasses:
     """The passes of one runner."""
 
-    def __init__(self, passes: list[Pass]) -> None:
+    def __init__(self, passes: list[ShapedPass]) -> None:
         self.passes = sorted(passes, key=lambda each: each.batch.shape.tokens)
 
     def forward(self, batch: Batch) -> Tensor | None:
@@ -148,7 +148,7 @@ def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
 
 def made(
     model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, capture: bool, fused: bool
-) -> list[Pass]:
+) -> list[ShapedPass]:
     """See `shaped_passes`."""
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
     eager_passes = [EagerPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
@@ -157,7 +157,7 @@ def made(
     return captured(eager_passes, model, kv) if capture else [*eager_passes]
 
 
-def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache) -> list[Pass]:
+def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache) -> list[ShapedPass]:
     """The passes as graphs, the largest first, so that the others fit into the memory that it leaves in the pool."""
     pool = torch.cuda.graph_pool_handle()
     most = max(eager.batch.shape.tokens for eager in eager_passes)

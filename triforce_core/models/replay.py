@@ -2,7 +2,7 @@
 
 What a cache does on the host side is a function of the calls on it alone, so ranks need not agree on anything but
 those. The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; a pass is
-broadcast by its `prepare`. On the other side `Replica` makes the same calls.
+broadcast by its `prepare`. On the other side `CallExecutor` makes the same calls.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Open:
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
+class RunPass:
     tier: Tier
     forwards: list[Forward]
 
@@ -44,7 +44,7 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutSnapshot:
     """`gathered`: the leader waits for the ranks' shares; else each keeps its own, for `Deliver`."""
 
     sequence_id: int
@@ -67,7 +67,7 @@ class Deliver:
     """What every rank cut last is for its own retrieval cache."""
 
 
-Command = Open | Pass | Release | Cut | Take | Deliver
+Command = Open | RunPass | Release | CutSnapshot | Take | Deliver
 
 
 class LeadingKV:
@@ -96,7 +96,7 @@ class LeadingKV:
 
     def prepare(self, forwards: list[Forward]) -> Batch:
         with self.order:
-            self.broadcast(Pass(self.tier, forwards))
+            self.broadcast(RunPass(self.tier, forwards))
             batch = self.kv.prepare(forwards)
             self.ranks.expect(batch.num_tokens)
             return batch
@@ -120,7 +120,7 @@ class LeadingFullKV(LeadingKV):
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot:
-        self.broadcast(Cut(sequence_id, position, chunks, selector, base, self.gathered))
+        self.broadcast(CutSnapshot(sequence_id, position, chunks, selector, base, self.gathered))
         snapshot = self.full.cut(sequence_id, position, chunks, selector, base)
         return self.ranks.gather(snapshot) if self.gathered else snapshot
 
@@ -179,7 +179,7 @@ class LeadingRunner(ModelRunner):
             self.kv.ranks.abort(f"a pass has failed: {error}")
 
 
-class Replica:
+class CallExecutor:
     """A follower's side: the caches that its leader has, each with this rank's share of the KV, and their runners."""
 
     def __init__(self, group: Follower, full: FullKV | None, sparse: RetrievalKV | None) -> None:
@@ -194,13 +194,13 @@ class Replica:
 
     def execute(self, command: Command) -> None:
         match command:
-            case Pass(tier, forwards):
+            case RunPass(tier, forwards):
                 self.runners[tier].forward(forwards)  # its logits are the leader's, too
             case Open(tier, sequence_id, spec):
                 self.cache(tier).open(sequence_id, spec)
             case Release(tier, sequence_id):
                 self.cache(tier).release(sequence_id)
-            case Cut(sequence_id, position, chunks, selector, base, gathered):
+            case CutSnapshot(sequence_id, position, chunks, selector, base, gathered):
                 assert self.full is not None
                 share = self.full.cut(sequence_id, position, chunks, selector, base)
                 if gathered:
