@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import resource_tracker
 from typing import Any, TypeVar
 
 import psutil
@@ -14,7 +15,9 @@ ENDS_WITHIN_S = 15.0
 
 
 def children() -> set[psutil.Process]:
-    return set(psutil.Process().children(recursive=True))
+    """All below this one but multiprocessing's resource tracker, which Python starts when it likes and ends with us."""
+    tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # has no public name
+    return {child for child in psutil.Process().children(recursive=True) if child.pid != tracker}
 
 
 def tried_twice(start: Callable[[], Started]) -> Started:
