@@ -27,7 +27,7 @@ class Node:
     labels: Mapping[str, str]
 
     def suits(self, bundle: Bundle, labels: Mapping[str, str]) -> bool:
-        return holds(self.resources, bundle) and all(matches(self.labels.get(k), v) for k, v in labels.items())
+        return has_room(self.resources, bundle) and all(matches(self.labels.get(k), v) for k, v in labels.items())
 
 
 def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int = 1) -> str | None:
@@ -38,14 +38,14 @@ def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[
     for group, bundle in zip(placement.groups, bundles, strict=True):
         if not any(node.suits(bundle, group.labels) for node in nodes):
             return f"no node has {shown(bundle, group.labels)} for {group.name}; {listed(nodes)}"
-    if lays_out(placement, bundles, nodes, copies):
+    if can_lay_out(placement, bundles, nodes, copies):
         return None
     pipelines = "a pipeline's processes" if copies == 1 else f"{copies} pipelines"
     each = "; ".join(f"{g.name}: {shown(b, g.labels)}" for g, b in zip(placement.groups, bundles, strict=True))
     return f"{placement.strategy} cannot lay out {pipelines} ({each}) over {listed(nodes)}"
 
 
-def lays_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int) -> bool:
+def can_lay_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int) -> bool:
     """Whether `copies` pipelines find nodes for all their bundles; True as well where to say so would take minutes.
 
     Node after node, by what each can take. `beside` [wanted of each kind but the last, from 0 on] is how many of the
@@ -83,7 +83,9 @@ class Kind:
 
     def room(self, node: Node) -> int:
         """How many of it a node holds that holds nothing else."""
-        return most_of(self.bundle, node.resources) if all(node.suits({}, labels) for labels in self.labels) else 0
+        return (
+            count_fitting(self.bundle, node.resources) if all(node.suits({}, labels) for labels in self.labels) else 0
+        )
 
 
 def kinds_of(placement: PlacementSettings, bundles: list[Bundle]) -> list[Kind]:
@@ -106,16 +108,16 @@ def loads(kinds: list[Kind], node: Node, room: list[int], most: int) -> Iterator
             for name in node.resources
         }
         left = {name: amount - taken[name] for name, amount in node.resources.items()}
-        if sum(load) <= most and holds(left, dict.fromkeys(left, 0.0)):
-            yield load, min(room[-1], most - sum(load), most_of(kinds[-1].bundle, left))
+        if sum(load) <= most and has_room(left, dict.fromkeys(left, 0.0)):
+            yield load, min(room[-1], most - sum(load), count_fitting(kinds[-1].bundle, left))
 
 
-def most_of(bundle: Bundle, resources: Mapping[str, float]) -> int:
+def count_fitting(bundle: Bundle, resources: Mapping[str, float]) -> int:
     """How many times they hold it."""
     return min(int((resources.get(name, 0.0) + SLACK) / amount) for name, amount in bundle.items() if amount)
 
 
-def holds(resources: Mapping[str, float], bundle: Bundle) -> bool:
+def has_room(resources: Mapping[str, float], bundle: Bundle) -> bool:
     return all(resources.get(name, 0.0) >= amount - SLACK for name, amount in bundle.items())
 
 

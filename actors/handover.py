@@ -149,7 +149,7 @@ class SnapshotTaker(Protocol):
         """The latest version that was taken; 0: none."""
         ...
 
-    def wanted(self, sequence_id: int) -> bool:
+    def is_live(self, sequence_id: int) -> bool:
         """False: the sequence is over."""
         ...
 
@@ -173,8 +173,8 @@ class SnapshotReceiver:
         sequence_id, version = piece.manifest.sequence_id, piece.manifest.version
         sound = piece.sound
         with self.lock:
-            self.assemblies = {i: each for i, each in self.assemblies.items() if self.taker.wanted(i)}
-            if not self.taker.wanted(sequence_id):
+            self.assemblies = {i: each for i, each in self.assemblies.items() if self.taker.is_live(i)}
+            if not self.taker.is_live(sequence_id):
                 return False
             assembly = self.assemblies.get(sequence_id)
             if not sound:

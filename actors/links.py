@@ -65,7 +65,7 @@ class Stream:
             self.call.cancel()
 
 
-class Asked(NamedTuple):
+class UnansweredWork(NamedTuple):
     """Work that is not answered yet."""
 
     work: Work
@@ -98,7 +98,7 @@ class RemoteProposer:
         self.silent_since: float | None = time.monotonic()  # None: it is there, and answers what it is asked
         self.looking_up: Future[str] = Future()  # its address
         self.stream: Stream | None = None  # the latest; None before the first
-        self.asked: dict[int, Asked] = {}  # by sequence id
+        self.asked: dict[int, UnansweredWork] = {}  # by sequence id
         self.arrived: queue.SimpleQueue[tuple[Stream, pb.ProposalBatch]] = queue.SimpleQueue()
         self.retry_s = RETRY_S
         self.ready, self.closed = threading.Event(), threading.Event()
@@ -128,7 +128,7 @@ class RemoteProposer:
         for w in work:
             replaced = self.asked.get(w.span.sequence_id)
             stated_from = min(w.span.start, replaced.stated_from) if replaced else w.span.start
-            self.asked[w.span.sequence_id] = Asked(w, stated_from, stream, deadline)
+            self.asked[w.span.sequence_id] = UnansweredWork(w, stated_from, stream, deadline)
         if stream is not None and stream.open:
             stream.outgoing.put(work_batch_to_proto(work))
 

@@ -39,13 +39,13 @@ class Pipeline:
 
     @classmethod
     async def start(cls, settings: Settings, group: PlacementGroup) -> Pipeline:
-        """Place the tiers, load them side by side, and return when the target serves."""
+        """Place the tiers, load them at the same time, and return when every tier serves."""
         pipeline = cls(place_tiers(settings, group))
         await pipeline.connect()
         return pipeline
 
     async def connect(self) -> None:
-        """Have the tiers load, all at once; returns when the target serves."""
+        """Have the tiers load at the same time; returns when every tier serves."""
         starts = [actor.start.remote() for actor in self.actors.each()]
         addresses: list[str] = await asyncio.gather(*starts)
         self.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)

@@ -64,7 +64,7 @@ def bundles(settings: Settings, beside_target: float = 0.0) -> list[Bundle]:
     return found
 
 
-def selectors(placement: PlacementSettings) -> list[dict[str, str]]:
+def label_selectors(placement: PlacementSettings) -> list[dict[str, str]]:
     """The labels that the bundles' nodes must have."""
     return [group.labels for group in placement.groups]
 
@@ -76,7 +76,7 @@ def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
     """
     placement = settings.placement
     group: PlacementGroup = placement_group(
-        bundles(settings), strategy=placement.strategy, bundle_label_selector=selectors(placement)
+        bundles(settings), strategy=placement.strategy, bundle_label_selector=label_selectors(placement)
     )
     if group.wait(int(timeout_s)):
         return group

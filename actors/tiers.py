@@ -242,7 +242,7 @@ class RetrievalActor(LinkedActor):
         pipelined = self.settings.micro_batches > 1
         decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares, hand_up_early=pipelined)
         if self.settings.speculation.run_ahead:
-            ahead = RunAhead(decoder, below=self.settings.micro_batches)
+            ahead = RunAhead(decoder, fewer_than=self.settings.micro_batches)
             server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead)
         else:
             server = TierServer(decoder, self.tier, Tier.TARGET, doorbell)

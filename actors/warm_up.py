@@ -59,7 +59,7 @@ async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
     for request in warming.requests():
         async with aclosing(pipeline.decode(request_to_proto(request))) as events:
             async for event in events:
-                if not warming.committed(len(event.token_ids)):
+                if not warming.round_ended(len(event.token_ids)):
                     break
                 if warming.threads != threads:
                     threads = warming.threads

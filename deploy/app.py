@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from triforce_core.engine.limits import Limits
 
 APPLICATION = "triforce"
-DOOR_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
+FRONT_END_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
 SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
 UPSCALE_DELAY_S = 30.0  # too many requests for this long add a replica: a burst is over sooner than one has started
 LOOK_BACK_S = 11.0  # Serve wants more than its metrics' interval, 10 s
@@ -58,7 +58,7 @@ def build_app(args: Settings) -> Application:
     from ray import serve
 
     from actors.placement import ENVIRONMENT as QUIET_CORES
-    from actors.placement import bundles, selectors
+    from actors.placement import bundles, label_selectors
     from actors.precision import agreed
     from deploy.gateway import Gateway
     from deploy.replica import PipelineReplica
@@ -66,15 +66,15 @@ def build_app(args: Settings) -> Application:
     args = agreed(args)
     limits = check_models(args)
     variables = {**QUIET_CORES, **ONE_LOOP, **LONG_PROMPTS}
-    options = {"num_cpus": DOOR_CPUS, "runtime_env": {"env_vars": variables}}
+    options = {"num_cpus": FRONT_END_CPUS, "runtime_env": {"env_vars": variables}}
     places = args.places
     pipeline: Any = serve.deployment(
         PipelineReplica,
         name="pipeline",
         ray_actor_options=options,
-        placement_group_bundles=bundles(args, beside_target=DOOR_CPUS),
+        placement_group_bundles=bundles(args, beside_target=FRONT_END_CPUS),
         placement_group_strategy=args.placement.strategy,
-        placement_group_bundle_label_selector=selectors(args.placement),
+        placement_group_bundle_label_selector=label_selectors(args.placement),
         request_router_config=prefix_router(args, limits),
         max_ongoing_requests=places + SPARE_CALLS,
         max_constructor_retry_count=2,
@@ -131,7 +131,7 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
     """
-    from deploy.directions import check_door, decoding_threads, directions
+    from deploy.directions import check_endpoint, decoding_threads, directions
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -147,7 +147,7 @@ def run(settings: Settings) -> None:
     try:
         # Handlers twice, because ray.init installs its own.
         with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
-            check_door(settings)
+            check_endpoint(settings)
             took = time.monotonic() - began
             tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, decoding_threads(settings))}\n")
             while True:
@@ -234,8 +234,8 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     from actors.placement import bundles, nodes
 
     placement, copies = settings.placement, settings.server.replicas
-    pipeline = bundles(settings, beside_target=DOOR_CPUS)
-    cpus = math.ceil(DOOR_CPUS + copies.max * sum(bundle.get("CPU", 0.0) for bundle in pipeline))
+    pipeline = bundles(settings, beside_target=FRONT_END_CPUS)
+    cpus = math.ceil(FRONT_END_CPUS + copies.max * sum(bundle.get("CPU", 0.0) for bundle in pipeline))
     context: Any = ray.init(
         address="local",
         num_cpus=max(os.cpu_count() or 1, cpus),

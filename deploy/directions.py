@@ -14,7 +14,7 @@ from triforce_core.config import Settings
 from triforce_core.errors import UnavailableError
 from triforce_core.models.cpu import cpu_summary
 
-DOOR_TIMEOUT_S = 30.0
+ENDPOINT_TIMEOUT_S = 30.0
 
 
 def base_url(settings: Settings) -> str:
@@ -30,12 +30,12 @@ def direct() -> requests.Session:
     return session
 
 
-def check_door(settings: Settings) -> None:
+def check_endpoint(settings: Settings) -> None:
     """One streamed completion, as a client has it. Raises `UnavailableError` where none comes."""
     url = f"{base_url(settings)}/v1/completions"
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
     try:
-        answer = direct().post(url, json=body, timeout=DOOR_TIMEOUT_S)
+        answer = direct().post(url, json=body, timeout=ENDPOINT_TIMEOUT_S)
     except requests.RequestException as error:
         raise UnavailableError(f"{url} does not answer: {error}") from None
     if answer.status_code != HTTPStatus.OK or not answer.text.endswith("data: [DONE]\n\n"):

@@ -9,7 +9,7 @@ import grpc
 
 from actors.wire import finish_reason_to_proto, sampling_from_client, seed_from_proto, seed_to_proto
 from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
-from deploy.service import Ask, Done, Part, Service
+from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError, UnknownModelError, require
@@ -31,11 +31,11 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return (grpc.StatusCode.INTERNAL, internal_error(error)) if code is None else (code, str(error))
 
 
-def ask_from(request: pb.GenerateRequest) -> Ask:
+def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
     """Raises `InvalidValueError` naming the field."""
     prompt = request.WhichOneof("prompt")
     require(prompt is not None, "prompt", None, "must be a text or token ids")
-    return Ask(
+    return ClientRequest(
         prompt=request.text if prompt == "text" else tuple(request.token_ids.values),
         sampling=sampling_from_client(request.sampling),
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
@@ -67,7 +67,7 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
 async def generate_stream(service: Service, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateChunk, None]:
     """The completion as it comes."""
     first = True
-    async with aclosing(service.complete(ask_from(request))) as parts:
+    async with aclosing(service.complete(client_request_from(request))) as parts:
         async for part in parts:
             yield chunk_of(part, with_seed=first)
             first = False

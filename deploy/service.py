@@ -51,7 +51,7 @@ class Pipelines(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class ClientRequest:
     """What a client wants, as every door understands it."""
 
     prompt: str | tuple[int, ...]
@@ -136,7 +136,7 @@ class Service:
         if self.served or self.in_flight:
             return
         try:
-            async for _ in self.complete(Ask(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
+            async for _ in self.complete(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
                 pass
         except DeadlineError as error:
             raise UnavailableError(f"no completion comes through: {error}") from None
@@ -149,7 +149,7 @@ class Service:
             await asyncio.sleep(0.05)
         return not self.in_flight
 
-    async def complete(self, ask: Ask) -> AsyncGenerator[Part, None]:
+    async def complete(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
         """The completion as it is decoded; closing the generator stops it.
 
         Raises `InvalidValueError` and its kin, `OverloadedError`, `DeadlineError` and `UnavailableError`, those that
@@ -161,16 +161,16 @@ class Service:
             raise OverloadedError(f"all {self.room} places are taken; try again later")
         self.in_flight += 1
         try:
-            self.check_model(ask.model or self.model.name)
+            self.check_model(asked.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
-            if ask.timeout_s is not None:
-                require(ask.timeout_s > 0, "timeout_s", ask.timeout_s, "must be above 0")
-                limit_s = min(limit_s, ask.timeout_s)
+            if asked.timeout_s is not None:
+                require(asked.timeout_s > 0, "timeout_s", asked.timeout_s, "must be above 0")
+                limit_s = min(limit_s, asked.timeout_s)
             deadline = asyncio.get_running_loop().time() + limit_s
             try:
                 async with asyncio.timeout_at(deadline):
-                    request = await self.request(ask)
-                async with aclosing(self.parts(ask, request, deadline)) as parts:
+                    request = await self.request(asked)
+                async with aclosing(self.parts(asked, request, deadline)) as parts:
                     async for part in parts:
                         self.served = True
                         yield part
@@ -183,25 +183,27 @@ class Service:
         if name != self.model.name:
             raise UnknownModelError("model", name, f"is not served here; {self.model.name!r} is")
 
-    async def request(self, ask: Ask) -> Request:
+    async def request(self, asked: ClientRequest) -> Request:
         """What the pipeline is asked for, checked: whatever it would refuse is refused here."""
-        require(len(ask.stop) <= MAX_STOP_STRINGS, "stop", len(ask.stop), f"must be at most {MAX_STOP_STRINGS} strings")
-        require(all(ask.stop), "stop", "", "must not hold an empty string")
-        longest = max(map(len, ask.stop), default=0)
+        require(
+            len(asked.stop) <= MAX_STOP_STRINGS, "stop", len(asked.stop), f"must be at most {MAX_STOP_STRINGS} strings"
+        )
+        require(all(asked.stop), "stop", "", "must not hold an empty string")
+        longest = max(map(len, asked.stop), default=0)
         rule = f"must be at most {MAX_STOP_CHARACTERS} characters in each string"
         require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
-        lookaheads = self.settings.speculation.effective if ask.lookaheads is None else ask.lookaheads
+        lookaheads = self.settings.speculation.effective if asked.lookaheads is None else asked.lookaheads
         check_lookaheads("lookaheads", lookaheads)
-        prompt = await self.encode(ask.prompt) if isinstance(ask.prompt, str) else ask.prompt
+        prompt = await self.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         limits = self.model.limits
         request = Request(
             prompt=prompt,
-            max_tokens=limits.longest_output(len(prompt)) if ask.max_tokens is None else ask.max_tokens,
-            sampling=ask.sampling,
-            seed=secrets.randbits(RANDOM_SEED_BITS) if ask.seed is None else ask.seed,
+            max_tokens=limits.longest_output(len(prompt)) if asked.max_tokens is None else asked.max_tokens,
+            sampling=asked.sampling,
+            seed=secrets.randbits(RANDOM_SEED_BITS) if asked.seed is None else asked.seed,
             lookaheads=(lookaheads[0], lookaheads[1]),
             stop_token_ids=self.model.stop_token_ids,
-            resume=ask.resume,
+            resume=asked.resume,
         )
         limits.check(request)
         return request
@@ -221,9 +223,9 @@ class Service:
             raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
         return await self.encoder.encode(text)
 
-    async def parts(self, ask: Ask, request: Request, deadline: float) -> AsyncGenerator[Part, None]:
+    async def parts(self, asked: ClientRequest, request: Request, deadline: float) -> AsyncGenerator[Part, None]:
         """Decode, and turn tokens into text until the output ends."""
-        output = OutputText(self.meaning, stop=ask.stop, end_tokens=request.stop_token_ids, resumed=request.resume)
+        output = OutputText(self.meaning, stop=asked.stop, end_tokens=request.stop_token_ids, resumed=request.resume)
         prompt_tokens = len(request.prompt)
         if output.stopped:  # the client has all of it already
             done = Done(FinishReason.STOP, output.num_tokens, Stats())

@@ -207,7 +207,7 @@ class TierPlacement(Strict):
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Tiers that are one process, with one device between them; what it reserves is their sum."""
+    """Tiers that share a process and its device (of each rank, with tensor parallelism); it reserves the sum of theirs."""
 
     tiers: tuple[str, ...]  # names, the uppermost first
     cpus: float
@@ -302,7 +302,7 @@ class ServerSettings(Strict):
     drain_timeout_s: float | None = Field(
         None,
         ge=0,
-        description="seconds that requests in flight have to end when a replica or the server stops; by default"
+        description="how long requests in flight may take to finish, in seconds, when a replica or the server stops; by default"
         " request_timeout_s",
     )
     tier_host: str | None = Field(
@@ -313,7 +313,8 @@ class ServerSettings(Strict):
     link_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="a tier that does not answer within this is taken for dead: above the longest pass of a tier",
+        description="seconds within which a tier must answer, or it counts as dead; the draft tier has half of it. Set it above"
+        " twice the longest pass of a tier",
     )
     replicas: ReplicaSettings = ReplicaSettings()
 
@@ -444,7 +445,7 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether the tiers' CPU threads are measured: where they are not set, and each tier is one process."""
+        """Whether the tiers' CPU threads are measured: on a CPU, where `threads` is not set and no tier is divided over ranks."""
         one_process = self.ranks(("target", "retrieval")) == 1
         return self.device_type == "cpu" and one_process and self.threads is None
 

@@ -18,7 +18,7 @@ class Verifier(Protocol):
     tier: Tier
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
-        """One verdict a claim, in order."""
+        """One verdict per claim, in order."""
         ...
 
     def release(self, sequence_ids: list[int]) -> None: ...
@@ -48,8 +48,10 @@ class Block:
     snapshot_wanted: bool = False
     ended: bool = False  # the last token ends the sequence
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
-    held: int | None = None  # up to where this tier's model has answered for; None: it has not since the work came
-    held_below: int | None = None  # the same of the level below
+    held: int | None = (
+        None  # the position up to which this tier's model holds the text; None: it has not run since the work came
+    )
+    held_below: int | None = None  # the same for the level below
 
     @property
     def sequence_id(self) -> int:
@@ -74,7 +76,7 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """What this tier's model is to judge. It is told again whatever the level above has not decided."""
+        """What this tier's model is to verify. The text that the level above has not decided is stated again."""
         held = None if self.held is None else min(self.held, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
 
@@ -94,7 +96,7 @@ class Block:
 
     def answer(self) -> Proposal:
         end = self.work.span.end
-        # What is missing from there on is our own, and the next statement begins there at the latest.
+        # From `end` on the text is this block's own tokens, which the level above states next in any case.
         missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
             sequence_id=self.sequence_id,
@@ -123,10 +125,10 @@ class Block:
 class SpeculativeDecoder:
     """Collects proposals of the level below, verifies them, and asks again until a block is long enough to hand up.
 
-    With one micro-batch a round waits for every answer that it asked for and judges all of them (sequential mode). With
-    more it takes what is ready, first come first judged, in one pass at most its share of the sequences that the level
-    below works for, so that it has the others to work on meanwhile. With `hand_up_early`, for a level that works at the
-    same time as the one above, a block need not be long enough when that one has nothing to judge.
+    With one micro-batch a round waits for every proposal that it asked for and verifies them all (sequential mode).
+    With more, a round verifies the proposals that have arrived, oldest first, and at most one micro-batch of them; the
+    level below works on the other sequences meanwhile. With `hand_up_early`, for a level that works at the same time as
+    the one above, a block may be handed up before it is long enough, when the level above has nothing to verify.
 
     Not thread-safe: one thread drives a decoder.
     """
@@ -148,12 +150,12 @@ class SpeculativeDecoder:
         self.resume([Block(w) for w in work])
 
     def resume(self, blocks: list[Block]) -> None:
-        """Take blocks on, in place of what there was of their sequences; a part of them may be done already."""
+        """Start work on these blocks, which replace what there was of their sequences; they may hold tokens already."""
         self.blocks.update({block.sequence_id: block for block in blocks})
         self._ask(blocks)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Run one round, unless something is there to be handed up; the blocks that are done, which may be none."""
+        """The blocks that are done, possibly none. Runs one round first, unless a block can be handed up already."""
         owed = self.owed
         if not any(block.state is State.DONE for block in owed):
             if early := self._early():
@@ -195,8 +197,9 @@ class SpeculativeDecoder:
         block.state, block.proposal, block.arrival = State.READY, proposal, next(self.arrivals)
 
     def _early(self) -> Block | None:
-        """The longest block that has just grown, if half done, where all of several sequences are in progress here: the
-        level above has nothing to judge then. One by itself is left alone: this level would idle while it is judged.
+        """A block to hand up before it is long enough, or None: the longest of those that have just grown, if it has half
+        of the tokens that it was asked for. Only while several sequences are live and all of them are worked on at this
+        level, for the level above has nothing to verify then; with a single one the tiers take turns in any case.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]
@@ -217,7 +220,9 @@ class SpeculativeDecoder:
                 break
 
     def _next_round(self, blocks: list[Block]) -> list[tuple[Block, Proposal]]:
-        """Of what is ready, oldest first, what leaves `READY` now: all that skips this level, and a pass's share."""
+        """The blocks to take into this round, with their proposals, oldest proposal first: all that skip this level or
+        ask nothing of the level below, and of the others at most one micro-batch.
+        """
         room = ceil(sum(block.asks_below for block in self.blocks.values()) / self.micro_batches)
         taken = []
         for block in sorted(blocks, key=lambda block: block.arrival):
@@ -251,7 +256,7 @@ class SpeculativeDecoder:
         tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
         block.add_tallies([tally, *proposal.tallies])
         stuck = not verdict.tokens  # a prefill chunk, or this tier lacks something: only the level above can go on
-        # What is missing from the start of our work on the next round states; what is before it, the level above must.
+        # The next round states what is missing within our work; what is missing before it, only the level above can.
         lacking = block.missing_from is not None and block.missing_from < block.work.span.start
         block.state = State.DONE if stuck or lacking or block.long_enough else State.TO_ASK
 

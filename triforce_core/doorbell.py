@@ -18,11 +18,11 @@ class Doorbell:
 
     def ring(self) -> None:
         """From any thread."""
-        if self.rings.empty():  # rung already; a wait that takes that ring now looks at all inboxes after it
+        if self.rings.empty():  # otherwise a ring is pending: the thread that takes it looks at all inboxes afterwards
             self.rings.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until it rings, at most `timeout_s` seconds; returns whether it did."""
+        """Sleep until it rings, at most `timeout_s` seconds, and return whether it rang. Clears pending rings."""
         rang = False
         if timeout_s > 0:
             try:

@@ -1,4 +1,4 @@
-"""Where tokens are drafted: by a model of its own at the end of the chain, or not at all."""
+"""Drafting by a model at the end of the chain, and the proposer of chains without a drafter; prompt lookup is in ngram.py."""
 
 from __future__ import annotations
 

@@ -147,7 +147,7 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A proposal to be judged: `span` is settled, `proposed` came from the level below."""
+    """A proposal to be verified: `span` is the text before it, `proposed` came from the level below."""
 
     span: Span
     proposed: tuple[int, ...]

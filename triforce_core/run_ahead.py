@@ -1,4 +1,4 @@
-"""Drafting on while nobody waits: for a lone request, whose tiers would otherwise take turns."""
+"""Run-ahead: drafting on while the level above verifies, when fewer requests are live than there are micro-batches."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class RunAhead:
     The token that the level above adds to an accepted block is guessed too: it is the first that this level finds next.
     Work that agrees with the guess starts from what was found beyond it; any other finds it dropped. Guesses advance by
     one round a call and only while no work waits, so work waits for at most one round of them; and only while fewer
-    than `below` sequences are live, for more keep every tier busy by themselves.
+    than `fewer_than` sequences are live, for more keep every tier busy by themselves.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, below: int) -> None:
-        self.decoder, self.below = decoder, below
+    def __init__(self, decoder: SpeculativeDecoder, fewer_than: int) -> None:
+        self.decoder, self.fewer_than = decoder, fewer_than
 
     @property
     def owed(self) -> list[Block]:
@@ -33,7 +33,7 @@ class RunAhead:
     def _guesses(self) -> list[Block]:
         """Those to go on with when nobody waits."""
         blocks = self.decoder.blocks.values()
-        return [block for block in blocks if block.state is not State.DONE] if len(blocks) < self.below else []
+        return [block for block in blocks if block.state is not State.DONE] if len(blocks) < self.fewer_than else []
 
     def submit(self, work: list[Work]) -> None:
         self.decoder.resume([self._begun(w) or Block(w) for w in work])

@@ -21,7 +21,7 @@ class Stage(NamedTuple):
     stop: float
     cpu: float  # seconds that the tier's thread had a core; less than stop - start where it shares one
     batch: int  # sequences
-    tokens: int  # that the model was run on, in all sequences together
+    tokens: int  # positions whose logits were wanted, in all sequences together; prompt chunks have none
 
 
 class Timeline:

@@ -16,7 +16,7 @@ from triforce_core.bench.synthetic import chance
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
-from triforce_core.engine.engine import Engine, SnapshotPolicy
+from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Sequence
@@ -161,7 +161,7 @@ class PacedTarget(PacedVerifier):
             self.kv.release(sequence_id)
 
 
-class NoSnapshots(SnapshotPolicy):
+class NoSnapshots(SnapshotSchedule):
     """There is no KV to hand over."""
 
     def __init__(self) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from deploy.service import Ask, check_lookaheads
+from deploy.service import ClientRequest, check_lookaheads
 from triforce_core.config import TIER_SETS, SpeculationSettings, TierSet
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
@@ -97,7 +97,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field: the values that ask for no
 }
 
 
-def ask_from(body: CompletionRequest, defaults: SpeculationSettings) -> Ask:
+def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) -> ClientRequest:
     """Raises `InvalidValueError` naming the field."""
     for name, accepted in UNSUPPORTED.items():
         value = getattr(body, name)
@@ -107,7 +107,7 @@ def ask_from(body: CompletionRequest, defaults: SpeculationSettings) -> Ask:
         require(bool(body.stream), "stream_options", body.stream_options.model_dump(), "needs stream: true")
 
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
-    return Ask(
+    return ClientRequest(
         prompt=prompt_from(body.prompt),
         sampling=SamplingParams(**body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)),
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,

@@ -18,7 +18,7 @@ from deploy.openai_api.errors import (
     http_error_response,
     malformed_response,
 )
-from deploy.openai_api.requests import CompletionRequest, ask_from
+from deploy.openai_api.requests import CompletionRequest, client_request_from
 from deploy.openai_api.streaming import EventStream, with_idle
 from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -49,7 +49,7 @@ def http_app(service: Service) -> FastAPI:
     async def complete(body: CompletionRequest) -> Response:
         try:
             completion = Completion(service, body)
-            parts = service.complete(ask_from(body, service.settings.speculation))
+            parts = service.complete(client_request_from(body, service.settings.speculation))
             if not body.stream:
                 return JSONResponse(await completion.whole(parts))
             paced = with_idle(parts, IDLE_S)

@@ -22,7 +22,7 @@ from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import DeadlineError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
-from deploy.service import MAX_STOP_CHARACTERS, Ask, ServedModel, Service
+from deploy.service import MAX_STOP_CHARACTERS, ClientRequest, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -224,8 +224,8 @@ def test_a_draining_server_takes_nothing_new_and_finishes_the_rest() -> None:
     assert asyncio.run(drained()) == ["a", "b"]
 
 
-def wanted(**fields: Any) -> Ask:
-    return Ask(**{"prompt": "def", "sampling": SamplingParams(), "max_tokens": 16, **fields})
+def wanted(**fields: Any) -> ClientRequest:
+    return ClientRequest(**{"prompt": "def", "sampling": SamplingParams(), "max_tokens": 16, **fields})
 
 
 def test_the_end_of_the_text_is_no_part_of_it() -> None:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.fit import Bundle, Node, holds, lays_out, matches, misfit
+from actors.fit import Bundle, Node, can_lay_out, has_room, matches, misfit
 from actors.placement import bundles
 from triforce_core.config import PlacementSettings, Settings, load_settings
 
@@ -84,7 +84,7 @@ def tried(wanted: PlacementSettings, each: list[Bundle], nodes: Sequence[Node], 
         together = {name: sum(one.get(name, 0.0) for one in there) for one in there for name in one}
         alone = wanted.strategy == "STRICT_SPREAD" and index in mates
         apart = wanted.strategy == "STRICT_PACK" and mates - {index}
-        fits = candidate.suits(bundle, labels) and holds(candidate.resources, together)
+        fits = candidate.suits(bundle, labels) and has_room(candidate.resources, together)
         if fits and not alone and not apart and tried(wanted, each, nodes, (*chosen, index)):
             return True
     return False
@@ -112,7 +112,7 @@ def test_what_fits_is_what_trying_everything_finds(
     wanted = load_settings(placement={"strategy": strategy, "colocate": colocate, **of}).placement
     one: list[Bundle] = [{"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu} for cpu, gpu in each[: len(wanted.groups)]]
     there = [node(cpus, gpus, kind) for cpus, gpus, kind in nodes]
-    assert lays_out(wanted, one, there, copies) == tried(wanted, one * copies, there)
+    assert can_lay_out(wanted, one, there, copies) == tried(wanted, one * copies, there)
 
 
 @pytest.mark.timeout(30)

@@ -23,18 +23,18 @@ from triforce_core.kv.base import Forward
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Span
 from triforce_core.models import fuse as fusing
+from triforce_core.models.fallback import say
 from triforce_core.models.fuse import (
     compiled,
     compiling,
     fuse,
-    give_forwards,
     has_own_forward,
+    set_fused_forwards,
 )
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import kv_geometry
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner
-from triforce_core.models.without import say
 
 FUSED = load_settings(dtype="float32", compile="on")
 LENGTHS = (1, 2, 7, 64, 130)  # of passes
@@ -105,7 +105,7 @@ def test_a_rotation_that_is_a_kernel_already_stays(monkeypatch: pytest.MonkeyPat
     """The package `kernels` puts a module in the function's place."""
     model = random_pair().ours
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", torch.nn.Identity())
-    give_forwards(model)
+    set_fused_forwards(model)
     parts = fused_parts(model)
     assert parts, "norms and blocks are fused"
     assert not [name for name in parts if name.endswith("self_attn")]
@@ -155,7 +155,7 @@ def test_a_scale_is_a_constant() -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_norms_attention_and_blocks_are_fused(family: str) -> None:
     model = random_model(family)
-    give_forwards(model)
+    set_fused_forwards(model)
     norms = {"input_layernorm", "post_attention_layernorm"}
     parts = norms | {"self_attn", "mlp"} | ({"self_attn.q_norm", "self_attn.k_norm"} if family == "qwen3" else set())
     layers = {f"model.layers.{layer}.{part}" for layer in range(2) for part in parts}
@@ -165,8 +165,8 @@ def test_norms_attention_and_blocks_are_fused(family: str) -> None:
 def test_products_of_quantised_weights_are_left_alone() -> None:
     whole, quantised = random_model(), random_model()
     quantize_weights(quantised, "int8")
-    give_forwards(whole)
-    give_forwards(quantised)
+    set_fused_forwards(whole)
+    set_fused_forwards(quantised)
     assert fused_parts(whole) - fused_parts(quantised) == {"model.layers.0.mlp", "model.layers.1.mlp"}
 
 
@@ -204,7 +204,7 @@ def test_no_memory_for_the_compiler_is_no_failing_compiler(
         raise kind("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the manual.")
 
     model, settings = random_model(), Settings(device="cuda", compile=mode)  # type: ignore[arg-type]
-    monkeypatch.setattr(fusing, "warm_up", full)
+    monkeypatch.setattr(fusing, "compile_kernels", full)
     why = "takes more memory than cuda has (CUDA out of memory. Tried to allocate 20.00 MiB.)"
     lower = "lower target.kv_pool_tokens, retrieval.budget or max_sequences, or set compile: off"
     if mode == "on":

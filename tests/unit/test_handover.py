@@ -26,7 +26,7 @@ class Taker:
         self.taken: list[Snapshot] = []
         self.released: set[int] = set()
 
-    def wanted(self, sequence_id: int) -> bool:
+    def is_live(self, sequence_id: int) -> bool:
         return sequence_id not in self.released
 
     def take(self, snapshot: Snapshot) -> bool:

@@ -87,7 +87,7 @@ class Late(TorchDispatchMode):
 
 
 def assert_same_snapshot(found: Snapshot, expected: Snapshot) -> None:
-    assert (found.version, found.position, found.cut) == (expected.version, expected.position, expected.cut)
+    assert (found.version, found.position, found.record) == (expected.version, expected.position, expected.record)
     assert all(map(torch.equal, found.tensors, expected.tensors))
     assert not any(tensor.isnan().any() for tensor in found.tensors)
 

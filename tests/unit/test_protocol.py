@@ -1,6 +1,6 @@
 """The protocol on toy models: whatever delays, losses and restarts do, the output is that of plain seeded decoding.
 
-The real Engine, Scheduler, SnapshotPolicy and SpeculativeDecoder drive tiers whose models are tables, over links that
+The real Engine, Scheduler, SnapshotSchedule and SpeculativeDecoder drive tiers whose models are tables, over links that
 misbehave.
 """
 
@@ -18,7 +18,7 @@ import pytest
 from tests.lossy_link import LossyLink
 from tests.toy_tiers import VOCAB, Law, Settled, SlowSink, Tokens, ToyDrafts, ToyRetrieval, ToyTarget, ToyTier
 from triforce_core.decoder import Block, SpeculativeDecoder, State
-from triforce_core.engine.engine import Engine, SnapshotPolicy
+from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Request
@@ -104,7 +104,7 @@ class Chain:
         self.engine = Engine(
             self.top,
             Scheduler(self.target, max_sequences=rng.choice([1, 3, 8]), prefill_chunk=rng.choice([2, 5, 100])),  # type: ignore[arg-type]
-            SnapshotPolicy(self.target, self.sink, ChunkSettings(), MeanKey(), rng.choice([3, 10, 1000])),  # type: ignore[arg-type]
+            SnapshotSchedule(self.target, self.sink, ChunkSettings(), MeanKey(), rng.choice([3, 10, 1000])),  # type: ignore[arg-type]
             Limits(64, self.target.allocator.num_slots, VOCAB),
         )
 

@@ -49,7 +49,7 @@ class Wire:
     def accept(self, outlined: Snapshot, device: torch.device) -> Snapshot:
         part = self.contents.popleft()
         assert [t.shape for t in part.tensors] == [t.shape for t in outlined.tensors]
-        assert part.cut == outlined.cut
+        assert part.record == outlined.record
         return part
 
 

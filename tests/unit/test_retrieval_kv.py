@@ -191,7 +191,7 @@ def test_a_snapshot_that_comes_after_the_release_is_refused(pair: Pair) -> None:
     assert not kv.take(snapshots[1])
     assert not kv.take(replace(snapshots[1], sequence_id=2)), "one that was never stated here"
     assert not kv.arrived
-    assert [kv.wanted(i) for i in (1, 2, 3)] == [False, False, True]
+    assert [kv.is_live(i) for i in (1, 2, 3)] == [False, False, True]
     assert ask(runner, Statement(1, text)) == {1: Lack(snapshot_wanted=True)}
     assert kv.take(snapshots[2])
     assert_logits(ask(runner, Statement(1, text))[1], plain_logits(pair.theirs, text)[-1:])
@@ -202,7 +202,7 @@ def test_what_is_over_is_not_remembered_for_ever(pair: Pair) -> None:
     for sequence_id in range(3 * MAX_RELEASED):
         kv.release(sequence_id)
     assert len(kv.released) == MAX_RELEASED
-    assert not kv.wanted(3 * MAX_RELEASED - 1), "the latest, of which something may still be on its way"
+    assert not kv.is_live(3 * MAX_RELEASED - 1), "the latest, of which something may still be on its way"
 
 
 def test_snapshots_that_nobody_installs_do_not_pile_up(pair: Pair) -> None:

@@ -14,7 +14,7 @@ from triforce_core.run_ahead import RunAhead
 
 @pytest.fixture
 def ahead(below: Below, verifier: Counting) -> RunAhead:
-    return RunAhead(SpeculativeDecoder(below, verifier, micro_batches=2), below=2)
+    return RunAhead(SpeculativeDecoder(below, verifier, micro_batches=2), fewer_than=2)
 
 
 def work(start: int, tokens: Tokens, sequence_id: int = 1) -> Work:
@@ -106,7 +106,7 @@ def test_what_was_found_is_answered_whatever_else_comes_first(ahead: RunAhead, b
 
 
 def test_requests_that_nobody_drafts_for_count_too(below: Below, verifier: Counting) -> None:
-    ahead = RunAhead(SpeculativeDecoder(below, verifier, micro_batches=1), below=1)
+    ahead = RunAhead(SpeculativeDecoder(below, verifier, micro_batches=1), fewer_than=1)
     ahead.submit([Work(Span(1, 0, (10, 11), SPEC), (1, 0))])
     assert [p.tokens for p in ahead.collect(1.0)] == [(2,)]
     assert not ahead.can_run_ahead, "tiers take turns"
@@ -230,7 +230,7 @@ def test_guesses_may_be_paused_at_any_time(micro_batches: int, delay: int) -> No
         rng = random.Random(seed)
         drafter, above = Drafter(rng, delay), Requests(rng)
         decoder = SpeculativeDecoder(drafter, Counting(), micro_batches=micro_batches, hand_up_early=rng.random() < 0.5)
-        ahead = RunAhead(decoder, below=rng.choice([2, 3, 3, 100]))
+        ahead = RunAhead(decoder, fewer_than=rng.choice([2, 3, 3, 100]))
         for above.turn in range(100):
             before, at = guesses(ahead), rng.random()
             if at < 0.15 and len(above.texts) < 3:

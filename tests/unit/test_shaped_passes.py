@@ -22,9 +22,9 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import SequenceSpec, Span
 from triforce_core.models import graphs
+from triforce_core.models.fallback import say
 from triforce_core.models.graphs import EagerPass, ShapedPasses, doubling, shaped_passes
 from triforce_core.models.load import ATTENTION, kv_geometry
-from triforce_core.models.without import say
 
 SHAPES = [PassShape(n, q) for n in (1, 2, 4) for q in (1, 4, 6)]
 

@@ -65,7 +65,7 @@ def cuts(rank: Rank, chunks: ChunkSettings, seed: int) -> Iterator[Snapshot]:
 
 
 def assert_same(one: Snapshot, other: Snapshot) -> None:
-    assert one.cut == other.cut
+    assert one.record == other.record
     assert one.num_tokens == other.num_tokens
     for ours, theirs in zip(one.tensors, other.tensors, strict=True):
         assert ours.dtype == theirs.dtype

@@ -81,7 +81,7 @@ def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
         assert request.lookaheads == (8, 3)
         prompts.append(len(request.prompt))
         taken = 1
-        while warming.committed(4):
+        while warming.round_ended(4):
             taken += 1
         assert 4 * taken >= 21, "two snapshots were cut, or more"
         assert request.sampling.temperature == (0.0 if len(prompts) == 4 else 1.0), "both kinds of draws"
@@ -96,7 +96,7 @@ def test_a_slow_machine_s_prompts_are_shorter(monkeypatch: pytest.MonkeyPatch) -
     for request in warming.requests():
         prompts.append(len(request.prompt))
         now += len(request.prompt) / 100  # a hundred tokens a second
-        while warming.committed(9):
+        while warming.round_ended(9):
             now += 0.1
     assert prompts == [64, 64, 100 * PATIENCE_S, 100 * PATIENCE_S]
 
@@ -109,7 +109,7 @@ def test_a_cold_first_pass_does_not_shorten_the_others(monkeypatch: pytest.Monke
     for request in warming.requests():
         now += 9.0 if not prompts else 0.2 + len(request.prompt) / 4000
         prompts.append(len(request.prompt))
-        while warming.committed(9):
+        while warming.round_ended(9):
             now += 0.1
     assert prompts[-1] > 6000
 
@@ -128,7 +128,7 @@ def test_the_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in warming.requests():
         began = now
         now += 1.0
-        while warming.committed(13):
+        while warming.round_ended(13):
             now += 3.0
     assert not warming.search.done
     assert now - began < 50

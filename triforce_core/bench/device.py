@@ -112,8 +112,10 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkloa
     if settings.retrieval.quantization:
         self_drafter = random_model(geometry.target, settings)
         quantize_weights(self_drafter, settings.retrieval.quantization)
-    judge = partial(SyntheticVerifier, acceptance=load.acceptance, seed=load.seed, fill=load.fill)
-    return local_engine(target, random_model(geometry.drafter, settings), settings, self_drafter, judge=judge)
+    make_verifier = partial(SyntheticVerifier, acceptance=load.acceptance, seed=load.seed, fill=load.fill)
+    return local_engine(
+        target, random_model(geometry.drafter, settings), settings, self_drafter, make_verifier=make_verifier
+    )
 
 
 def decode(

@@ -12,7 +12,7 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.drafting import ModelProposer
 from triforce_core.engine.drafters import drafter_for
-from triforce_core.engine.engine import Engine, SnapshotPolicy
+from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.target_kv import target_kv
@@ -33,7 +33,7 @@ from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetriev
 from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.verification import ModelVerifier
 
-Judge = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
+VerifierFactory = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
 MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # the longest block that can be handed up, and the tokens around it
 FEW_DRAFT_TOKENS = 4  # a drafting step has one token; the first after a round, those that the drafter had not guessed
 
@@ -86,10 +86,10 @@ def few_retrieval_tokens(settings: Settings) -> int:
 
 
 def retrieval_verifier(
-    model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, judge: Judge = ModelVerifier
+    model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, make_verifier: VerifierFactory = ModelVerifier
 ) -> ModelVerifier:
     """The retrieval tier by itself."""
-    return judge(runner_for(model, kv, settings, few_retrieval_tokens(settings)), Tier.RETRIEVAL)
+    return make_verifier(runner_for(model, kv, settings, few_retrieval_tokens(settings)), Tier.RETRIEVAL)
 
 
 def retrieval_decoder(
@@ -98,10 +98,10 @@ def retrieval_decoder(
     drafts: Proposer,
     settings: Settings,
     *,
-    judge: Judge = ModelVerifier,
+    make_verifier: VerifierFactory = ModelVerifier,
 ) -> SpeculativeDecoder:
     """The retrieval tier over whatever drafts for it."""
-    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, judge))
+    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, make_verifier))
 
 
 def target_engine(
@@ -114,19 +114,19 @@ def target_engine(
     micro_batches: int = 1,
     first_sequence_id: int = 1,
     doorbell: Doorbell | None = None,
-    judge: Judge = ModelVerifier,
+    make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
     """The target tier over whatever proposes to it, with the engine that drives the chain. `kv` is by default one of
     its own.
     """
     limits = target_limits(model.config, settings)
     kv = kv or full_kv(model, settings)
-    verifier = judge(runner_for(model, kv, settings, few_target_tokens(settings)), Tier.TARGET)
+    verifier = make_verifier(runner_for(model, kv, settings, few_target_tokens(settings)), Tier.TARGET)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
-    policy = SnapshotPolicy(kv, sink, chunks, selector, settings.retrieval.refresh_every)
+    policy = SnapshotSchedule(kv, sink, chunks, selector, settings.retrieval.refresh_every)
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell)
 
 
@@ -146,7 +146,7 @@ def local_engine(
     self_drafter: PreTrainedModel | None = None,
     *,
     ranks: Leader | None = None,
-    judge: Judge = ModelVerifier,
+    make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
     """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without the
     weights of a drafter that needs some, nothing is drafted below it. With ranks, target and retrieval tier are divided
@@ -159,5 +159,5 @@ def local_engine(
     drafts = drafter_for(settings, drafter)
     if ranks is not None:
         ranks.barrier()
-    below = retrieval_decoder(own, sparse, drafts, settings, judge=judge)
-    return target_engine(target, settings, below, sparse, kv=full, judge=judge)
+    below = retrieval_decoder(own, sparse, drafts, settings, make_verifier=make_verifier)
+    return target_engine(target, settings, below, sparse, kv=full, make_verifier=make_verifier)

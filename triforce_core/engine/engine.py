@@ -25,7 +25,7 @@ class SnapshotSource(Protocol):
     ) -> Snapshot: ...
 
 
-class SnapshotPolicy:
+class SnapshotSchedule:
     """When a snapshot is cut, and of what: chunks are selected anew every `refresh_every` committed tokens. `sink`
     takes it to the retrieval tier.
     """
@@ -42,7 +42,7 @@ class SnapshotPolicy:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> None:
-        """Cut and send one if the sequence has none, the last is old, or the tier asked for it."""
+        """Cut and send a snapshot if the sequence has none, the last is old or was refused, or the retrieval tier wants one."""
         sequence_id, last = sequence.sequence_id, sequence.last_cut
         if not sequence.request.lookaheads[0] or self.sink.busy(sequence_id):
             return
@@ -52,7 +52,7 @@ class SnapshotPolicy:
         whole = wanted or lost
         if whole or last is None or settled - last.position >= self.refresh_every:
             snapshot = self.kv.cut(sequence_id, settled, self.chunks, self.selector, 0 if whole else base)
-            sequence.last_cut = snapshot.cut
+            sequence.last_cut = snapshot.record
             sequence.stats.snapshots += 1
             self.sink.deliver(snapshot)
 
@@ -68,7 +68,7 @@ class Engine:
         self,
         decoder: Proposer,
         scheduler: Scheduler,
-        snapshots: SnapshotPolicy,
+        snapshots: SnapshotSchedule,
         limits: Limits,
         first_sequence_id: int = 1,
         doorbell: Doorbell | None = None,
@@ -78,7 +78,7 @@ class Engine:
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
         self.cancelled: deque[int] = deque()
-        self.unsnapped: dict[int, bool] = {}  # by sequence with new tokens: whether a snapshot was asked for
+        self.due_for_snapshot: dict[int, bool] = {}  # by sequence with new tokens: whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
         self.asked_tokens = 0  # as the scheduler says it, for other threads
 
@@ -149,10 +149,10 @@ class Engine:
 
     def _update_snapshots(self) -> None:
         """Of what the last turn committed: only now, so that its tokens left before their KV is copied."""
-        for sequence_id, wanted in self.unsnapped.items():
+        for sequence_id, wanted in self.due_for_snapshot.items():
             if sequence := self.scheduler.live.get(sequence_id):
                 self.snapshots.update(sequence, wanted=wanted)
-        self.unsnapped.clear()
+        self.due_for_snapshot.clear()
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
         """Take the target's answer: a prompt chunk done, or tokens committed."""
@@ -175,7 +175,7 @@ class Engine:
             stats.add(proposal.tallies)
         reason = self._finish_reason(sequence)
         if reason is None:
-            self.unsnapped[sequence.sequence_id] = proposal.snapshot_wanted
+            self.due_for_snapshot[sequence.sequence_id] = proposal.snapshot_wanted
         return Output(sequence.sequence_id, proposal.tokens, proposal.origins, reason, stats.copy())
 
     @staticmethod

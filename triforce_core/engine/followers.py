@@ -25,7 +25,7 @@ STOP_TIMEOUT_S = 10.0
 
 
 def follow(settings: Settings, tiers: tuple[str, ...], endpoint: Endpoint) -> None:
-    """Be a rank of a process with these tiers, until its leader stops or ends."""
+    """Run as a follower of the leader that holds these tiers, until the leader stops or ends."""
     follower = follow_leader(endpoint, settings.device)
     try:
         executor = executor_of(settings, tiers, follower)

@@ -32,7 +32,7 @@ def searched(engine: Engine, settings: Settings, runners: dict[str, ModelRunner]
     warming = WarmUp(settings, engine.limits, dict.fromkeys(runners, ALL_THREADS))
     for request in warming.requests():
         for output in run_to_end(engine, [request]):
-            if not warming.committed(len(output.tokens)) and output.finish_reason is None:
+            if not warming.round_ended(len(output.tokens)) and output.finish_reason is None:
                 engine.cancel(output.sequence_id)
             for tier, threads in warming.threads.items():
                 runners[tier].decode_on(threads)

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from itertools import zip_longest
 
-from triforce_core.kv.snapshot import Cut
+from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally, Work
 
 
 class FinishReason(StrEnum):
-    STOP = "stop"  # a stop token
+    STOP = "stop"  # a stop token, or a stop string found in the text
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
 
@@ -89,7 +89,7 @@ class Sequence:
     prefilled: int = 0  # the target holds KV up to here
     stated: int = 0  # the tiers below the target are believed to have been told the tokens up to here
     work: Work | None = None  # submitted and not answered
-    last_cut: Cut | None = None  # the latest snapshot
+    last_cut: CutRecord | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)
 

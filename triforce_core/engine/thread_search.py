@@ -17,7 +17,7 @@ TIE = 0.9  # threads are worth having where a token takes less than this share o
 
 
 class ThreadSearch:
-    """Begins with all threads for each tier, and halves those of one tier after another while that costs nothing.
+    """Begins with all threads for each tier, and halves those of one tier after another as long as a token takes at most a tenth longer.
 
     `arrangement` is what to run the next round with; `took` is told each round's time. `best` is what was found so far,
     and once `done` the answer.
@@ -47,7 +47,9 @@ class ThreadSearch:
         yield
 
     def _as_good(self, fewer: Arrangement) -> Generator[None, Round, bool]:
-        """Whether this arrangement is no slower than the best so far, by as much as such measurements are off."""
+        """Whether a token takes at most a tenth longer with this arrangement than with the best so far: TIE is what such
+        measurements are off by.
+        """
         times: list[list[float]] = [[], []]  # seconds a token in each turn: of the best, and with fewer
         for _ in range(TURNS):
             for arrangement, taken in zip((self.best, fewer), times, strict=True):

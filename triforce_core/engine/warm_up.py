@@ -17,7 +17,7 @@ from triforce_core.messages import GREEDY, SamplingParams
 
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
-FEW_ROUNDS = 24  # output tokens
+FEW_OUTPUT_TOKENS = 24  # output tokens
 MOST_OUTPUT = 4096  # tokens; the choice of threads ends with them
 PERIOD = 61  # tokens after which a prompt repeats itself, which makes the output repeat itself, and rounds alike
 PATIENCE_S = 5.0  # prompts are shortened so that a prefill takes no longer
@@ -41,9 +41,9 @@ class WarmUp:
     def requests(self) -> Iterator[Request]:
         """Of a short prompt, of a whole chunk, and of a long context with two snapshots, the second cut as changes."""
         plan = (
-            (SHORT_PROMPT, FEW_ROUNDS),
-            (SHORT_PROMPT, FEW_ROUNDS),  # once more, for the rate at which prompts are read when all is warm
-            (self.settings.target.prefill_chunk, FEW_ROUNDS),
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS),
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS),  # once more, for the rate at which prompts are read when all is warm
+            (self.settings.target.prefill_chunk, FEW_OUTPUT_TOKENS),
             (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1),
         )
         for index, (prompt_tokens, enough) in enumerate(plan):
@@ -63,7 +63,7 @@ class WarmUp:
         lookaheads = given.effective if any(given.effective) else given.lookaheads
         return Request(prompt, min(max_tokens, room - prompt_tokens), sampling, 0, lookaheads)
 
-    def committed(self, num_tokens: int) -> bool:
+    def round_ended(self, num_tokens: int) -> bool:
         """A round has ended, the first of a request with its prefill: whether the request is still of use."""
         before, self.moment = self.moment, time.perf_counter()
         if self.num_committed == 0:

@@ -69,7 +69,9 @@ class Placement:
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Why a sequence could not be forwarded, for its proposal to say. All defaults: there is no room for it here."""
+    """Why a sequence could not be forwarded; its proposal reports it. All defaults: neither tokens nor a snapshot would
+    help, because there is no room, or because the statement is a late one.
+    """
 
     missing_from: int | None = None
     snapshot_wanted: bool = False

@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class CgroupVersion:
     """Of control groups: where their files are, and what these are called."""
 
     mounts: tuple[str, ...]
@@ -19,13 +19,13 @@ class Version:
     cache: tuple[str, ...]  # lines of memory.stat: files that are held in memory for as long as there is room
 
 
-V1 = Version(
+V1 = CgroupVersion(
     ("sys/fs/cgroup/memory",),
     "memory.limit_in_bytes",
     "memory.usage_in_bytes",
     ("total_inactive_file", "total_active_file"),
 )
-V2 = Version(
+V2 = CgroupVersion(
     ("sys/fs/cgroup", "sys/fs/cgroup/unified"), "memory.max", "memory.current", ("inactive_file", "active_file")
 )
 
@@ -39,7 +39,7 @@ def container_free(root: Path = Path("/")) -> int | None:
     return min((max(0, each) for each in free if each is not None), default=None)
 
 
-def groups(root: Path) -> Iterator[tuple[Path, Version]]:
+def groups(root: Path) -> Iterator[tuple[Path, CgroupVersion]]:
     """The groups that this process is in, each with those that it is part of: the narrowest limit counts."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -57,7 +57,7 @@ def groups(root: Path) -> Iterator[tuple[Path, Version]]:
                 yield root / mount / folder, version
 
 
-def free_of(folder: Path, version: Version) -> int | None:
+def free_of(folder: Path, version: CgroupVersion) -> int | None:
     """Of one group; None where it has no limit, or is not there."""
     try:
         limit = (folder / version.limit).read_text().strip()

@@ -15,25 +15,25 @@ from torch import Tensor
 
 from triforce_core.kv.ranges import Range
 
-Mark = torch.cuda.Event | None  # a moment of one stream, for the other to wait for; None: it has passed
+StreamEvent = torch.cuda.Event | None  # a moment of one stream, for the other to wait for; None: it has passed
 
 
 class CopyStream(Protocol):
-    """Beside the stream that computes."""
+    """CudaCopies the stream that computes."""
 
-    def copying(self, after: Mark) -> AbstractContextManager[None]:
+    def copying(self, after: StreamEvent) -> AbstractContextManager[None]:
         """Copies asked for within run when the computation has passed `after`."""
         ...
 
-    def copied(self) -> Mark:
+    def copied(self) -> StreamEvent:
         """The end of the copies asked for so far."""
         ...
 
-    def computed(self) -> Mark:
+    def computed(self) -> StreamEvent:
         """The end of the computation asked for so far."""
         ...
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: StreamEvent) -> None:
         """What is computed from here on waits for copies up to `mark`."""
         ...
 
@@ -42,26 +42,26 @@ class CopyStream(Protocol):
         ...
 
 
-class InTurn:
+class BlockingCopies:
     """On the CPU nothing waits: a copy is over when the call returns."""
 
-    def copying(self, after: Mark) -> AbstractContextManager[None]:
+    def copying(self, after: StreamEvent) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def copied(self) -> Mark:
+    def copied(self) -> StreamEvent:
         return None
 
-    def computed(self) -> Mark:
+    def computed(self) -> StreamEvent:
         return None
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: StreamEvent) -> None:
         """It has passed."""
 
     def wait(self) -> None:
         """They have ended."""
 
 
-class Beside:
+class CudaCopies:
     """A CUDA stream of its own."""
 
     def __init__(self, device: torch.device) -> None:
@@ -69,21 +69,21 @@ class Beside:
         self.stream = torch.cuda.Stream(device)
 
     @contextmanager
-    def copying(self, after: Mark) -> Iterator[None]:
+    def copying(self, after: StreamEvent) -> Iterator[None]:
         if after is not None:
             self.stream.wait_event(after)
         with torch.cuda.stream(self.stream):
             yield
 
-    def copied(self) -> Mark:
-        mark: Mark = self.stream.record_event()
+    def copied(self) -> StreamEvent:
+        mark: StreamEvent = self.stream.record_event()
         return mark
 
-    def computed(self) -> Mark:
-        mark: Mark = torch.cuda.current_stream(self.device).record_event()
+    def computed(self) -> StreamEvent:
+        mark: StreamEvent = torch.cuda.current_stream(self.device).record_event()
         return mark
 
-    def compute_after(self, mark: Mark) -> None:
+    def compute_after(self, mark: StreamEvent) -> None:
         if mark is not None:
             torch.cuda.current_stream(self.device).wait_event(mark)
 
@@ -92,7 +92,7 @@ class Beside:
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    return Beside(device) if device.type == "cuda" else InTurn()
+    return CudaCopies(device) if device.type == "cuda" else BlockingCopies()
 
 
 def copy_slots(source: Tensor, into: Tensor, ranges: list[Range]) -> None:

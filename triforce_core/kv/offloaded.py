@@ -17,7 +17,7 @@ from torch import Tensor
 from triforce_core.attention import Kernel
 from triforce_core.errors import require
 from triforce_core.kv.base import Batch, Forward, KVGeometry
-from triforce_core.kv.copy_stream import Mark, copy_slots, copy_stream
+from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
 
@@ -46,8 +46,8 @@ class Staging:
     """Where one layer at a time is on the device."""
 
     pool: Tensor  # [2, kv_heads, pool_tokens, head_dim]
-    attended: Mark  # the last layer here is done with it
-    fetched: Mark = None  # what the batch sees of the next is here
+    attended: StreamEvent  # the last layer here is done with it
+    fetched: StreamEvent = None  # what the batch sees of the next is here
 
 
 class OffloadedKV(FullKV):

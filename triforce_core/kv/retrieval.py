@@ -84,7 +84,7 @@ class RetrievalKV(FixedKV):
         with self.lock:
             return self._latest(sequence_id)
 
-    def wanted(self, sequence_id: int) -> bool:
+    def is_live(self, sequence_id: int) -> bool:
         """False: it is over, and whatever is still on its way would lie here for nobody."""
         with self.lock:
             return sequence_id not in self.released

@@ -54,12 +54,12 @@ class Snapshot:
         return self.keys, self.values, *more
 
     @property
-    def cut(self) -> Cut:
-        return Cut(self.version, self.position, self.changes is not None)
+    def record(self) -> CutRecord:
+        return CutRecord(self.version, self.position, self.changes is not None)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class CutRecord:
     """What the engine remembers of the latest snapshot of a request."""
 
     version: int

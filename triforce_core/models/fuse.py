@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
-from triforce_core.models.without import LOWER, do_without, ignored, out_of_memory, reason_of, shortage
+from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, reason_of, shortage
 
 ROTATE = "apply_rotary_pos_emb"  # what attention modules of transformers call, by this name
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of a gated feed-forward block
@@ -41,11 +41,11 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     if is_fused(model):
         return True
     try:
-        give_forwards(model)
+        set_fused_forwards(model)
         if not is_fused(model):
             ignored("compile", settings.compile, f"{type(model).__name__} has no part that could become a kernel")
             return False
-        warm_up(model)
+        compile_kernels(model)
     except Exception as error:  # a compiler that is missing or broken may raise anything
         for module in filter(has_own_forward, model.modules()):
             del module.forward
@@ -64,7 +64,7 @@ def give_up(settings: Settings, error: Exception) -> None:
     remedy = "set compile: off"
     if out_of_memory(error):
         why, remedy = shortage(settings, error), f"{LOWER}, or set compile: off"
-    do_without("compile", settings.compile, "no fused kernels", why, remedy)
+    fall_back("compile", settings.compile, "no fused kernels", why, remedy)
 
 
 def has_own_forward(module: nn.Module) -> bool:
@@ -72,7 +72,7 @@ def has_own_forward(module: nn.Module) -> bool:
     return "forward" in vars(module)
 
 
-def give_forwards(model: PreTrainedModel) -> None:
+def set_fused_forwards(model: PreTrainedModel) -> None:
     """Modules' own `forward`, as fused kernels. Those of one class share theirs."""
     fused: dict[type[nn.Module], Function] = {}
     for module in model.modules():
@@ -96,7 +96,12 @@ def rotates(module: nn.Module) -> bool:
 def is_norm(module: nn.Module) -> bool:
     """It has a weight for each channel, and that is all."""
     weights = [*module.parameters()]
-    return len(weights) > 0 and are_plain(weights) and all(weight.dim() == 1 for weight in weights) and no_parts(module)
+    return (
+        len(weights) > 0
+        and are_plain(weights)
+        and all(weight.dim() == 1 for weight in weights)
+        and has_no_children(module)
+    )
 
 
 def is_gated(module: nn.Module) -> bool:
@@ -104,7 +109,7 @@ def is_gated(module: nn.Module) -> bool:
     return dict(module.named_children()).keys() == GATED and are_plain([*module.parameters()])
 
 
-def no_parts(module: nn.Module) -> bool:
+def has_no_children(module: nn.Module) -> bool:
     return next(module.children(), None) is None
 
 
@@ -158,7 +163,7 @@ class NoContext:
 
 
 @torch.inference_mode()
-def warm_up(model: PreTrainedModel) -> None:
+def compile_kernels(model: PreTrainedModel) -> None:
     """Compile at start: for two tokens, which is for all numbers of them but one, and for one."""
     with compiling():
         for count in (2, 1):

@@ -25,8 +25,8 @@ from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
+from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.fuse import compiled, compiling, give_up
-from triforce_core.models.without import LOWER, do_without, ignored, out_of_memory, shortage
 
 WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
 # A target's sequence that sees more KV takes ordinary passes: reading it hides every launch. A guess, not measured.
@@ -123,12 +123,12 @@ def shaped_passes(
         ignored("graphs", settings.graphs, why)
         return None
     try:
-        return ShapedPasses(made(model, kv, settings, most_queries, capture=capture, fused=fused))
+        return ShapedPasses(build_passes(model, kv, settings, most_queries, capture=capture, fused=fused))
     except (RuntimeError, MemoryError) as error:
         if not out_of_memory(error):
             raise
         remedy = f"{LOWER}, or set graphs: off"
-        do_without("graphs", settings.graphs, "no graphs", shortage(settings, error), remedy)
+        fall_back("graphs", settings.graphs, "no graphs", shortage(settings, error), remedy)
     if kv.geometry.device.type == "cuda":
         torch.cuda.empty_cache()  # what was made of them is gone by now: others may have its memory
     return None
@@ -146,7 +146,7 @@ def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
     return None
 
 
-def made(
+def build_passes(
     model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, capture: bool, fused: bool
 ) -> list[ShapedPass]:
     """See `shaped_passes`."""

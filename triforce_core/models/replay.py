@@ -147,8 +147,8 @@ class LeadingRetrievalKV(LeadingKV):
     def confirmed(self, sequence_id: int) -> int:
         return self.sparse.confirmed(sequence_id)
 
-    def wanted(self, sequence_id: int) -> bool:
-        return self.sparse.wanted(sequence_id)
+    def is_live(self, sequence_id: int) -> bool:
+        return self.sparse.is_live(sequence_id)
 
     # In one process with the target, each rank's share is there already.
 

@@ -16,7 +16,7 @@ LOWER = "lower target.kv_pool_tokens, retrieval.budget or max_sequences"
 log = logging.getLogger(__name__)
 
 
-def do_without(setting: str, mode: str, lost: str, why: str, remedy: str) -> None:
+def fall_back(setting: str, mode: str, lost: str, why: str, remedy: str) -> None:
     """With auto say what is lost, and why; else raise `InvalidValueError`. `why` follows upon the setting's value."""
     if mode != "auto":
         raise InvalidValueError(setting, mode, f"{why}: {remedy}") from None
