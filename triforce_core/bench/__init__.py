@@ -1,1 +1,1 @@
-"""Benchmarks: commands that measure on the user's own machine, in ratios within one run."""
+"""Benchmarks that run on the user's own machine; their results are ratios within one run."""

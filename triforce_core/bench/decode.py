@@ -30,7 +30,7 @@ Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tie
 
 
 class Measurement:
-    """One request through one engine: its tokens, its figures, the passes of each tier while it decoded."""
+    """One request decoded by one engine: its tokens, its statistics, and the passes of each tier after the prefill."""
 
     def __init__(self, engine: Engine, request: Request) -> None:
         before: Steps = {}
@@ -53,7 +53,7 @@ class Measurement:
 
 
 def counters(engine: Engine) -> Steps:
-    """Of each tier's runner."""
+    """Forward passes so far and their seconds, by tier."""
     return {tier.name.lower(): (runner.passes, runner.seconds) for tier, runner in runners_of(engine).items()}
 
 
@@ -64,7 +64,7 @@ def step_ms(runs: list[Measurement], tier: str) -> float | None:
 
 
 def repeated_share(tokens: list[int], n: int = 16) -> float:
-    """Share of the output's n-grams that stood in it before: near 1, the text runs in circles and drafting is easy."""
+    """Share of the output's n-grams that repeat an earlier one. Near 1, drafting is easy."""
     grams = [tuple(tokens[i : i + n]) for i in range(len(tokens) - n + 1)]
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -82,7 +82,7 @@ def bench_decode(
     report: Report,
     ranks: Leader | None = None,
 ) -> dict[str, Any]:
-    """Run it and return the figures; one prefill a run, the two modes in alternating order."""
+    """Run the benchmark and return its figures. Every run has its own prefill; the two modes alternate."""
     load_before = os.getloadavg()[0]
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
     engine = load_local_engine(settings, ranks=ranks)
@@ -140,9 +140,9 @@ def bench_decode(
 
 
 def transformers_decode(settings: Settings, prompt: list[int], output: int, report: Report) -> dict[str, float]:
-    """transformers' own greedy `generate` with SDPA on the same prompt and dtype: prefill seconds, ms a token.
+    """transformers' own greedy `generate` with SDPA on the same prompt and dtype: prefill seconds, ms per token.
 
-    Each is measured with one thread and with all, and the better one counts.
+    Both are measured with one thread and with all threads, and the better result of each is returned.
     """
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         resolve(settings.target.model, "target"), dtype=DTYPES[settings.dtype], attn_implementation="sdpa"

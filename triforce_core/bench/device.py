@@ -1,7 +1,7 @@
-"""`triforce bench device`: what each stage costs on this device for models of a real geometry, with random weights.
+"""`triforce bench device`: the time of each stage on this device, for models of a real geometry with random weights.
 
-Stages are held against what the device can do, measured in the same run. Then requests are decoded with the real
-engine, loop and caches, with acceptance drawn at given rates, against plain decoding.
+First plain decoding and TriForce are compared with the real engine, loop and caches, but with acceptance drawn at given
+rates. Then each stage is timed alone and compared with the device's peaks, measured in the same run.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight
 from triforce_core.models.runner import ModelRunner
 from triforce_core.verification import ModelVerifier
 
-VERIFIED = (1, 3, 7, 9, 17)  # tokens of a target pass
-STAGE_TOKENS = 1024  # room for the sequence on which stages are measured
-PREFILLED = 2**60  # the id of a sequence that no engine gives
+VERIFIED = (1, 3, 7, 9, 17)  # query tokens of the target passes that are timed
+STAGE_TOKENS = 1024  # room for output of the sequence on which stages are timed
+PREFILLED = 2**60  # a sequence id that no engine uses
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceWorkload:
-    """Sizes in tokens."""
+    """What `bench_device` runs. Sizes are in tokens."""
 
     context: int  # of the prompt
     output: int
-    prefill: int  # of the prompt whose prefill is measured
+    prefill: int  # of the prompt whose prefill is timed, at most `context`
     acceptance: SyntheticAcceptance
     seed: int
     repeats: int  # runs of each mode
-    fill: bool  # prompts are not run: their KV is random
+    fill: bool  # fill the prompt's KV with random values instead of running the prefill
 
 
 def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, report: Report) -> dict[str, Any]:
-    """Run it and return the figures; what was given is checked."""
+    """Run the benchmark and return its figures. The arguments must have passed `check`."""
     device = torch_device(settings.device)
     peaks = measure_peaks(device, DTYPES[settings.dtype])
     report(f"copy {peaks.copy_gb_s:.0f} GB/s, matrix product {peaks.matrix_tflops:.2f} TFLOP/s")
@@ -86,7 +86,7 @@ def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, r
 
 
 def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
-    """Raise `InvalidValueError` for what would come to light only after the weights are made."""
+    """Raise `InvalidValueError` for arguments that would otherwise fail only after the weights are made."""
     require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
     for tier in ("target", "retrieval"):
         ranks = settings.ranks((tier,))
@@ -103,7 +103,7 @@ def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
 
 
 def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> Engine:
-    """The chain of one process over random weights, with room for what is measured."""
+    """The engine of a whole chain in this process, with random weights and room for everything that is measured."""
     pool = load.context + max(load.output, STAGE_TOKENS) + load.prefill
     target_settings = settings.target.model_copy(update={"kv_pool_tokens": pool})
     settings = settings.model_copy(update={"target": target_settings, "max_sequences": 1})
@@ -121,11 +121,11 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkloa
 def decode(
     engine: Engine, settings: Settings, load: DeviceWorkload, prompt: tuple[int, ...], report: Report
 ) -> dict[str, Any]:
-    """Plain decoding and TriForce in alternating order; medians."""
+    """Figures of plain decoding and TriForce, run in alternating order; times are medians."""
     lookaheads = settings.speculation.effective
     plain: list[Measurement] = []
     speculative: list[Measurement] = []
-    for repeat in range(load.repeats + 1):  # the first of each does not count
+    for repeat in range(load.repeats + 1):  # the first run of each mode is a warm-up
         modes = [(plain, (0, 0), "plain"), (speculative, lookaheads, "TriForce, synthetic acceptance")]
         for runs, each, name in modes if repeat % 2 == 0 else reversed(modes):
             runs.append(Measurement(engine, Request(prompt, load.output, GREEDY, load.seed, each)))
@@ -148,7 +148,7 @@ def decode(
 def stages(
     engine: Engine, settings: Settings, load: DeviceWorkload, prompt: tuple[int, ...], peaks: Peaks
 ) -> dict[str, Any]:
-    """Single passes on a sequence of `context` tokens, and the prefill of a shorter one."""
+    """Figures of single passes on a sequence of `context` tokens, and of the prefill of at most that many."""
     [sequence] = decoding(engine, [prompt], settings.speculation.effective, GREEDY)
     retrieval = level_below(engine.decoder)
     assert isinstance(engine.decoder, SpeculativeDecoder)
@@ -173,8 +173,8 @@ def stages(
 
 
 def bytes_read(runner: ModelRunner, sequence: Sequence, tokens: int) -> int:
-    """What a pass over the last `tokens` tokens of a sequence must read: all weights but a table of embeddings, of
-    which a pass reads a few rows, and the KV that it sees.
+    """Bytes that a pass over the last `tokens` tokens of a sequence must read: the KV that it sees, and all weights
+    except a separate table of input embeddings, of which a pass reads a few rows only.
     """
     table, head = tables(runner.model)
     weights = weight_bytes(runner.model) - (0 if table is head else tensor_bytes(table))
@@ -184,7 +184,7 @@ def bytes_read(runner: ModelRunner, sequence: Sequence, tokens: int) -> int:
 
 
 def tables(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
-    """The weights of the input embeddings and of the output head, which may be one."""
+    """The weights of the input embeddings and of the output head, which may be the same tensor."""
     return (
         model.get_input_embeddings().get_parameter("weight"),
         model.get_output_embeddings().get_parameter("weight"),
@@ -192,7 +192,7 @@ def tables(model: PreTrainedModel) -> tuple[Tensor, Tensor]:
 
 
 def prefill(runner: ModelRunner, settings: Settings, prompt: tuple[int, ...], peaks: Peaks) -> dict[str, Any]:
-    """A prompt run in chunks as the scheduler would, with nothing else in them; the target's own verifier, no other."""
+    """Figures of a prefill in chunks, as the scheduler cuts them, with an ordinary verifier: no KV is random."""
     verifier, chunk = ModelVerifier(runner, Tier.TARGET), settings.target.prefill_chunk
     spec = SequenceSpec(GREEDY, 0, len(prompt), len(prompt))
 
@@ -214,7 +214,9 @@ def prefill(runner: ModelRunner, settings: Settings, prompt: tuple[int, ...], pe
 
 
 def prefill_flops(model: PreTrainedModel, tokens: int) -> int:
-    """Two for each weight of a matrix and token, and of attention those of its causal half; the head is not run."""
+    """Floating-point operations of a prefill: two per token and weight of a matrix, and those of the causal half of
+    attention. Embeddings and output head are not counted.
+    """
     spared = {id(table) for table in tables(model)}
     weights = sum(w.numel() for w in model.parameters() if w.dim() == 2 and id(w) not in spared)
     layers, _, head_dim = kv_shape(model.config)

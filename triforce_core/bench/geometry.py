@@ -1,4 +1,4 @@
-"""The shapes of published models, and models of such shapes with random weights: times do not depend on the weights."""
+"""The shapes of published models, and models of these shapes with random weights, on which times do not depend."""
 
 from __future__ import annotations
 
@@ -63,15 +63,15 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, slots=True)
 class Geometry:
-    """A target and a drafter of the same vocabulary."""
+    """The configurations of a target and a drafter with the same vocabulary size."""
 
     target: PretrainedConfig
     drafter: PretrainedConfig
 
 
 def geometry_of(target: str, drafter: str = DRAFTER) -> Geometry:
-    """From names of `SHAPES`, or configurations of transformers: a config.json, or a directory with one. The drafter
-    gets the target's vocabulary.
+    """The geometry of two models, each named by a key of `SHAPES`, the path of a config.json, or a directory with one.
+    The drafter gets the target's vocabulary size. Raises `InvalidValueError` for other names.
     """
     shape = shape_of(target, "geometry")
     small = shape_of(drafter, "drafter-geometry")
@@ -91,8 +91,8 @@ def shape_of(name: str, field: str) -> PretrainedConfig:
 
 
 def random_model(config: PretrainedConfig, settings: Settings, seed: int = 0) -> PreTrainedModel:
-    """Weights as before a training: normal with the configuration's `initializer_range`, .02 where we set it, made on
-    the device and in the dtype of the settings.
+    """An untrained model on the settings' device and in their dtype. Its weights are normally distributed with the
+    standard deviation `initializer_range` of the configuration, which is 0.02 for the models in `SHAPES`.
     """
     device = torch_device(settings.device)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), device:

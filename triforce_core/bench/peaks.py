@@ -1,4 +1,4 @@
-"""What the device itself can do, measured in the run that is held against it: copying, multiplying, taking in."""
+"""The device's peak rates: copying, matrix products, and transfers from the host."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ REPEATS = 7
 
 @dataclass(frozen=True, slots=True)
 class Peaks:
+    """Measured peak rates of a device."""
+
     copy_gb_s: float  # device to device, bytes read and bytes written
     host_link_gb_s: float | None  # pinned host memory to device; None: the device is the host
-    matrix_tflops: float  # of one large product in the dtype of the weights
+    matrix_tflops: float  # of one large matrix product in the dtype of the weights
 
 
 def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
-    """Medians over a few repeats, with the sizes of a large device on CUDA and of a small one elsewhere."""
+    """The peak rates as medians over a few repeats, with large tensors on CUDA and small ones elsewhere."""
     large = device.type == "cuda"
     count, side = (2**30, 8192) if large else (2**26, 1024)
     source = torch.ones(count, dtype=torch.uint8, device=device)
@@ -37,7 +39,7 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 
 def seconds(run: Callable[[], object], device: torch.device) -> float:
-    """The median time of `run` with all that it started on the device, after one run that does not count."""
+    """Median seconds of `run`, including the work that it starts on the device, after one warm-up run."""
     taken = []
     for _ in range(REPEATS + 1):
         synchronize(device)
@@ -49,6 +51,6 @@ def seconds(run: Callable[[], object], device: torch.device) -> float:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Real long prompts that every machine with Python has: standard-library sources that the demo pair never saw."""
+"""Real long prompts from files that come with Python: standard-library sources that the demo pair never saw."""
 
 from __future__ import annotations
 

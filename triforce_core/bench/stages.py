@@ -1,4 +1,4 @@
-"""What one pass of each tier takes by itself, with nothing else running: what the simulator is calibrated with."""
+"""The time of one pass of each tier with nothing else running. These times calibrate the simulator."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from triforce_core.messages import Claim, Proposal, Proposer, SamplingParams, Sp
 
 TOKENS = (1, 3, 5, 9, 17)  # query tokens of a pass, for each sequence
 PASSES = 9
-REST_S = 0.05  # before each pass, as while other tiers work: a core that has rested is up to a quarter slower
+REST_S = 0.05  # pause before each pass, as while other tiers work: after a pause a core is up to a quarter slower
 
 
 def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: SamplingParams) -> dict[str, Any]:
-    """`{tier: [{batch, tokens, ms}, …]}`: medians over passes on sequences that have decoded a little.
+    """`{tier: [{batch, tokens, ms}, …]}`: median times of passes on sequences that have decoded a few tokens.
 
-    Batches go up to the number of prompts. All tiers are in this process.
+    The largest batch is the number of prompts, at most 8. All tiers run in this process. Raises `InvalidValueError` for
+    a drafter without a model.
     """
     require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
     engine = load_local_engine(settings)
@@ -51,7 +52,7 @@ def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: Sa
 def decoding(
     engine: Engine, prompts: list[tuple[int, ...]], lookaheads: tuple[int, int], sampling: SamplingParams
 ) -> list[Sequence]:
-    """Live sequences, each of which every tier holds."""
+    """Start these prompts; returns the live sequences once all tiers hold each of them."""
     for prompt in prompts:
         engine.submit(Request(prompt, max_tokens=1024, sampling=sampling, seed=0, lookaheads=lookaheads))
     decoded: dict[int, int] = {}
@@ -67,21 +68,21 @@ def level_below(decoder: Proposer) -> Proposer:
 
 
 def newest(sequence: Sequence) -> Span:
-    """A statement of the last tokens: as many as a tier may lack, of which it forwards those that it does."""
+    """A span of the last 32 tokens, more than a tier can lack; the tier forwards only those that it lacks."""
     end = len(sequence.tokens)
     start = max(1, end - 32)
     return Span(sequence.sequence_id, start, tuple(sequence.tokens[start:]))
 
 
 def verifying(verifier: Verifier, sequences: list[Sequence], tokens: int) -> Callable[[], object]:
-    """Judging `tokens` - 1 proposed tokens of each sequence."""
+    """A call that verifies `tokens` - 1 proposed tokens of each sequence."""
     claims = [Claim(newest(s), tuple(s.tokens[: tokens - 1])) for s in sequences]
     assert all(verdict.tokens for verdict in verifier.verify(claims)), "a sequence lacks something here"
     return lambda: verifier.verify(claims)
 
 
 def drafting(proposer: Proposer, sequences: list[Sequence]) -> Callable[[], object]:
-    """One step."""
+    """A call that drafts one token of each sequence."""
     work = [Work(newest(s), (1,)) for s in sequences]
 
     def draft() -> list[Proposal]:
@@ -93,7 +94,9 @@ def drafting(proposer: Proposer, sequences: list[Sequence]) -> Callable[[], obje
 
 
 def median_ms(passes: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Of each kind; they alternate, as they do in decoding, so that none finds the caches as it left them."""
+    """Median milliseconds of each kind of pass. The kinds alternate, as in decoding, so that no pass finds the CPU's
+    caches as its predecessor of the same kind left them.
+    """
     times: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(PASSES + 1):
         for name, run in passes.items():

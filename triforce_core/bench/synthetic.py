@@ -1,5 +1,5 @@
-"""Tiers whose passes are real and whose judgements are drawn: what speculation would bring at given acceptance rates,
-on weights that nobody trained. Every figure from here is labelled as synthetic.
+"""Verifiers that run real passes but draw at random which tokens are accepted. They show the speed at given acceptance
+rates with untrained weights. All figures made with them are labelled as synthetic.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from triforce_core.verification import ModelVerifier, judge
 
 @dataclass(frozen=True, slots=True)
 class SyntheticAcceptance:
-    """How often a proposed token is accepted, given that those before it were."""
+    """Chance that a proposed token is accepted when all earlier tokens of its block were."""
 
-    retrieval: float  # one of the retrieval tier, by the target
-    draft: float  # one of the draft tier, by the retrieval tier
+    retrieval: float  # a token of the retrieval tier, by the target
+    draft: float  # a token of the draft tier, by the retrieval tier
 
     @classmethod
     def parse(cls, text: str) -> SyntheticAcceptance:
-        """From `.92,.6`. Raises `InvalidValueError`."""
+        """The rates in a text such as `.92,.6`, retrieval first. Raises `InvalidValueError`."""
         try:
             rates = cls(*map(float, text.split(",")))
         except (TypeError, ValueError):
@@ -34,18 +34,18 @@ class SyntheticAcceptance:
         return rates
 
     def by(self, tier: Tier) -> float:
-        """With which the tier accepts what is proposed to it."""
+        """The rate at which `tier` accepts tokens that are proposed to it."""
         return self.retrieval if tier == Tier.TARGET else self.draft
 
 
 def chance(seed: int, position: int, what: str) -> float:
-    """Uniform in [0, 1), the same in every process."""
+    """A number uniform in [0, 1) that depends on the arguments only, so it is the same in every process."""
     return int.from_bytes(blake2b(f"{seed}/{position}/{what}".encode(), digest_size=6).digest()) / 2**48
 
 
 class SyntheticVerifier(ModelVerifier):
-    """Runs the model as ever, and then accepts each proposed token with the given chance, a function of `seed`, tier
-    and position. With `fill`, prompt chunks are not run, save the last, which samples: their KV is random.
+    """Runs the model as `ModelVerifier` does, but then accepts each proposed token with the given chance, which depends
+    on seed, tier and position only. With `fill`, all prefill chunks but the last are not run: their KV is random.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class SyntheticVerifier(ModelVerifier):
         ]
 
     def _draw(self, claim: Claim, verdict: Verdict) -> Verdict:
-        """The verdict of a verifier whose own tokens are the proposed ones as often as the rate wants."""
+        """The verdict of a verifier whose own token equals the proposed one at the given rate."""
         end, vocab_size = claim.span.end, self.runner.model.config.vocab_size
         own = [
             token if chance(self.seed, end + index, self.tier.name) < self.rate else (token + 1) % vocab_size

@@ -1,4 +1,4 @@
-"""The `triforce` command: one module a group of commands, wired together in `app`."""
+"""The `triforce` command: one module per group of commands, put together in `app`."""
 
 from triforce_core.cli.app import main
 

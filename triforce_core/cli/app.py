@@ -24,13 +24,13 @@ app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(demo_app, name="demo")
 
-# The base of all usage errors, whichever click typer brings.
+# The base class of all usage errors, from the version of click that typer uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 @app.command()
 def config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
-    """Print all settings, the defaults filled in; `dtype: auto` as what it is on this machine."""
+    """Print all settings with the defaults filled in, and `dtype: auto` resolved for this machine."""
     settings = resolved(load_settings(config)).model_dump(mode="json")
     typer.echo(json.dumps(settings) if as_json else yaml.safe_dump(settings, sort_keys=False), nl=as_json)
 
@@ -45,7 +45,7 @@ def serve(settings: Settings) -> None:
 
 
 def main() -> None:
-    """Entry point: what users do wrong is one line on standard error and exit code 2; interrupted is 130."""
+    """The entry point. A user's mistake gives one line on standard error and exit code 2; an interrupt gives 130."""
     try:
         exit_code = app(standalone_mode=False)
     except UsageError as error:

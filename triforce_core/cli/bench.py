@@ -23,7 +23,7 @@ from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
 
 MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load average")]
-ForceOption = Annotated[bool, typer.Option("--force", help="run whatever the load")]
+ForceOption = Annotated[bool, typer.Option("--force", help="run at any load average")]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within one run.")
 
@@ -38,7 +38,7 @@ def decode(
     seed: SeedOption = 0,
     repeats: Annotated[int, typer.Option(min=3, help="runs of each mode; the medians are reported")] = 3,
     first_file: Annotated[int, typer.Option(min=0, help="which held-out file the prompt begins with")] = 0,
-    transformers: Annotated[bool, typer.Option("--transformers", help="measure its `generate` too")] = False,
+    transformers: Annotated[bool, typer.Option("--transformers", help="also measure transformers generate")] = False,
     max_load: MaxLoadOption = 1.0,
     force: ForceOption = False,
     as_json: JsonOption = False,
@@ -72,15 +72,15 @@ def device(
     geometry: Annotated[
         str, typer.Option(help="llama2-7b-128k, llama-3.1-8b, or a config.json of transformers")
     ] = "llama2-7b-128k",
-    drafter_geometry: Annotated[str, typer.Option(help="the drafter's, alike")] = "llama-68m",
+    drafter_geometry: Annotated[str, typer.Option(help="the drafter's geometry, named in the same way")] = "llama-68m",
     context: Annotated[int, typer.Option(min=1, help="prompt tokens")] = 122_880,
     output: Annotated[int, typer.Option(help="output tokens of each run")] = 256,
     prefill: Annotated[int, typer.Option(min=1, help="prompt tokens whose prefill is measured")] = 8192,
     acceptance: Annotated[
         str,
-        typer.Option(help="how often a token of retrieval, and of draft, is accepted: drawn, for no model is trained"),
+        typer.Option(help="acceptance rates of retrieval and draft tokens; drawn, as weights are random"),
     ] = ".92,.6",
-    fill: Annotated[str, typer.Option(help="random | prefill: where the prompt's KV comes from")] = "random",
+    fill: Annotated[str, typer.Option(help="random | prefill: the source of the prompt's KV")] = "random",
     seed: SeedOption = 0,
     repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
     max_load: MaxLoadOption = 1.0,
@@ -98,7 +98,7 @@ def device(
     rates = SyntheticAcceptance.parse(acceptance)
     load = DeviceWorkload(context, output, min(prefill, context), rates, seed, repeats, fill == "random")
     shapes = geometry_of(geometry, drafter_geometry)
-    torch_device(settings.device)  # refused before anything is waited for
+    torch_device(settings.device)  # a missing device is refused at once
     check(settings, shapes, load)
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force):
@@ -110,10 +110,10 @@ def device(
 @with_options_of(pipeline_settings)
 def pipeline(
     settings: Settings,
-    requests: Annotated[int, typer.Option(min=1, help="decoded together")] = 4,
-    context: Annotated[int, typer.Option(min=1, help="prompt tokens of each")] = 4096,
-    output: Annotated[int, typer.Option(help="output tokens of each")] = 192,
-    micro_batches: Annotated[int, typer.Option(min=2, help="of the pipelined mode")] = 2,
+    requests: Annotated[int, typer.Option(min=1, help="requests decoded together")] = 4,
+    context: Annotated[int, typer.Option(min=1, help="prompt tokens of each request")] = 4096,
+    output: Annotated[int, typer.Option(help="output tokens of each request")] = 192,
+    micro_batches: Annotated[int, typer.Option(min=2, help="micro-batches of the pipelined mode")] = 2,
     temperature: TemperatureOption = 0.0,
     seed: SeedOption = 0,
     repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
@@ -128,12 +128,12 @@ def pipeline(
         ),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of a pipelined run here")] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw half a second of it here, as .svg or .png")] = None,
+    figure: Annotated[Path | None, typer.Option(help="draw half a second of that run here, as .svg or .png")] = None,
     max_load: MaxLoadOption = 1.0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Tiers that take turns against tiers that all work at once: three actors on this machine."""
+    """Compare sequential with pipelined decoding: three tier actors on this machine."""
     from actors.bench.paced import Pace
     from actors.bench.pipeline import PipelineWorkload, bench_pipeline
     from actors.bench.trace import draw_trace, write_trace
@@ -158,7 +158,7 @@ def pipeline(
 
 
 def parse_cores(text: str) -> dict[str, TierPlacement]:
-    """One core for each tier."""
+    """Placements of the tiers, one core each, from a text such as `0,0,1`. Raises `InvalidValueError`."""
     try:
         cores = [int(part) for part in text.split(",")]
     except ValueError:

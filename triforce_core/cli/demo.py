@@ -1,4 +1,4 @@
-"""`triforce demo`: how the embedded pair was made, to be made again."""
+"""`triforce demo`: train, export and measure the embedded demo pair."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ EMBEDDED = weights_dir("target").parent
 SettingsOption = Annotated[
     Path,
     typer.Option(
-        "--settings", help="YAML file of all that shapes the weights", show_default="demo_training/train.yaml"
+        "--settings", help="YAML file of all settings that shape the weights", show_default="demo_training/train.yaml"
     ),
 ]
 CacheDirOption = Annotated[
@@ -40,7 +40,7 @@ def demo_settings(
     cache_dir: CacheDirOption = None,
     tokenizer: TokenizerOption = None,
 ) -> DemoSettings:
-    """Of commands that work on a training run."""
+    """The settings of commands that work on a training run."""
     return load_settings(settings_file, cache_dir=cache_dir, tokenizer=tokenizer)
 
 
@@ -48,8 +48,8 @@ def demo_settings(
 @with_options_of(demo_settings)
 def train(
     settings: DemoSettings,
-    resume: Annotated[bool, typer.Option("--resume", help="go on with the run that lies there")] = False,
-    minutes: Annotated[float | None, typer.Option(min=0, help="stop after so much active time")] = None,
+    resume: Annotated[bool, typer.Option("--resume", help="continue the run in the cache folder")] = False,
+    minutes: Annotated[float | None, typer.Option(min=0, help="stop after this much active time")] = None,
     device: DeviceOption = "cpu",
     threads: ThreadsOption = None,
     export_to: Annotated[
@@ -73,7 +73,7 @@ def train(
 @demo_app.command()
 @with_options_of(demo_settings)
 def export(
-    settings: DemoSettings, folder: Annotated[Path, typer.Argument(file_okay=False, help="what to write into")]
+    settings: DemoSettings, folder: Annotated[Path, typer.Argument(file_okay=False, help="folder to write")]
 ) -> None:
     """Write the newest checkpoints as plain transformers folders."""
     from triforce_core.demo_training.export import export_pair

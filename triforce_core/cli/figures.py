@@ -1,4 +1,4 @@
-"""How commands that measure show their figures."""
+"""Output of the commands that measure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rich.table import Table
 
 
 def show_figures(figures: dict[str, Any], *, as_json: bool) -> None:
-    """On standard output, as a table or as one JSON object."""
+    """Print the figures on standard output, as a table or as one JSON object."""
     if as_json:
         typer.echo(json.dumps(figures))
         return

@@ -97,9 +97,9 @@ def read_prompt(path: Path) -> str:
 
 
 def show(console: Console, pieces: Iterable[TextDelta]) -> None:
-    """Print pieces of one token each in the colours of their tiers; text that comes without a token has none.
+    """Print pieces of one token each in the colours of their tiers; text without a token has no colour.
 
-    As segments, for `rich.text.Text` would replace tabs and drop control characters.
+    The pieces are printed as segments, because `rich.text.Text` would replace tabs and drop control characters.
     """
     styles = {tier: Style.parse(colour) for tier, colour in COLOURS.items()}
     segments = [Segment(piece.text, styles[Tier(piece.origins[0])] if piece.origins else None) for piece in pieces]
@@ -107,9 +107,9 @@ def show(console: Console, pieces: Iterable[TextDelta]) -> None:
 
 
 def legend(stats: Stats, settings: Settings) -> Text:
-    """Which colour is which tier, what the target computes with, and what the output cost."""
+    """A line with each tier's name in its colour, the dtype, and the times of the output."""
     costs = [f"prefill {stats.prefill_s:.2f} s"]
-    if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: the prefill gave all there is
+    if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: only the prefill ran
         costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
     names = ((f"{tier.name.lower()} ", COLOURS[tier]) for tier in Tier)
     return Text.assemble(*names, (f"| {settings.dtype} | {', '.join(costs)}", "dim"))

@@ -1,4 +1,4 @@
-"""The options that commands share, each stated once, and the settings that come of them."""
+"""The options that commands share, each defined once, and the settings made from them."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ SeedOption = Annotated[int, typer.Option(help="the same seed gives the same toke
 
 
 def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """The parameters of each maker become options of the command, whose first arguments are what the makers make of
-    them.
+    """A decorator that turns the parameters of each maker into options of the command, and passes the makers' results
+    as the command's first arguments.
 
-    Typer reads the signature of a command: the decorated one has the command's own options, then those of the makers.
+    The decorated command's signature, which typer reads, has the command's own options and then those of the makers.
     """
     shared = [inspect.signature(make, eval_str=True).parameters for make in makers]
 
@@ -56,7 +56,7 @@ def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None
 
 
 def sampling_params(**given: Any) -> SamplingParams:
-    """Of an option for each of its fields."""
+    """The sampling parameters from one option per field."""
     return SamplingParams(**given)
 
 
@@ -83,11 +83,11 @@ def parse_lookaheads(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class SettingOption:
-    """An option that stands for settings: where it is not given, they are those of the file."""
+    """A command-line option that overrides settings of the file; if it is not given, the file's values stay."""
 
     kind: type
     help: str
-    fields: tuple[str, ...]  # by their full names
+    fields: tuple[str, ...]  # full names of the settings, such as "retrieval.budget"
     parse: Callable[[Any], Any] = lambda given: given
 
     def parameter(self, name: str) -> inspect.Parameter:
@@ -105,23 +105,23 @@ SETTING_OPTIONS = {
     "chunk": SettingOption(int, "tokens selected together", ("retrieval.chunk",)),
     "dtype": SettingOption(str, "auto | float32 | bfloat16 | float16", ("dtype",)),
     "target": SettingOption(str, "model directory or hub id", ("target.model",)),
-    "drafter": SettingOption(str, "model directory or hub id; ngram: prompt lookup in its place", ("draft.model",)),
+    "drafter": SettingOption(str, "model directory or hub id, or ngram for prompt lookup", ("draft.model",)),
     "self_drafter_quantization": SettingOption(
-        str, "int8 | int4 | fp8: of the retrieval tier's own copy of the target's weights", ("retrieval.quantization",)
+        str, "quantise the retrieval tier's own copy of the target: int8 | int4 | fp8", ("retrieval.quantization",)
     ),
     "offload": SettingOption(str, "the target's KV: none | host | disk (--offload-path)", ("target.offload",)),
     "resident_layers": SettingOption(
         int, "layers whose KV stays on the device under offload", ("target.resident_layers",)
     ),
-    "offload_path": SettingOption(str, "directory for the KV where --offload is disk", ("target.offload_path",)),
+    "offload_path": SettingOption(str, "directory for the KV under --offload disk", ("target.offload_path",)),
     "tensor_parallel": SettingOption(
-        int, "processes that share target and retrieval tier, each with a GPU of its own", ("target.tensor_parallel",)
+        int, "processes that share target and retrieval tier, one GPU each", ("target.tensor_parallel",)
     ),
     "device": SettingOption(str, "cpu | cuda | cuda:N", ("device",)),
     "graphs": SettingOption(str, "passes over few tokens as CUDA graphs: auto | on | eager | off", ("graphs",)),
-    "compile": SettingOption(str, "norms and the like as fused kernels: auto | on | off", ("compile",)),
+    "compile": SettingOption(str, "fused kernels for norms, activations etc.: auto | on | off", ("compile",)),
     "cpu_latency_us": SettingOption(
-        int, "microseconds that the nodes' cores may take to wake; 0: they never sleep", ("placement.cpu_latency_us",)
+        int, "most microseconds that CPU cores may take to wake; 0: cores never sleep", ("placement.cpu_latency_us",)
     ),
     "threads": SettingOption(int, "CPU threads", ("threads",)),
 }
@@ -130,9 +130,10 @@ DEVICE_OPTIONS = ("device", "graphs", "compile")
 
 
 def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
-    """What makes settings of these options and `--config`; those in `fixed` are the command's own choice.
+    """A maker (see `with_options_of`) of settings from the options `names` and `--config`; the command fixes the
+    settings in `fixed`.
 
-    The commands run on this machine, so `dtype: auto` becomes its precision here.
+    The commands run on this machine, so `dtype: auto` becomes this machine's precision.
     """
 
     def make(config: Path | None, **given: Any) -> Settings:
@@ -150,7 +151,7 @@ def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
 
 
 def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:
-    """Settings of the file with those on top that the command line gives (the others are None), by their full names."""
+    """The settings of the file, overridden by the values in `given`, by full name; None overrides nothing."""
     overrides: dict[str, Any] = {}
     for name, value in given.items():
         section, _, field = name.rpartition(".")
@@ -164,15 +165,15 @@ DECODING_OPTIONS = (
     *(*KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS, "threads"),
 )
 
-# Of commands that decode one text in this process.
+# Settings of commands that decode one text in this process.
 decoding_settings = settings_of(*DECODING_OPTIONS, max_sequences=1)
-# Of commands that decode in tier actors.
+# Settings of `triforce bench pipeline`, which decodes in tier actors.
 pipeline_settings = settings_of(*DECODING_OPTIONS, "cpu_latency_us", max_sequences=1)
-# Of commands that run models of a given shape, whatever their weights.
+# Settings of `triforce bench device`, whose models have a given shape and random weights.
 geometry_settings = settings_of(
     *(*DEVICE_OPTIONS, "dtype", "lookaheads", "budget", "chunk", "self_drafter_quantization", *KV_OPTIONS, "threads")
 )
-# Of commands that serve.
+# Settings of `triforce serve`.
 serving_settings = settings_of(
     *("port", "dtype", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS),
     "cpu_latency_us",

@@ -18,25 +18,25 @@ def scenario_given(
         Path | None, typer.Argument(metavar="[SCENARIO]", help="YAML or JSON file; see docs/simulate.md")
     ] = None,
     calibrate: Annotated[
-        Path | None, typer.Option(help="take times and acceptance from what `triforce bench pipeline --json` printed")
+        Path | None, typer.Option(help="take times and acceptance from this output of `triforce bench pipeline --json`")
     ] = None,
     lookaheads: Annotated[str | None, typer.Option(help="tokens drafted by retrieval and by draft, e.g. 8,3")] = None,
     micro_batches: Annotated[int | None, typer.Option(help="1 is sequential mode")] = None,
     run_ahead: Annotated[
-        bool | None, typer.Option("--run-ahead/--no-run-ahead", help="retrieval goes on under a guess when idle")
+        bool | None, typer.Option("--run-ahead/--no-run-ahead", help="let an idle retrieval tier draft the next block")
     ] = None,
     concurrency: Annotated[int | None, typer.Option(help="users, each with one request at a time")] = None,
-    rate: Annotated[float | None, typer.Option(help="requests a second, Poisson")] = None,
+    rate: Annotated[float | None, typer.Option(help="requests per second, Poisson")] = None,
     prompt: Annotated[int | None, typer.Option(help="prompt tokens")] = None,
     output: Annotated[int | None, typer.Option(help="output tokens")] = None,
-    replicas: Annotated[int | None, typer.Option(help="whole pipelines")] = None,
-    colocate: Annotated[str | None, typer.Option(help="none | draft_with_retrieval | all: who shares a device")] = None,
+    replicas: Annotated[int | None, typer.Option(help="number of whole pipelines")] = None,
+    colocate: Annotated[str | None, typer.Option(help="shared devices: none | draft_with_retrieval | all")] = None,
     alpha_retrieval: Annotated[float | None, typer.Option(help="chance that target accepts a retrieval token")] = None,
     alpha_draft: Annotated[float | None, typer.Option(help="chance that retrieval accepts a draft token")] = None,
     duration: Annotated[float | None, typer.Option(help="simulated seconds in which requests arrive")] = None,
     seed: Annotated[int | None, typer.Option(help="the same seed gives the same result")] = None,
 ) -> Scenario:
-    """The file's scenario, the calibration's sections in place of its own, and the options on top."""
+    """The scenario of the file, overridden by the sections of the calibration, and both overridden by the options."""
     from triforce_core.simulate.calibration import read_calibration
 
     rule = "must be given, or --calibrate, or both"
@@ -45,7 +45,7 @@ def scenario_given(
     measured = {} if calibrate is None else read_calibration(calibrate)
     acceptance = _given(retrieval=alpha_retrieval, draft=alpha_draft)
     load = _given(prompt_tokens=prompt, output_tokens=output)
-    if concurrency is not None or rate is not None:  # both, so that the file's kind of load goes
+    if concurrency is not None or rate is not None:  # set both, to remove the file's kind of load
         load |= {"concurrency": concurrency, "rate_per_s": rate}
     options = _given(
         lookaheads=None if lookaheads is None else parse_lookaheads(lookaheads),
@@ -72,16 +72,16 @@ def simulate(
         bool, typer.Option("--plan", help="find the fewest GPUs that serve the load; placement and replicas are free")
     ] = False,
     p95_ms_per_token: Annotated[
-        float | None, typer.Option(help="with --plan: 95% of the requests must take at most this per output token")
+        float | None, typer.Option(help="with --plan: 95% of requests take at most these ms per output token")
     ] = None,
     p95_request_s: Annotated[
-        float | None, typer.Option(help="with --plan: 95% of the requests must take at most this")
+        float | None, typer.Option(help="with --plan: 95% of requests take at most these seconds")
     ] = None,
-    max_gpus: Annotated[int, typer.Option(min=1, help="with --plan: try no more")] = 64,
+    max_gpus: Annotated[int, typer.Option(min=1, help="with --plan: the most GPUs to try")] = 64,
     figure: Annotated[Path | None, typer.Option(help="draw into this file: .svg or .png")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """How many GPUs of which tier serve a load, within which latency: a discrete-event model of the protocol."""
+    """Simulate throughput and latency of the tiers under a load; with --plan, find the fewest GPUs that serve it."""
     from triforce_core.simulate.model import simulate
     from triforce_core.simulate.plan import Goal, plan
 

@@ -1,4 +1,4 @@
-"""The client SDK: a deployment's generation service over gRPC. Needs grpcio and protobuf, nothing else.
+"""The client SDK for a deployment's generation service over gRPC. It needs only grpcio and protobuf.
 
 from triforce_core.client import TriForceClient
 

@@ -22,7 +22,7 @@ from triforce_core.client.results import (
 )
 
 CHANNEL_OPTIONS = (
-    # A deployment that comes back is found again within seconds; gRPC's own backoff grows to two minutes.
+    # Reconnects within seconds after a deployment is back; gRPC's default backoff grows to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2000),
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
@@ -32,9 +32,9 @@ CHANNEL_OPTIONS = (
 class TriForceClient:
     """A client of the generation service at `address` ("host:port").
 
-    `timeout_s` bounds every call, streams from the first to the last chunk, unless the call gives its own; None waits
-    for ever. `application` is the name of the Ray Serve application, needed where the proxy serves several; `metadata`
-    goes along with every call. Calls raise `CallError`s (`triforce_core.client.errors`).
+    `timeout_s` bounds every call, and a stream as a whole, unless the call has its own `timeout_s`; None means no
+    limit. `application` is the name of the Ray Serve application, needed where the proxy serves several; `metadata` is
+    sent with every call. Calls raise `CallError`s (`triforce_core.client.errors`).
     """
 
     def __init__(
@@ -51,13 +51,13 @@ class TriForceClient:
         self._stub = GenerationStub(self._channel)
 
     def generate(self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]) -> Completion:
-        """The whole completion of `prompt`, a text or token ids; `CallArguments` lists the others.
+        """The whole completion of `prompt`, a text or token ids; `CallArguments` lists the other arguments.
 
-        `lookaheads` are the tokens to draft at the level below the target, then at each below that; (0, 0) turns
-        speculation off. They change the speed and never the output.
+        `lookaheads` are the numbers of tokens to draft: first at the level below the target, then at each level below
+        that; (0, 0) turns speculation off. They change the speed and never the output.
 
-        A call that broke off is resumed by the same call with the seed of its first chunk, and the tokens that came as
-        `resume_token_ids`: they count towards `max_tokens`, and are not given again.
+        To resume a stream that broke off, make the same call with the seed of its first chunk, and the tokens received
+        so far as `resume_token_ids`. These count towards `max_tokens`, and are not sent again.
         """
         request, timeout_s = self._request(prompt, arguments)
         try:
@@ -67,7 +67,9 @@ class TriForceClient:
         return completion_from_proto(response)
 
     def stream(self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]) -> ChunkStream:
-        """The completion as it is decoded; the arguments of `generate`. Closing or dropping the stream cancels it."""
+        """The completion in chunks as it is decoded; arguments as for `generate`. Closing or dropping the stream
+        cancels it.
+        """
         request, timeout_s = self._request(prompt, arguments)
         return ChunkStream(self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata))
 
@@ -101,7 +103,7 @@ class TriForceClient:
 
 
 class StreamingCall(Protocol):
-    """What `ChunkStream` needs of gRPC's call."""
+    """The part of gRPC's call that `ChunkStream` uses."""
 
     def __next__(self) -> pb.GenerateChunk: ...
 
@@ -109,7 +111,7 @@ class StreamingCall(Protocol):
 
 
 class ChunkStream(Iterator[Chunk]):
-    """The chunks of one streamed completion. Closing it ends the call, and with it the generation on the server."""
+    """The chunks of one streamed completion. Closing the stream ends the call and the generation on the server."""
 
     def __init__(self, call: StreamingCall) -> None:
         self._call = call
@@ -120,10 +122,10 @@ class ChunkStream(Iterator[Chunk]):
             raise StopIteration
         try:
             message = next(self._call)
-            while not message.ByteSize():  # how Ray Serve's proxy begins an error
+            while not message.ByteSize():  # Ray Serve's proxy sends an empty message before an error
                 message = next(self._call)
         except grpc.RpcError as error:
-            if self._closed:  # by another thread, while this one waited
+            if self._closed:  # another thread closed the stream while this one waited
                 raise StopIteration from None
             raise from_rpc_error(error) from error
         return chunk_from_proto(message)

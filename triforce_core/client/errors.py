@@ -1,4 +1,4 @@
-"""What a call can fail with, and the one table from gRPC status to exception."""
+"""The errors of calls, and the table from gRPC status to exception."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class CallError(TriForceError):
 
 
 class InvalidRequestError(CallError):
-    """A value of the request breaks a rule; the message names field, value and rule."""
+    """A value in the request is invalid; the message names field, value and rule."""
 
 
 class NotFoundError(CallError):
@@ -30,19 +30,19 @@ class OverloadedError(CallError):
 
 
 class UnavailableError(CallError):
-    """Nothing answers at the address, or the replica died; try again."""
+    """No server answers at the address, or the replica died; try again."""
 
 
 class DeadlineExceededError(CallError):
-    """`timeout_s` passed before the call was done."""
+    """The call took longer than `timeout_s`."""
 
 
 class CallCancelledError(CallError):
-    """The call was cancelled by the server, or because its client was closed."""
+    """The server cancelled the call, or the client was closed."""
 
 
 class ServerError(CallError):
-    """The server failed, or answered with a status that it should not give."""
+    """The server failed, or answered with a status outside `ERROR_OF_STATUS`."""
 
 
 ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
@@ -59,6 +59,6 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
 
 def from_rpc_error(error: grpc.RpcError) -> CallError:
     """The typed error for a failed call; statuses outside the table are the server's fault."""
-    call = cast(grpc.Call, error)  # what a failed call raises is the call itself
+    call = cast(grpc.Call, error)  # gRPC raises the failed call itself
     code = call.code()
     return ERROR_OF_STATUS.get(code, ServerError)(call.details() or code.name, code)

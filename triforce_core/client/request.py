@@ -1,4 +1,4 @@
-"""From a call's arguments to the message that asks for them."""
+"""Building the request message from a call's arguments."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from google.protobuf.message import Message
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.errors import InvalidRequestError
 
-MAX_MESSAGE_BYTES = 64 << 20  # what a server takes; prompts of millions of tokens are within it
+MAX_MESSAGE_BYTES = 64 << 20  # the server's limit; prompts of millions of tokens fit
 
 
 class CallArguments(TypedDict, total=False):
-    """What a call may say besides its prompt. What is left out, or is None, the server decides.
+    """The arguments of a call besides its prompt. For those that are left out or None, the server uses its defaults.
 
-    A name is that of its field in generation.proto, in `Sampling` or in `GenerateRequest`: a new argument is one line
-    here.
+    Except for `timeout_s`, each name is that of a field in generation.proto, in `Sampling` or in `GenerateRequest`, so
+    a new argument needs one line here.
     """
 
     max_tokens: int | None  # of the output, `resume_token_ids` included
@@ -28,23 +28,27 @@ class CallArguments(TypedDict, total=False):
     top_k: int | None  # keep the k most probable tokens; 0 keeps all
     min_p: float | None  # keep tokens at least this probable relative to the most probable one
     seed: int | None  # the same seed gives the same tokens
-    stop: str | Sequence[str]  # the output ends before the first of these
-    model: str  # a name from `models`; empty: the default one
-    lookaheads: Sequence[int] | None  # tokens drafted below the target, then at each level below that
+    stop: str | Sequence[str]  # the output ends before the first of these strings
+    model: str  # a name from `models`; empty: the default model
+    lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
     timeout_s: float | None  # by default the client's own
 
 
 def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.GenerateRequest:
-    """The request for these arguments; None leaves a field unset. Rules beyond the type are the server's to judge."""
+    """The request for these arguments; None leaves a field unset. The server checks all rules beyond the types.
+
+    Raises `InvalidRequestError` for a value of the wrong type or a request over 64 MiB, and `TypeError` for an unknown
+    argument.
+    """
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
         _set(request, "text", prompt, argument="prompt")
     else:
-        request.token_ids.SetInParent()  # present, even when empty
+        request.token_ids.SetInParent()  # marks the field as present, even when empty
         _set(request.token_ids, "values", prompt, argument="prompt")
     for name, value in arguments.items():
-        if name not in CallArguments.__optional_keys__:  # only type checkers know: at run time a call takes any name
+        if name not in CallArguments.__optional_keys__:  # Python itself does not check TypedDict names
             raise TypeError(f"a call has no argument {name!r}")
         if value is None:
             continue
@@ -57,13 +61,13 @@ def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.G
             _set(request, name, _unsigned(value))
         else:
             _set(request, name, [value] if name == "stop" and isinstance(value, str) else value)
-    if request.ByteSize() > MAX_MESSAGE_BYTES:  # the server could not say why it does not take it
+    if request.ByteSize() > MAX_MESSAGE_BYTES:  # the server would refuse it without naming the reason
         raise _refusal("prompt", f"a request of {request.ByteSize()} bytes", "must be at most 64 MiB")
     return request
 
 
 def _unsigned(seed: Any) -> int:
-    """A signed 64-bit seed in two's complement."""
+    """The seed, a signed 64-bit integer, as an unsigned one in two's complement."""
     try:
         value = operator.index(seed)
     except TypeError as error:
@@ -78,7 +82,7 @@ def _refusal(argument: str, shown: str, rule: str) -> InvalidRequestError:
 
 
 def _set(message: Message, field: str, value: object, argument: str = "") -> None:
-    """Set a field; what protobuf refuses becomes an error that names the argument."""
+    """Set a field. If protobuf refuses the value, raises `InvalidRequestError` naming the argument."""
     try:
         message.MergeFrom(type(message)(**{field: value}))
     except (TypeError, ValueError) as error:

@@ -1,4 +1,4 @@
-"""What the client returns: plain frozen values, built from the messages of generation.proto."""
+"""The client's results: plain frozen values, built from the messages of generation.proto."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class Acceptance:
-    """Accepted tokens over judged ones, by the tier that proposed them; None where none was judged."""
+    """Accepted share of the verified tokens, by the tier that proposed them; None where none were verified.
+
+    Tokens after the first rejected one of a round are not counted.
+    """
 
     draft: float | None
     retrieval: float | None
@@ -30,11 +33,11 @@ class Acceptance:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """How the output was made; None where nothing was decoded."""
+    """Speed of the decoding; the fields that may be None are None if no token was decoded after the first."""
 
     prefill_s: float
     ms_per_token: float | None
-    tokens_per_round: float | None  # emitted by one verification of the target; 1 is plain decoding
+    tokens_per_round: float | None  # mean output tokens per round of the target; 1 is plain decoding
     acceptance: Acceptance
 
 
@@ -49,14 +52,14 @@ class Completion:
     finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
     usage: Usage
     stats: Stats
-    seed: int | None = None  # the call's, or the one that was drawn for it; None: of an older server
+    seed: int | None = None  # the call's seed, or one drawn by the server; None: the server is too old to send it
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A piece of a completion. The first one has the seed, the last one a finish reason, usage and stats."""
+    """A part of a completion. The first chunk has the seed; the last one has finish reason, usage and stats."""
 
-    text: str  # may be empty while tokens come, and the other way round
+    text: str  # may be empty while `token_ids` is not, and vice versa
     token_ids: tuple[int, ...]
     origins: bytes  # the tier that proposed each token: 0 draft, 1 retrieval, 2 target
     finish_reason: FinishReason | None = None
@@ -101,7 +104,7 @@ def models_from_proto(message: pb.ListModelsResponse) -> tuple[Model, ...]:
 
 
 def _signed(seed: int) -> int:
-    """A 64-bit number in two's complement."""
+    """The signed 64-bit integer with this two's complement."""
     return seed - 2**64 if seed >= 2**63 else seed
 
 

@@ -1,4 +1,4 @@
-"""The embedded demo pair: the weights of a small target and of its drafter; triforce_core/demo_training makes them."""
+"""The embedded demo pair: weights of a small target and its drafter, made by triforce_core/demo_training."""
 
 from __future__ import annotations
 

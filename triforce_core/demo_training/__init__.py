@@ -1,1 +1,1 @@
-"""How the embedded demo pair is made: its corpus, its two models, their training, its figures and its card."""
+"""Making the embedded demo pair: its corpus, its two models, their training, evaluation and model card."""

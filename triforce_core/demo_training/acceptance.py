@@ -1,6 +1,6 @@
-"""How often the cheap tiers agree with the target on real text, teacher-forced: no sampling noise, no engine.
+"""Acceptance of the draft and retrieval tiers by the target on real text, teacher-forced, without sampling or engine.
 
-At T = 0 a position counts 1 where both would write the same token. At T = 1 it counts Σ min(p, q), the probability
+At T = 0 a position counts 1 if both would write the same token. At T = 1 it counts Σ min(p, q), the probability
 that a draw from q is accepted (Leviathan et al. 2023, corollary 3.6).
 """
 
@@ -35,14 +35,14 @@ Rates = dict[str, float]  # "T0" and "T1" → mean acceptance
 
 @dataclass(slots=True)
 class _Mean:
-    """Running mean of both rates."""
+    """Running mean of the rates at T = 0 and T = 1."""
 
     greedy: float = 0.0
     sampled: float = 0.0
     count: int = 0
 
     def add(self, target: Tensor, draft: Tensor) -> None:
-        """Logits of the same positions, [positions, vocab]."""
+        """Count some positions, given both models' logits of them, [positions, vocab]."""
         p, q = target.softmax(-1), draft.softmax(-1)
         self.greedy += float((target.argmax(-1) == draft.argmax(-1)).sum())
         self.sampled += float(torch.minimum(p, q).sum())
@@ -79,7 +79,7 @@ def measure_acceptance(
 
 
 def _score_target(target: PreTrainedModel, tokens: list[int], first: int, means: dict[int, _Mean]) -> Tensor:
-    """The target's logits of the scored positions, [POSITIONS, vocab]; its retrieval tier is scored on the way."""
+    """The target's logits of the scored positions, [POSITIONS, vocab]; adds the retrieval tier's rates to `means`."""
     full = FullKV(kv_geometry(target), len(tokens), _kernel(target))
     runner = ModelRunner(target, full)
     for stop in range(_PREFILL_CHUNK, first, _PREFILL_CHUNK):

@@ -22,8 +22,8 @@ class Batch:
     ids: Tensor  # [rows, length] int64
     labels: Tensor  # [rows, length] int64
     positions: Tensor  # [rows, length] int64
-    weights: Tensor  # [rows, length] float32; of the label in the loss
-    is_answer: Tensor  # [rows, length] bool; the label is part of the answer to a recall question
+    weights: Tensor  # [rows, length] float32; loss weight of the label
+    is_answer: Tensor  # [rows, length] bool; whether the label is part of the answer to a recall question
 
 
 class BatchSource:
@@ -33,7 +33,7 @@ class BatchSource:
         self._settings, self._stage, self._tokens, self._tasks = settings, stage, tokens, tasks
         self._seed = (settings.seed, zlib.crc32(stage.name.encode()))
         self._windows = max(1, (len(tokens) - 1) // (stage.length + 1) - 1)
-        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # of the epoch last asked for
+        self._order: tuple[int, npt.NDArray[np.int64]] | None = None  # the latest epoch and its order of windows
 
     def batch(self, step: int) -> Batch:
         """The batch of a step, counted from the stage's start."""
@@ -57,7 +57,7 @@ class BatchSource:
         return text.astype(np.int64), positions, weights, answers
 
     def _window(self, number: int, length: int) -> Tokens:
-        """Window `number` in an order that shows every part of the corpus once an epoch."""
+        """Window `number` in an order that shows each window of the corpus once per epoch."""
         epoch, index = divmod(number, self._windows)
         if self._order is None or self._order[0] != epoch:
             order = np.random.default_rng((*self._seed, 0, epoch)).permutation(self._windows)
@@ -68,9 +68,9 @@ class BatchSource:
 
 
 def _skips(rng: np.random.Generator, length: int, max_positions: int) -> npt.NDArray[np.int64]:
-    """What to add to the positions of a sequence so that they jump at up to three places, [length].
+    """Offsets that make the positions of a sequence jump at up to three places, [length].
 
-    Teaches distances longer than the sequence (Zhu et al. 2023, "PoSE").
+    They teach distances longer than the sequence (Zhu et al. 2023, "PoSE").
     """
     jumps = np.zeros(length, dtype=np.int64)
     places = rng.integers(1, length, size=int(rng.integers(1, 4)))

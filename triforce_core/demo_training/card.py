@@ -1,4 +1,4 @@
-"""The model card: what the weights are, what they saw, what was measured. Every figure comes from a file beside it."""
+"""The model card: description, training data and figures of the weights. All figures come from files beside it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Checkpoints that survive being killed at any moment: written aside, checksummed, renamed; the last two are kept."""
+"""Checkpoints that stay whole if the process is killed at any moment: each is written to a temporary file with a
+checksum, then renamed. The last two are kept.
+"""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ _RECIPROCAL = re.compile(r"GPL|GNU|MPL|Mozilla|EPL|CDDL|EUPL|Proprietary", re.IG
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """One installed package whose licence lets us read it for training."""
+    """One installed package whose licence allows training on its text."""
 
     name: str
     version: str
@@ -51,7 +51,7 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """The tokenised corpus: packages as sorted files under a header line each, `EOS` between packages."""
+    """The tokenised corpus: the sorted files of each package, each under a header line, with `EOS` between packages."""
 
     train: Tokens  # [train tokens], memory-mapped
     held_out: Tokens  # [held-out tokens], memory-mapped
@@ -64,7 +64,9 @@ class Corpus:
 
 
 def permissive_licence(dist: metadata.Distribution) -> str | None:
-    """A package's licence in its own words if these name MIT, BSD, Apache or PSF and nothing reciprocal, else None."""
+    """A package's licence as its metadata states it, if that names MIT, BSD, Apache or PSF and no reciprocal licence;
+    else None.
+    """
     meta = dist.metadata
     expression = "".join(meta.get_all("License-Expression") or [])
     classifiers = [c.split("::")[-1].strip() for c in meta.get_all("Classifier") or [] if c.startswith("License ::")]
@@ -112,7 +114,7 @@ def is_held_out(package: str, path: str, settings: CorpusSettings) -> bool:
 def build_corpus(
     settings: CorpusSettings, tokenizer_path: Path, folder: Path, packages: Sequence[Package] | None = None
 ) -> Corpus:
-    """The corpus in `folder`, made now from `packages` (None: those installed) if it is not there yet."""
+    """The corpus in `folder`. If there is none yet, it is made from `packages`, by default `find_packages`."""
     if not (folder / "corpus.json").is_file():
         chosen = find_packages(settings) if packages is None else packages
         _tokenise(chosen, settings, Tokenizer.from_file(str(tokenizer_path)), folder)
@@ -120,10 +122,10 @@ def build_corpus(
 
 
 def load_corpus(folder: Path) -> Corpus:
-    """A corpus made before; the arrays are memory-mapped.
+    """A corpus that `build_corpus` made; the arrays are memory-mapped.
 
     Raises:
-        FileNotFoundError: there is none in `folder`.
+        FileNotFoundError: there is no corpus in `folder`.
     """
     index = json.loads((folder / "corpus.json").read_text(encoding="utf-8"))
     return Corpus(
@@ -136,7 +138,7 @@ def load_corpus(folder: Path) -> Corpus:
 
 
 def _mapped(path: Path) -> Tokens:
-    """The array in a file; an empty file cannot be mapped."""
+    """The array in a file, memory-mapped unless the file is empty, which cannot be mapped."""
     return np.memmap(path, dtype=np.uint16, mode="r") if path.stat().st_size else np.empty(0, dtype=np.uint16)
 
 
@@ -170,13 +172,13 @@ def _tokenise(packages: Sequence[Package], settings: CorpusSettings, tokenizer: 
     }
     partial = folder / "corpus.json.partial"
     partial.write_text(json.dumps(index, indent=1), encoding="utf-8")
-    partial.replace(folder / "corpus.json")  # last: its presence says that the arrays are whole
+    partial.replace(folder / "corpus.json")  # last: its presence shows that the arrays are complete
 
 
 def _texts(
     packages: Sequence[Package], settings: CorpusSettings, seen: set[bytes], *, held_out: bool
 ) -> Iterator[tuple[str, str]]:
-    """Each file once as (package/path, text under a header line that names it)."""
+    """(package/path, text under a header line with the path) of each file whose text was not seen before."""
     for package in packages:
         for path in package.files:
             source = package.root / path

@@ -1,4 +1,4 @@
-"""The figures of a pair of weights: does it use a long context, and how often do the cheap tiers agree with it?
+"""The figures of a pair of weights: how well the target uses a long context, and how often it accepts drafts.
 
 Everything is measured on held-out files, which training never sees, and on fresh recall tasks.
 """
@@ -30,26 +30,26 @@ from triforce_core.models.load import DTYPES, load_model
 from triforce_core.models.precision import machine_dtype
 
 Tick = Callable[[], None]
-_SCORED = 1024  # tokens at the end of each window that are scored with little and with much context
+_SCORED = 1024  # tokens at the end of each window, scored with little and with much context
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """How much is measured; figures of different plans are not comparable."""
+    """The extent of an evaluation; figures of different plans are not comparable."""
 
     context: int = 16384  # longest window, tokens
     documents: int = 20
     acceptance_context: int = 8192
     recall_distances: tuple[int, ...] = (256, 1024, 2048, 4096, 8192, 16384, 30000)
-    probes: int = 8  # sequences a distance
-    questions: int = 8  # a probe
+    probes: int = 8  # sequences per distance
+    questions: int = 8  # per probe
     distractors: int = 8  # definitions in a probe that are not asked for
     free_outputs: int = 8
     free_tokens: int = 256
 
     @classmethod
     def of_context(cls, context: int) -> EvaluationPlan:
-        """The usual one with windows of `context` tokens."""
+        """The default plan with windows of `context` tokens."""
         return cls(context=context, acceptance_context=min(context, cls.acceptance_context))
 
 
@@ -66,8 +66,8 @@ def evaluate(
     """The figures of the pair in `weights`, under the keys of the model card's table.
 
     Raises:
-        InvalidValueError: no exported pair is there, the held-out files are too short for the plan, there is no such
-            device or dtype, or less than one thread.
+        InvalidValueError: `weights` holds no exported pair, the held-out files are too short for the plan, or
+            `device`, `dtype` or `threads` is invalid.
     """
     history = weights / "training.json"
     require(history.is_file(), "weights", str(weights), "has no training.json: must be what `demo export` wrote")
@@ -111,7 +111,7 @@ def held_out_windows(corpus: Corpus, context: int, count: int) -> list[Tensor]:
     """The first `context` tokens of the `count` longest held-out files, [context] int64 each.
 
     Raises:
-        InvalidValueError: there are not so many files of that length.
+        InvalidValueError: fewer than `count` files are that long.
     """
     fitting = [document for document in corpus.documents if document.stop - document.start >= context]
     rule = f"must be at most the length of {count} held-out files; only {len(fitting)} are that long"
@@ -121,10 +121,11 @@ def held_out_windows(corpus: Corpus, context: int, count: int) -> list[Tensor]:
 
 @torch.inference_mode()
 def loss_figures(model: PreTrainedModel, windows: Sequence[Tensor], tick: Tick = lambda: None) -> dict[str, Any]:
-    """Mean loss in nats a token, by position and, for the same tokens, by how much context they had.
+    """Mean loss in nats per token, by position and by length of the context.
 
-    Positions hold different text, so a fall from bucket to bucket is part context, part text. `loss_by_context`
-    compares the same tokens, the last `_SCORED` of each window, seen with the whole window and with its last tokens.
+    `loss_by_position` compares different text at different positions, so a fall from bucket to bucket is due partly to
+    context and partly to the text. `loss_by_context` compares the same tokens, the last `_SCORED` of each window, in
+    the whole window and in only its last `2 * _SCORED` tokens.
     """
     sums: dict[str, list[float]] = defaultdict(list)
     contexts: dict[str, list[float]] = defaultdict(list)
@@ -144,7 +145,7 @@ def loss_figures(model: PreTrainedModel, windows: Sequence[Tensor], tick: Tick =
 
 
 def _losses(model: PreTrainedModel, window: Tensor) -> Tensor:
-    """Loss of predicting each token but the first, [length - 1] float32."""
+    """Loss of each token but the first, nats, [length - 1] float32."""
     scores = model(window[None].to(model.device), use_cache=False).logits[0, :-1]
     labels = window[1:].to(model.device)
     pieces = [slice(first, first + 2048) for first in range(0, len(labels), 2048)]
@@ -163,7 +164,9 @@ def recall_accuracy(
     seed: int,
     tick: Tick = lambda: None,
 ) -> float:
-    """Share of questions, `distance` tokens after their definitions, whose value the model writes exactly (greedy)."""
+    """Share of questions `distance` tokens after their definitions for which the model predicts every token of the
+    value (greedy, teacher-forced).
+    """
     right = asked = 0
     for number in range(plan.probes):
         rng = np.random.default_rng((seed, 7, distance, number))
@@ -182,7 +185,7 @@ def recall_accuracy(
 
 
 def answer_runs(is_answer: np.ndarray[Any, np.dtype[np.bool_]]) -> list[slice]:
-    """The runs of consecutive answer tokens: one a question."""
+    """The runs of consecutive answer tokens, one per question."""
     edges = np.flatnonzero(np.diff(np.concatenate([[False], is_answer, [False]]).astype(np.int8)))
     return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
 
@@ -191,7 +194,7 @@ def answer_runs(is_answer: np.ndarray[Any, np.dtype[np.bool_]]) -> list[slice]:
 def repeated_share(
     model: PreTrainedModel, windows: Sequence[Tensor], num_tokens: int, tick: Tick = lambda: None
 ) -> float:
-    """Share of the 16-grams in greedy output that stood in the same output before."""
+    """Share of the 16-grams in greedy output that repeat an earlier one of the same output."""
     repeated = total = 0
     for window in windows:
         prompt = window[None, :1024].to(model.device)

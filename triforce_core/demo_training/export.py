@@ -1,4 +1,4 @@
-"""Writes the pair as plain `transformers` folders: safetensors in bfloat16, configuration, tokenizer."""
+"""Export of the pair as plain `transformers` folders: safetensors in bfloat16, configuration, tokenizer."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from triforce_core.errors import UnavailableError
 
 
 def export_pair(settings: DemoSettings, folder: Path) -> None:
-    """Write the newest checkpoints to `target` and `drafter` in `folder`, and what they saw to `training.json` there.
+    """Write the newest checkpoints to `target` and `drafter` in `folder`, and their training history to
+    `training.json`.
 
     Raises:
         UnavailableError: a model has no whole checkpoint yet.
     """
     states = {name: _newest(settings, name) for name in MODELS}
-    positions = states["target"]["progress"]["trained_context"]  # the drafter drafts wherever its target goes
+    positions = states["target"]["progress"]["trained_context"]  # the drafter must address all positions of its target
     for name, state in states.items():
         _export_model(settings, name, state, folder / name, positions)
     corpus = load_corpus(settings.corpus_dir)

@@ -1,4 +1,4 @@
-"""A model in training: its weights, its optimisers, how far it has come."""
+"""A model in training: its weights, its optimisers and its progress."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from triforce_core.demo_training.settings import DemoSettings, ModelName, Optimi
 
 @dataclass(slots=True)
 class Progress:
-    """How far one model has come."""
+    """The progress of one model in training."""
 
     stage: str = ""
     stage_step: int = 0  # steps done in that stage
     step: int = 0  # steps done in all
     tokens_seen: int = 0
     trained_context: int = 0  # longest sequence trained on, tokens
-    seconds: float = 0.0  # active: pauses of the process are not counted
+    seconds: float = 0.0  # of active time: pauses of the process are not counted
 
     def enter(self, stage: Stage) -> None:
-        """Begin a stage, or go on with it."""
+        """Begin a stage, or continue it."""
         if self.stage != stage.name:
             self.stage, self.stage_step = stage.name, 0
 
@@ -38,10 +38,10 @@ class Progress:
         self.seconds += active_s
 
     def remaining(self, stages: Sequence[Stage]) -> Sequence[Stage]:
-        """The stages from the one that was under way.
+        """The stages from the current one on.
 
         Raises:
-            KeyError: no stage has that name.
+            KeyError: no stage has the current stage's name.
         """
         names = [stage.name for stage in stages]
         if self.stage and self.stage not in names:
@@ -65,7 +65,7 @@ class Learner:
         return cls(name, model, _optimisers(model, settings.optimiser))
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint holds of it."""
+        """The learner's state for a checkpoint."""
         return {
             "model": self.model.state_dict(),
             "optimisers": [optimiser.state_dict() for optimiser in self.optimisers],
@@ -79,7 +79,7 @@ class Learner:
         self.progress = Progress(**state["progress"])
 
     def set_learning_rate(self, stage: Stage, warmup_steps: int) -> float:
-        """Set the rates of the step to come; returns their factor."""
+        """Set the learning rates of the next step; returns their factor."""
         share = self.progress.stage_step / max(1, stage.steps - 1)
         factor = stage.lr_start + (stage.lr_end - stage.lr_start) * share
         factor *= min(1.0, (self.progress.step + 1) / max(1, warmup_steps))
@@ -89,7 +89,7 @@ class Learner:
         return factor
 
     def update(self, max_grad_norm: float) -> None:
-        """One optimiser step on the gradients at hand."""
+        """Make one optimiser step with the accumulated gradients, and clear them."""
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_grad_norm)
         for optimiser in self.optimisers:
             optimiser.step()

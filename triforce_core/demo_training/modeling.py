@@ -33,7 +33,9 @@ def llama_config(geometry: Geometry, *, max_positions: int) -> LlamaConfig:
 
 
 def build_model(geometry: Geometry, *, max_positions: int, seed: int) -> LlamaForCausalLM:
-    """A model with fresh weights in float32, the same for the same seed; of two layers or more it copies already."""
+    """A model with fresh weights in float32 that depend on the seed only. With two layers or more it has induction
+    heads.
+    """
     torch.manual_seed(seed)
     model = LlamaForCausalLM(llama_config(geometry, max_positions=max_positions))
     if geometry.layers >= 2:
@@ -44,7 +46,8 @@ def build_model(geometry: Geometry, *, max_positions: int, seed: int) -> LlamaFo
 def logits(model: LlamaForCausalLM, ids: Tensor, positions: Tensor) -> Tensor:
     """Logits of a causal pass, [rows, length, vocab].
 
-    Calls the layers one by one: the model's own `forward` takes jumping positions for borders between packed texts.
+    The layers are called one by one, because the model's `forward` would take jumping positions for borders of packed
+    texts.
 
     Args:
         ids: [rows, length] int64.
@@ -65,7 +68,7 @@ def token_losses(model: LlamaForCausalLM, ids: Tensor, positions: Tensor, labels
 
 
 def distillation_losses(model: LlamaForCausalLM, ids: Tensor, positions: Tensor, teacher: Tensor) -> Tensor:
-    """KL(teacher ‖ model) of each position, nats, [rows, length] float32.
+    """KL(teacher ‖ model) at each position, nats, [rows, length] float32.
 
     Args:
         teacher: logits of the target, [rows, length, vocab].

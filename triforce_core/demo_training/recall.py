@@ -1,8 +1,8 @@
-"""Synthetic recall tasks: keys are defined early and asked for later; only a model that looks back can answer.
+"""Synthetic recall tasks: keys are defined early and asked for later, so only a model that looks back can answer.
 
-A task is text such as `river_lamp = "4071"` … `assert river_lamp == "4071"`: the value cannot be guessed, so each of
-its tokens scores 0 or 1 without judgement. Sequences hold many keys (each a distractor to the others) and many
-questions, so a few million tokens teach it (after Arora et al. 2023, "Zoology", multi-query associative recall).
+A task is text such as `river_lamp = "4071"` … `assert river_lamp == "4071"`. The value cannot be guessed, so an answer
+is plainly right or wrong. Sequences hold many keys (each a distractor for the others) and many questions, so a few
+million tokens suffice to learn the task (after Arora et al. 2023, "Zoology", multi-query associative recall).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from triforce_core.demo_training.corpus import Tokens
 from triforce_core.demo_training.settings import RecallSettings
 
-# (definition, question): the question ends with the value, so that what precedes it is the prompt.
+# (definition, question): the text of a question before its value is the prompt.
 TEMPLATES = (
     ('\n{key} = "{value}"', '\nassert {key} == "{value}"'),
     ('\n    "{key}": "{value}",', '\n    check("{key}", "{value}"'),
@@ -30,7 +30,7 @@ TEMPLATES = (
 
 @dataclass(frozen=True, slots=True)
 class Snippet:
-    """Token ids of a definition or a question, and which of them spell the value."""
+    """Token ids of a definition or a question, and a mask of those that spell the value."""
 
     ids: Tokens  # [tokens]
     is_value: npt.NDArray[np.bool_]  # [tokens]
@@ -65,7 +65,7 @@ class RecallTasks:
         return cls(Tokenizer.from_file(str(path)))
 
     def tasks(self, rng: np.random.Generator, count: int) -> list[Task]:
-        """`count` tasks with different keys; some keys share their first word, so that half a match misleads."""
+        """`count` tasks with different keys; some share their first word, so matching half of a key misleads."""
         words = [self._words[index] for index in rng.choice(len(self._words), size=2 * count, replace=False)]
         texts: list[tuple[str, str]] = []
         for index in range(count):
@@ -96,7 +96,7 @@ class RecallTasks:
 def recall_sequence(
     rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, settings: RecallSettings, *, answer_weight: float
 ) -> RecallSequence:
-    """A sequence of `len(filler)` tokens: text with definitions and questions strewn in, or nothing but those."""
+    """A sequence of `len(filler)` tokens: definitions and questions, with or without the filler text around them."""
     length = len(filler)
     dense = rng.random() < settings.dense_share
     events = length // 12 if dense else max(2, length // settings.tokens_per_snippet)
@@ -116,10 +116,11 @@ def recall_sequence(
 def recall_once_sequence(
     rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, settings: RecallSettings, *, answer_weight: float
 ) -> RecallSequence:
-    """As `recall_sequence`, in text, with all definitions before all questions, one of each key, in any order.
+    """As `recall_sequence` with filler text, but each key is asked for once, in random order, after all definitions.
 
-    Where a key is asked for again and again, all but the first answers can be copied from the question before: that
-    teaches the distance between two questions. Here half the sequence lies between definition and question on average.
+    Where a key is asked for repeatedly, all but the first answers can be copied from the previous question, which
+    teaches only the distance between two questions. Here the mean distance from definition to question is half the
+    sequence.
     """
     most = max(1, len(filler) // (2 * settings.tokens_per_snippet))
     pool = tasks.tasks(rng, int(rng.integers(max(1, most // 4), most + 1)))
@@ -131,7 +132,7 @@ def recall_once_sequence(
 def _strew(
     rng: np.random.Generator, parts: list[tuple[Snippet, bool]], filler: Tokens, length: int, answer_weight: float
 ) -> RecallSequence:
-    """Snippets in order at random places of the filler; cut to `length`."""
+    """The snippets in order at random places of the filler, cut or padded to `length`."""
     room = max(0, length - sum(len(snippet.ids) for snippet, _ in parts))
     text = filler[:room]
     places = np.sort(rng.integers(0, len(text) + 1, size=len(parts)))
@@ -150,7 +151,7 @@ def _strew(
     ids.append(rest)
     weights.append(np.ones(len(rest), np.float32))
     answers.append(np.zeros(len(rest), bool))
-    short = max(0, length - sum(map(len, ids)))  # a dense sequence may come out short: pad with ignored tokens
+    short = max(0, length - sum(map(len, ids)))  # a dense sequence may be too short: pad it with ignored tokens
     return RecallSequence(
         np.concatenate([*ids, np.zeros(short, np.uint16)])[:length].astype(np.uint16),
         np.concatenate([*weights, np.zeros(short, np.float32)])[:length],
@@ -161,9 +162,10 @@ def _strew(
 def recall_probe(
     rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, distance: int, *, questions: int, distractors: int
 ) -> RecallSequence:
-    """A test: `questions` definitions, text with `distractors` more, then the questions in the same order.
+    """A test sequence: `questions` definitions, filler text with `distractors` more, then the questions in the same
+    order.
 
-    Each question is `distance` tokens after its definition, to within the few tokens by which snippets differ.
+    Each question is about `distance` tokens after its definition; the lengths of snippets differ by a few tokens.
     `filler` must hold `distance` tokens.
     """
     pool = tasks.tasks(rng, questions + distractors)

@@ -1,4 +1,4 @@
-"""What a training run tells: the loss curve as a file, progress with rate and time left on the console."""
+"""Reports of a training run: the loss curve in a file; progress, rate and time left on the console."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _LINE_EVERY = 10  # steps between two lines where there is no terminal to draw a
 
 
 class Clock:
-    """Active time: a step that took far longer than its neighbours (the process was stopped) counts as one of them."""
+    """Measures active time. A step that took far longer than its predecessors, because the process was stopped, counts
+    at most four times their median.
+    """
 
     def __init__(self) -> None:
         self._recent: list[float] = []
@@ -77,7 +79,7 @@ class StageReport:
 
 
 def truncate_curve(curve: Path, step: int) -> None:
-    """Forget the part of a loss curve after `step`: it is about to be made again."""
+    """Remove the lines of a loss curve after `step`, because these steps will be run again."""
     if curve.is_file():
         lines = curve.read_text(encoding="utf-8").splitlines(keepends=True)
         kept = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]

@@ -1,7 +1,7 @@
 """The trainer of the demo pair: stages one after the other, resumable at every checkpoint, on a CPU or a GPU.
 
 The target learns from text and recall tasks at rising sequence lengths; then the drafter learns the target's
-distributions. Nothing random is kept between steps, so a resumed run gives the loss curve that it would have given.
+distributions. Steps share no random state, so a resumed run gives the same loss curve as one without a break.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class CannotResumeError(TriForceError):
-    """What lies in the run folder cannot be continued with these settings."""
+    """The run folder cannot be used or continued with these settings."""
 
 
 def train(
@@ -49,15 +49,15 @@ def train(
     console: Console | None = None,
     stop: threading.Event | None = None,
 ) -> bool:
-    """Train the pair as far as the stages go, or `minutes` of active time, or until `stop` is set.
+    """Train the pair until all stages are done, `minutes` of active time have passed, or `stop` is set.
 
-    Returns whether every stage is done. Checkpoints and loss curves land in `settings.run_dir`; the last step done is
-    in a checkpoint.
+    Returns whether all stages are done. Checkpoints, one of them after the last step, and loss curves are written to
+    `settings.run_dir`.
 
     Raises:
-        CannotResumeError: with `resume`, what lies there has another corpus or geometry, or is damaged throughout;
-            without, something lies there.
-        InvalidValueError: there is no such device, or less than one thread.
+        CannotResumeError: with `resume`, the checkpoints have another corpus, geometry or stage, or all are damaged;
+            without `resume`, there are checkpoints already.
+        InvalidValueError: the device does not exist, or `threads` is less than 1.
     """
     console, where = console or Console(), torch_device(device)
     if threads is not None:
@@ -96,7 +96,7 @@ class _Run:
         self._clock = Clock()
 
     def all_stages(self) -> bool:
-        """Whether every stage is done."""
+        """Train all stages; returns whether all are done."""
         for name in MODELS:
             stages = [stage for stage in self._settings.stages if stage.model == name]
             if not stages:
@@ -111,7 +111,7 @@ class _Run:
         return True
 
     def _learner(self, name: ModelName) -> Learner:
-        """From the newest whole checkpoint of a model, or fresh."""
+        """The learner of a model, from its newest whole checkpoint or else fresh."""
         learner = Learner.fresh(name, self._settings, self._device)
         state = self._checkpoint(name)
         if state is not None:
@@ -143,7 +143,7 @@ class _Run:
         save_checkpoint(self._settings.run_dir, learner.name, learner.progress.step, {**learner.state(), **about})
 
     def _stage(self, learner: Learner, stage: Stage) -> bool:
-        """Train to the stage's end; False when stopped before."""
+        """Train to the stage's end; returns False if stopped before."""
         progress = learner.progress
         progress.enter(stage)
         if progress.stage_step >= stage.steps:
@@ -173,7 +173,7 @@ class _Run:
         return True
 
     def _text(self, stage: Stage) -> Tokens | None:
-        """What a stage reads; None when stopped while the target was still writing it."""
+        """The text of a stage; None if stopped while the target was generating it."""
         if stage.source == "corpus":
             return self._corpus.train
         teacher, step = self._teacher()
@@ -203,7 +203,9 @@ class _Run:
         return {name: float(part.mean()) for name, part in chosen.items() if len(part)}
 
     def _losses(self, learner: Learner) -> Losses:
-        """Cross entropy for the target; for the drafter how far its distributions are from the target's."""
+        """The loss function: cross entropy for the target; for the drafter, the KL divergence from the target's
+        distributions.
+        """
         model = learner.model
         if learner.name == "target":
             return self._compiled(lambda ids, positions, labels: token_losses(model, ids, positions, labels))
@@ -222,7 +224,7 @@ class _Run:
         return torch.compile(function, dynamic=False) if self._settings.compile else function
 
     def _teacher(self) -> tuple[LlamaForCausalLM, int]:
-        """The target as last saved, and at which step that was."""
+        """The target from its newest checkpoint, and the step of that checkpoint."""
         state = self._checkpoint("target")
         if state is None:
             raise CannotResumeError(f"{self._settings.run_dir}: there is no target yet to distil from")
@@ -247,9 +249,11 @@ def _microbatches(batch: Batch, tokens: int) -> Iterator[Batch]:
 
 
 def _keep_freed_memory() -> None:
-    """Have glibc reuse large blocks: fresh pages for each activation cost more than the arithmetic on a small CPU."""
+    """Have glibc reuse large allocations: on a small CPU, fresh pages for each activation cost more than the
+    arithmetic.
+    """
     if sys.platform == "linux":
         mallopt = ctypes.CDLL(None).mallopt
-        mmap_max, trim_threshold, top_pad = -4, -1, -2  # of malloc.h
+        mmap_max, trim_threshold, top_pad = -4, -1, -2  # constants of malloc.h
         for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
             mallopt(option, value)

@@ -1,4 +1,4 @@
-"""How tiers are put together: each one for an actor of its own, and all of them in one process."""
+"""Assembly of the tiers: each one alone for its own actor, or the whole chain in one process."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetriev
 from triforce_core.models.runner import ModelRunner, threads_for
 from triforce_core.verification import ModelVerifier
 
-VerifierFactory = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks put verifiers of their own in their place
-MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # the longest block that can be handed up, and the tokens around it
-FEW_DRAFT_TOKENS = 4  # a drafting step has one token; the first after a round, those that the drafter had not guessed
+VerifierFactory = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks pass their own class
+MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEAD, and one token on either side
+FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
-    """The draft tier with a model."""
+    """The draft tier that runs `model`."""
     window = WindowSettings(window=settings.draft.window, slack=settings.draft.slack)
     positions = context_length(model.config)
     rule = f"makes a cache of {window.capacity} tokens, which must fit the drafter's {positions} positions"
@@ -52,7 +52,7 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
-    """The retrieval tier's cache; its tail has room for what is decoded while the next snapshot is on its way."""
+    """The retrieval tier's cache; its tail has room for the tokens decoded until the next snapshot arrives."""
     tail = 2 * settings.retrieval.refresh_every + MAX_BLOCK
     geometry, sequences, budget = kv_geometry(model), settings.max_sequences, settings.retrieval.budget
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
@@ -66,8 +66,9 @@ def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
 
 
 def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
-    """Of a model and its cache, or of this rank's share of them. The model runs fused kernels from now on, and passes
-    over up to `few_tokens` of each sequence have constant shapes, where the settings want that and it can be done.
+    """The runner of a model and its cache, or of this rank's share of them. Where the settings ask for it and the
+    machine allows it, the model runs fused kernels from now on, and passes over up to `few_tokens` tokens of each
+    sequence have constant shapes.
     """
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
     fused = fuse(model, settings)
@@ -76,19 +77,21 @@ def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settin
 
 
 def few_target_tokens(settings: Settings) -> int:
-    """A pass judges the longest block that can be handed up, and has the last token before it."""
+    """Most tokens per sequence in a decoding pass of the target: the longest block and the token before it."""
     return sum(settings.speculation.effective) + 1
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
-    """A round judges what was drafted, draws one more, and may owe the cache the last token of the round before."""
+    """Most tokens per sequence in a decoding pass of the retrieval tier: the drafted tokens, the token before them, and
+    one earlier token that the cache may still lack.
+    """
     return settings.speculation.effective[1] + 2
 
 
 def retrieval_verifier(
     model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, make_verifier: VerifierFactory = ModelVerifier
 ) -> ModelVerifier:
-    """The retrieval tier by itself."""
+    """The verifier of the retrieval tier, without the drafter below it."""
     return make_verifier(runner_for(model, kv, settings, few_retrieval_tokens(settings)), Tier.RETRIEVAL)
 
 
@@ -100,7 +103,7 @@ def retrieval_decoder(
     *,
     make_verifier: VerifierFactory = ModelVerifier,
 ) -> SpeculativeDecoder:
-    """The retrieval tier over whatever drafts for it."""
+    """The retrieval tier on top of its drafter `drafts`."""
     return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, make_verifier))
 
 
@@ -116,9 +119,7 @@ def target_engine(
     doorbell: Doorbell | None = None,
     make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
-    """The target tier over whatever proposes to it, with the engine that drives the chain. `kv` is by default one of
-    its own.
-    """
+    """The engine, with the target tier on top of `below`, the tiers that propose to it. By default `kv` is created."""
     limits = target_limits(model.config, settings)
     kv = kv or full_kv(model, settings)
     verifier = make_verifier(runner_for(model, kv, settings, few_target_tokens(settings)), Tier.TARGET)
@@ -133,7 +134,7 @@ def target_engine(
 def local_caches(
     full: FullKV, sparse: RetrievalKV, ranks: Leader | None
 ) -> tuple[FullKV | LeadingFullKV, RetrievalKV | LeadingRetrievalKV]:
-    """Of a chain that is all on the same ranks: each has its share of a snapshot where it cut it."""
+    """The caches of a chain whose tiers are on the same ranks: each rank keeps its own share of every snapshot."""
     if ranks is None:
         return full, sparse
     return LeadingFullKV(full, ranks, gathered=False), LeadingRetrievalKV(sparse, ranks)
@@ -148,9 +149,10 @@ def local_engine(
     ranks: Leader | None = None,
     make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
-    """The whole chain in this process. Without weights of its own the retrieval tier shares the target's; without the
-    weights of a drafter that needs some, nothing is drafted below it. With ranks, target and retrieval tier are divided
-    over them.
+    """The engine of a whole chain in this process.
+
+    Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the settings name a
+    model for it, the draft tier proposes nothing. With `ranks`, target and retrieval tier are divided over the ranks.
     """
     own = target if self_drafter is None else self_drafter
     full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)

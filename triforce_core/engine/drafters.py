@@ -1,6 +1,6 @@
-"""What drafts at the bottom of the chain, by the setting `draft.model`: an entry of `DRAFTERS`, or else a model.
+"""The drafter at the bottom of the chain. The setting `draft.model` names an entry of `DRAFTERS`, or else a model.
 
-To add a drafter that needs no weights, write its class in a file of its own and name it here; docs/extending.md has an
+To add a drafter that needs no weights, write its class in a new file and add it to `DRAFTERS`; docs/extending.md has an
 example.
 """
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class Drafter(Proposer, Protocol):
-    """The leaf of the chain, as those see it who put the chain together and report on it."""
+    """The lowest tier of the chain, as the code that assembles the chain and reports on it sees it."""
 
     @property
     def tier(self) -> Tier: ...
 
     @property
     def held(self) -> Sized:
-        """The sequences that it knows at present."""
+        """The sequences that the drafter holds at present."""
         ...
 
     @property
     def runner(self) -> ModelRunner | None:
-        """What runs its model; None: it has none."""
+        """The runner of the drafter's model; None for a drafter without a model."""
         ...
 
 
@@ -41,15 +41,17 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramProposer}
 
 
 def drafter_weights(settings: Settings) -> str | None:
-    """The model to load for the draft tier; None: its drafter needs none."""
+    """The model to load for the draft tier; None where the drafter needs no model."""
     return None if settings.draft.model in DRAFTERS else settings.draft.model
 
 
 def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
-    """The draft tier; `model` is what `drafter_weights` names. None in place of a named model: nothing is drafted."""
+    """The draft tier. `model` is the loaded model that `drafter_weights` names; with None in its place, nothing is
+    drafted.
+    """
     if make := DRAFTERS.get(settings.draft.model):
         return make()
-    # Imported here: what builds models imports this module, and where no drafter needs one it loads no transformers.
+    # Imported late: engine.assembly imports this module, and drafters without a model should not load transformers.
     from triforce_core.drafting import NoProposer
     from triforce_core.engine.assembly import draft_proposer
 

@@ -18,7 +18,7 @@ from triforce_core.messages import Proposal, Proposer, SequenceSpec
 
 
 class SnapshotSource(Protocol):
-    """The target's KV cache as far as snapshots go; see kv/full.py."""
+    """The part of the target's KV cache that cuts snapshots; see kv/full.py."""
 
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
@@ -26,8 +26,8 @@ class SnapshotSource(Protocol):
 
 
 class SnapshotSchedule:
-    """When a snapshot is cut, and of what: chunks are selected anew every `refresh_every` committed tokens. `sink`
-    takes it to the retrieval tier.
+    """Decides when a snapshot is cut: chunks of tokens are selected again every `refresh_every` committed tokens.
+    `sink` takes the snapshots to the retrieval tier.
     """
 
     def __init__(
@@ -42,13 +42,17 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> None:
-        """Cut and send a snapshot if the sequence has none, the last is old or was refused, or the retrieval tier wants one."""
+        """Cut and send a snapshot if the sequence has none, its last is old or was refused, or one is wanted.
+
+        `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence.
+        """
         sequence_id, last = sequence.sequence_id, sequence.last_cut
         if not sequence.request.lookaheads[0] or self.sink.busy(sequence_id):
             return
         settled = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
-        lost = last is not None and last.has_base and base != last.version  # or refused: the tier lacks its base
+        # Lost or refused, because the tier lacks the version to which its changes apply.
+        lost = last is not None and last.has_base and base != last.version
         whole = wanted or lost
         if whole or last is None or settled - last.position >= self.refresh_every:
             snapshot = self.kv.cut(sequence_id, settled, self.chunks, self.selector, 0 if whole else base)
@@ -58,10 +62,12 @@ class SnapshotSchedule:
 
 
 class Engine:
-    """One thread calls `run_once`; `submit` and `cancel` may be called from any, and ring the doorbell.
+    """The loop over live requests. One thread calls `run_once`; any thread may call `submit` and `cancel`, which ring
+    the doorbell.
 
-    `decoder` is the whole chain: its first level is the target, which hands up one verified block a round. Sequence ids
-    count up from `first_sequence_id`; where tiers may still hold those of an engine before this one, begin elsewhere.
+    `decoder` is the whole chain: its first level is the target, which hands up one verified block per round. Sequence
+    ids count up from `first_sequence_id`; where the tiers may still hold sequences of an earlier engine, choose it so
+    that their ids do not come again.
     """
 
     def __init__(
@@ -78,9 +84,9 @@ class Engine:
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
         self.cancelled: deque[int] = deque()
-        self.due_for_snapshot: dict[int, bool] = {}  # by sequence with new tokens: whether a snapshot was asked for
+        self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
-        self.asked_tokens = 0  # as the scheduler says it, for other threads
+        self.asked_tokens = 0  # the scheduler's `asked_tokens`, for other threads to read
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -101,18 +107,18 @@ class Engine:
         return sequence.sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Stop a request; its last output says so. Unknown and finished ids are ignored."""
+        """Stop a request; its last output has the reason `cancelled`. Unknown and finished ids are ignored."""
         self.cancelled.append(sequence_id)
         self.doorbell.ring()
 
-    # -- the loop's own ------------------------------------------------------------------------------------------------
+    # -- from the thread that runs the loop ----------------------------------------------------------------------------
 
     @property
     def idle(self) -> bool:
         return not (self.scheduler.live or self.scheduler.queue or self.arrivals or self.cancelled)
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until a request or a cancellation comes, at most `timeout_s` seconds; at once if there is work."""
+        """Sleep until a request or a cancellation comes, at most `timeout_s` seconds; not at all if there is work."""
         if self.idle:
             self.doorbell.wait(timeout_s)
 
@@ -138,7 +144,7 @@ class Engine:
         outputs = []
         while self.arrivals:
             sequence = self.arrivals.popleft()
-            if sequence.request.resume and (reason := self._finish_reason(sequence)):  # there is nothing left to do
+            if sequence.request.resume and (reason := self._finish_reason(sequence)):  # the resumed output is complete
                 outputs.append(Output(sequence.sequence_id, (), b"", reason, sequence.stats))
             else:
                 self.scheduler.queue.append(sequence)
@@ -148,14 +154,14 @@ class Engine:
         return outputs
 
     def _update_snapshots(self) -> None:
-        """Of what the last turn committed: only now, so that its tokens left before their KV is copied."""
+        """Update snapshots for the tokens that the last turn committed: only now, so that users get these first."""
         for sequence_id, wanted in self.due_for_snapshot.items():
             if sequence := self.scheduler.live.get(sequence_id):
                 self.snapshots.update(sequence, wanted=wanted)
         self.due_for_snapshot.clear()
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
-        """Take the target's answer: a prompt chunk done, or tokens committed."""
+        """Apply the target's answer: a prefill chunk is done, or tokens are committed."""
         work, sequence.work = sequence.work, None
         assert work is not None, "the decoder answers what it was asked"
         stats, prefilling = sequence.stats, sequence.prefilling
@@ -186,7 +192,7 @@ class Engine:
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
-    """Submit requests and run the loop until all have finished, yielding what is committed as it comes."""
+    """Submit requests and run the loop until all have finished, yielding outputs as tokens are committed."""
     left = {engine.submit(request) for request in requests}
     while left:
         for output in engine.run_once():

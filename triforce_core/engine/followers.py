@@ -1,4 +1,4 @@
-"""Followers of tensor parallelism: what such a rank does from its start to its end, and ranks as child processes."""
+"""Follower ranks of tensor parallelism: their whole life, and starting them as child processes."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def follow(settings: Settings, tiers: tuple[str, ...], endpoint: Endpoint) -> No
 
 
 def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> CallExecutor:
-    """Loads models in the order in which the leader does, and waits for it once more when there is memory for KV."""
+    """Load the models in the leader's order, allocate the KV caches, and capture graphs when the leader does."""
     target = retrieval = None
     if "target" in tiers:
         target = retrieval = load_model(settings.target.model, "target", settings.dtype, settings.device, group)
@@ -49,7 +49,7 @@ def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> 
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
     group.barrier()
     executor = CallExecutor(group, full, sparse)
-    # In the leader's order, too: to capture a pass is to run it, and ranks must run the same one.
+    # The leader's order again: capturing a pass runs it, and all ranks must run the same pass at the same time.
     if retrieval is not None and sparse is not None:
         executor.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
     if target is not None and full is not None:
@@ -59,9 +59,9 @@ def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> 
 
 @contextmanager
 def local_ranks(settings: Settings) -> Iterator[Leader | None]:
-    """This process as the leader of child processes, for a chain that is all in it; None where settings ask for none.
+    """Make this process the leader of child processes that share its chain; yields None where one rank suffices.
 
-    The children end with this process, however that ends.
+    The children end when this process ends, even if it is killed.
     """
     world = settings.ranks(("target", "retrieval"))
     if world == 1:
@@ -88,7 +88,7 @@ def local_ranks(settings: Settings) -> Iterator[Leader | None]:
 
 
 def check_local(settings: Settings, world: int) -> None:
-    """Refuse what cannot be, before processes are started."""
+    """Raise `InvalidValueError` for settings that these ranks cannot serve, before processes are started."""
     both = settings.ranks(("target",)), settings.ranks(("retrieval",))
     rule = f"must be target.tensor_parallel, {both[0]}, in one process"
     require(both[0] == both[1], "retrieval.tensor_parallel", both[1], rule)
@@ -99,7 +99,7 @@ def check_local(settings: Settings, world: int) -> None:
 
 
 def be_child(settings: Settings, endpoint: Endpoint) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal, it is for the leader
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the leader handles Ctrl-C
     follow(settings, ("target", "retrieval"), endpoint)
 
 

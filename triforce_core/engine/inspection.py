@@ -1,4 +1,4 @@
-"""What a chain that is built in one process consists of: its levels, their runners, and what each of them holds."""
+"""The parts of a chain in one process: its levels, their runners, and the sequences that each level holds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triforce_core.verification import ModelVerifier
 
 
 def levels_of(engine: Engine) -> Iterator[ModelVerifier | Drafter]:
-    """What does each tier's work, down the chain, as far as it is in this process."""
+    """The verifier or drafter of each tier in this process, from the target down."""
     level: Proposer = engine.decoder
     while isinstance(level, SpeculativeDecoder):
         assert isinstance(level.verifier, ModelVerifier)
@@ -26,7 +26,7 @@ def levels_of(engine: Engine) -> Iterator[ModelVerifier | Drafter]:
 
 
 def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
-    """Of each tier with a model."""
+    """The runner of each tier that has a model."""
     return {level.tier: level.runner for level in levels_of(engine) if level.runner is not None}
 
 

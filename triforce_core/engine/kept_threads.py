@@ -1,4 +1,4 @@
-"""CPU threads that were found best, kept per machine and model in the user's cache folder, so that they are measured
+"""The best numbers of CPU threads, kept per machine and settings in the user's cache folder, so that they are measured
 once. To have them measured again, delete the file.
 """
 
@@ -22,7 +22,7 @@ from triforce_core.models.runner import ALL_THREADS
 
 log = logging.getLogger(__name__)
 
-TURN_S = 300.0  # how long to wait for others that measure
+TURN_S = 300.0  # longest wait for other processes that measure
 IRRELEVANT = {"server", "threads", "max_sequences"}  # settings that do not change which threads are best
 
 
@@ -32,12 +32,12 @@ def kept_file() -> Path:
 
 @asynccontextmanager
 async def measuring() -> AsyncIterator[None]:
-    """Alone among this user's processes here: pipelines that measure side by side would measure one another."""
+    """Hold the lock under which one process of this user measures: two at once would disturb each other's times."""
     file = kept_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         lock = await AsyncFileLock(file.with_suffix(".measuring")).acquire(timeout=TURN_S)
-    except (OSError, Timeout) as error:  # it takes part in no order; at worst the threads are not the best ones
+    except (OSError, Timeout) as error:  # at worst the chosen threads are not the best ones
         log.warning("threads are measured without waiting for others: %s", error)
         yield
         return
@@ -46,13 +46,13 @@ async def measuring() -> AsyncIterator[None]:
 
 
 def kept_threads(settings: Settings, tier: str) -> int | None:
-    """Those of this tier on this machine, if they were measured."""
+    """The tier's best number of threads on this machine, if it was measured."""
     threads = read(kept_file()).get(key(settings, tier))
     return threads if isinstance(threads, int) and 1 <= threads <= ALL_THREADS else None
 
 
 def keep_threads(settings: Settings, tier: str, threads: int) -> None:
-    """For the next start. Where the folder cannot be written to, that measures again."""
+    """Keep the number for the next start. If the folder cannot be written to, the next start measures again."""
     file = kept_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +73,7 @@ def read(file: Path) -> dict[str, object]:
 
 
 def key(settings: Settings, tier: str) -> str:
-    """Stands for the machine, the models, and whatever else decides how threads do."""
+    """A key of the tier, the machine and every setting that may change which threads are best."""
     machine = [cpu_name(), sorted(cpu_flags()), os.cpu_count(), ALL_THREADS, torch.__version__]
     shape = settings.model_dump(mode="json", exclude=IRRELEVANT)
     digest = hashlib.sha256(json.dumps([machine, shape, tier], sort_keys=True).encode()).hexdigest()

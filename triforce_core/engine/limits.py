@@ -1,4 +1,4 @@
-"""What a pipeline can serve, known from its settings and the target's configuration: no weights, no torch."""
+"""The largest requests that a pipeline serves, from its settings and the target's configuration, without weights."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triforce_core.models.files import context_length, kv_shape
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a pipeline can serve, whatever else it serves at the time."""
+    """The largest requests that a pipeline serves, however busy it is."""
 
     context_length: int  # tokens of prompt and output together
     kv_pool_tokens: int
     vocab_size: int
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidValueError` or `TooLargeError` for what can never be served."""
+        """Raise `InvalidValueError` or `TooLargeError` for a request that can never be served."""
         require(len(request.prompt) > 0, "prompt", "", "must hold at least one token")
         require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
         num_resumed = len(request.resume)
@@ -37,7 +37,9 @@ class Limits:
         self.check_tokens("resume_token_ids", request.resume)
 
     def longest_output(self, prompt_tokens: int) -> int:
-        """The most output tokens that fit after such a prompt; 1 where none do, which `check` refuses."""
+        """The most output tokens that fit after `prompt_tokens` prompt tokens; 1 where none fit, which `check` then
+        refuses.
+        """
         return max(1, min(self.context_length, self.kv_pool_tokens) - prompt_tokens)
 
     def check_tokens(self, field: str, tokens: tuple[int, ...]) -> None:
@@ -47,12 +49,12 @@ class Limits:
 
 
 def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
-    """What a target with this configuration can serve."""
+    """The limits of a target with this configuration. Raises `InvalidValueError`."""
     allowed = context_length(config)
     context = settings.target.context_length or allowed
     require(context <= allowed, "target.context_length", context, f"must be at most the model's {allowed} positions")
     layers, resident = kv_shape(config)[0], settings.target.resident_layers
     require(resident <= layers, "target.resident_layers", resident, f"must be at most the model's {layers} layers")
-    # Off the device there is a long context rather than several, and memory of the host is not free for the asking.
+    # Offload is for one long context rather than several, and it should not claim more host memory than that needs.
     pool = context if settings.target.offload != "none" else 2 * context
     return Limits(context, settings.target.kv_pool_tokens or pool, config.vocab_size)

@@ -1,4 +1,4 @@
-"""Models from disk: those that the settings name, checked to go together, for a chain or for one tier of it."""
+"""Loading the models that the settings name, after checking that they fit each other, for a chain or for one tier."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from triforce_core.models.rank_group import Group, Leader
 
 
 def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreTrainedModel:
-    """The weights of a retrieval tier that shares none: those of `retrieval.model` or a copy of the target's, quantised
-    where the settings want it. With a group, this rank's share of them.
+    """The retrieval tier's own model: `retrieval.model` or a second copy of the target, quantised where the settings
+    ask for it. With a group, this rank's share of it.
     """
     own = settings.retrieval.model
     name, role = (own, "self-drafter") if own else (settings.target.model, "target")
@@ -36,10 +36,11 @@ def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreT
 
 
 def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
-    """The chain of the models that the settings name, checked to go together before any weights are loaded.
+    """The engine of the models that the settings name; whether they fit each other is checked before weights are
+    loaded.
 
-    `drafting`: with the drafter; by default where the settings' own lookaheads use it. `ranks`: those that the settings
-    ask for, here to follow.
+    `drafting`: whether to load the drafter; by default, if the lookaheads use it. `ranks`: the leader of as many ranks
+    as the settings ask for; None where they ask for one.
     """
     settings = resolved(settings)
     here = ranks.world if ranks else 1

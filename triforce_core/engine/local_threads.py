@@ -1,4 +1,4 @@
-"""The CPU threads of a chain that is all in this process. Tier actors have theirs chosen by actors/pipeline.py."""
+"""The CPU threads of a chain that is all in this process. actors/pipeline.py chooses those of tier actors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from triforce_core.models.runner import ALL_THREADS, ModelRunner
 
 
 def choose_threads(engine: Engine, settings: Settings, report: Callable[[str], None]) -> None:
-    """As kept from an earlier time, else by decoding; as they are where the settings name them."""
+    """Set each runner's decoding threads: to the numbers kept from an earlier run, or else by measuring now. Does
+    nothing where the settings fix the threads. `report` gets a line for the user when measuring starts.
+    """
     if not settings.chooses_threads or ALL_THREADS == 1:
         return
     runners = {tier.name.lower(): runner for tier, runner in runners_of(engine).items()}
@@ -28,7 +30,7 @@ def choose_threads(engine: Engine, settings: Settings, report: Callable[[str], N
 
 
 def searched(engine: Engine, settings: Settings, runners: dict[str, ModelRunner]) -> Arrangement:
-    """What decodes fastest here, as far as was found out in the time for it; kept for the next time."""
+    """The fastest arrangement found within the time limit of the search; it is kept for the next run."""
     warming = WarmUp(settings, engine.limits, dict.fromkeys(runners, ALL_THREADS))
     for request in warming.requests():
         for output in run_to_end(engine, [request]):

@@ -1,4 +1,4 @@
-"""What the engine does next: which requests go live, and how one forward pass is shared between them."""
+"""The scheduler decides which requests go live, and how they share one forward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from triforce_core.messages import SequenceSpec, Work
 
 
 class Pool(Protocol):
-    """The target's KV cache as far as admission goes."""
+    """The part of the target's KV cache that admission needs."""
 
     def can_open(self, spec: SequenceSpec) -> bool: ...
 
@@ -21,9 +21,9 @@ FIRST_TOKEN = (1, 0, 0)  # lookaheads: the target draws one token, and no tier b
 
 
 class Scheduler:
-    """First come, first served, with one token budget for the prompt chunks of a pass.
+    """First come, first served, with one token budget for the prefill chunks of a pass.
 
-    A request goes live when the target's pool has room for its whole length, so that no live request ever lacks room.
+    A request goes live when the target's pool has room for its whole length, so no live request ever runs out of room.
     """
 
     def __init__(self, kv: Pool, *, max_sequences: int, prefill_chunk: int) -> None:
@@ -40,7 +40,7 @@ class Scheduler:
             self.live[sequence.sequence_id] = sequence
 
     def next_work(self) -> list[Work]:
-        """One Work for each live request that waits for none: its next prompt chunk, or a round of decoding."""
+        """Work for each live request that has none outstanding: its next prefill chunk, or a round of decoding."""
         work, prefill_room = [], self.prefill_chunk
         for sequence in self.live.values():
             if sequence.work is not None:
@@ -57,7 +57,7 @@ class Scheduler:
 
     @property
     def asked_tokens(self) -> int:
-        """What the target's next pass takes at most: all that is new to it in work that it has not answered."""
+        """Upper bound on the tokens of the target's next pass: all new tokens in its unanswered work."""
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
         return sum(w.span.end - prefilled + max(w.lookaheads[1:], default=0) for w, prefilled in asked)
 
@@ -71,14 +71,14 @@ class Scheduler:
 
 
 def next_chunk(sequence: Sequence, most_tokens: int) -> Work:
-    """Of the prompt. The last chunk gives the first token as well, which needs no tier but the target."""
+    """The work for the next prefill chunk. The last chunk also yields the first token, from the target alone."""
     stop = min(sequence.prefilled + most_tokens, len(sequence.tokens))
     span = sequence.span(sequence.prefilled, stop)
     return Work(span, FIRST_TOKEN) if stop == len(sequence.tokens) else Work(span, (1,), sample=False)
 
 
 def next_round(sequence: Sequence) -> Work:
-    """Of decoding. Where no tier below is asked, only the target must be told what is new."""
+    """The work for one round of decoding. With lookaheads of 0 it states only the tokens that the target lacks."""
     lookaheads = sequence.request.lookaheads
     start = sequence.stated if any(lookaheads) else sequence.prefilled
     return Work(sequence.span(start, len(sequence.tokens)), (1, *lookaheads))

@@ -1,4 +1,4 @@
-"""A live request inside the engine, and what it gives back."""
+"""Requests, their records inside the engine, and their outputs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class FinishReason(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What a user wants continued. Token ids only: text is the business of whoever talks to the user."""
+    """A user's request, in token ids only: the server or the command converts text."""
 
     prompt: tuple[int, ...]
     max_tokens: int
@@ -27,31 +27,31 @@ class Request:
     seed: int
     lookaheads: tuple[int, int]  # tokens drafted by the retrieval tier, and by the draft tier; 0 skips a tier
     stop_token_ids: tuple[int, ...] = ()
-    resume: tuple[int, ...] = ()  # output tokens that were already emitted elsewhere; they count as output
+    resume: tuple[int, ...] = ()  # output tokens already emitted by an earlier attempt; they count as output
 
 
 @dataclass(slots=True)
 class Stats:
-    """What a request cost, as measured by the engine's clock, in seconds."""
+    """Times and counts of one request, measured by the engine."""
 
     queued_s: float = 0.0
-    prefill_s: float = 0.0  # up to the first token, which the pass that ends the prompt gives
+    prefill_s: float = 0.0  # until the first token, which comes from the pass over the last prefill chunk
     decode_s: float = 0.0
     decoded: int = 0  # tokens after the first
     snapshots: int = 0
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
 
     def add(self, tallies: tuple[Tally, ...]) -> None:
-        """Count one answer of the target; what a tier says beyond the three levels is nothing to us."""
+        """Add the tallies of one answer of the target; entries beyond the three levels are ignored."""
         self.tallies = [mine + more for mine, more in zip_longest(self.tallies, tallies[:3], fillvalue=Tally())]
 
     def copy(self) -> Stats:
-        """As it stands now."""
+        """A copy of the present figures, which later rounds do not change."""
         return replace(self, tallies=list(self.tallies))
 
     @property
     def tokens_per_round(self) -> float | None:
-        """Tokens that one pass of the target committed, on average."""
+        """Mean tokens committed per round of the target."""
         return self.decoded / self.tallies[0].rounds if self.tallies[0].rounds else None
 
     @property
@@ -60,9 +60,9 @@ class Stats:
 
     @property
     def acceptance(self) -> dict[str, float | None]:
-        """How likely a drafting tier's next token is accepted by the tier above; None where it proposed none."""
+        """Share of each drafting tier's verified tokens that the tier above accepted; None where none were verified."""
         target, retrieval = self.tallies[0], self.tallies[1]
-        if not retrieval.rounds:  # it had no part: what the target judged came from the draft tier
+        if not retrieval.rounds:  # no retrieval tier: the target verified the draft tier's tokens
             return {"retrieval": None, "draft": target.acceptance}
         return {"retrieval": target.acceptance, "draft": retrieval.acceptance}
 
@@ -73,7 +73,7 @@ class Output:
 
     sequence_id: int
     tokens: tuple[int, ...]
-    origins: bytes  # one Tier a token
+    origins: bytes  # one Tier per token
     finish_reason: FinishReason | None
     stats: Stats
 
@@ -87,7 +87,7 @@ class Sequence:
     spec: SequenceSpec
     tokens: list[int]
     prefilled: int = 0  # the target holds KV up to here
-    stated: int = 0  # the tiers below the target are believed to have been told the tokens up to here
+    stated: int = 0  # the tiers below the target are believed to know the tokens up to here
     work: Work | None = None  # submitted and not answered
     last_cut: CutRecord | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
@@ -95,7 +95,7 @@ class Sequence:
 
     @property
     def prefilling(self) -> bool:
-        """Whether the target has not been given all that the request came with."""
+        """Whether the target still lacks tokens of the prompt or of the resumed output."""
         return self.prefilled < len(self.request.prompt) + len(self.request.resume)
 
     def span(self, start: int, stop: int) -> Span:

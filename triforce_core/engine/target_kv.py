@@ -1,4 +1,4 @@
-"""The target's cache, on its device or offloaded as the settings say, once there is room for it."""
+"""The target's cache, on its device or offloaded as the settings say, after checking that there is room for it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ FIELD = "target.kv_pool_tokens"
 
 
 def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
-    """Raises `InvalidValueError` with the bytes that it takes and those that are free, and what to set."""
+    """The target's cache. Raises `InvalidValueError`, with the bytes needed, the bytes free and a remedy, if it has no
+    room.
+    """
     target, kernel = settings.target, kernel_for(settings, geometry.head_dim)
     if target.offload == "none" or target.resident_layers == geometry.num_layers:
         instead = "disk" if geometry.device == HOST else "host"
@@ -38,7 +40,7 @@ def offload_directory(path: str | None) -> Path | None:
 
 
 def check_offload(offload: Offload, geometry: KVGeometry, pool_tokens: int) -> None:
-    """What is pinned counts as host memory, like all else there."""
+    """Check that each place has room for its part of the cache. Pinned memory counts as host memory."""
     on_device, elsewhere = offload.kv_bytes(geometry, pool_tokens)
     remedy = "lower it or target.resident_layers" if offload.resident_layers else "lower it"
     check_room(geometry.device, on_device, FIELD, pool_tokens, remedy)

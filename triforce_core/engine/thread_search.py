@@ -1,7 +1,7 @@
-"""How many CPU threads each tier should decode on: found while a request is decoded, one arrangement after another.
+"""A search for the best number of CPU threads for each tier, one arrangement after another while a request is decoded.
 
-How much more threads bring depends on model, context and machine, and on what the other tiers do meanwhile on the same
-cores. So all tiers are at work while the time of whole rounds is taken.
+The gain from more threads depends on model, context and machine, and on the load of the other tiers on the same cores.
+So whole rounds are timed, with all tiers at work.
 """
 
 from __future__ import annotations
@@ -12,19 +12,20 @@ from statistics import median
 Arrangement = dict[str, int]  # CPU threads of a decoding pass, by tier
 Round = tuple[float, int]  # seconds, and tokens committed
 
-ROUNDS, TURNS = 4, 3  # an arrangement is timed for four rounds, three times, in turn with the one that it challenges
-TIE = 0.9  # threads are worth having where a token takes less than this share of its time with half of them
+ROUNDS, TURNS = 4, 3  # four rounds with the best arrangement and four with its challenger, three times
+TIE = 0.9  # more threads must bring the time per token below this share: TIE allows for the measurement error
 
 
 class ThreadSearch:
-    """Begins with all threads for each tier, and halves those of one tier after another as long as a token takes at most a tenth longer.
+    """Begins with all threads for each tier, and halves those of one tier after another as long as the time per token
+    hardly grows (`TIE`).
 
-    `arrangement` is what to run the next round with; `took` is told each round's time. `best` is what was found so far,
-    and once `done` the answer.
+    Run the next round with `arrangement` and pass its time to `took`. `best` is the best arrangement so far, and the
+    result once `done` is true.
     """
 
     def __init__(self, most: Mapping[str, int]) -> None:
-        """`most`: the threads that there are for each tier; the tiers are tried in this order."""
+        """`most`: the available threads of each tier; the tiers are tried in this order."""
         self.best: Arrangement = dict(most)
         self.arrangement = self.best
         self.done = False
@@ -32,7 +33,7 @@ class ThreadSearch:
         next(self._steps, None)
 
     def took(self, seconds: float, tokens: int) -> None:
-        """The last round's, with `arrangement`."""
+        """Record the time and the committed tokens of the last round, which ran with `arrangement`."""
         if not self.done:
             self._steps.send((seconds, tokens))
 
@@ -47,10 +48,8 @@ class ThreadSearch:
         yield
 
     def _as_good(self, fewer: Arrangement) -> Generator[None, Round, bool]:
-        """Whether a token takes at most a tenth longer with this arrangement than with the best so far: TIE is what such
-        measurements are off by.
-        """
-        times: list[list[float]] = [[], []]  # seconds a token in each turn: of the best, and with fewer
+        """Whether the time per token with `fewer`, times `TIE`, is at most that with the best arrangement so far."""
+        times: list[list[float]] = [[], []]  # seconds per token in each turn: with the best, with fewer
         for _ in range(TURNS):
             for arrangement, taken in zip((self.best, fewer), times, strict=True):
                 self.arrangement = arrangement

@@ -1,7 +1,7 @@
-"""What a pipeline decodes before it serves: passes of every kind, so that no user's request is the first of its kind.
+"""Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind.
 
-The first pass of a kind is slow: memory is touched for the first time, and libraries make kernels for its shape. While
-the last request is decoded, a long one, the tiers' CPU threads are chosen.
+The first pass of a kind is slow: memory is touched for the first time, and libraries make kernels for its shape. The
+tiers' CPU threads are chosen while the last request, a long one, is decoded.
 """
 
 from __future__ import annotations
@@ -18,31 +18,35 @@ from triforce_core.messages import GREEDY, SamplingParams
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 FEW_OUTPUT_TOKENS = 24  # output tokens
-MOST_OUTPUT = 4096  # tokens; the choice of threads ends with them
-PERIOD = 61  # tokens after which a prompt repeats itself, which makes the output repeat itself, and rounds alike
-PATIENCE_S = 5.0  # prompts are shortened so that a prefill takes no longer
-SEARCH_S = 20.0  # what choosing threads may take
+MOST_OUTPUT = 4096  # output tokens of the last request, which also end the search for threads
+PERIOD = 61  # tokens after which a prompt repeats itself: so does the output, which makes rounds comparable
+PATIENCE_S = 5.0  # longest prefill: prompts are shortened accordingly
+SEARCH_S = 20.0  # longest search for threads
 
 
 class WarmUp:
-    """The requests to decode, one after another, and what to do after each of their rounds."""
+    """Yields the requests to decode one after another, and decides after each round whether to go on."""
 
     def __init__(self, settings: Settings, limits: Limits, most_threads: Mapping[str, int]) -> None:
-        """`most_threads`: those that there are for each tier; none for a tier whose threads are known."""
+        """`most_threads`: the available threads of each tier to search; tiers whose best threads are known are left
+        out.
+        """
         self.settings, self.limits = settings, limits
         self.search = ThreadSearch(most_threads)
-        self.long = False  # the last request is being decoded
-        self.enough = 0  # output tokens of the request that is being decoded
+        self.long = False  # whether the last request, the long one, is being decoded
+        self.enough = 0  # output tokens after which the present request may end
         self.prompt_tokens, self.num_committed = 0, 0
-        self.prefill_rate = float("inf")  # tokens a second, as far as is known
+        self.prefill_rate = float("inf")  # prompt tokens per second, as measured by the last prefill
         self.moment = 0.0  # when the last round ended
-        self.give_up = float("inf")  # when the search is ended, done or not
+        self.give_up = float("inf")  # when the search ends, finished or not
 
     def requests(self) -> Iterator[Request]:
-        """Of a short prompt, of a whole chunk, and of a long context with two snapshots, the second cut as changes."""
+        """Two requests with a short prompt, one with a whole prefill chunk, and one with a long context. The last one
+        is decoded long enough for two snapshots, the second of which is sent as changes.
+        """
         plan = (
             (SHORT_PROMPT, FEW_OUTPUT_TOKENS),
-            (SHORT_PROMPT, FEW_OUTPUT_TOKENS),  # once more, for the rate at which prompts are read when all is warm
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS),  # again, for the prefill rate of a warm pipeline
             (self.settings.target.prefill_chunk, FEW_OUTPUT_TOKENS),
             (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1),
         )
@@ -55,7 +59,7 @@ class WarmUp:
             yield request
 
     def _request(self, prompt_tokens: int, max_tokens: int, sampling: SamplingParams) -> Request:
-        """As near to these sizes as patience and the pipeline allow; all tiers take part."""
+        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits; all tiers take part."""
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))
         prompt = tuple((1 + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))
@@ -64,7 +68,7 @@ class WarmUp:
         return Request(prompt, min(max_tokens, room - prompt_tokens), sampling, 0, lookaheads)
 
     def round_ended(self, num_tokens: int) -> bool:
-        """A round has ended, the first of a request with its prefill: whether the request is still of use."""
+        """Record the end of a round (the first one includes the prefill); returns whether the request should go on."""
         before, self.moment = self.moment, time.perf_counter()
         if self.num_committed == 0:
             self.prefill_rate = self.prompt_tokens / (self.moment - before)
@@ -77,5 +81,5 @@ class WarmUp:
 
     @property
     def threads(self) -> Arrangement:
-        """What to run the next round with. What was found is `search.best`."""
+        """The threads for the next round. The result of the search is `search.best`."""
         return self.search.arrangement if self.long else self.search.best

@@ -1,1 +1,1 @@
-"""Models: loading them unmodified from transformers, and running packed batches through them over our KV caches."""
+"""Loading models unmodified from transformers, and running packed batches through them with our KV caches."""

@@ -1,15 +1,16 @@
-"""What this machine's CPU is and can do, as Linux tells it; nothing is known elsewhere. Loads no torch."""
+"""Name and instruction sets of this machine's CPU, as Linux reports them; empty elsewhere. Does not load torch."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
-TELLING = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")  # flags that decide how fast products are
+# Flags that decide how fast matrix products are.
+TELLING = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
 
 def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
-    """In Linux's words."""
+    """The CPU's flags, as Linux names them; empty on other systems."""
     return frozenset((_values(cpuinfo, "flags") + " " + _values(cpuinfo, "Features")).split())
 
 
@@ -18,13 +19,13 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
 
 
 def cpu_summary() -> str:
-    """For benchmarks: its name, and those of its flags that make the difference."""
+    """One line for benchmarks: the CPU's name and those of its flags that are in `TELLING`."""
     flags = cpu_flags()
     return f"{cpu_name() or 'CPU'} ({', '.join(flag for flag in TELLING if flag in flags)})"
 
 
 def _values(cpuinfo: Path, name: str) -> str:
-    """What the first line of this name says."""
+    """The value in the first line named `name`; empty if there is none."""
     try:
         lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

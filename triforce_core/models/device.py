@@ -1,4 +1,4 @@
-"""Whether this machine has the device that settings name, and the device the number format."""
+"""Checks that this machine has the device in the settings, and that the device supports the dtype."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import torch
 
 from triforce_core.errors import InvalidValueError, require
 
-BFLOAT16_CAPABILITY = (8, 0)  # from NVIDIA's Ampere on
+BFLOAT16_CAPABILITY = (8, 0)  # NVIDIA Ampere and later
 
 
 def torch_device(name: str) -> torch.device:
-    """Raises `InvalidValueError` for a device that is not here. Sets nothing up on a GPU."""
+    """The device of this name. Raises `InvalidValueError` if this machine does not have it. Starts no CUDA context."""
     try:
         device = torch.device(name)
     except RuntimeError:

@@ -1,4 +1,4 @@
-"""The tokens that a model draws itself, at the sampled positions of a pass."""
+"""Drawing a model's own tokens at the sampled positions of a pass."""
 
 from __future__ import annotations
 
@@ -13,7 +13,10 @@ from triforce_core.sampling.draw import Draw, draw_tokens
 
 
 def draw_rows(runner: ModelRunner, logits: Tensor, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
-    """The runner's own token at each sampled position, by sequence id."""
+    """(sequence id, the model's own tokens at its sampled positions) for each row of `rows` that has any.
+
+    `logits` are those of the sampled positions, [Σ num_sampled, vocab].
+    """
     sampled = [row for row in rows if row.num_sampled]
     draws = []
     for row in sampled:

@@ -1,4 +1,6 @@
-"""What makes passes faster and cannot be had: told in the log where it is a default, refused where it was asked for."""
+"""Optimisations that this machine cannot run: the log reports it where they are the default (`auto`), and the setting
+is refused where it asks for them.
+"""
 
 from __future__ import annotations
 
@@ -10,33 +12,35 @@ import torch
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
 
-# Whatever was to be allocated: the tiers of a process share its memory.
+# The remedy for any allocation that fails, because the tiers of a process share its memory.
 LOWER = "lower target.kv_pool_tokens, retrieval.budget or max_sequences"
 
 log = logging.getLogger(__name__)
 
 
 def fall_back(setting: str, mode: str, lost: str, why: str, remedy: str) -> None:
-    """With auto say what is lost, and why; else raise `InvalidValueError`. `why` follows upon the setting's value."""
+    """With `auto` log what is lost and why; else raise `InvalidValueError`. `why` must read on from the setting's
+    value.
+    """
     if mode != "auto":
         raise InvalidValueError(setting, mode, f"{why}: {remedy}") from None
     say(f"{setting}: auto: {lost}, for it {why}: passes are slower; {remedy}")
 
 
 def ignored(setting: str, mode: str, why: str) -> None:
-    """Say that a setting does nothing for a tier, or a part of one, if it was set."""
+    """Log that a setting has no effect here, if it asks for the optimisation explicitly."""
     if mode in ("on", "eager"):
         say(f"{setting}: {mode} does nothing here: {why}")
 
 
 @cache
 def say(message: str) -> None:
-    """Once, not for every model."""
+    """Log a warning once per process, not once per model."""
     log.warning("%s", message)
 
 
 def out_of_memory(error: BaseException) -> bool:
-    """Of a device, or of the host; also where a compiler or a graph was the one to ask for it."""
+    """Whether the error means that memory of the device or the host ran out, in whatever library it was raised."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     said = str(error).lower()
@@ -44,10 +48,10 @@ def out_of_memory(error: BaseException) -> bool:
 
 
 def shortage(settings: Settings, error: BaseException) -> str:
-    """For people, what `out_of_memory` found."""
+    """The shortage of memory that `out_of_memory` recognised, as the rest of a message to the user."""
     return f"takes more memory than {settings.device} has ({reason_of(error)})"
 
 
 def reason_of(error: BaseException) -> str:
-    """Its first line."""
+    """The first line of the error's message."""
     return (str(error) or repr(error)).strip().split("\n")[0]

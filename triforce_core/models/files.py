@@ -1,7 +1,7 @@
-"""What a model's files say of it without its weights: configuration, tokenizer, where its output ends.
+"""A model's files without its weights: configuration, tokenizer, end-of-sequence tokens.
 
-What a model needs and we do not honour is refused here, by name. This part loads in half the time of load.py: processes
-that run no model need no more.
+Models with features that this engine does not support are refused here, naming the feature. Processes that run no model
+import this module alone, in half the time of load.py.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.demo import weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
 
-SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # their frequencies do not depend on the current length
+SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies do not depend on the current length
 
 
 def resolve(name: str, role: str) -> str:
-    """`demo` names the embedded pair; anything else is a directory or, failing that, a hub id for transformers.
+    """The path or hub id that transformers loads: `demo` names the embedded pair; any other name is a directory, or
+    else a hub id.
 
-    `role` is `target`, `drafter` or `self-drafter`, and the field that an error names.
+    `role` is `target`, `drafter` or `self-drafter`; errors name it as their field.
     """
     if name == "demo":
         return str(weights_dir(role))
@@ -39,7 +40,7 @@ def load_config(name: str, role: str) -> PretrainedConfig:
     path = resolve(name, role)
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # of the many kinds that configurations raise for wrong values
+    except Exception as error:  # configurations raise many kinds of errors for wrong values
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError(
             role, name, f"is neither a model directory nor a hub id that loads ({reason})"
@@ -49,7 +50,7 @@ def load_config(name: str, role: str) -> PretrainedConfig:
 
 
 def check_supported(config: PretrainedConfig, name: str) -> None:
-    """Raise `UnsupportedModelError` for a feature that would make the output differ from the model's own."""
+    """Raise `UnsupportedModelError` for a feature that this engine lacks and that changes the model's output."""
 
     def refuse(feature: str, value: object, rule: str = "is not supported") -> None:
         raise UnsupportedModelError(f"model {name!r}: {feature} = {value!r} {rule}")
@@ -77,14 +78,14 @@ def context_length(config: PretrainedConfig) -> int:
 
 
 def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
-    """How many layers and KV heads, and the dimension of a head."""
+    """The numbers of layers and of KV heads, and the dimension of a head."""
     heads = config.num_attention_heads
     kv_heads = getattr(config, "num_key_value_heads", None) or heads
     return config.num_hidden_layers, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> None:
-    """Refuse to divide a model over `world` ranks that cannot be; `field` is the setting that asks for it."""
+    """Raise an error for a model that cannot be divided over `world` ranks; `field` is the setting that asks for it."""
     if world == 1:
         return
     if not getattr(config, "base_model_tp_plan", None):
@@ -97,7 +98,7 @@ def load_tokenizer(name: str) -> Any:
     """The target's tokenizer, as transformers loads it."""
     try:
         return AutoTokenizer.from_pretrained(resolve(name, "target"), trust_remote_code=False)
-    except Exception as error:  # tokenizers raise bare ones
+    except Exception as error:  # tokenizers raise bare `Exception`s
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason})") from None
 
@@ -116,9 +117,9 @@ OR_NONE = "or set draft.model: ngram, which needs no model"
 
 
 def check_pair(target: str, drafter: str | None) -> None:
-    """Refuse a pair that cannot work, before any weights are loaded: tiers exchange token ids. None: no drafter.
+    """Raise an error for models whose vocabularies differ, because tiers exchange token ids. Loads no weights.
 
-    Where the drafter brings a tokenizer, it must be the target's; where it brings none, the sizes must agree.
+    The sizes must agree, and the vocabularies too if the drafter has a tokenizer. `drafter` may be None.
     """
     target_config = load_config(target, "target")
     if drafter is None:
@@ -136,7 +137,7 @@ def check_pair(target: str, drafter: str | None) -> None:
 
 
 def check_self_drafter(target: str, name: str) -> None:
-    """Refuse weights for the retrieval tier that the target's KV would not fit."""
+    """Raise an error for a model of the retrieval tier whose vocabulary or KV shape differs from the target's."""
     ours, theirs = load_config(target, "target"), load_config(name, "self-drafter")
     for what, one, other in (
         ("a vocabulary of {} tokens", ours.vocab_size, theirs.vocab_size),
@@ -147,12 +148,12 @@ def check_self_drafter(target: str, name: str) -> None:
 
 
 def check_quantization(kind: str | None) -> None:
-    """Raise `InvalidValueError` where quantised weights are wanted and the package that makes them is not there."""
+    """Raise `InvalidValueError` if quantised weights are asked for and torchao, which makes them, is not installed."""
     missing = kind is not None and find_spec("torchao") is None
     require(not missing, "retrieval.quantization", kind, "needs the package torchao: pip install torchao")
 
 
 def check_same_vocabulary(target: PretrainedConfig, drafter: PretrainedConfig) -> None:
-    """The part of `check_pair` that loaded models allow."""
+    """Raise `InvalidValueError` if the vocabulary sizes differ: the part of `check_pair` that needs no files."""
     rule = f"must be the target's, {target.vocab_size}, {OR_NONE}"
     require(drafter.vocab_size == target.vocab_size, "drafter.vocab_size", drafter.vocab_size, rule)

@@ -1,7 +1,7 @@
 """Fused kernels for the element-wise parts of a model, by torch.compile: norms, rotary embeddings, gated activations.
 
-Captured in a graph, such a part still costs a kernel for each operator, some two microseconds of a GPU, however small.
-What is compiled is transformers' own code, each function once for all layers and lengths, and once more for one token.
+Even in a CUDA graph such a part costs one kernel per operator, some two microseconds each, however small. The compiled
+code is transformers' own: each function is compiled once for all layers and lengths, and once more for a single token.
 Not run on a GPU yet. docs/decisions/0015-graphs.md
 """
 
@@ -19,19 +19,19 @@ from transformers import PreTrainedModel
 from triforce_core.config import Settings
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, reason_of, shortage
 
-ROTATE = "apply_rotary_pos_emb"  # what attention modules of transformers call, by this name
+ROTATE = "apply_rotary_pos_emb"  # the function of this name that transformers' attention modules call
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of a gated feed-forward block
 
 Function = Callable[..., Any]
 
 
 def fuse(model: PreTrainedModel, settings: Settings) -> bool:
-    """Have the model run fused kernels, in place, where the settings want that; whether it does from now on. Compiles
-    them, which takes seconds. A model that several runners share may be given again.
+    """Replace parts of the model by fused kernels, in place, where the settings ask for it; returns whether the model
+    has them. Compiling takes seconds. A second call for the same model compiles nothing.
 
-    One that is divided over ranks stays as it is, and one without parts for it, which the log says where compile is on.
-    So does one with which the compiler of this machine fails, or runs out of memory: with auto the log says so, with on
-    this raises `InvalidValueError`.
+    A model that is divided over ranks, or has no suitable parts, is left as it is; with `compile: on` the log says so.
+    If the compiler fails or runs out of memory, `compile: auto` leaves the model as it is and logs the reason, and
+    `compile: on` raises `InvalidValueError`.
     """
     if not settings.fused:
         return False
@@ -59,7 +59,7 @@ def is_fused(model: PreTrainedModel) -> bool:
 
 
 def give_up(settings: Settings, error: Exception) -> None:
-    """On fused kernels: with auto say so, with on raise `InvalidValueError`."""
+    """Do without fused kernels: log the reason with `compile: auto`, raise `InvalidValueError` with `compile: on`."""
     why = f"needs a compiler that works on {settings.device_type} ({reason_of(error)})"
     remedy = "set compile: off"
     if out_of_memory(error):
@@ -68,12 +68,12 @@ def give_up(settings: Settings, error: Exception) -> None:
 
 
 def has_own_forward(module: nn.Module) -> bool:
-    """Rather than that of its class."""
+    """Whether the module itself has a `forward`, which replaces that of its class."""
     return "forward" in vars(module)
 
 
 def set_fused_forwards(model: PreTrainedModel) -> None:
-    """Modules' own `forward`, as fused kernels. Those of one class share theirs."""
+    """Give each suitable module a fused `forward`; modules of one class share it."""
     fused: dict[type[nn.Module], Function] = {}
     for module in model.modules():
         kind = type(module)
@@ -86,7 +86,9 @@ def set_fused_forwards(model: PreTrainedModel) -> None:
 
 
 def rotates(module: nn.Module) -> bool:
-    """By a function: the package `kernels` puts a module in its place, which is a kernel already."""
+    """Whether the module is an attention module that rotates by a plain function. The package `kernels` replaces that
+    function by a module, which is a kernel already.
+    """
     forward: Function = type(module).forward
     if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return False
@@ -94,7 +96,7 @@ def rotates(module: nn.Module) -> bool:
 
 
 def is_norm(module: nn.Module) -> bool:
-    """It has a weight for each channel, and that is all."""
+    """Whether the module has only plain one-dimensional weights, and no child modules."""
     weights = [*module.parameters()]
     return (
         len(weights) > 0
@@ -105,7 +107,9 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Its products stay the library's: only what is between them becomes a kernel. Quantised ones stay as they are."""
+    """Whether the module is a gated feed-forward block with plain weights. Its matrix products are left to the library:
+    only the operations between them are fused.
+    """
     return dict(module.named_children()).keys() == GATED and are_plain([*module.parameters()])
 
 
@@ -114,23 +118,25 @@ def has_no_children(module: nn.Module) -> bool:
 
 
 def are_plain(weights: list[nn.Parameter]) -> bool:
-    """Quantised and divided weights are tensors of types of their own."""
+    """Whether no weight is quantised or divided over ranks: those have tensor types other than `Parameter`."""
     return all(type(weight) is nn.Parameter for weight in weights)
 
 
 def rotating(forward: Function) -> Function:
-    """Attention's `forward` with the rotation of queries and keys compiled, and nothing else."""
+    """The attention module's `forward` in which only the rotation of queries and keys is compiled."""
     assert isinstance(forward, FunctionType)
     return copied(forward, **{ROTATE: compiled(forward.__globals__[ROTATE])})
 
 
 def compiled(function: Function) -> Function:
-    """For tensors of any sizes. Of a copy, for torch counts how often it compiles a function, and stops at eight."""
+    """The function compiled for tensors of any sizes. It is a copy, because torch compiles one function at most eight
+    times.
+    """
     return torch.compile(copied(function), dynamic=True)
 
 
 def copied(function: Function, **names: Any) -> FunctionType:
-    """The same code in an object of its own, with `names` in place of the globals of these names."""
+    """A copy of the function, in which the globals called `names` have the given values."""
     assert isinstance(function, FunctionType)
     where = function.__globals__ | names if names else function.__globals__
     copy = FunctionType(
@@ -142,10 +148,10 @@ def copied(function: Function, **names: Any) -> FunctionType:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """For first calls of what is compiled: sizes that happen to be equal are not taken for one size, for which there
-    would be another compilation where they are not, and numbers such as a scale are constants.
+    """The torch settings for first calls of compiled functions. Sizes that happen to be equal are not assumed to be
+    always equal, which would cause another compilation when they differ. Numbers such as a scale are constants.
     """
-    from torch._dynamo import config as tracing  # takes seconds, which only those wait for who compile
+    from torch._dynamo import config as tracing  # imported only where it is used: it takes seconds
     from torch.fx.experimental import _config as sizes
 
     with sizes.patch(use_duck_shape=False), tracing.patch(specialize_float=True):  # type: ignore[attr-defined]
@@ -153,7 +159,7 @@ def compiling() -> Iterator[None]:
 
 
 class NoContext:
-    """Stands for a batch and its cache where only shapes matter."""
+    """A stand-in for a batch and its cache where only shapes matter."""
 
     def __init__(self) -> None:
         self.cache = self
@@ -164,7 +170,7 @@ class NoContext:
 
 @torch.inference_mode()
 def compile_kernels(model: PreTrainedModel) -> None:
-    """Compile at start: for two tokens, which is for all numbers of them but one, and for one."""
+    """Compile the kernels now: a pass over two tokens compiles them for any number above one, a second pass for one."""
     with compiling():
         for count in (2, 1):
             tokens = torch.zeros(1, count, dtype=torch.long, device=model.device)

@@ -1,9 +1,9 @@
-"""Passes over few tokens with constant buffers, captured as CUDA graphs: the launch of one graph for that of a thousand
-kernels, which is most of what a small model or a sparse cache costs on a GPU.
+"""Passes over few tokens with constant buffers, captured as CUDA graphs. One graph launch replaces a thousand kernel
+launches, which are most of the cost of a small model or a sparse cache on a GPU.
 
-There is one a shape (sequences, tokens of each). A batch goes to the smallest that has room for it; one that fits none
-takes an ordinary pass. Without capture the same code runs on any device: the eager pass, by which it is tested. The
-capture has not been run on a GPU yet. docs/decisions/0015-graphs.md
+There is one pass per shape (sequences, tokens of each). A batch goes to the smallest pass that has room for it, or else
+to an ordinary pass. Without capture the same code runs on any device, as the eager pass; tests use that. The capture
+has not been run on a GPU yet. docs/decisions/0015-graphs.md
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.fuse import compiled, compiling, give_up
 
-WARM_UPS = 2  # passes before capture, in which libraries allocate what they keep
-# A target's sequence that sees more KV takes ordinary passes: reading it hides every launch. A guess, not measured.
+WARM_UPS = 2  # passes before capture, in which libraries allocate their permanent buffers
+# Target sequences with more KV take ordinary passes: reading that much hides the launches. A guess, not measured.
 MOST_KV_BYTES = 16 << 30
 
 
 class ShapedPass(Protocol):
-    """Runs the model over what was loaded into its batch."""
+    """Runs the model over the tokens that were loaded into `batch`."""
 
     batch: ShapedBatch
 
@@ -44,7 +44,7 @@ class ShapedPass(Protocol):
 
 
 class EagerPass:
-    """What is captured, run without capture."""
+    """The pass of constant shape, run without capture."""
 
     def __init__(self, model: PreTrainedModel, batch: ShapedBatch) -> None:
         self.model, self.batch = model, batch
@@ -65,9 +65,11 @@ class EagerPass:
 
 
 class CapturedPass:
-    """An eager pass as a CUDA graph, in memory `pool`. Capturing runs passes over nothing: they write to the dump slot.
+    """An eager pass captured as a CUDA graph, with its memory in `pool`. Capturing runs passes over an empty batch,
+    which write to the dump slot.
 
-    `logits` [at least the shape's tokens, vocab] float32: of all that share it, the latest pass's.
+    `logits` [at least the shape's tokens, vocab] float32 is a buffer shared by several passes; it holds the result of
+    the latest.
     """
 
     def __init__(self, eager: EagerPass, pool: Any, logits: Tensor) -> None:
@@ -81,7 +83,7 @@ class CapturedPass:
                 for _ in range(WARM_UPS):
                     eager.run()
             current.wait_stream(side)
-            # Other threads may use the GPU meanwhile: only this one must do nothing that a graph cannot hold.
+            # Other threads may use the GPU meanwhile: only this thread is barred from calls that a graph cannot hold.
             with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
                 self.logits.copy_(eager.run())
 
@@ -91,13 +93,15 @@ class CapturedPass:
 
 
 class ShapedPasses:
-    """The passes of one runner."""
+    """The passes of constant shape of one runner, by number of tokens."""
 
     def __init__(self, passes: list[ShapedPass]) -> None:
         self.passes = sorted(passes, key=lambda each: each.batch.shape.tokens)
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None: it fits no shape."""
+        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None if the batch fits no
+        shape.
+        """
         smallest = next((each for each in self.passes if each.batch.has_room(batch)), None)
         if smallest is None:
             return None
@@ -110,11 +114,11 @@ class ShapedPasses:
 def shaped_passes(
     model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, fused: bool = False
 ) -> ShapedPasses | None:
-    """Those of batches up to `max_sequences` and up to `most_queries` tokens of each sequence, as the settings want
-    them; None: they want none, or the cache cannot do it, which the log says where graphs are asked for. `fused`: with
-    the attention to the pass's own tokens compiled, too.
+    """The passes for batches of up to `max_sequences` sequences with up to `most_queries` tokens each. None if the
+    settings ask for no such passes or the cache does not support them; in the second case the log says so, unless
+    `graphs` is auto. `fused`: compile the attention to the pass's own tokens as well.
 
-    Where there is no memory for them, with auto the log says so, else this raises `InvalidValueError`.
+    If memory runs out, `graphs: auto` logs it and returns None; other values raise `InvalidValueError`.
     """
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
@@ -130,12 +134,12 @@ def shaped_passes(
         remedy = f"{LOWER}, or set graphs: off"
         fall_back("graphs", settings.graphs, "no graphs", shortage(settings, error), remedy)
     if kv.geometry.device.type == "cuda":
-        torch.cuda.empty_cache()  # what was made of them is gone by now: others may have its memory
+        torch.cuda.empty_cache()  # frees the memory of the passes made so far for other uses
     return None
 
 
 def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
-    """Why this cache has no passes of constant shape; None: it has."""
+    """Why this cache has no passes of constant shape; None if it has them."""
     if isinstance(kv, OffloadedKV):
         return f"with target.offload: {settings.target.offload} what the target copies differs from pass to pass"
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
@@ -149,7 +153,7 @@ def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
 def build_passes(
     model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, capture: bool, fused: bool
 ) -> list[ShapedPass]:
-    """See `shaped_passes`."""
+    """The passes of all shapes, captured if `capture`; arguments as for `shaped_passes`."""
     sizes, queries = doubling(settings.max_sequences), doubling(most_queries)
     eager_passes = [EagerPass(model, batch) for batch in shaped_batches(model, kv, settings, sizes, queries)]
     if fused:
@@ -158,7 +162,7 @@ def build_passes(
 
 
 def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache) -> list[ShapedPass]:
-    """The passes as graphs, the largest first, so that the others fit into the memory that it leaves in the pool."""
+    """The passes as graphs, captured from the largest down, so that the smaller ones reuse its memory in the pool."""
     pool = torch.cuda.graph_pool_handle()
     most = max(eager.batch.shape.tokens for eager in eager_passes)
     logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
@@ -167,7 +171,7 @@ def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache)
 
 
 def compile_joins(eager_passes: list[EagerPass], settings: Settings) -> None:
-    """Have the attention to the passes' own tokens compiled, too; where that fails, as `fuse` does."""
+    """Compile the attention to the passes' own tokens. A failure is handled as in `fuse`."""
     join: Join = compiled(joined_with_own)
     try:
         with compiling():
@@ -183,7 +187,7 @@ def compile_joins(eager_passes: list[EagerPass], settings: Settings) -> None:
 def shaped_batches(
     model: PreTrainedModel, kv: KVCache, settings: Settings, sizes: list[int], queries: list[int]
 ) -> Iterator[ShapedBatch]:
-    """One for each number of sequences and of tokens of each, the largest last."""
+    """A batch for each pair of a number of sequences and a number of tokens per sequence, the largest last."""
     geometry, ranged = kv.geometry, ranged_for(settings)
     cuda = geometry.device.type == "cuda"
     workers = torch.cuda.get_device_properties(geometry.device).multi_processor_count if cuda else 1
@@ -204,5 +208,5 @@ def shaped_batches(
 
 
 def doubling(most: int) -> list[int]:
-    """1, 2, 4 … and `most`."""
+    """The powers of two below `most`, then `most`."""
     return [*(2**i for i in range((most - 1).bit_length())), most]

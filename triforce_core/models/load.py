@@ -1,6 +1,6 @@
 """Load a causal language model from transformers, unmodified, with attention going through our KV caches.
 
-What a model needs and we do not honour is refused here, by name.
+Models with features that this engine does not support are refused, naming the feature.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ __all__ = [
 
 ATTENTION = "triforce"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # what models may ask of attention
+UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that models may pass
 
 
 def attention_through_kv(
@@ -70,9 +70,10 @@ def attention_through_kv(
     kv: Batch,
     **asked: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls in place of its own attention: query [1, heads, tokens, head_dim], key and value alike.
+    """The attention function that transformers calls in place of its own: query [1, heads, tokens, head_dim], key and
+    value [1, kv_heads, tokens, head_dim].
 
-    Returns [1, tokens, heads, head_dim]. The keys come rotated to the positions that the batch gave.
+    Returns [1, tokens, heads, head_dim]. Queries and keys are already rotated to the positions of the batch.
     """
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedModelError("attention that is not plainly causal is not supported")
@@ -88,9 +89,10 @@ AttentionInterface.register(ATTENTION, attention_through_kv)
 
 
 def load_model(name: str, role: str, dtype: str, device: str, group: Group | None = None) -> PreTrainedModel:
-    """Weights in `dtype` on `device`, in inference mode. Safetensors only, no remote code.
+    """The model with weights in `dtype` on `device`, in evaluation mode. Safetensors only, no remote code.
 
-    With a group, this rank's share of them, by transformers' own plan; every rank must load at the same time.
+    With a group, this rank's share of the model, by transformers' own tensor-parallel plan; all ranks must load it at
+    the same time.
     """
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     where = torch_device(device)
@@ -112,7 +114,7 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError(role, name, f"holds no weights that load ({reason})") from None
-    except KeyError as error:  # an architecture with attention classes of its own looks ours up among them
+    except KeyError as error:  # the architecture looks up our attention among its own classes
         raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
     model, info = loaded
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
@@ -120,13 +122,13 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
     model.to(where).eval()
     if group is not None:
-        group.barrier()  # the passes that follow have a deadline
+        group.barrier()  # ranks may load at different speeds, but passes have a deadline
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
 
 
 class FirstToken:
-    """Stands for a batch and its cache in a pass over one token, which attends to itself alone."""
+    """A stand-in for a batch and its cache in a pass over one token, which attends to itself alone."""
 
     def __init__(self, geometry: KVGeometry) -> None:
         self.cache = self
@@ -142,9 +144,9 @@ class FirstToken:
 
 @torch.inference_mode()
 def check_attention(model: PreTrainedModel, name: str) -> None:
-    """Raise `UnsupportedModelError` unless each layer attends through our seam and asks nothing more of it.
+    """Raise `UnsupportedModelError` unless each layer calls our attention, and with supported arguments only.
 
-    What the configuration does not show (learned sinks, attention of the model's own) shows in a pass over one token.
+    A pass over one token reveals features that the configuration does not (learned sinks, custom attention code).
     """
     first = FirstToken(kv_geometry(model))
     token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
@@ -157,6 +159,6 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def kv_geometry(model: PreTrainedModel) -> KVGeometry:
-    """The shape of the model's KV, from its configuration; of this rank's share where the model is divided."""
+    """The shape of the model's KV, from its configuration; that of this rank's share if the model is divided."""
     layers, kv_heads, head_dim = kv_shape(model.config)
     return KVGeometry(layers, kv_heads // (model.tp_size or 1), head_dim, model.dtype, model.device)

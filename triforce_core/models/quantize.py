@@ -1,7 +1,7 @@
 """Weight-only quantisation of the retrieval tier's own copy of the target's weights, by torchao.
 
-It costs acceptance at most: the target judges with weights of its own. The linear layers of the transformer blocks are
-quantised; embeddings, norms and the output head stay as they are.
+At worst it lowers acceptance, because the target verifies with unquantised weights. The linear layers of the
+transformer blocks are quantised; embeddings, norms and the output head stay as they are.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ Quantization = Literal["int8", "int4", "fp8"]
 
 
 def quantize_weights(model: PreTrainedModel, kind: Quantization) -> None:
-    """Replace the weights of the blocks' linear layers by quantised ones, in place; activations stay in the model's
-    dtype. int8 and fp8 (e4m3) have a scale a row; int4 has a scale and a zero point for 128 values of a row.
+    """Replace the weights of the linear layers in the transformer blocks by quantised ones, in place. Activations keep
+    the model's dtype. int8 and fp8 (e4m3) have one scale per row; int4 has a scale and a zero point per 128 values of a
+    row.
 
-    Raises `InvalidValueError` where the package or the machine cannot do it.
+    Raises `InvalidValueError` if torchao is missing, or cannot do it on this device.
     """
     check_quantization(kind)
     from torchao import quantize_
@@ -47,15 +48,15 @@ def quantize_weights(model: PreTrainedModel, kind: Quantization) -> None:
 
 @torch.no_grad()
 def give_rows_a_scale(weight: nn.Parameter) -> None:
-    """For fp8 torchao divides a row by its largest value: rows of zeros, as trained models have some, would become NaN.
-    A millionth in one place changes nothing that a float8 could show.
+    """Set one value of each row of zeros to a millionth, in place. For fp8 torchao divides a row by its largest value,
+    so rows of zeros, which trained models do have, would become NaN. A millionth has no noticeable effect.
     """
     weight[weight.abs().amax(-1) == 0, 0] = 1e-6
 
 
 def configuration(kind: Quantization) -> Any:
-    """torchao's name for it. What it would set for the whole process stays as it is: its older versions let float32
-    products, the target's too, be rounded.
+    """torchao's configuration of this kind. Its process-wide settings are left alone, because older versions of torchao
+    lower the precision of all float32 products with them, the target's included.
     """
     from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
@@ -63,17 +64,17 @@ def configuration(kind: Quantization) -> Any:
         return Int8WeightOnlyConfig(set_inductor_config=False)
     if kind == "fp8":
         return Float8WeightOnlyConfig(set_inductor_config=False)
-    # The one packing whose kernel comes with torch itself, on CUDA and for bfloat16.
+    # The only packing whose kernel is part of torch; it needs CUDA and bfloat16.
     return Int4WeightOnlyConfig(group_size=128, int4_packing_format="tile_packed_to_4d", set_inductor_config=False)
 
 
 def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of all weights as they are held; one that is used twice counts once."""
+    """Bytes of all weights as stored; a weight that is used twice counts once."""
     return sum(tensor_bytes(weight) for weight in model.parameters())
 
 
 def tensor_bytes(tensor: Tensor) -> int:
-    """Of a quantised tensor, which is made of several, those of its parts."""
+    """Bytes of a tensor; for a quantised tensor, the sum over its parts."""
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()

@@ -1,9 +1,9 @@
-"""The group of ranks of tensor parallelism: processes of one machine that each hold a share of a model and of its KV
-heads, and run its passes together.
+"""The ranks of tensor parallelism: processes on one machine that each hold a share of a model and of its KV heads, and
+run its passes together.
 
-Rank 0 leads: it is the tier. A Unix socket from it to each follower carries commands, and closes when either process
-ends, so that none outlives the others. Tensors go through torch.distributed, by NCCL between GPUs and by gloo on CPUs.
-docs/decisions/0014-pairs.md
+Rank 0 is the leader and represents the tier to others. A Unix socket from the leader to each follower carries commands.
+It closes when either process ends, so no rank outlives the others. Tensors go through torch.distributed, by NCCL
+between GPUs and by gloo on CPUs. docs/decisions/0014-pairs.md
 """
 
 from __future__ import annotations
@@ -37,27 +37,28 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 
 log = logging.getLogger(__name__)
 
-JOIN_TIMEOUT_S = 120.0  # for the followers to come to the rendezvous
-# How far ranks may be apart, unless one of them hangs: while they load, and at most in a pass.
+JOIN_TIMEOUT_S = 120.0  # for all followers to arrive at the rendezvous
+# A rank that the others wait for longer than this is taken to hang: while loading, and at most in a pass.
 COLLECTIVE_TIMEOUT_S = 120.0
-PASS_TIMEOUT_S, TOKEN_TIMEOUT_S = 10.0, 0.05  # in a pass, and more for each of its tokens
+PASS_TIMEOUT_S, TOKEN_TIMEOUT_S = 10.0, 0.05  # per pass, and in addition per token of it
 LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a follower finds the rendezvous, and which rank it is there."""
+    """The address of the rendezvous, and the rank of the follower that goes there."""
 
-    path: str  # of the leader's socket, in a folder that nobody else may enter
+    path: str  # of the leader's socket, in a folder that only this user may enter
     rank: int
     world: int  # ranks in all
 
 
 class Group(ABC):
-    """One rank's end of the group; `connections` are to the followers, by rank, or to the leader alone.
+    """One rank's end of the group. `connections` are the leader's to its followers, by rank, or a follower's to the
+    leader.
 
-    When another rank's process ends, this one does: without it no pass can be, and collectives that wait for it would
-    hold up any gentler way. Whoever started the processes starts them anew.
+    When another rank's process ends, this process ends at once: no pass is possible without that rank, and a collective
+    that waits for it would block any orderly shutdown. The parent or supervisor must start the processes again.
     """
 
     def __init__(self, rank: int, world: int, connections: list[Connection]) -> None:
@@ -68,15 +69,15 @@ class Group(ABC):
     def _watch(self) -> None:
         poller = select.poll()
         for connection in self.connections:
-            poller.register(connection.fileno(), 0)  # of all that may happen, only that the other end is closed
+            poller.register(connection.fileno(), 0)  # no events but the end of the connection
         poller.poll()
         if not self.closing:
-            level = logging.INFO if self.rank else logging.CRITICAL  # one of them reports it to the user
+            level = logging.INFO if self.rank else logging.CRITICAL  # only the leader reports it to the user
             log.log(level, "rank %d of %d ends: another rank has ended", self.rank, self.world)
             self.end()
 
     def abort(self, why: str) -> NoReturn:
-        """End this process for an error, and with it the other ranks."""
+        """End this process because of an error, and with it the other ranks."""
         log.critical("rank %d of %d ends: %s", self.rank, self.world, why, exc_info=True)
         self.end()
 
@@ -86,10 +87,10 @@ class Group(ABC):
 
     @abstractmethod
     def barrier(self) -> None:
-        """Wait until all ranks have come this far, however long that takes: loading weights does."""
+        """Wait until all ranks have reached this point, without a time limit, because loading weights may take long."""
 
     def close(self) -> None:
-        """Let go of the others."""
+        """Close the connections to the other ranks and the process group."""
         self.closing = True
         for connection in self.connections:
             if not connection.closed:
@@ -99,39 +100,41 @@ class Group(ABC):
 
 
 def hang_up(connection: Connection) -> None:
-    """Close it so that the other end knows at once: `close` alone leaves it open while this end's watch waits on it."""
+    """Close the connection so that the other end notices at once. `close` alone would keep it open while this process's
+    `_watch` thread polls it.
+    """
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end, suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     connection.close()
 
 
 class Leader(Group):
-    """Rank 0's end."""
+    """The group as rank 0 sees it."""
 
-    timeout_s = COLLECTIVE_TIMEOUT_S  # of what the ranks do together
+    timeout_s = COLLECTIVE_TIMEOUT_S  # for the next collective or gather
 
     def expect(self, num_tokens: int) -> None:
-        """From now on what the ranks do together belongs to a pass over so many tokens. When it takes too long, this
-        end gives up, and all end.
+        """Set the timeout of collectives for a pass over `num_tokens` tokens. When it runs out, the leader ends, and
+        with it all ranks.
         """
         self.timeout_s = pass_timeout_s(num_tokens)
         _set_pg_timeout(timedelta(seconds=self.timeout_s))
 
     def broadcast(self, command: object) -> None:
-        """Every follower receives the commands in the order in which they were broadcast."""
+        """Send a command to every follower; commands arrive in the order in which they were broadcast."""
         message = pickle.dumps(command)
         for connection in self.connections:
             connection.send_bytes(message)
 
     def barrier(self) -> None:
-        """Raises what a follower could not do."""
+        """Wait for all followers. Raises the error with which a follower called `fail`."""
         for connection in self.connections:
             if (failed := connection.recv()) is not None:
                 raise failed
         self.broadcast("go on")
 
     def gather(self, part: Snapshot) -> Snapshot:
-        """The whole of what all ranks cut, this one `part`."""
+        """The whole snapshot, joined from the parts of all ranks; `part` is the leader's."""
         parts = [part]
         for rank, connection in enumerate(self.connections, start=1):
             if not connection.poll(self.timeout_s):
@@ -140,12 +143,12 @@ class Leader(Group):
         return join(parts)
 
     def scatter(self, parts: list[Snapshot]) -> None:
-        """Send each follower its part, by rank from 1 on; each must be at `accept`."""
+        """Send each follower its part; `parts` begins with that of rank 1. Each follower must call `accept`."""
         for rank, part in enumerate(parts, start=1):
             send_contents(part, rank)
 
     def stop(self) -> None:
-        """Have the followers return, and let go of them."""
+        """Make the followers' `receive` return None, wait for their answers, and close the group."""
         self.closing = True
         self.broadcast(None)
         for connection in self.connections:
@@ -154,10 +157,10 @@ class Leader(Group):
 
 
 class Follower(Group):
-    """The end of any other rank."""
+    """The group as any other rank sees it."""
 
     def receive(self) -> Any:
-        """What the leader broadcasts next, waited for as long as it takes; None: there is no more."""
+        """The leader's next command, without a time limit; None when the leader stops."""
         try:
             command = pickle.loads(self.connections[0].recv_bytes())
         except (EOFError, ConnectionError):
@@ -172,23 +175,23 @@ class Follower(Group):
         self.receive()
 
     def fail(self, error: Exception) -> NoReturn:
-        """Have the leader's `barrier` raise this, and end when it lets go."""
+        """Make the leader's `barrier` raise `error`, then wait until the leader closes the group."""
         self.connections[0].send(error)
         threading.Event().wait()
         raise error
 
     def give(self, part: Snapshot) -> None:
-        """To the leader's `gather`."""
+        """Send this rank's part of a snapshot to the leader's `gather`."""
         self.connections[0].send(outline(part))
         send_contents(part, 0)
 
     def accept(self, outlined: Snapshot, device: torch.device) -> Snapshot:
-        """What the leader's `scatter` sends, of which this is the outline."""
+        """The part of a snapshot that the leader's `scatter` sends; `outlined` is its outline."""
         return receive_contents(outlined, 0, device)
 
 
 class Rendezvous:
-    """Where the followers of one leader find it, once: a group that comes together again has a new one."""
+    """The place where followers connect to their leader. It serves once: each new group needs a new rendezvous."""
 
     def __init__(self, world: int) -> None:
         self.world = world
@@ -201,7 +204,7 @@ class Rendezvous:
         return Endpoint(str(self.folder / "ranks"), rank, self.world)
 
     def lead(self, device: str, timeout_s: float = JOIN_TIMEOUT_S) -> Leader:
-        """Wait for all followers. Raises `UnavailableError` where they do not come within `timeout_s` seconds."""
+        """Wait for all followers. Raises `UnavailableError` if they do not arrive within `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         connections: dict[int, Connection] = {}
         try:
@@ -239,7 +242,10 @@ def follow_leader(endpoint: Endpoint, device: str) -> Follower:
 
 
 def start_collectives(store: Store, group: Group, device: str) -> None:
-    """The one process group of this process, as transformers wants it: over all ranks, each with a device."""
+    """Start the process's only torch.distributed group, over all ranks, each with its device, as transformers needs it.
+
+    Raises `InvalidValueError` for a device setting that transformers would not follow, or too few GPUs.
+    """
     on_gpu = device != "cpu"
     rule = "must be cuda with tensor_parallel where there are GPUs: transformers puts the shares there"
     require(on_gpu or not torch.cuda.is_available(), "device", device, rule)
@@ -259,33 +265,35 @@ def start_collectives(store: Store, group: Group, device: str) -> None:
 
 
 def pass_timeout_s(num_tokens: int) -> float:
-    """By gloo ranks wait for one another only, no longer in a long pass. By NCCL they wait for all that a GPU was given
-    before, too.
+    """Timeout of the collectives of a pass, in seconds. It grows with the tokens because NCCL also waits for all
+    earlier work of the GPU; with gloo, ranks wait only for each other.
     """
     return min(COLLECTIVE_TIMEOUT_S, PASS_TIMEOUT_S + TOKEN_TIMEOUT_S * num_tokens)
 
 
 def device_index(rank: int, world: int) -> int:
-    """Of the GPUs that this process sees, the rank's: its own where it sees all, the first where Ray gave it one."""
+    """Index of the rank's GPU among those that the process sees: the rank itself if it sees enough GPUs, 0 if Ray
+    assigned it one. Raises `InvalidValueError` for other numbers of GPUs.
+    """
     seen = torch.cuda.device_count()
     require(seen in (1, world) or seen > world, "tensor_parallel", world, f"needs {world} GPUs: {seen} are here")
     return rank if seen >= world else 0
 
 
 def outline(snapshot: Snapshot) -> Snapshot:
-    """The snapshot without its contents."""
+    """The snapshot with meta tensors: shapes and dtypes without contents."""
     return with_tensors(snapshot, [tensor.to("meta") for tensor in snapshot.tensors])
 
 
 def send_contents(snapshot: Snapshot, rank: int) -> None:
-    """The tensors alone; the outline goes another way."""
+    """Send the snapshot's tensors to `rank`; the outline is sent over the socket."""
     for tensor in snapshot.tensors:
         if tensor.numel():
             dist.send(tensor.contiguous(), rank)
 
 
 def receive_contents(outlined: Snapshot, rank: int, device: torch.device) -> Snapshot:
-    """The snapshot with this outline, whose contents `rank` sends."""
+    """The snapshot with this outline and the contents that `rank` sends, on `device`."""
     tensors = [torch.empty_like(tensor, device=device) for tensor in outlined.tensors]
     for tensor in tensors:
         if tensor.numel():
@@ -294,7 +302,7 @@ def receive_contents(outlined: Snapshot, rank: int, device: torch.device) -> Sna
 
 
 def with_tensors(snapshot: Snapshot, tensors: list[Tensor]) -> Snapshot:
-    """With others in place of `snapshot.tensors`."""
+    """A copy of the snapshot with `tensors` in place of `snapshot.tensors`."""
     keys, values, *more = tensors
     changes = snapshot.changes and Changes(snapshot.changes.base, snapshot.changes.kept, *more)
     return replace(snapshot, keys=keys, values=values, changes=changes)

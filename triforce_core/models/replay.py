@@ -1,8 +1,8 @@
-"""Replay: the followers of a tier do to their KV caches what is done to the leader's, in the same order.
+"""Replay: the followers of a tier repeat on their KV caches every call that the leader makes on its own, in order.
 
-What a cache does on the host side is a function of the calls on it alone, so ranks need not agree on anything but
-those. The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; a pass is
-broadcast by its `prepare`. On the other side `CallExecutor` makes the same calls.
+The bookkeeping of a cache depends only on the calls made on it, so the ranks need to exchange nothing but the calls.
+The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; its `prepare`
+broadcasts the pass. On each follower a `CallExecutor` makes the same calls.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class CutSnapshot:
-    """`gathered`: the leader waits for the ranks' shares; else each keeps its own, for `Deliver`."""
+    """`gathered`: the leader collects the ranks' shares; else each rank keeps its share for `Deliver`."""
 
     sequence_id: int
     position: int
@@ -57,29 +57,29 @@ class CutSnapshot:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """A snapshot for the retrieval tier; the contents of each rank's share follow."""
+    """A snapshot for the retrieval tier; the leader sends the contents of each rank's share afterwards."""
 
     outlines: list[Snapshot]  # by rank
 
 
 @dataclass(frozen=True, slots=True)
 class Deliver:
-    """What every rank cut last is for its own retrieval cache."""
+    """Every rank puts the share that it cut last into its own retrieval cache."""
 
 
 Command = Open | RunPass | Release | CutSnapshot | Take | Deliver
 
 
 class LeadingKV:
-    """The leader's cache of one tier, as those see it who use it."""
+    """The leader's cache of one tier; it broadcasts every change to the followers."""
 
     def __init__(self, kv: KVCache, tier: Tier, ranks: Leader) -> None:
         self.kv, self.tier, self.ranks = kv, tier, ranks
-        self.order = threading.RLock()  # other threads bring snapshots; followers execute in the same order
+        self.order = threading.RLock()  # keeps calls and broadcasts in one order, because other threads bring snapshots
 
     @property
     def geometry(self) -> KVGeometry:
-        """Of this rank's share."""
+        """The geometry of this rank's share."""
         return self.kv.geometry
 
     @property
@@ -111,7 +111,9 @@ class LeadingKV:
 
 
 class LeadingFullKV(LeadingKV):
-    """Of the target. `gathered`: snapshots are for another process, and whole; else they are this rank's share."""
+    """The leader's cache of the target. `gathered`: `cut` returns whole snapshots, for another process; else it returns
+    this rank's share.
+    """
 
     def __init__(self, kv: FullKV, ranks: Leader, *, gathered: bool) -> None:
         super().__init__(kv, Tier.TARGET, ranks)
@@ -126,17 +128,17 @@ class LeadingFullKV(LeadingKV):
 
 
 class LeadingRetrievalKV(LeadingKV):
-    """Of the retrieval tier. Snapshots come from any thread; they are handed to the followers by the one that runs
-    passes, for only one may use torch.distributed.
+    """The leader's cache of the retrieval tier. Any thread may bring snapshots, but only the thread that runs passes
+    sends them to the followers, because only one thread may use torch.distributed.
     """
 
     def __init__(self, kv: RetrievalKV, ranks: Leader) -> None:
         super().__init__(kv, Tier.RETRIEVAL, ranks)
         self.sparse = kv
-        self.taken: list[list[Snapshot]] = []  # not handed on yet: the shares of all ranks
+        self.taken: list[list[Snapshot]] = []  # snapshots not sent to the followers yet, as the shares of all ranks
 
     def take(self, snapshot: Snapshot) -> bool:
-        """As `RetrievalKV.take`; the snapshot is whole."""
+        """Take a whole snapshot; returns as `RetrievalKV.take` does."""
         shares = split(snapshot, self.ranks.world)
         with self.order:
             accepted = self.sparse.take(shares[0])
@@ -150,7 +152,7 @@ class LeadingRetrievalKV(LeadingKV):
     def is_live(self, sequence_id: int) -> bool:
         return self.sparse.is_live(sequence_id)
 
-    # In one process with the target, each rank's share is there already.
+    # For a chain in one process: each rank has cut its share itself.
 
     def deliver(self, snapshot: Snapshot) -> None:
         self.broadcast(Deliver())
@@ -168,7 +170,7 @@ class LeadingRetrievalKV(LeadingKV):
 
 
 class LeadingRunner(ModelRunner):
-    """A pass that fails here leaves the other ranks in the middle of theirs: there is no going on."""
+    """A runner that ends all ranks when a pass fails, because the other ranks would hang in theirs."""
 
     kv: LeadingKV
 
@@ -180,7 +182,7 @@ class LeadingRunner(ModelRunner):
 
 
 class CallExecutor:
-    """A follower's side: the caches that its leader has, each with this rank's share of the KV, and their runners."""
+    """A follower's caches and runners, the same as its leader's, each with this rank's share of the KV."""
 
     def __init__(self, group: Follower, full: FullKV | None, sparse: RetrievalKV | None) -> None:
         self.group, self.full, self.sparse = group, full, sparse
@@ -188,14 +190,14 @@ class CallExecutor:
         self.last_cut: Snapshot | None = None
 
     def follow(self) -> None:
-        """Execute what the leader broadcasts until there is no more."""
+        """Execute the leader's commands until the leader stops."""
         while (command := self.group.receive()) is not None:
             self.execute(command)
 
     def execute(self, command: Command) -> None:
         match command:
             case RunPass(tier, forwards):
-                self.runners[tier].forward(forwards)  # its logits are the leader's, too
+                self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
             case Open(tier, sequence_id, spec):
                 self.cache(tier).open(sequence_id, spec)
             case Release(tier, sequence_id):

@@ -1,4 +1,4 @@
-"""One model with one KV cache: aligns sequences to what is stated of them and runs packed forward passes."""
+"""One model with one KV cache: brings sequences up to their stated spans in packed forward passes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triforce_core.kv.base import Batch, Forward, Held, KVGeometry
 from triforce_core.models.graphs import ShapedPasses
 from triforce_core.transfer import on_device
 
-MANY_TOKENS = 64  # from here on a pass is worth all prefill threads
+MANY_TOKENS = 64  # passes over this many tokens or more run on the prefill threads
 ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
 
 
@@ -27,15 +27,15 @@ class Threads(NamedTuple):
 
 
 def threads_for(settings: Settings) -> Threads:
-    """What the settings say. By default all threads, of which ranks have equal shares; those of decoding are measured
-    later where that can be done (`Settings.chooses_threads`).
+    """The threads in the settings, or else all threads, divided evenly over the ranks. If `Settings.chooses_threads`,
+    the number for decoding is measured and set later.
     """
     threads = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
     return Threads(decode=threads, prefill=threads)
 
 
 def run_on(threads: int) -> None:
-    """Have this thread's operators run on so many CPU threads, whatever ran on it before."""
+    """Have the operators that this thread calls run on `threads` CPU threads."""
     if torch.get_num_threads() != threads:
         torch.set_num_threads(threads)
 
@@ -48,7 +48,7 @@ class Cache(Protocol):
 
     @property
     def held(self) -> Mapping[int, Held]:
-        """By sequence id."""
+        """The sequences in the cache, by sequence id."""
         ...
 
     def prepare(self, forwards: list[Forward]) -> Batch: ...
@@ -57,7 +57,9 @@ class Cache(Protocol):
 
 
 class ModelRunner:
-    """Several runners may share one model: only the KV cache is a runner's own, and the passes of constant shape."""
+    """Runs a model over a KV cache. Several runners may share one model; each has its own cache and passes of constant
+    shape.
+    """
 
     def __init__(
         self, model: PreTrainedModel, kv: Cache, threads: Threads | None = None, shaped: ShapedPasses | None = None
@@ -67,7 +69,7 @@ class ModelRunner:
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
     def decode_on(self, threads: int) -> None:
-        """Passes over few tokens, from the next on. From any thread."""
+        """Set the CPU threads for passes over few tokens, from the next pass on. Any thread may call this."""
         if self.threads is not None:
             self.threads = self.threads._replace(decode=threads)
 
@@ -88,14 +90,14 @@ class ModelRunner:
         logits = self.shaped.forward(batch) if self.shaped is not None else None
         if logits is None:
             logits = self._forward(batch)
-        if threads is not None:  # what follows, sampling and selecting chunks, is small work again
+        if threads is not None:  # sampling and chunk selection follow, which are small work
             run_on(threads.decode)
         self.passes += 1
         self.seconds += time.perf_counter() - started
         return logits, batch
 
     def _forward(self, batch: Batch) -> Tensor:
-        """One pass of the batch's own shape."""
+        """An ordinary pass, with tensors of the batch's own shape."""
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]

@@ -1,6 +1,6 @@
-"""A discrete-event model of the three tiers' protocol: which load so many devices serve, and within which latency.
+"""A discrete-event model of the three tiers' protocol: the load that a number of devices serves, and the latency.
 
-`scenario` says what is simulated and `model` runs it: on the `tiers` of each `replica`, through which `requests` pass,
-all of them made of `stations`. `bound` has the formulas to hold the result against, `calibration` reads measured times,
-`plan` searches the fewest devices, and `figure` draws.
+`scenario` defines the input and `model` runs it. `requests` pass through the `tiers` of each `replica`; every tier is
+a station (`stations`). `bound` has formulas for an upper bound on the throughput, `calibration` reads measured times,
+`plan` searches for the fewest devices, and `figure` draws.
 """

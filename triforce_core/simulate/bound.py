@@ -1,4 +1,4 @@
-"""What no schedule can beat: the formulas of docs/simulate.md. No failures, no prompts, no waiting for one another."""
+"""Upper bounds on the throughput, by the formulas of docs/simulate.md. They ignore failures, prefills and queueing."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from triforce_core.simulate.stage_times import StageTimes
 
 
 def expected_tokens(alpha: float, lookahead: int) -> float:
-    """E(α, γ) = (1 − α^(γ+1)) / (1 − α): tokens that a round over γ proposed tokens gives."""
+    """E(α, γ) = (1 − α^(γ+1)) / (1 − α): expected tokens from a round over γ proposed tokens."""
     return float(sum(alpha**i for i in range(lookahead + 1)))
 
 
 @dataclass(frozen=True, slots=True)
 class BlockLengths:
-    """How retrieval blocks come out, rounds never being cut."""
+    """The distribution of retrieval block lengths; rounds are never cut."""
 
     rounds: float  # expected inner rounds of a block
     lengths: dict[int, float]  # probability of each block length, tokens
@@ -28,7 +28,10 @@ class BlockLengths:
 
 
 def block_lengths(lookahead: int, draft_lookahead: int, alpha: float) -> BlockLengths:
-    """Rounds of 1 to γ1 + 1 tokens until there are at least γ2: a renewal process, position by position."""
+    """The lengths of blocks that grow by rounds of 1 to γ1 + 1 tokens until they have at least γ2: a renewal process.
+
+    `lookahead` is γ2, `draft_lookahead` γ1, and `alpha` the chance that a draft token is accepted.
+    """
     if lookahead == 0:
         return BlockLengths(0.0, {0: 1.0})
     gains = {1 + n: alpha**n * (1 - alpha) for n in range(draft_lookahead)}
@@ -42,11 +45,12 @@ def block_lengths(lookahead: int, draft_lookahead: int, alpha: float) -> BlockLe
 
 
 def replica_bound(scenario: Scenario, users: int) -> float:
-    """Most tokens a second of one replica that decodes `users` requests at once.
+    """Most tokens per second of one replica that decodes `users` requests at once.
 
-    N = users, b = ⌈N/m⌉; D = n (γ1 t1 + t2 + r12) drafts a block in n rounds, L = D + t3 + r23 is its whole way, d_max
-    the longest that a device works on a block: X ≤ E2 · min(N / L, b / d_max). Run-ahead replaces L by
-    h · max(t3, D) + (1 − h) L, where h is the chance of a right guess.
+    N is the number of users, m that of micro-batches, and b = ⌈N/m⌉. D = n (γ1 t1 + t2 + r12) is the time to draft a
+    block in n rounds, L = D + t3 + r23 the time of its whole cycle, and d_max the longest time that a device works on a
+    block: X ≤ E2 · min(N / L, b / d_max). Run-ahead with N < m replaces L by h · max(t3, D) + (1 − h) L, where h is the
+    chance of a right guess.
     """
     if not users:
         return 0.0
@@ -61,7 +65,7 @@ def replica_bound(scenario: Scenario, users: int) -> float:
     def seconds(tier: Tier, query_tokens: float) -> float:
         return StageTimes(scenario.stages.of(tier)).ms(batch, query_tokens, context) / 1e3
 
-    work = {Tier.TARGET: seconds(Tier.TARGET, 1 + blocks.mean_length)}  # a block's seconds on each tier
+    work = {Tier.TARGET: seconds(Tier.TARGET, 1 + blocks.mean_length)}  # seconds of each tier per block
     if retrieval:
         work[Tier.RETRIEVAL] = blocks.rounds * seconds(Tier.RETRIEVAL, 1 + draft)
     if draft:
@@ -69,7 +73,7 @@ def replica_bound(scenario: Scenario, users: int) -> float:
 
     def round_trip_s(upper: Tier, lower: Tier) -> float:
         seconds, jitter_s = scenario.link_s(upper, lower)
-        return 2 * seconds + jitter_s  # the mean of two evenly distributed ones
+        return 2 * seconds + jitter_s  # two messages, whose jitter is jitter_s / 2 on average
 
     trips = blocks.rounds * round_trip_s(Tier.RETRIEVAL, Tier.DRAFT) if draft else 0.0
     drafting = sum(s for tier, s in work.items() if tier is not Tier.TARGET) + trips
@@ -84,5 +88,5 @@ def replica_bound(scenario: Scenario, users: int) -> float:
 
 
 def bound_tokens_per_s(scenario: Scenario) -> float:
-    """Of all replicas."""
+    """Most tokens per second of all replicas."""
     return sum(replica_bound(scenario, scenario.users_of(replica)) for replica in range(scenario.replicas))

@@ -1,4 +1,4 @@
-"""Measured times and acceptance in place of assumed ones: the JSON that `triforce bench pipeline --json` prints."""
+"""Reading measured times and acceptance from the JSON that `triforce bench pipeline --json` prints."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from triforce_core.simulate.scenario import AssumedAcceptance, Hops, Stages, Str
 
 
 class Calibration(Strict):
-    """What the benchmark measured for the simulation's sake."""
+    """The section of the benchmark's figures that is meant for the simulator."""
 
     stages: Stages
     hop_ms: Hops = Hops()
 
 
 class BenchFigures(BaseModel):
-    """The part of the benchmark's figures that a simulation needs; the others are its own affair."""
+    """The benchmark's figures that a simulation needs; all others are ignored."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -30,13 +30,13 @@ class BenchFigures(BaseModel):
 
 
 def read_calibration(path: Path) -> dict[str, Any]:
-    """The sections `stages`, `hop_ms` and `acceptance` of a scenario. Raises `InvalidValueError`."""
+    """The sections `stages`, `hop_ms` and `acceptance` of a scenario, from the file. Raises `InvalidValueError`."""
     try:
         figures = BenchFigures.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:
         raise InvalidValueError("calibrate", str(path), f"cannot be read: {error.strerror}") from None
     except ValidationError as error:
         raise invalid_value(error) from None
-    except ValueError as error:  # of JSON and of UTF-8
+    except ValueError as error:  # JSON and UTF-8 errors
         raise InvalidValueError("calibrate", str(path), f"is not valid JSON: {error}") from None
     return figures.calibration.model_dump() | {"acceptance": figures.acceptance.model_dump()}

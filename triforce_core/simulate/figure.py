@@ -1,4 +1,4 @@
-"""Pictures of a simulation: who ran when, and what micro-batches bring."""
+"""Pictures of a simulation: a timeline of the passes, and throughput by number of micro-batches."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ FORMATS = (".svg", ".png")
 
 
 def check_figure(path: Path) -> None:
-    """Before anything is simulated. Raises `InvalidValueError`."""
+    """Raise `InvalidValueError` for a path that cannot be drawn into; call it before the simulation."""
     require(path.suffix in FORMATS, "figure", str(path), f"must end in one of {', '.join(FORMATS)}")
     require(path.parent.is_dir(), "figure", str(path), "lies in no directory")
 
 
 def draw_timeline(axes: Axes, result: Result) -> None:
-    """The devices of the first replica: its passes until some verifies into the window."""
+    """Draw the passes on the first replica's devices, from the window's start over its first few target passes."""
     devices = {name: passes for name, passes in result.passes.items() if name.startswith("0/")}
     start = result.recorder.window.start_s
     verified = [
@@ -46,7 +46,7 @@ def draw_timeline(axes: Axes, result: Result) -> None:
 
 
 def draw_micro_batches(axes: Axes, scenario: Scenario) -> None:
-    """Tokens a second against the number of micro-batches, with the bound."""
+    """Draw tokens per second by number of micro-batches, with the upper bound."""
     swept = [scenario.model_copy(update={"micro_batches": count}) for count in MICRO_BATCHES]
     axes.plot(MICRO_BATCHES, [bound_tokens_per_s(each) for each in swept], "--", color="grey", label="bound")
     axes.plot(MICRO_BATCHES, [simulate(each).tokens_per_s for each in swept], "o-", color="#5c4d7d", label="simulated")
@@ -58,7 +58,7 @@ def draw_micro_batches(axes: Axes, scenario: Scenario) -> None:
 
 
 def draw(path: Path, scenario: Scenario, result: Result) -> None:
-    """Both, into an SVG or PNG file. Raises `InvalidValueError`."""
+    """Draw both pictures into an SVG or PNG file. Raises `InvalidValueError` if it cannot be written."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     timeline, micro_batches = figure.subplots(2, 1, height_ratios=(2, 3))
     draw_timeline(timeline, result)

@@ -1,4 +1,4 @@
-"""What a simulation measures, and the figures that come of it."""
+"""The measurements of a simulation, and the figures computed from them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triforce_core.messages import Tier
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The simulated seconds that count."""
+    """The simulated time span in which measurements count."""
 
     start_s: float
     end_s: float
@@ -39,7 +39,7 @@ class PassRecord(NamedTuple):
 
 
 class Finished(NamedTuple):
-    """One request, served."""
+    """The times of one served request."""
 
     arrived_s: float
     first_token_s: float
@@ -52,7 +52,7 @@ class Finished(NamedTuple):
 
 
 class Arrival(NamedTuple):
-    """How many requests one that arrived found waiting to go live."""
+    """One request's arrival, and the number of requests that were waiting to go live then."""
 
     time_s: float
     waiting: int
@@ -60,7 +60,7 @@ class Arrival(NamedTuple):
 
 @dataclass(slots=True)
 class Recorder:
-    """Collects over all replicas; rates and latencies count within `window` only."""
+    """Collects the measurements of all replicas; rates and latencies count within `window` only."""
 
     window: Window
     committed: int = 0  # tokens within the window
@@ -70,7 +70,7 @@ class Recorder:
     arrivals: list[Arrival] = field(default_factory=list)
 
     def commit(self, now_s: float, tokens: int, since_s: float) -> None:
-        """One request's block, asked for at `since_s`, was verified and gave `tokens`."""
+        """Record that a request's block, asked for at `since_s`, was verified and `tokens` tokens were committed."""
         if now_s in self.window:
             self.committed += tokens
             self.rounds += 1
@@ -78,7 +78,7 @@ class Recorder:
 
 
 def percentiles(values: Sequence[float], digits: int = 6) -> dict[str, float] | None:
-    """p50, p95 and p99; None of nothing."""
+    """p50, p95 and p99 of the values, rounded to `digits` decimals; None if there are no values."""
     if not values:
         return None
     return {f"p{p}": round(float(numpy.percentile(values, p)), digits) for p in (50, 95, 99)}
@@ -86,7 +86,7 @@ def percentiles(values: Sequence[float], digits: int = 6) -> dict[str, float] | 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What one simulation gave."""
+    """The result of one simulation."""
 
     recorder: Recorder
     passes: dict[str, list[PassRecord]]  # by device, such as 0/draft+retrieval
@@ -114,9 +114,10 @@ class Result:
 
     @property
     def keeps_up(self) -> bool:
-        """Whether the queue stopped growing: in the last quarter arrivals find about as many waiting as in the second.
+        """Whether the queue has stopped growing: arrivals in the window's last quarter find about as many requests
+        waiting as those in its second quarter.
 
-        One request more for each device is taken for chance.
+        A difference of at most one request per device is taken for chance.
         """
         window, means = self.recorder.window, []
         for quarter in (1, 3):
@@ -127,7 +128,7 @@ class Result:
         return means[1] <= means[0] + len(self.passes)
 
     def figures(self) -> dict[str, Any]:
-        """As one JSON object."""
+        """The figures, ready for JSON."""
         recorder, requests = self.recorder, self.measured
         result: dict[str, Any] = {
             "tokens_per_s": round(self.tokens_per_s, 3),

@@ -1,6 +1,6 @@
-"""The protocol of the three tiers as a discrete-event model: each tier a station on a device, messages between them.
+"""The protocol of the three tiers as a discrete-event model: each tier is a station on a device and sends messages.
 
-Here a scenario is run: requests arrive, tiers fail, and what was measured is put together.
+This module runs a scenario: it creates the arrivals and failures, and collects the result.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from triforce_core.simulate.tiers import Pipeline
 
 
 class Simulation:
-    """All replicas under one load. Runs until every request that arrived within the duration is served."""
+    """All replicas under one load. A simulation runs until every request that arrived within the duration is served."""
 
     def __init__(self, scenario: Scenario) -> None:
         self.scenario = scenario
@@ -60,7 +60,7 @@ class Simulation:
         self._close_when_drained()
 
     def _submit(self) -> None:
-        """One request to the replica with the fewest."""
+        """Send a new request to the replica with the fewest requests."""
         load = self.scenario.load
         request = Request(
             arrived_s=self.env.now,
@@ -73,7 +73,7 @@ class Simulation:
         min(self.pipelines, key=lambda pipeline: pipeline.replica.load).submit(request)
 
     def finished(self) -> None:
-        """A request is served; in the closed loop its user sends the next."""
+        """Note that a request is served; in a closed loop its user then sends the next."""
         self.unfinished -= 1
         if self.env.now < self.scenario.duration_s:
             if self.scenario.load.concurrency is not None:
@@ -115,5 +115,5 @@ class Simulation:
 
 
 def simulate(scenario: Scenario) -> Result:
-    """Run it; the same scenario gives the same result."""
+    """Run a scenario; the same scenario gives the same result."""
     return Simulation(scenario).run()

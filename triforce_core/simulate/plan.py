@@ -1,4 +1,4 @@
-"""The fewest devices that serve a load within a latency: every placement, the smallest number of replicas of each."""
+"""A search for the fewest devices that serve a load within a latency: the fewest replicas of each placement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triforce_core.simulate.scenario import PLACEMENTS, Scenario, device_name
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """Latencies that 95% of the requests must keep, from arrival to last token; None asks nothing."""
+    """Upper limits on the latency, from arrival to last token, of 95% of the requests; None is no limit."""
 
     p95_ms_per_token: float | None = None  # request latency over output tokens
     p95_request_s: float | None = None
@@ -33,7 +33,7 @@ class Goal:
 
 @dataclass(frozen=True, slots=True)
 class Option:
-    """One scenario that was tried."""
+    """One scenario that was tried, and whether it serves the load within the goal."""
 
     scenario: Scenario
     result: Result
@@ -57,14 +57,14 @@ class Option:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What was tried, in order, and the best of it, if any serves."""
+    """All options tried, in order; `best` is None if none of them serves."""
 
     goal: Goal
     tried: list[Option]
 
     @property
     def best(self) -> Option | None:
-        """The fewest devices; among equals the fewest milliseconds a token."""
+        """The option that serves with the fewest devices, and among equals with the fewest milliseconds per token."""
         serving = [option for option in self.tried if option.serves]
         return min(serving, key=lambda option: (option.gpus, _p95_ms(option.result)), default=None)
 
@@ -83,13 +83,13 @@ class Plan:
 
 
 def _p95_ms(result: Result) -> float:
-    """Milliseconds per output token, queueing and prompt included, that 95% of the requests keep."""
+    """95th percentile of the milliseconds per output token, with queueing and prefill included."""
     latencies = result.figures()["ms_per_token"]
     return float(latencies["p95"]) if latencies else 0.0
 
 
 def serves(result: Result, goal: Goal) -> bool:
-    """Whether the queue does not grow, and the latencies are kept."""
+    """Whether the queue does not grow and the latencies are within the goal."""
     figures = result.figures()
     if not figures["requests"]:
         return False  # nothing was measured
@@ -99,15 +99,15 @@ def serves(result: Result, goal: Goal) -> bool:
 
 
 def plan(scenario: Scenario, goal: Goal, max_gpus: int) -> Plan:
-    """Try each placement of the scenario; `scenario.replicas` and `.colocate` themselves are not looked at.
+    """Try each placement with as few replicas as possible; `scenario.replicas` and `scenario.colocate` are ignored.
 
-    Raises `InvalidValueError` where the load is no rate, or nothing may be tried.
+    Raises `InvalidValueError` if the load is not a rate, or if `max_gpus` allows no option.
     """
     rate = scenario.load.rate_per_s
     require(rate is not None, "load", "concurrency", "must be a rate for --plan: --rate, or load.rate_per_s")
     assert rate is not None
     output = scenario.load.output_tokens
-    offered = rate * sum(output) / len(output)  # tokens a second
+    offered = rate * sum(output) / len(output)  # tokens per second
     tried: list[Option] = []
     seen = set()
     for colocate in PLACEMENTS:
@@ -117,7 +117,7 @@ def plan(scenario: Scenario, goal: Goal, max_gpus: int) -> Plan:
         seen.add(placed.devices)
         known = Plan(goal, tried).best
         limit = (known.gpus if known else max_gpus) // len(placed.devices)
-        # Below this the bound itself is exceeded.
+        # With fewer replicas the load exceeds the bound.
         fewest = ceil(offered / replica_bound(placed, placed.max_sequences))
         tried += _search(placed, goal, fewest, limit)
     require(bool(tried), "max-gpus", max_gpus, f"is below what any placement needs for {offered:g} tokens a second")
@@ -125,8 +125,8 @@ def plan(scenario: Scenario, goal: Goal, max_gpus: int) -> Plan:
 
 
 def _search(scenario: Scenario, goal: Goal, fewest: int, most: int) -> list[Option]:
-    """The options tried for the smallest number of replicas from `fewest` to `most` that serves: wider and wider
-    steps up to one that does, then halving.
+    """The options tried to find the smallest number of replicas from `fewest` to `most` that serves: steps of growing
+    size up to a number that serves, then bisection.
     """
     tried: list[Option] = []
 

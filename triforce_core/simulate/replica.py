@@ -1,4 +1,4 @@
-"""What the tiers of one replica share: its requests, live and waiting, its devices, and the links between them."""
+"""The parts of a replica that its tiers share: requests, devices and the links between tiers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from triforce_core.simulate.stations import Device, Line
 
 
 class SimulatedReplica:
-    """One of those that share the load."""
+    """One of the replicas that share the load; its tiers are in `tiers.Pipeline`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class SimulatedReplica:
         self.devices = [Device(env, f"{index}/{device_name(tiers)}") for tiers in scenario.devices]
 
     def device_of(self, tier: Tier) -> Device:
-        """A tier that takes no part is a station that is never asked; which device it has does not matter."""
+        """The device that runs the tier. Any device will do for a tier that the lookaheads skip, as it never runs."""
         for device, tiers in zip(self.devices, self.scenario.devices, strict=True):
             if tier in tiers:
                 return device
@@ -49,12 +49,12 @@ class SimulatedReplica:
 
     @property
     def decoding(self) -> int:
-        """Live requests whose prompts are read."""
+        """Number of live requests whose prefill is done."""
         return sum(not request.unread for request in self.live)
 
     @property
     def micro_batch(self) -> int:
-        """Most requests in a verifying pass."""
+        """Most requests in a verification pass."""
         return ceil(self.decoding / self.scenario.micro_batches)
 
     @property
@@ -66,14 +66,14 @@ class SimulatedReplica:
         self.queue.add([request])
 
     def admit(self) -> list[Request]:
-        """Those that go live now, in the order of their arrival, as long as there is room."""
+        """Let waiting requests go live in the order of their arrival while there is room; returns them."""
         room = self.scenario.max_sequences - len(self.live)
         admitted = self.queue.take(list(self.queue)[:room])
         self.live += admitted
         return admitted
 
     def release(self, request: Request) -> None:
-        """It is served."""
+        """Remove a request that is served."""
         self.live.remove(request)
         self.recorder.finished.append(
             Finished(request.arrived_s, request.first_token_s, self.env.now, request.output_tokens)
@@ -81,7 +81,7 @@ class SimulatedReplica:
         self.on_finished()
 
     def send(self, blocks: list[Block], one: Tier, other: Tier, receive: Callable[[list[Block]], None]) -> None:
-        """One message over the link between two tiers, either way."""
+        """Send blocks in one message over the link between two tiers, in either direction."""
         if not blocks:
             return
         seconds, jitter_s = self.links[max(one, other)]

@@ -1,4 +1,4 @@
-"""What passes through the tiers: requests, their blocks, and what of both a pass takes. Tokens are counts only."""
+"""Requests, their blocks, and the input of a pass. Tokens are counted only."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class Request:
-    """One request; `chance` decides what is accepted of it, whatever its batch-mates and the placement."""
+    """One request. `chance` decides which of its tokens are accepted, independently of other requests and the
+    placement.
+    """
 
     arrived_s: float
     prompt_tokens: int
@@ -16,7 +18,7 @@ class Request:
     chance: random.Random
     produced: int = 0
     unread: int = 0  # tokens that the target must prefill before it can decode
-    block: Block | None = None  # the one outstanding
+    block: Block | None = None  # the outstanding block
     first_token_s: float = 0.0
 
     @property
@@ -28,12 +30,12 @@ class Request:
         return self.produced == self.output_tokens
 
     def new_block(self, asked_s: float) -> Block:
-        """Its next one, still empty."""
+        """Start the request's next block, still empty."""
         self.block = Block(self, asked_s)
         return self.block
 
     def accepted(self, proposed: int, alpha: float) -> int:
-        """How many of the proposed tokens are, up to the first that is not."""
+        """Draw how many of the proposed tokens are accepted before the first that is not."""
         for count in range(proposed):
             if self.chance.random() >= alpha:
                 return count
@@ -42,21 +44,21 @@ class Request:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """What the retrieval tier has so far for a request; sent up empty, it is one plain decoding step."""
+    """The tokens that the retrieval tier has so far for a request. An empty block makes the target decode one token."""
 
     request: Request
     asked_s: float
     tokens: int = 0
-    drafted: int = 0  # by the draft tier, in the round that runs
-    guessed: bool = False  # run-ahead guessed right what the target made of the block before this one
-    ahead: bool = False  # nobody has asked for it yet: its first token is the guess of the target's own
-    in_round: bool = False  # on its way through draft and retrieval
-    void: bool = False  # replaced: whoever meets it drops it
+    drafted: int = 0  # by the draft tier, in the present round
+    guessed: bool = False  # run-ahead guessed the target's answer to the previous block correctly
+    ahead: bool = False  # drafted before the target asked: its first token guesses the target's own
+    in_round: bool = False  # in a round of the draft and retrieval tiers
+    void: bool = False  # replaced or dropped: stations ignore it
 
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """What a draft or a retrieval pass takes."""
+    """The input of a draft or retrieval pass."""
 
     blocks: list[Block]
 
@@ -67,7 +69,7 @@ class Blocks:
 
 @dataclass(frozen=True, slots=True)
 class Verification:
-    """What a target pass takes: blocks, and tokens of prompts beside them."""
+    """The input of a target pass: blocks, and prefill chunks as (request, tokens)."""
 
     blocks: list[Block]
     chunks: list[tuple[Request, int]]

@@ -1,4 +1,4 @@
-"""What is simulated: one model, validated where it enters. `docs/simulate.md` explains each part."""
+"""The input of a simulation, validated when it is loaded. `docs/simulate.md` explains each part."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triforce_core.messages import Tier
 
 Colocate = Literal["none", "draft_with_retrieval", "all"]
 
-# Which tiers share a device, in the words of the setting `placement.colocate`.
+# The tiers that share each device, by value of the setting `placement.colocate`.
 PLACEMENTS: dict[Colocate, tuple[tuple[Tier, ...], ...]] = {
     "none": ((Tier.DRAFT,), (Tier.RETRIEVAL,), (Tier.TARGET,)),
     "draft_with_retrieval": ((Tier.DRAFT, Tier.RETRIEVAL), (Tier.TARGET,)),
@@ -30,12 +30,12 @@ class StagePoint(Strict):
 
     batch: int = Field(1, ge=1, description="requests in the pass")
     tokens: int = Field(1, ge=1, description="query tokens per request")
-    context: int | None = Field(None, ge=1, description="tokens of KV per request; all points of a tier say it or none")
+    context: int | None = Field(None, ge=1, description="tokens of KV per request; in all points of a tier or in none")
     ms: float = Field(gt=0, description="milliseconds that the pass takes")
 
 
 class Stages(Strict):
-    """Pass times of each tier; those of tiers that the lookaheads skip may be missing."""
+    """Pass times of each tier; tiers that the lookaheads skip need none."""
 
     draft: tuple[StagePoint, ...] = ()
     retrieval: tuple[StagePoint, ...] = ()
@@ -58,14 +58,14 @@ class Stages(Strict):
 
 
 class Hops(Strict):
-    """Milliseconds that a message takes one way; each link is crossed both ways. No link within a device."""
+    """Milliseconds that a message takes one way between two tiers; 0 between tiers on the same device."""
 
     target_retrieval: float = Field(0.0, ge=0)
     retrieval_draft: float = Field(0.0, ge=0)
 
 
 class AssumedAcceptance(Strict):
-    """Chance that a proposed token is accepted when those before it were."""
+    """Chance that a proposed token is accepted when all earlier tokens of its block were."""
 
     retrieval: float = Field(ge=0, le=1, description="alpha2: a retrieval token, by the target")
     draft: float = Field(0.0, ge=0, le=1, description="alpha1: a draft token, by the retrieval tier")
@@ -80,10 +80,10 @@ TokenCounts = Annotated[tuple[TokenCount, ...], BeforeValidator(_as_sequence), F
 
 
 class Load(Strict):
-    """What users ask: so many at a time (closed loop), or so many a second (Poisson arrivals)."""
+    """The requests of the users: a fixed number at a time (closed loop), or a rate per second (Poisson arrivals)."""
 
-    concurrency: int | None = Field(None, ge=1, description="users who each send their next request when one is done")
-    rate_per_s: float | None = Field(None, gt=0, description="requests a second, over all replicas")
+    concurrency: int | None = Field(None, ge=1, description="users who each have one request at a time")
+    rate_per_s: float | None = Field(None, gt=0, description="requests per second, over all replicas")
     prompt_tokens: TokenCounts = Field((1024,), description="one length, or several to draw from evenly")
     output_tokens: TokenCounts = Field((256,), description="one length, or several to draw from evenly")
 
@@ -95,21 +95,21 @@ class Load(Strict):
 
 
 class Prefill(Strict):
-    """Prompts share the target's passes: each pass takes up to `chunk` prompt tokens and is so much longer."""
+    """Prefill in the target's passes: up to `chunk` prompt tokens per pass lengthen it, at `tokens_per_s`."""
 
     tokens_per_s: float = Field(gt=0)
     chunk: int = Field(2048, ge=1, description="most prompt tokens in a pass")
 
 
 class Failure(Strict):
-    """How often a tier's process dies (exponentially distributed), and how long until it is back."""
+    """Mean time between failures of a tier's process (exponentially distributed), and time to recover, in seconds."""
 
     mtbf_s: float = Field(gt=0)
     recovery_s: float = Field(gt=0)
 
 
 class Failures(Strict):
-    """Tiers that are not named never fail."""
+    """The failures of each tier; None: the tier never fails."""
 
     draft: Failure | None = None
     retrieval: Failure | None = None
@@ -130,7 +130,7 @@ class Scenario(Strict):
     lookaheads: tuple[int, int] = Field(
         (8, 3), description="tokens drafted by the retrieval tier, and by the draft tier"
     )
-    micro_batches: int = Field(3, ge=1, description="1 is sequential mode: every pass waits for all")
+    micro_batches: int = Field(3, ge=1, description="1 is sequential mode: every pass waits for all requests")
     run_ahead: bool = False
     colocate: Colocate = "none"
     replicas: int = Field(1, ge=1, le=1024)
@@ -138,7 +138,7 @@ class Scenario(Strict):
     prefill: Prefill | None = Field(None, description="by default prompts cost nothing")
     failures: Failures = Failures()
     duration_s: float = Field(60.0, gt=0, description="simulated seconds in which requests arrive")
-    warmup_s: float = Field(0.0, ge=0, description="seconds at the beginning that no figure counts")
+    warmup_s: float = Field(0.0, ge=0, description="seconds at the beginning that are not measured")
     seed: int = 0
 
     @model_validator(mode="after")
@@ -163,25 +163,27 @@ class Scenario(Strict):
 
     @property
     def tiers(self) -> tuple[Tier, ...]:
-        """Those that take part."""
+        """The tiers that take part."""
         retrieval, draft = self.lookaheads
         return (Tier.DRAFT,) * (draft > 0) + (Tier.RETRIEVAL,) * (retrieval > 0) + (Tier.TARGET,)
 
     @property
     def devices(self) -> tuple[tuple[Tier, ...], ...]:
-        """Of one replica: which tiers that take part each of them runs."""
+        """The devices of one replica, each as the participating tiers that it runs."""
         shared = (tuple(tier for tier in group if tier in self.tiers) for group in PLACEMENTS[self.colocate])
         return tuple(group for group in shared if group)
 
     def link_s(self, upper: Tier, lower: Tier) -> tuple[float, float]:
-        """Seconds that a message between two tiers takes one way, and how many more at most; none within a device."""
+        """Seconds that a message between two tiers takes one way, and its largest jitter; 0 on the same device."""
         if any(upper in group and lower in group for group in self.devices):
             return 0.0, 0.0
         hop_ms = self.hop_ms.target_retrieval if upper is Tier.TARGET else self.hop_ms.retrieval_draft
         return hop_ms / 1e3, self.jitter_ms / 1e3
 
     def users_of(self, replica: int) -> int:
-        """Requests that this replica decodes at once: its even share of the users, or under a rate all that it can."""
+        """Requests that this replica decodes at once: its even share of the users, at most `max_sequences`, or
+        `max_sequences` if the load is a rate.
+        """
         if self.load.concurrency is None:
             return self.max_sequences
         share, rest = divmod(self.load.concurrency, self.replicas)

@@ -1,4 +1,4 @@
-"""How long a pass takes, from a table of measured points."""
+"""The time of a pass, interpolated in a table of measured points."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from triforce_core.simulate.scenario import StagePoint
 
 
 def piecewise_linear(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """y at x through the points (xs ascending). Below the first point its y; above the last the slope of the last
-    two goes on where it rises, for a wider pass is never free.
+    """y at x by linear interpolation between the points (xs ascending). Below the first point y is constant. Above the
+    last, the line through the last two goes on, but never falls, because a wider pass is never faster.
     """
     if x <= xs[0] or len(xs) == 1:
         return ys[0]
@@ -25,8 +25,9 @@ def piecewise_linear(xs: Sequence[float], ys: Sequence[float], x: float) -> floa
 class StageTimes:
     """Milliseconds of a tier's pass by (batch, tokens, context).
 
-    Linear between the measured tokens of each batch size, then between batch sizes, then between contexts: on a full
-    grid that is bilinear (trilinear with contexts), and a ragged table needs no filling. One point is a constant.
+    Interpolated linearly between the token counts of each batch size, then between batch sizes, then between contexts:
+    on a full grid this is bilinear (trilinear with contexts), and missing points are allowed. A single point is a
+    constant.
     """
 
     def __init__(self, points: Sequence[StagePoint]) -> None:
@@ -41,7 +42,9 @@ class StageTimes:
         self.constant = points[0].ms if len(points) == 1 else None
 
     def ms(self, batch: int, tokens: float, context: float) -> float:
-        """Of a pass over `batch` requests with `tokens` query tokens and `context` tokens of KV each, on average."""
+        """Milliseconds of a pass over `batch` requests with, on average, `tokens` query tokens and `context` tokens of
+        KV.
+        """
         if self.constant is not None:
             return self.constant
         place = (batch, tokens, context if len(self.table) > 1 else 0.0)

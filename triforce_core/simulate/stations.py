@@ -1,4 +1,4 @@
-"""Devices, waiting lines, and the one loop of every tier: wait for what is ready, take it, run it, hand it on."""
+"""Devices, queues, and the loop that all tiers share: wait for input, take it, run a pass, hand on the result."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ Events = Generator[simpy.Event, Any, None]
 
 
 class Sized(Protocol):
-    """What a station takes for one pass."""
+    """The input of one pass."""
 
     @property
     def batch(self) -> int:
-        """Requests."""
+        """Number of requests."""
         ...
 
 
@@ -29,7 +29,7 @@ Taken = TypeVar("Taken", bound=Sized)
 
 
 class Device:
-    """One GPU: runs one pass at a time, of whichever of its tiers came first."""
+    """One GPU. It runs one pass at a time; its tiers get it in the order in which they asked."""
 
     def __init__(self, env: simpy.Environment, name: str) -> None:
         self.name = name
@@ -38,7 +38,7 @@ class Device:
 
 
 class Line(Generic[Item]):
-    """First come, first served; knows its mean length over the window."""
+    """A first-come, first-served queue that measures its mean length over the window."""
 
     def __init__(self, env: simpy.Environment, window: Window) -> None:
         self.env, self.window = env, window
@@ -61,7 +61,7 @@ class Line(Generic[Item]):
         self.items.extend(items)
 
     def take(self, items: list[Item]) -> list[Item]:
-        """These leave the line."""
+        """Remove the items from the queue; returns them."""
         self._count()
         for item in items:
             self.items.remove(item)
@@ -74,7 +74,7 @@ class Line(Generic[Item]):
 
 
 class Station(ABC, Generic[Taken]):
-    """One tier of one pipeline. Subclasses say what is ready, what a pass takes, how long, and what comes of it."""
+    """One tier of one pipeline. Subclasses define when a pass can start, its input, its duration and its outcome."""
 
     tier: Tier
 
@@ -98,16 +98,16 @@ class Station(ABC, Generic[Taken]):
     def finish(self, taken: Taken) -> None: ...
 
     def lose(self, taken: Taken) -> None:
-        """The tier failed during this pass, after `failed` was called."""
+        """Handle the input of a pass during which the tier failed; called after `failed`."""
 
     def failed(self) -> None:
-        """The tier has just gone down."""
+        """Called when the tier has just gone down."""
 
     def recovered(self) -> None:
-        """The tier is up again."""
+        """Called when the tier is up again."""
 
     def wake(self) -> None:
-        """Something may be ready."""
+        """Check again whether a pass can start."""
         if not self.woken.triggered:
             self.woken.succeed()
 
@@ -118,7 +118,7 @@ class Station(ABC, Generic[Taken]):
                 yield self.woken
             with self.device.slot.request() as slot:
                 yield slot
-                if not (self.up and self.ready()):  # it changed while another tier had the device
+                if not (self.up and self.ready()):  # it may have changed while another tier had the device
                     continue
                 taken = self.take()
                 start, self.running = self.env.now, True
@@ -135,7 +135,7 @@ class Station(ABC, Generic[Taken]):
                 self.finish(taken)
 
     def fail(self) -> None:
-        """The tier's process dies; what it was running is lost."""
+        """Let the tier's process die; the pass that it was running is lost."""
         self.up = False
         self.failures += 1
         if self.running:

@@ -1,7 +1,7 @@
-"""The three tiers as stations, and the pipeline that they make.
+"""The three tiers as stations, and the pipeline that they form.
 
-A request has one block outstanding: it goes down to the retrieval tier, grows there by rounds of draft and verify,
-comes up to the target, is verified, and the next one is asked for.
+A request has one block outstanding. The block goes down to the retrieval tier, grows there by rounds of drafting and
+verifying, and comes up to the target, which verifies it and asks for the next block.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from triforce_core.simulate.stations import Line, Station, Taken
 
 
 class TierStation(Station[Taken]):
-    """A tier of a pipeline, through which it reaches the other two, and the blocks that wait for a pass."""
+    """A tier of a pipeline, with its queue of blocks; it reaches the other two tiers through the pipeline."""
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline, self.replica = pipeline, pipeline.replica
@@ -22,7 +22,7 @@ class TierStation(Station[Taken]):
 
 
 class DraftStation(TierStation[Blocks]):
-    """Drafts γ1 tokens in γ1 steps, for all that wait at once. While it is down, rounds go on without it."""
+    """Drafts γ1 tokens in γ1 steps for all waiting blocks at once. While it is down, rounds go on without drafts."""
 
     tier = Tier.DRAFT
 
@@ -57,23 +57,23 @@ class DraftStation(TierStation[Blocks]):
 
 
 class RetrievalStation(TierStation[Blocks]):
-    """Grows blocks round by round until they have γ2 tokens, or half of them where the target idles, and never cuts
-    one. While it is down, blocks are empty.
+    """Grows blocks round by round until they have at least γ2 tokens, or half as many if the target is idle. Blocks are
+    never cut. While it is down, blocks stay empty.
     """
 
     tier = Tier.RETRIEVAL
 
     def __init__(self, pipeline: Pipeline) -> None:
         super().__init__(pipeline)
-        self.growing: dict[Request, Block] = {}  # asked for and not handed up yet
-        self.ahead: dict[Request, Block] = {}
+        self.growing: dict[Request, Block] = {}  # blocks asked for and not handed up yet
+        self.ahead: dict[Request, Block] = {}  # head starts of run-ahead
 
     @property
     def lookahead(self) -> int:
         return self.replica.scenario.lookaheads[0]
 
     def receive(self, blocks: list[Block]) -> None:
-        """The target asks for these."""
+        """Take the blocks that the target asks for."""
         asked = [block for block in blocks if not block.void]
         if not self.up:
             self.pipeline.target.receive(asked)
@@ -81,7 +81,7 @@ class RetrievalStation(TierStation[Blocks]):
         fresh = []
         for block in asked:
             head = self.ahead.pop(block.request, None)
-            if head is None or not block.guessed or head.tokens < 1:  # with 0 it holds nothing but the guess
+            if head is None or not block.guessed or head.tokens < 1:  # with 0 tokens it holds only the guess
                 if head is not None:
                     self._drop(head)
                 fresh.append(block)
@@ -91,14 +91,14 @@ class RetrievalStation(TierStation[Blocks]):
         self._go_on(fresh)
 
     def _kept(self, head: Block, block: Block) -> list[Block]:
-        """The head start becomes the block that was asked for; none where its round still runs."""
+        """Let the head start replace the block that was asked for. Returns it, or nothing while its round runs."""
         head.ahead, head.asked_s = False, block.asked_s
         block.void, block.request.block = True, head
         self.growing[block.request] = head
         return [] if head.in_round else [head]
 
     def _go_on(self, blocks: list[Block]) -> None:
-        """Hand up those that are long enough, start a round of the others."""
+        """Hand up the blocks that are long enough, and start a round of the others."""
         done = [block for block in blocks if block.tokens >= self.lookahead] or self.early(blocks)
         for block in done:
             del self.growing[block.request]
@@ -110,8 +110,12 @@ class RetrievalStation(TierStation[Blocks]):
         self._run_ahead()
 
     def early(self, blocks: list[Block]) -> list[Block]:
-        """The longest, if half done, where all of several requests grow here: the target has nothing to judge then."""
-        alone = [Tier.TARGET] in map(list, self.replica.scenario.devices)  # elsewhere it would take turns with this one
+        """The longest block, if it has half of γ2 and the target is idle because the blocks of all requests are growing
+        here.
+
+        Only with two or more live requests, a target on its own device, and pipelined mode.
+        """
+        alone = [Tier.TARGET] in map(list, self.replica.scenario.devices)  # on a shared device nothing is idle
         if not blocks or not alone or self.replica.sequential:
             return []
         if not 1 < len(self.replica.live) == len(self.growing):
@@ -130,7 +134,7 @@ class RetrievalStation(TierStation[Blocks]):
             self.drafted(blocks)
 
     def _run_ahead(self) -> None:
-        """With nothing real to do and fewer requests than micro-batches, one round of each guess."""
+        """Start a round of each head start, if no block is asked for and fewer requests are live than micro-batches."""
         heads = list(self.ahead.values())
         if self.growing or any(head.in_round for head in heads):
             return
@@ -138,7 +142,7 @@ class RetrievalStation(TierStation[Blocks]):
             self._start_round([head for head in heads if head.tokens < self.lookahead])
 
     def drafted(self, blocks: list[Block]) -> None:
-        """The draft tier's answers, empty ones included."""
+        """Take the draft tier's answers; `drafted` is 0 in blocks for which it drafted nothing."""
         self.line.add(block for block in blocks if not block.void)
         self.wake()
 
@@ -163,7 +167,7 @@ class RetrievalStation(TierStation[Blocks]):
         self._go_on([block for block in blocks if not block.ahead])
 
     def grow(self, block: Block) -> None:
-        """What the draft tier proposed was verified: the accepted tokens, and one of this tier's own."""
+        """Add the accepted tokens of the draft tier, and one of this tier's own, to the block."""
         block.tokens += 1 + block.request.accepted(block.drafted, self.replica.scenario.acceptance.draft)
 
     def failed(self) -> None:
@@ -172,7 +176,7 @@ class RetrievalStation(TierStation[Blocks]):
         self.pipeline.target.receive([block.request.new_block(block.asked_s) for block in lost])
 
     def forget(self, requests: list[Request]) -> None:
-        """Drop what is here for these."""
+        """Drop all blocks of these requests."""
         for request in requests:
             for blocks in self.growing, self.ahead:
                 if request in blocks:
@@ -186,7 +190,7 @@ class RetrievalStation(TierStation[Blocks]):
 
 
 class TargetStation(TierStation[Verification]):
-    """Verifies ready blocks and reads prompts, in the same passes. While it is down, everything waits."""
+    """Verifies blocks and prefills prompts in the same passes. While it is down, everything waits."""
 
     tier = Tier.TARGET
 
@@ -240,7 +244,9 @@ class TargetStation(TierStation[Verification]):
         self.pipeline.admit()
 
     def _verify(self, block: Block) -> bool:
-        """Commit what is accepted and one token more; True where a guess of all this would have been right."""
+        """Commit the accepted tokens and one of the target's own; returns whether run-ahead would have guessed them
+        all.
+        """
         scenario, request = self.replica.scenario, block.request
         alpha = scenario.acceptance.retrieval
         accepted = request.accepted(block.tokens, alpha)
@@ -253,7 +259,7 @@ class TargetStation(TierStation[Verification]):
         return guessed
 
     def failed(self) -> None:
-        """The KV of all live requests is gone, and with it whatever was drafted for them."""
+        """Drop everything drafted for the live requests, because the target has lost their KV."""
         self.line.take(list(self.line))
         self.pipeline.retrieval.forget(self.replica.live)
         for request in self.replica.live:
@@ -265,7 +271,7 @@ class TargetStation(TierStation[Verification]):
 
 
 class Pipeline:
-    """The three stations of one replica, and what they do with its requests."""
+    """The three stations of one replica, and the path of its requests through them."""
 
     def __init__(self, replica: SimulatedReplica) -> None:
         self.replica = replica
@@ -278,13 +284,13 @@ class Pipeline:
         self.admit()
 
     def admit(self) -> None:
-        """Requests go live where there is room; where the target is down, it reads them once it is back."""
+        """Let requests go live while there is room. If the target is down, it prefills them once it is back."""
         admitted = self.replica.admit()
         if admitted and self.target.up:
             self.enter(admitted)
 
     def enter(self, requests: list[Request]) -> None:
-        """Have the target read all that there is of these; where that costs nothing, they decode at once."""
+        """Have the target prefill the whole context of these requests; without `prefill` they decode at once."""
         if self.replica.scenario.prefill:
             for request in requests:
                 request.unread = request.context
@@ -293,13 +299,15 @@ class Pipeline:
             self.ask([request.new_block(self.replica.env.now) for request in requests])
 
     def ask(self, blocks: list[Block]) -> None:
-        """One message down to the retrieval tier; where that takes no part or is down, the blocks stay empty."""
+        """Send blocks down to the retrieval tier in one message. If that tier takes no part or is down, they stay
+        empty.
+        """
         if self.replica.scenario.lookaheads[0] and self.retrieval.up:
             self.replica.send(blocks, Tier.TARGET, Tier.RETRIEVAL, self.retrieval.receive)
         else:
             self.target.receive(blocks)
 
     def release(self, request: Request) -> None:
-        """It is served."""
+        """Remove a request that is served."""
         self.retrieval.forget([request])
         self.replica.release(request)
