@@ -111,6 +111,7 @@ def test_changes_give_what_a_whole_snapshot_gives(chunks: ChunkSettings, kv_head
         snapshot = writer.kv.cut(1, position, chunks, MeanKey(), base)
         whole += snapshot.changes is None
         sent += 1
+        assert all(tensor.is_contiguous() for tensor in snapshot.tensors), "collectives send no others"
         assert len(writer.held.layouts) <= 2, "of the latest and of its base: they are memory of the device"
         if rng.random() < 0.1:
             continue

@@ -1,4 +1,4 @@
-"""Cutting snapshots of the full cache: which chunks the retrieval tier gets, and the copies of their KV."""
+"""Cutting snapshots of the full cache: selects chunks for the retrieval tier and copies their KV."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from triforce_core.kv.ranges import sliced
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
 
-LANDMARKED_TOGETHER = 1024  # chunks whose keys are copied together
+LANDMARKED_TOGETHER = 1024  # chunks per copy of keys, which bounds the memory of the copies
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where a snapshot has which chunk; after its chunks come the tokens from the last complete one to `position`."""
+    """The order of the chunks in a snapshot. After them come the remaining tokens below `position`."""
 
     chunks: Tensor  # [layers, kv_heads, places] int64
     chunk: int
@@ -27,25 +27,25 @@ class Layout:
 
 @dataclass(slots=True)
 class FullHeld(Held):
-    """Adds what selecting chunks needs: the queries of the last pass, and the landmarks of complete chunks so far."""
+    """Adds the inputs of chunk selection: queries of the last pass and landmarks of the complete chunks."""
 
     query_positions: range = range(0)
-    queries: list[Tensor | None] = field(default_factory=list)  # a layer: [heads, len(query_positions), head_dim]
-    landmarks: list[Tensor | None] = field(default_factory=list)  # a layer: [kv_heads, chunks, …], beside its pool
+    queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
+    landmarks: list[Tensor | None] = field(default_factory=list)  # per layer: [kv_heads, chunks, …], beside its pool
     landmarked: int = 0  # tokens covered by landmarks
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
 
 
 class Pools(Protocol):
-    """The full cache, as far as cutting reads it."""
+    """The parts of the full cache that cutting reads."""
 
     geometry: KVGeometry
-    keys: list[Tensor]  # a layer: [kv_heads, pool_tokens, head_dim], on the device or elsewhere
+    keys: list[Tensor]  # per layer: [kv_heads, pool_tokens, head_dim], on the device or elsewhere
     values: list[Tensor]  # same
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], where its pool lies: not always the device.
+        """A copy of keys or values of a layer, [*shape, head_dim], on the pool's device, which may be the host.
 
         `kv_heads` and `slots` broadcast to `shape`.
         """
@@ -53,20 +53,20 @@ class Pools(Protocol):
 
 
 class SnapshotCutter:
-    """Cuts one snapshot of one sequence, and notes in `held` what the next one can build on."""
+    """Cuts one snapshot of one sequence. Records its layout in `held`, so that the next can state changes to it."""
 
     def __init__(self, pools: Pools, held: FullHeld, position: int, chunks: ChunkSettings, selector: Selector) -> None:
-        """Of the KV below `position`, which must be settled and held."""
+        """`position`: the snapshot covers the KV below it, which must be settled and held."""
         assert position <= held.cached, "a snapshot is cut of settled KV"
         self.pools, self.held, self.position, self.settings, self.selector = pools, held, position, chunks, selector
         self.geometry, self.chunk = pools.geometry, chunks.chunk
         device = self.geometry.device
         ranges = [torch.arange(start, stop, device=device) for start, stop in sliced(held.ranges, 0, position)]
-        self.slots = torch.cat(ranges or [torch.arange(0, device=device)])  # of each token, [position] int64
+        self.slots = torch.cat(ranges or [torch.arange(0, device=device)])  # the slot of each token, [position] int64
 
     def cut(self, sequence_id: int, base: int) -> Snapshot:
-        """As changes to the snapshot of version `base` where its layout is known and fits; else whole, the chunks in
-        the order of the text. The snapshot becomes the sequence's latest.
+        """Cut the snapshot, which becomes the sequence's latest. It states changes to version `base` if that version's
+        layout is known and fits; otherwise it is whole, with its chunks in the order of the text.
         """
         chosen = self.choose()
         before = self._layout_before(base)
@@ -86,8 +86,8 @@ class SnapshotCutter:
         return Snapshot(sequence_id, version, self.position, keys, values, changes)
 
     def _layout_before(self, base: int) -> Layout | None:
-        """Of the snapshot of this version, where changes to it can be stated: it is remembered, not of a longer text,
-        and of chunks of the same size.
+        """The layout of version `base`; None if changes to it cannot be stated, because it is forgotten, covers a
+        longer text, or has chunks of another size.
         """
         before = self.held.layouts.get(base)
         if before is not None and (before.position > self.position or before.chunk != self.chunk):
@@ -95,7 +95,7 @@ class SnapshotCutter:
         return before
 
     def _remember(self, layout: Layout, changes: Changes | None) -> int:
-        """The version of the snapshot with this layout. The next may state changes to it, or to its own base."""
+        """Remember this layout and return its new version. The next snapshot may state changes to it or to its base."""
         held = self.held
         held.snapshots_cut += 1
         base = {changes.base: held.layouts[changes.base]} if changes else {}
@@ -105,8 +105,8 @@ class SnapshotCutter:
     # -- which chunks ----------------------------------------------------------------------------------------------
 
     def choose(self) -> Tensor:
-        """The complete chunks of the snapshot, [layers, kv_heads, chunks] int64, ascending: those that the last query
-        attends to most, chosen per layer and KV head, the first chunk and the local window among them.
+        """The complete chunks of the snapshot, [layers, kv_heads, chunks] int64, ascending: the first chunk, the chunks
+        of the recent window, and those that the last query attends to most, chosen per layer and KV head.
         """
         layers, kv_heads = self.geometry.num_layers, self.geometry.num_kv_heads
         local_start, num_chosen = self.settings.split(self.position)
@@ -123,7 +123,7 @@ class SnapshotCutter:
         return torch.cat([torch.stack(best), local], dim=2)
 
     def _scores(self, layer: int, local_start: int) -> Tensor:
-        """How much the queries before `position` want each chunk below `local_start`, [kv_heads, chunks] float32."""
+        """The score of each chunk below `local_start` for the queries before `position`, [kv_heads, chunks] float32."""
         held = self.held
         known, landmarks = held.landmarked // self.chunk, held.landmarks[layer]
         if landmarks is not None:
@@ -135,11 +135,14 @@ class SnapshotCutter:
         held.landmarks[layer] = landmarks
         queries = held.queries[layer]
         assert queries is not None
-        usable = max(1, self.position - held.query_positions.start)  # later ones saw tokens that were not accepted
+        usable = max(1, self.position - held.query_positions.start)  # later queries saw tokens that were not accepted
         return self.selector.scores(queries[:, :usable], landmarks[:, : local_start // self.chunk].to(queries.device))
 
     def _landmarks(self, layer: int, slots: Tensor) -> Tensor:
-        """Of the chunks in `slots`, [kv_heads, chunks, …] where the layer's pool lies. Copies few keys at a time."""
+        """The landmarks of the chunks in `slots`, [kv_heads, chunks, …], on the device of the layer's pool.
+
+        Copies few keys at a time.
+        """
         few_slots = slots.split(LANDMARKED_TOGETHER * self.chunk)
         keys = (self.pools.read(self.pools.keys[layer], self._all_heads(), few) for few in few_slots)
         return torch.cat([self.selector.landmarks(few.unflatten(1, (-1, self.chunk))) for few in keys], dim=1)
@@ -147,7 +150,7 @@ class SnapshotCutter:
     # -- the copies ------------------------------------------------------------------------------------------------
 
     def _changes(self, base: int, kept: int, places: Tensor, chunks: Tensor) -> Changes:
-        """`kept` tokens stay, but `chunks` [replaced] come to `places` [replaced, (layer, kv_head, place)]."""
+        """Keep `kept` tokens but put `chunks` [replaced] at `places` [replaced, (layer, kv_head, place)]."""
         layers, kv_heads, _ = places.unbind(1)
         offsets = torch.arange(self.chunk, device=self.slots.device)
         slots = self.slots[chunks[:, None] * self.chunk + offsets]  # [replaced, chunk]
@@ -158,10 +161,11 @@ class SnapshotCutter:
             keys[rows] = self.pools.read(self.pools.keys[layer], kv_heads[rows, None], slots[rows])
             values[rows] = self.pools.read(self.pools.values[layer], kv_heads[rows, None], slots[rows])
             first = rows.stop
-        return Changes(base, kept, places.int(), keys, values)
+        # `nonzero` gives columns one after another; collectives send contiguous tensors only.
+        return Changes(base, kept, places.int().contiguous(), keys, values)
 
     def _copy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and the values of `tokens` [layers, kv_heads, tokens], [layers, kv_heads, tokens, head_dim] each."""
+        """The keys and values of `tokens` [layers, kv_heads, tokens]: [layers, kv_heads, tokens, head_dim] each."""
         keys, values = self._empty(*tokens.shape)
         for layer in range(self.geometry.num_layers):
             slots = self.slots[tokens[layer]]
@@ -173,7 +177,7 @@ class SnapshotCutter:
         return torch.arange(self.geometry.num_kv_heads, device=self.slots.device)[:, None]
 
     def _empty(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """For keys and for values, of this shape but the last dimension."""
+        """Empty tensors for keys and for values, [*shape, head_dim] each."""
         size = (2, *shape, self.geometry.head_dim)
         keys, values = torch.empty(size, dtype=self.geometry.dtype, device=self.geometry.device)
         return keys, values
