@@ -1,9 +1,11 @@
-# Everything runs from .venv, which each target makes when it is missing or older than what it is made from.
+# Everything runs from .venv. Each target (re)builds .venv if it is missing, or older than requirements.lock or
+# pyproject.toml.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# uv leaves it to the first import to compile; where this is set, as in many containers, every import would anew.
+# uv leaves compiling to byte code to the first import. Where this variable is set, as in many containers, Python keeps
+# no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test test-all check protos format clean
@@ -12,15 +14,15 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(INSTALLED)
 	$(BIN)/triforce serve
 
-# The quick tests, minutes: two files at a time.
+# The quick tests, which take minutes: two tests at a time.
 test: $(INSTALLED)
 	$(BIN)/pytest -m "not slow" -n 2
 
-# All tests, one at a time: some of the slow ones measure.
+# All tests, one at a time because some slow tests measure time.
 test-all: $(INSTALLED)
 	$(BIN)/pytest
 
-# Style, types, layering, and whether generated code is fresh.
+# Check style, types, layering, and that the generated code is up to date.
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,7 +34,7 @@ check: $(INSTALLED)
 protos: $(INSTALLED)
 	$(BIN)/python -m scripts.generate_protos
 
-# Format, and mend what ruff can.
+# Format the code, and fix what ruff can fix.
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .

@@ -1,4 +1,4 @@
-"""Which cores of its node a process keeps to, and how deeply they may sleep."""
+"""Restricts a process to cores of its node, and limits how deeply the node's cores may sleep."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ CPU_LATENCY = Path("/dev/cpu_dma_latency")
 
 
 def keep_to(cores: Sequence[int], field: str) -> None:
-    """Run this process on these cores of its node only. Threads to come inherit it."""
+    """Run this process on these cores of its node only. Threads created later inherit the restriction.
+
+    Raises `InvalidValueError`, naming `field`, if a core is not available to this process.
+    """
     allowed = os.sched_getaffinity(0)
     require(allowed.issuperset(cores), field, list(cores), f"must be among the cores of its node, {sorted(allowed)}")
     for thread in os.listdir("/proc/self/task"):
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def keep_awake(latency_us: int | None) -> FileIO | None:
-    """Ask Linux that cores of this node enter no idle state that takes longer than this to leave: 0, none at all.
+    """Ask Linux to keep the node's cores out of idle states that take longer than `latency_us` to leave; 0 allows none.
 
-    The least that anybody asks for holds, for all cores, until the file returned here is closed or its process ends
-    (https://docs.kernel.org/admin-guide/pm/cpuidle.html, "Power Management Quality of Service for CPUs"). None asks for
-    nothing. Raises `InvalidValueError` where this process may not ask.
+    The lowest latency that any process requests applies to all cores. A request lasts until the returned file is closed
+    or its process ends (https://docs.kernel.org/admin-guide/pm/cpuidle.html, "Power Management Quality of Service for
+    CPUs"). With `latency_us` None nothing is requested and None is returned. Raises `InvalidValueError` if this process
+    may not make the request.
     """
     if latency_us is None:
         return None
     try:
-        request = CPU_LATENCY.open("r+b", buffering=0)  # never makes the file
+        request = CPU_LATENCY.open("r+b", buffering=0)  # this mode never creates the file
         request.write(struct.pack("i", latency_us))
     except OSError as error:
         rule = f"cannot be asked of its node: {error}; leave it out, or let the tier write there"

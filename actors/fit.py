@@ -1,4 +1,4 @@
-"""Whether a cluster could hold a pipeline, and if not, why: what to tell people before they wait for it."""
+"""Checks whether a cluster could hold a pipeline and, if not, gives the reason, so that users do not wait in vain."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ import numpy as np
 from triforce_core.config import PlacementSettings
 
 Bundle = dict[str, float]  # Ray resources by name
-SLACK = 1e-6  # of amounts, which are sums of decimal fractions
-NONE = -(2**30)
-MOST_CELLS = 10**7  # of a table of 40 MB
-MOST_STEPS = 3 * 10**9  # of cells: a few seconds; real clusters take a thousandth of it
+SLACK = 1e-6  # tolerance for comparing amounts: sums of decimal fractions are inexact
+NONE = -(2**30)  # table entry: these bundles find no nodes
+MOST_CELLS = 10**7  # cells of the table, 40 MB
+MOST_STEPS = 3 * 10**9  # cell updates, a few seconds; real clusters need a thousandth of them
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node as placing sees it: all that it has, whether it is free or not."""
+    """A node's labels, and its total resources, whether free or taken."""
 
     resources: Mapping[str, float]
     labels: Mapping[str, str]
@@ -31,9 +31,9 @@ class Node:
 
 
 def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int = 1) -> str | None:
-    """Why the nodes could not hold `copies` pipelines of these bundles even if they were empty; None where they could.
+    """The reason why the nodes, even if empty, could not hold `copies` pipelines of these bundles; None if they could.
 
-    One bundle for each of the placement's groups.
+    `bundles` holds one bundle for each group of the placement.
     """
     for group, bundle in zip(placement.groups, bundles, strict=True):
         if not any(node.suits(bundle, group.labels) for node in nodes):
@@ -46,15 +46,17 @@ def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[
 
 
 def can_lay_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int) -> bool:
-    """Whether `copies` pipelines find nodes for all their bundles; True as well where to say so would take minutes.
+    """Whether the nodes have room for all bundles of `copies` pipelines; also True if finding out would take too long.
 
-    Node after node, by what each can take. `beside` [wanted of each kind but the last, from 0 on] is how many of the
-    last kind the nodes so far have room for beside so many of the others; negative where these find none.
+    Dynamic programming over the nodes. `beside` is int32 with one dimension for each kind of bundle but the last, of
+    size wanted + 1. Its entry at (n1, n2, …) is the largest number of bundles of the last kind that fit on the nodes
+    considered so far together with n1, n2, … bundles of the other kinds; it is negative if those do not fit.
     """
     kinds = kinds_of(placement, bundles)
     *wanted, wanted_last = [kind.each * copies for kind in kinds]
-    # No two bundles of a pipeline on one node: that can be had if and only if no node has more bundles than there are
-    # pipelines. Bundles are the edges of a graph between kinds and nodes, and pipelines colour them (König 1916).
+    # STRICT_SPREAD puts no two bundles of a pipeline on one node. Such a layout exists if and only if no node holds
+    # more bundles than there are pipelines: bundles are the edges of a bipartite graph between kinds and nodes, and
+    # assigning them to pipelines colours these edges (König 1916).
     most = copies if placement.strategy == "STRICT_SPREAD" else sum(wanted) + wanted_last
     rooms = [[min(kind.room(node), kind.each * copies, most) for kind in kinds] for node in nodes]
     cells = prod(count + 1 for count in wanted)
@@ -63,7 +65,7 @@ def can_lay_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequ
     beside = np.full([count + 1 for count in wanted], NONE, dtype=np.int32)
     beside[(0,) * len(wanted)] = 0
     for node, room in zip(nodes, rooms, strict=True):
-        # What is asked of this node and the ones before it may be less than what it takes.
+        # With this padding an index below 0 reads entry 0: a node may take more bundles of a kind than are wanted.
         before = np.pad(beside, [(count, 0) for count in room[:-1]], mode="edge") if wanted else beside.copy()
         for load, last in loads(kinds, node, room, most):
             left = tuple(slice(r - n, r - n + w + 1) for r, n, w in zip(room, load, wanted, strict=False))
@@ -75,21 +77,21 @@ def can_lay_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequ
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """Bundles that any node takes for one another."""
+    """Interchangeable bundles: they need the same resources and the same node labels."""
 
     bundle: Bundle
     labels: tuple[Mapping[str, str], ...]
-    each: int = 1  # of a pipeline
+    each: int = 1  # number of these bundles per pipeline
 
     def room(self, node: Node) -> int:
-        """How many of it a node holds that holds nothing else."""
+        """How many bundles of this kind the node could hold if it held nothing else."""
         return (
             count_fitting(self.bundle, node.resources) if all(node.suits({}, labels) for labels in self.labels) else 0
         )
 
 
 def kinds_of(placement: PlacementSettings, bundles: list[Bundle]) -> list[Kind]:
-    """Of one pipeline's bundles, the most frequent kind last. Those that must be on one node are a single bundle."""
+    """The kinds of one pipeline's bundles, the most frequent kind last. With STRICT_PACK all bundles count as one."""
     labels = [group.labels for group in placement.groups]
     if placement.strategy == "STRICT_PACK":
         together = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
@@ -101,7 +103,10 @@ def kinds_of(placement: PlacementSettings, bundles: list[Bundle]) -> list[Kind]:
 
 
 def loads(kinds: list[Kind], node: Node, room: list[int], most: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """What a node holds at the same time: for each number of every kind but the last, the most of the last."""
+    """The loads of a node: counts of all kinds but the last, and how many bundles of the last kind fit beside them.
+
+    `room` is how many bundles of each kind alone fit on the node; `most` is the most bundles that it may hold in all.
+    """
     for load in product(*(range(count + 1) for count in room[:-1])):
         taken = {
             name: sum(n * kind.bundle.get(name, 0.0) for n, kind in zip(load, kinds, strict=False))
@@ -113,7 +118,7 @@ def loads(kinds: list[Kind], node: Node, room: list[int], most: int) -> Iterator
 
 
 def count_fitting(bundle: Bundle, resources: Mapping[str, float]) -> int:
-    """How many times they hold it."""
+    """How many such bundles the resources suffice for."""
     return min(int((resources.get(name, 0.0) + SLACK) / amount) for name, amount in bundle.items() if amount)
 
 
@@ -129,13 +134,13 @@ def matches(label: str | None, selector: str) -> bool:
 
 
 def shown(resources: Mapping[str, float], labels: Mapping[str, str]) -> str:
-    """Such as `1 CPU, 0.5 GPU, ray.io/accelerator-type=H100`."""
+    """Resources and labels as text, such as `1 CPU, 0.5 GPU, ray.io/accelerator-type=H100`."""
     amounts = [f"{resources[name]:g} {name}" for name in ("CPU", "GPU") if name in resources]
     return ", ".join(amounts + [f"{key}={value}" for key, value in labels.items()])
 
 
 def listed(nodes: Sequence[Node]) -> str:
-    """Such as `2 nodes (8 CPU, 1 GPU; 4 CPU)`."""
+    """The nodes as text, such as `2 nodes (8 CPU, 1 GPU; 4 CPU)`."""
     known = [shown(n.resources, {k: v for k, v in n.labels.items() if k != "ray.io/node-id"}) for n in nodes[:8]]
     more = "; …" if len(nodes) > 8 else ""
     return f"{len(nodes)} node{'' if len(nodes) == 1 else 's'} ({'; '.join(known)}{more})"

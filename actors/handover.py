@@ -1,8 +1,8 @@
 """KV hand-over: snapshots from the target to the retrieval tier in checked pieces, off the token path.
 
-Pieces go through Ray's object store, or straight from one tier's memory to the other's by Ray Direct Transport (RDT).
-Of RDT's transports only NIXL is of use here: it is one-sided, and what fails of it fails alone. When a transfer by gloo
-or NCCL fails, Ray 2.60 kills both actors, and a target must not die because a drafting tier did.
+Pieces go through Ray's object store, or directly between the two tiers' memories by Ray Direct Transport (RDT). Of
+RDT's transports only NIXL is usable: it is one-sided, so a failed transfer affects no actor. When a transfer by gloo or
+NCCL fails, Ray 2.60 kills both actors, and a target must not die because a drafting tier did.
 """
 
 from __future__ import annotations
@@ -32,34 +32,37 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 
 log = logging.getLogger(__name__)
 
-TIMEOUT_S = 30.0  # for all pieces of a snapshot
-PIECE_BYTES = 64 * 2**20  # of a snapshot at a time: while one piece is on its way the next is copied off the device
-MAX_SENDING = 16  # snapshots, on their way and queued: they are memory of the target's device
+TIMEOUT_S = 30.0  # for all pieces of a snapshot together
+PIECE_BYTES = 64 * 2**20  # size of a piece: while one piece is being sent, the next is copied off the device
+MAX_SENDING = 16  # snapshots being sent or queued; they occupy memory of the target's device
 MAX_CONFIRMED = 4096  # sequences whose confirmed version is remembered
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What a snapshot consists of; every piece carries it, so that they may come in any order."""
+    """The description of a snapshot. Every piece carries it, so pieces may arrive in any order."""
 
     sequence_id: int
     version: int
     position: int
-    base: int  # of the changes; 0: whole
-    kept: int
-    dtypes: tuple[str, ...]  # of `Snapshot.tensors`
-    shapes: tuple[tuple[int, ...], ...]  # same
+    base: int  # `Changes.base`; 0 if the snapshot is whole
+    kept: int  # `Changes.kept`; 0 if the snapshot is whole
+    dtypes: tuple[str, ...]  # of the tensors in `Snapshot.tensors`
+    shapes: tuple[tuple[int, ...], ...]  # of the same tensors
     num_pieces: int
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of one tensor: numpy for the object store, a tensor for RDT. Bytes, because numpy has no bfloat16."""
+    """Some bytes of one tensor: a numpy array for the object store, a tensor for RDT, both uint8 [bytes].
+
+    They are bytes because numpy has no bfloat16.
+    """
 
     manifest: Manifest
     index: int
     tensor: int  # index in `Snapshot.tensors`
-    first: int  # byte
+    first: int  # index of the first byte in the tensor
     data: NDArray[np.uint8] | Tensor
     checksum: int
 
@@ -69,7 +72,7 @@ class Piece:
 
 
 def checksum(data: NDArray[np.uint8] | Tensor, about: tuple[object, ...]) -> int:
-    """CRC-32 of what the bytes are about and of the bytes; of those on a GPU, of sums that it computes in one pass."""
+    """CRC-32 of `about` and of the bytes of `data`; for data on a GPU, of `about` and of sums that the GPU computes."""
     crc = zlib.crc32(repr(about).encode())
     if isinstance(data, Tensor):
         if data.is_cuda:
@@ -82,7 +85,7 @@ def checksum(data: NDArray[np.uint8] | Tensor, about: tuple[object, ...]) -> int
 
 
 def cut_pieces(snapshot: Snapshot, piece_bytes: int, *, on_device: bool = False) -> Iterator[Piece]:
-    """The snapshot in pieces of at most `piece_bytes`, each copied to the host (unless `on_device`) when it is due."""
+    """Yields the snapshot in pieces of at most `piece_bytes`, each copied to the host first unless `on_device`."""
     tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in snapshot.tensors]
     spans = [(i, first) for i, tensor in enumerate(tensors) for first in range(0, len(tensor), piece_bytes)] or [(0, 0)]
     manifest = Manifest(
@@ -103,11 +106,11 @@ def cut_pieces(snapshot: Snapshot, piece_bytes: int, *, on_device: bool = False)
 
 @dataclass(slots=True)
 class Assembly:
-    """One version of one sequence's snapshot, as far as it has arrived."""
+    """The pieces of one version of a sequence's snapshot that have arrived."""
 
     manifest: Manifest
-    buffers: list[Tensor]  # bytes of `Snapshot.tensors`
-    missing: set[int]  # pieces
+    buffers: list[Tensor]  # uint8 [bytes], one for each of `Snapshot.tensors`
+    missing: set[int]  # indices of the pieces that have not arrived
 
     @classmethod
     def of(cls, piece: Piece) -> Assembly:
@@ -139,26 +142,26 @@ class Assembly:
 
 
 class SnapshotTaker(Protocol):
-    """Where whole snapshots go."""
+    """The receiver of complete snapshots."""
 
     def take(self, snapshot: Snapshot) -> bool:
-        """False: refused."""
+        """Take a snapshot; returns False if it is refused."""
         ...
 
     def confirmed(self, sequence_id: int) -> int:
-        """The latest version that was taken; 0: none."""
+        """The latest version of this sequence that was taken; 0 if none was."""
         ...
 
     def is_live(self, sequence_id: int) -> bool:
-        """False: the sequence is over."""
+        """Whether the sequence is live; False once it has finished."""
         ...
 
 
 class SnapshotReceiver:
-    """Puts snapshots together, one version of a sequence and `max_sequences` in all; hands on whole ones only. What is
-    there of a sequence that is over goes when the next piece comes, whosever it is.
+    """Assembles snapshots from pieces and hands on complete ones only.
 
-    `take_piece` may be called from any thread.
+    It holds one version per sequence, and `max_sequences` assemblies at most. Pieces of a finished sequence are dropped
+    when the next piece of any sequence comes. `take_piece` may be called from any thread.
     """
 
     def __init__(self, taker: SnapshotTaker, device: str, max_sequences: int) -> None:
@@ -167,8 +170,10 @@ class SnapshotReceiver:
         self.lock = threading.Lock()
 
     def take_piece(self, piece: Piece) -> bool | None:
-        """True: the snapshot is here, whole. False: this version is refused, for a piece of it is damaged, a newer one
-        has come, it changes one that is not here, or its sequence is over. None: other pieces are missing.
+        """Take a piece. Returns True if its snapshot is now complete and taken, and None if other pieces are missing.
+
+        Returns False if this version is refused: a piece of it is damaged, a newer version has come, it changes a
+        snapshot that the taker does not hold, or its sequence has finished.
         """
         sequence_id, version = piece.manifest.sequence_id, piece.manifest.version
         sound = piece.sound
@@ -188,7 +193,7 @@ class SnapshotReceiver:
             if assembly is not None and assembly.manifest.version > version:
                 return False
             if assembly is None or assembly.manifest.version < version:
-                self.assemblies.pop(sequence_id, None)  # to stand last
+                self.assemblies.pop(sequence_id, None)  # so that the new entry is the last
                 assembly = self.assemblies[sequence_id] = Assembly.of(piece)
                 while len(self.assemblies) > self.max_sequences:
                     del self.assemblies[next(iter(self.assemblies))]
@@ -200,15 +205,15 @@ class SnapshotReceiver:
 
 
 class RaySink(ABC):
-    """A `SnapshotSink`: one thread cuts snapshots into pieces and has the retrieval actor take them.
+    """A `SnapshotSink` that sends snapshots to the retrieval actor in pieces, on a thread of its own.
 
-    The engine's thread only queues. A GPU copies on a stream of its own, so that decoding goes on meanwhile.
+    The engine's thread only queues snapshots. A GPU copies them on a separate stream, so decoding goes on meanwhile.
     """
 
     def __init__(self, receiver: ActorHandle[Any]) -> None:
         self.receiver, self.piece_bytes = receiver, PIECE_BYTES
         self.sending: dict[int, Future[None]] = {}  # by sequence id
-        self.versions: dict[int, int] = {}  # confirmed, by sequence id, oldest first
+        self.versions: dict[int, int] = {}  # confirmed versions by sequence id, oldest first
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
 
     # -- the engine's thread -------------------------------------------------------------------------------------------
@@ -237,22 +242,22 @@ class RaySink(ABC):
                 with torch.cuda.stream(torch.cuda.Stream(snapshot.keys.device)):
                     gathered.wait()
                     taken = self._send_pieces(snapshot)
-            if not taken:  # damaged, or changes to what is not there: also when the sequence was released meanwhile
+            if not taken:  # damaged, changes to a version that the receiver lacks, or the sequence has finished
                 log.info("snapshot %d of sequence %d was refused", version, sequence_id)
-        except Exception as error:  # the retrieval tier is gone or late: it will ask again
+        except Exception as error:  # the retrieval tier is gone or late; it will request a snapshot again
             log.warning("snapshot %d of sequence %d was not delivered: %s", version, sequence_id, error)
             taken = False
         if taken:
-            self.versions.pop(sequence_id, None)  # to stand last
+            self.versions.pop(sequence_id, None)  # so that the new entry is the last
             self.versions[sequence_id] = version
             while len(self.versions) > MAX_CONFIRMED:
                 self.versions.pop(next(iter(self.versions)), None)
 
     def _send_pieces(self, snapshot: Snapshot) -> bool:
-        """One piece after another, the next being copied while the last is on its way; True once all is taken."""
+        """Send the pieces, copying each while its predecessor is being sent; returns whether the snapshot was taken."""
         until = time.monotonic() + TIMEOUT_S
         waiting: deque[Any] = deque()
-        answers: list[bool | None] = []  # of several that are taken at the same time, any may be the one that completes
+        answers: list[bool | None] = []  # pieces may be taken concurrently, so any answer may be the one that completes
 
         def receive() -> None:
             answers.append(ray.get(waiting.popleft(), timeout=max(0.0, until - time.monotonic())))
@@ -271,18 +276,18 @@ class RaySink(ABC):
 
     @abstractmethod
     def put(self, piece: Piece) -> Any:
-        """Something that Ray turns into the piece where the receiver is called."""
+        """An object reference, which Ray resolves to the piece when it calls the receiver."""
 
 
 class ObjectStoreSink(RaySink):
-    """Through Ray's object store, in shared memory and over the network."""
+    """Sends pieces through Ray's object store: by shared memory within a node, over the network between nodes."""
 
     def put(self, piece: Piece) -> Any:
         return ray.put(piece)
 
 
 class RdtSink(RaySink):
-    """From memory to memory by NIXL, on GPUs without passing through the host's."""
+    """Sends pieces from memory to memory by NIXL; between GPUs they do not pass through host memory."""
 
     def pieces(self, snapshot: Snapshot) -> Iterator[Piece]:
         return cut_pieces(snapshot, self.piece_bytes, on_device=True)
@@ -295,9 +300,9 @@ TRANSPORTS: dict[str, type[RaySink]] = {"object_store": ObjectStoreSink, "rdt": 
 
 
 def sink_for(settings: RetrievalSettings, receiver: ActorHandle[Any]) -> RaySink:
-    """What takes snapshots to `receiver`, a retrieval actor.
+    """The sink that sends snapshots to `receiver`, a retrieval actor, by the transport of the settings.
 
-    Raises `InvalidValueError` where the transport is not installed.
+    Raises `InvalidValueError` if the transport is not installed.
     """
     there = settings.transport != "rdt" or importlib.util.find_spec("nixl") is not None
     require(there, "retrieval.transport", settings.transport, "needs NIXL: install the package `nixl`")

@@ -1,7 +1,8 @@
 """The upper end of a link: a tier in another process, as a Proposer.
 
-Every Work gets an answer. Where the peer is dead, hung or not there yet the answer is an empty proposal, so that the
-level above goes on with one plain step; the link is rebuilt in the background, and what the peer then lacks it says.
+Every Work gets an answer. If the peer is dead, hung or not yet connected, the answer is an empty proposal, so that the
+level above goes on with one plain decoding step. The link is rebuilt in the background; the peer then reports which
+tokens it lacks.
 """
 
 from __future__ import annotations
@@ -26,27 +27,29 @@ from triforce_core.messages import Proposal, Work
 
 log = logging.getLogger(__name__)
 
-# Of both ends of every connection between a pipeline's processes.
+# gRPC options for both ends of every connection between a pipeline's processes.
 CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", 64 << 20),
     ("grpc.max_send_message_length", 64 << 20),
-    # A node that vanishes closes nothing, and an idle link would wait for it for ever: each end asks the other for a
-    # sign of life. gRPC's own threads answer, so that a tier in a long pass is not taken for dead.
+    # A node that vanishes closes no connection, and an idle link would wait for it for ever, so each end pings the
+    # other. gRPC's own threads answer pings, so a tier in a long pass is not taken for dead.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),  # without it a ping is waited for for a minute, whatever the other says
-    # By default two pings are sent while a link is idle, and a server hangs up on whoever sends more.
+    # Without this option gRPC waits a minute for the answer to a ping, whatever keepalive_timeout_ms is.
+    ("grpc.http2.ping_timeout_ms", 10_000),
+    # By default a client sends at most two pings on an idle link, and a server closes the connection of one that sends
+    # more.
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.http2.max_ping_strikes", 0),
 ]
-RETRY_S, MAX_RETRY_S = 0.5, 30.0  # doubled with each deadline missed in a row
-LOOK_UP_S = 30.0  # for a peer's address; where it loads for longer, it is asked again
-OPEN_S = 10.0  # from having an address to the peer's first sign on the stream
-SILENT_S = 30.0  # without a sign from the peer, after which a user should hear of it, and as often again
+RETRY_S, MAX_RETRY_S = 0.5, 30.0  # delay before reconnecting; doubles with each deadline missed in a row
+LOOK_UP_S = 30.0  # limit for looking up a peer's address; a peer that loads for longer is looked up again
+OPEN_S = 10.0  # limit from knowing the address to the peer's first response on the stream
+SILENT_S = 30.0  # silence of the peer after which a warning is logged, and the interval between warnings
 
 
 class Stream:
-    """One life of a link: what goes out on it, and the call that carries it."""
+    """One connection of a link: its outgoing batches, and the gRPC call that carries them."""
 
     def __init__(self) -> None:
         self.outgoing: queue.SimpleQueue[pb.WorkBatch | None] = queue.SimpleQueue()
@@ -58,7 +61,7 @@ class Stream:
             yield batch
 
     def close(self) -> None:
-        """End it, from either side's thread, also when the peer hangs."""
+        """End the stream, even if the peer hangs. The driving thread and the stream's thread may call this."""
         self.open = False
         self.outgoing.put(None)
         if self.call is not None:
@@ -66,11 +69,11 @@ class Stream:
 
 
 class UnansweredWork(NamedTuple):
-    """Work that is not answered yet."""
+    """Work that has no answer yet."""
 
     work: Work
-    stated_from: int  # what the peer may not have heard, if it never answers; of work that this one replaced, too
-    stream: Stream | None  # what it went out on; None: there was none
+    stated_from: int  # the peer may lack the tokens from here on; covers replaced work too
+    stream: Stream | None  # the stream that it was sent on; None if there was none
     deadline: float  # monotonic seconds
 
     @property
@@ -79,10 +82,11 @@ class UnansweredWork(NamedTuple):
 
 
 class RemoteProposer:
-    """Used by one thread, as any Proposer is; a thread of its own keeps the stream and rings the doorbell.
+    """A Proposer over a link. One thread uses it; a background thread keeps the stream open and rings the doorbell.
 
-    `resolve` gives the peer's address whenever a stream is opened: a restarted tier has another port. A peer that does
-    not answer within `timeout_s` seconds is a dead peer. `peer` is its name, for those who read the log.
+    `resolve` returns the peer's address. It is called whenever a stream is opened, because a restarted tier has another
+    port. A peer that does not answer within `timeout_s` seconds is taken for dead. `peer` is the tier's name for the
+    log.
     """
 
     def __init__(
@@ -94,9 +98,9 @@ class RemoteProposer:
         peer: str = "lower",
     ) -> None:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
-        self.peer, self.address = peer, ""  # where it was last looked for; empty: nobody has told yet
-        self.silent_since: float | None = time.monotonic()  # None: it is there, and answers what it is asked
-        self.looking_up: Future[str] = Future()  # its address
+        self.peer, self.address = peer, ""  # the last address tried; empty while it is unknown
+        self.silent_since: float | None = time.monotonic()  # None: the peer is connected and answers its work
+        self.looking_up: Future[str] = Future()  # the peer's address
         self.stream: Stream | None = None  # the latest; None before the first
         self.asked: dict[int, UnansweredWork] = {}  # by sequence id
         self.arrived: queue.SimpleQueue[tuple[Stream, pb.ProposalBatch]] = queue.SimpleQueue()
@@ -108,18 +112,18 @@ class RemoteProposer:
         self.watch.start()
 
     def wait_ready(self, timeout_s: float) -> bool:
-        """Whether the peer is there, waiting for it up to `timeout_s` seconds."""
+        """Wait up to `timeout_s` seconds for the peer; returns whether it is connected."""
         return self.ready.wait(timeout_s)
 
     @property
     def silent_s(self) -> float:
-        """For how many seconds the peer has not been there, or has not answered what it was asked; 0: it does."""
+        """Seconds for which the peer has been disconnected or has left work unanswered; 0 if it answers."""
         since = self.silent_since
         return 0.0 if since is None else time.monotonic() - since
 
     @property
     def too_silent(self) -> bool:
-        """For so long that a user should know. A peer that is there again and is asked nothing cannot answer."""
+        """Whether the silence is long enough to report. A connected peer without work cannot answer, so it never is."""
         idle = self.ready.is_set() and not self.asked
         return self.silent_s >= SILENT_S and not idle
 
@@ -133,7 +137,10 @@ class RemoteProposer:
             stream.outgoing.put(work_batch_to_proto(work))
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """What has arrived; waits for it, but not when the doorbell rings for somebody else."""
+        """The answers that have arrived, waiting up to `timeout_s` seconds for one.
+
+        Returns early, and possibly empty, if the doorbell rings for another inbox of the calling thread.
+        """
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
@@ -147,7 +154,7 @@ class RemoteProposer:
             rang = self.doorbell.wait(min(until, next_deadline) - time.monotonic())
 
     def _drop_late(self) -> None:
-        """End the links to peers that did not answer in time."""
+        """Close the streams whose work was not answered in time."""
         now = time.monotonic()
         late = {asked.stream for asked in self.asked.values() if asked.deadline <= now and not asked.lost}
         for stream in filter(None, late):
@@ -157,7 +164,7 @@ class RemoteProposer:
             stream.close()
 
     def _give_up(self) -> list[Proposal]:
-        """What went out on a link that has ended, or on none, is answered empty."""
+        """Empty answers for the work that was sent on a stream that has ended, or on none."""
         lost = [asked for asked in self.asked.values() if asked.lost]
         for asked in lost:
             del self.asked[asked.work.span.sequence_id]
@@ -167,7 +174,7 @@ class RemoteProposer:
         try:
             received = proposal_batch_from_proto(batch)
         except InvalidValueError as error:
-            log.warning("the %s tier sent what is no proposal: its link is dropped (%s)", self.peer, error)
+            log.warning("the %s tier sent an invalid proposal: its link is dropped (%s)", self.peer, error)
             stream.close()
             return []
         proposals = []
@@ -206,7 +213,7 @@ class RemoteProposer:
                 address = self._look_up()
                 with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
                     self._run(stream, TierStub(channel), address)
-            except Exception as error:  # whatever it is, the answer is to try again
+            except Exception as error:  # after any error, try again
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else repr(error))
             self.ready.clear()
             self._fall_silent()
@@ -216,11 +223,14 @@ class RemoteProposer:
             self.closed.wait(self.retry_s)
 
     def _look_up(self) -> str:
-        """The peer's address. On a thread of its own, for whatever `resolve` waits for may never come."""
+        """The peer's address. A separate thread calls `resolve`, because that call may never return.
+
+        Raises `TimeoutError` after `LOOK_UP_S` seconds, and what `resolve` raises.
+        """
         self.looking_up = found = Future[str]()
 
         def look() -> None:
-            with suppress(InvalidStateError):  # nobody waits any more
+            with suppress(InvalidStateError):  # the caller no longer waits
                 try:
                     found.set_result(self.resolve())
                 except Exception as error:
@@ -233,23 +243,23 @@ class RemoteProposer:
         return found.result(timeout=LOOK_UP_S)
 
     def _run(self, stream: Stream, stub: TierStub, address: str) -> None:
-        """Open the stream and take what comes over it, until it ends. Raises `grpc.RpcError` where it ends in error."""
-        if address != self.address:  # a peer that was started anew has missed nothing yet
+        """Open the stream and receive batches until it ends. Raises `grpc.RpcError` if it ends in an error."""
+        if address != self.address:  # a restarted peer has missed no deadline yet
             self.address, self.retry_s = address, RETRY_S
         stream.call = stub.Propose(iter(stream))
-        patience = threading.Timer(OPEN_S, stream.close)  # gRPC has a deadline for the whole of a call only
+        patience = threading.Timer(OPEN_S, stream.close)  # gRPC offers a deadline for a whole call only
         patience.daemon = True
         patience.start()
         try:
-            stream.call.initial_metadata()  # sent by the peer as soon as it serves us
+            stream.call.initial_metadata()  # the peer sends it as soon as it serves this stream
         finally:
             patience.cancel()
         if stream.call.is_active():
             self.stream = stream
-            if self.retry_s == RETRY_S:  # else it has left work unanswered: what counts is an answer
+            if self.retry_s == RETRY_S:  # else the peer has left work unanswered, and only an answer ends its silence
                 self.silent_since = None
             self.ready.set()
-        if self.closed.is_set():  # before there was a stream to close
+        if self.closed.is_set():  # `close` ran before there was a stream to close
             stream.close()
         for batch in stream.call:
             self.arrived.put((stream, batch))
@@ -258,15 +268,15 @@ class RemoteProposer:
     # -- the thread that watches ---------------------------------------------------------------------------------------
 
     def _tell_of_silence(self) -> None:
-        """Say it as long as it lasts: without this, all that a user sees is that it is slow."""
+        """Log warnings as long as the peer is silent: otherwise a user would only see slow decoding."""
         told = time.monotonic()
         while not self.closed.wait(SILENT_S / 10):
             if self.too_silent and time.monotonic() - told >= SILENT_S:
                 told = time.monotonic()
-                where = f"at {self.address}" if self.address else "and has told no address"
+                where = f"at {self.address}" if self.address else "and its address is unknown"
                 log.warning("the %s tier has not answered for %.0f s, %s", self.peer, self.silent_s, where)
 
 
 def empty_answer(work: Work, stated_from: int) -> Proposal:
-    """In place of a peer's: nothing proposed, and the peer must not be believed to hold what we stated."""
+    """An empty answer in place of the peer's. Its `missing_from` is set because the peer may lack what was sent."""
     return Proposal(work.span.sequence_id, work.span.end, missing_from=stated_from)

@@ -1,30 +1,31 @@
-"""How long the target's passes take, and when one of them hangs."""
+"""Measures how long the target's passes take, and detects a pass that hangs."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-LEAST_S, PATIENCE = 10.0, 5.0  # a pass may take this long in any case, and so many times what such a pass took before
+LEAST_S, PATIENCE = 10.0, 5.0  # a pass hangs once it exceeds both LEAST_S and PATIENCE times the expected time
 
 
 class PassTimes:
-    """Told by the thread that runs passes; any thread may ask whether it hangs.
+    """Updated by the thread that runs passes; any thread may ask whether that thread hangs.
 
-    A turn of the engine's loop is one pass and what goes with it. What counts of a turn is the time since it began, or
-    since the thread was last `woken` from waiting for other tiers: that wait has a deadline of its own.
+    A turn of the engine's loop is one pass and the work around it. Its time counts from its beginning, or from the
+    moment when the thread was last `woken` from waiting for other tiers if that is later: that wait has its own
+    deadline. `woken` is in seconds of `clock`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
         self.began: float | None = None  # the turn in progress
-        self.longest: dict[int, tuple[float, int]] = {}  # seconds and tokens, by the bit length of the tokens
+        self.longest: dict[int, tuple[float, int]] = {}  # (seconds, tokens) by the bit length of the number of tokens
 
     def begin(self) -> None:
         self.began = self.clock()
 
     def end(self, tokens: int, woken: float) -> None:
-        """`tokens`: in the pass, at most."""
+        """End the turn. `tokens` is the most tokens that its pass may have had."""
         assert self.began is not None
         took = self.clock() - max(self.began, woken), tokens
         self.began = None
@@ -32,18 +33,22 @@ class PassTimes:
         self.longest[size] = max(took, self.longest.get(size, took))
 
     def hangs(self, tokens: int, woken: float) -> bool:
-        """Whether the turn in progress, with a pass over so many tokens, takes too long."""
-        began = self.began  # the other thread may end it meanwhile
+        """Whether the turn in progress, with a pass over `tokens` tokens, takes too long."""
+        began = self.began  # read once, because the other thread may end the turn meanwhile
         return began is not None and self.clock() - max(began, woken) > self.limit_s(tokens)
 
     def limit_s(self, tokens: int) -> float:
-        """Before the first pass there is none: libraries may take minutes to make their kernels."""
+        """Seconds that a turn with a pass over `tokens` tokens may take.
+
+        It is infinite before the first pass, in which libraries may compile kernels for minutes.
+        """
         longest = self.longest.copy()
         if not longest:
             return float("inf")
         sizes = [size for size in longest if size <= tokens.bit_length()] or [min(longest)]
         seconds, known = longest[max(sizes)]
         expected = seconds * max(1.0, tokens / max(1, known))
-        # Any pass so far: one over few tokens of a long context may take longer than before, and so did its prefill.
+        # The limit allows for the longest pass so far: a pass over few tokens of a long context may take longer than
+        # earlier passes of its size did, and that context's prefill took long as well.
         no_less = max(seconds for seconds, _ in longest.values())
         return max(LEAST_S, PATIENCE * max(expected, no_less))

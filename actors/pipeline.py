@@ -1,4 +1,4 @@
-"""One pipeline as its owner sees it: tier actors, a stream of tokens out of the top."""
+"""One pipeline as its owner sees it: tier actors, and streams of tokens from the target."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from triforce_core.messages import Tier
 log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
-DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # as the generated stub spells it
+DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # the method's path, as in the generated stub
 
 
 class Pipeline:
-    """Lives on one asyncio loop. Its actors die with the process that made it, as Ray actors do."""
+    """One pipeline, used on one asyncio loop. Its actors die with the process that created them, as Ray actors do."""
 
     def __init__(self, actors: TierActors) -> None:
         self.actors = actors
@@ -45,7 +45,7 @@ class Pipeline:
         return pipeline
 
     async def connect(self) -> None:
-        """Have the tiers load at the same time; returns when every tier serves."""
+        """Load the tiers at the same time; returns when every tier serves."""
         starts = [actor.start.remote() for actor in self.actors.each()]
         addresses: list[str] = await asyncio.gather(*starts)
         self.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)
@@ -60,7 +60,7 @@ class Pipeline:
                 yield pb.DecodeEvent.FromString(event)
 
     async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """As `decode`, of serialized messages: whoever passes them on need not parse what others will parse."""
+        """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
         assert self.channel is not None
         decode = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
         call = decode(request)
@@ -70,19 +70,19 @@ class Pipeline:
         except grpc.aio.AioRpcError as error:
             raise from_status(error) from None
         except asyncio.CancelledError:
-            if self.stopped:  # what gRPC raises where its channel is closed; nobody has cancelled us
+            if self.stopped:  # gRPC raises this when its channel is closed; the caller has not cancelled
                 raise UnavailableError("the pipeline was stopped; try again") from None
             raise
         finally:
             call.cancel()
 
     async def status(self) -> list[pb.TierStatus]:
-        """Of each tier, draft first. One that does not answer soon, dead, hung or about to come back, is not ready."""
+        """The status of each tier, draft first. A tier that does not answer in time is reported as not ready."""
         answers = await asyncio.gather(*(self._status_of(actor) for actor in self.actors.each()))
         return sorted((status for each in answers for status in each), key=lambda status: Tier[status.tier.upper()])
 
     async def _status_of(self, actor: ActorHandle[Any]) -> list[pb.TierStatus]:
-        """Of the tiers of one process."""
+        """The status of each tier in one process."""
         try:
             packed: list[bytes] = await asyncio.wait_for(actor.status.remote(), STATUS_TIMEOUT_S)
             return [pb.TierStatus.FromString(status) for status in packed]
@@ -92,7 +92,7 @@ class Pipeline:
             return [pb.TierStatus(tier=tier) for tier in tiers]
 
     async def check(self, timeout_s: float) -> None:
-        """Raise `UnavailableError` unless the target answers within `timeout_s` seconds that it can serve."""
+        """Raise `UnavailableError` unless the target reports within `timeout_s` seconds that it can serve."""
         assert self.channel is not None
         try:
             status = await TargetStub(self.channel).Status(pb.StatusRequest(), timeout=timeout_s)
@@ -102,7 +102,7 @@ class Pipeline:
             raise UnavailableError("the target tier has failed, or hangs")
 
     async def stop(self) -> None:
-        """End the actors, and with `UnavailableError` what is being decoded."""
+        """End the actors. Requests that are being decoded end with `UnavailableError`."""
         self.stopped = True
         if self.channel is not None:
             await self.channel.close(grace=None)
@@ -111,7 +111,7 @@ class Pipeline:
 
 
 def from_status(error: grpc.aio.AioRpcError) -> Exception:
-    """The typed error that a tier's gRPC status stands for."""
+    """The typed error for a gRPC status of the target tier."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidValueError.parsed(details)

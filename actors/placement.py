@@ -1,4 +1,4 @@
-"""Placing a pipeline: one bundle of a placement group, and one actor in it, for each process that the settings want."""
+"""Places a pipeline: for each group of tiers in the settings, one bundle of a placement group and the actors in it."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Tier
 
-# Several tiers share the cores of a small machine; threads that spin while they wait would starve one another.
+# On a small machine several tiers share cores, so threads that spin while waiting would starve other threads.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-# Ray gives an actor with a share of a CPU one thread; how many are used is ours to say (settings, `threads`).
+# Ray gives an actor with a fraction of a CPU one thread; the number of threads comes from our settings (`threads`).
 ENVIRONMENT["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
 
 ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": RetrievalActor, "target": TargetActor}
@@ -35,12 +35,12 @@ ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": Retrieva
 
 @dataclass(frozen=True, slots=True)
 class TierActors:
-    """Handles of one pipeline's actors; tiers that share a process have the same one."""
+    """Handles of one pipeline's actors; tiers that share a process share a handle."""
 
     draft: ActorHandle[Any]
     retrieval: ActorHandle[Any]
     target: ActorHandle[Any]
-    followers: tuple[ActorHandle[Any], ...] = ()  # the other ranks of those that are divided
+    followers: tuple[ActorHandle[Any], ...] = ()  # ranks 1 and up of the tiers that are divided over devices
 
     def all(self) -> dict[Tier, ActorHandle[Any]]:
         return {Tier.DRAFT: self.draft, Tier.RETRIEVAL: self.retrieval, Tier.TARGET: self.target}
@@ -51,28 +51,29 @@ class TierActors:
 
 
 def bundles(settings: Settings, beside_target: float = 0.0) -> list[Bundle]:
-    """What the processes of a pipeline reserve; the first is the target's, with room for `beside_target` CPUs more.
+    """The resources that a pipeline reserves: one bundle for each group of the placement, the target's first.
 
-    The ranks of a tier share a bundle: one bundle is on one node.
+    The target's bundle has room for `beside_target` more CPUs. The ranks of a tier share a bundle, because a bundle is
+    on one node.
     """
     found = []
     for index, group in enumerate(settings.placement.groups):
         ranks = settings.ranks(group.tiers)
         cpus = round(ranks * group.cpus + (0.0 if index else beside_target), 4)
         bundle = {name: amount for name, amount in (("CPU", cpus), ("GPU", ranks * group.gpus)) if amount}
-        found.append(bundle or {"CPU": 0.001})  # Ray knows no empty bundle
+        found.append(bundle or {"CPU": 0.001})  # Ray accepts no empty bundle
     return found
 
 
 def label_selectors(placement: PlacementSettings) -> list[dict[str, str]]:
-    """The labels that the bundles' nodes must have."""
+    """For each bundle, the labels that its node must have."""
     return [group.labels for group in placement.groups]
 
 
 def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
-    """A placement group for one pipeline, ready; it is the caller's to remove.
+    """A ready placement group for one pipeline; the caller must remove it.
 
-    Raises `UnavailableError` that says what is missing when the cluster has no place for it within `timeout_s` seconds.
+    Raises `UnavailableError`, with the reason, if the cluster has no room for the group within `timeout_s` seconds.
     """
     placement = settings.placement
     group: PlacementGroup = placement_group(
@@ -88,11 +89,10 @@ def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
 def place_tiers(
     settings: Settings, group: PlacementGroup, actors: Mapping[str, type[TierActor]] = ACTORS, *more: Any
 ) -> TierActors:
-    """Create the actors, one in each of the first bundles of the group, which is ready; they load when asked for their
-    address.
+    """Create a tier actor and its follower ranks in each of the first bundles of `group`, which must be ready.
 
-    They know one another by name, so that a restarted one finds the others again. `actors` are their classes, by the
-    uppermost tier, and `more` what these take beyond the settings and names.
+    The actors load when `start` is called. They find one another by name, so a restarted actor finds the others again.
+    `actors` maps the uppermost tier of a process to its class; `more` are arguments after the settings and names.
     """
     pipeline = uuid.uuid4().hex[:8]
     placed: dict[str, ActorHandle[Any]] = {}
@@ -111,13 +111,16 @@ def place_tiers(
 
 
 def nodes_of(group: PlacementGroup, num_bundles: int) -> set[str]:
-    """Where its first bundles are; the first holds the replica's own process, too, which calls the target."""
+    """The ids of the nodes that hold the group's first `num_bundles` bundles.
+
+    The first bundle also holds the replica's own process, which calls the target.
+    """
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return {placed[index] for index in range(num_bundles)}
 
 
 def reachable(settings: Settings, num_nodes: int) -> Settings:
-    """With a `tier_host` at which the tiers find one another, unless the settings name one: nobody else needs to."""
+    """The settings with `tier_host` set: unless given, it is the loopback on one node, else each node's own address."""
     if settings.server.tier_host is not None:
         return settings
     host = LOOPBACK if num_nodes == 1 else "node"
@@ -127,9 +130,10 @@ def reachable(settings: Settings, num_nodes: int) -> Settings:
 def create(
     cls: type[TierActor] | type[RankActor], settings: Settings, group: DeviceGroup, name: str, where: Any, *more: Any
 ) -> ActorHandle[Any]:
-    """An actor of the group with this name; `more` is what it takes beyond the settings."""
+    """Create an actor of the group with this name; `more` are its arguments after the settings."""
     environment = ENVIRONMENT if group.cores is None else ENVIRONMENT | {"OMP_NUM_THREADS": str(len(group.cores))}
-    # Without this, an actor is aborted by Ray 2.60 when a transfer to it fails. `options` below does not know it.
+    # Without this option Ray 2.60 aborts an actor when a transfer to it fails. Only `ray.remote` accepts the option,
+    # `options` below does not.
     options: dict[str, Any] = {"enable_tensor_transport": True} if settings.retrieval.transport == "rdt" else {}
     remote: Any = ray.remote(**options)(cls) if options else ray.remote(cls)
     handle: ActorHandle[Any] = remote.options(
@@ -137,7 +141,7 @@ def create(
         num_cpus=group.cpus,
         num_gpus=group.gpus,
         max_concurrency=4,
-        max_restarts=0 if "target" in group.tiers else -1,  # without a target there is nothing to go on with
+        max_restarts=0 if "target" in group.tiers else -1,  # a pipeline ends with its target
         scheduling_strategy=where,
         runtime_env={"env_vars": environment},
     ).remote(settings, *more)
@@ -145,5 +149,5 @@ def create(
 
 
 def nodes() -> list[Node]:
-    """Of the cluster that this process is connected to."""
+    """The live nodes of the cluster that this process is connected to."""
     return [Node(each["Resources"], each.get("Labels", {})) for each in ray.nodes() if each["Alive"]]

@@ -1,4 +1,4 @@
-"""What `dtype: auto` stands for on a cluster: one precision for all replicas, or they would give different tokens."""
+"""Resolves `dtype: auto` on a cluster: to one precision for all replicas, as others would give different tokens."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from triforce_core.models.precision import machine_dtype, resolved
 
 log = logging.getLogger(__name__)
 
-NODE_ID = "ray.io/node-id"  # a label that Ray gives every node
+NODE_ID = "ray.io/node-id"  # a label that Ray sets on every node
 TIMEOUT_S = 60.0  # for all nodes to start a process and answer
 
 
 def dtypes_of(suitable: Sequence[Node]) -> list[str]:
-    """Each node's own precision."""
+    """The precision that suits each node's CPU. Raises `UnavailableError` if a node does not answer in time."""
     asked = []
     for node in suitable:
         where = NodeAffinitySchedulingStrategy(node.labels[NODE_ID], soft=False)
@@ -32,22 +32,23 @@ def dtypes_of(suitable: Sequence[Node]) -> list[str]:
     try:
         found: list[str] = ray.get(asked, timeout=TIMEOUT_S)
     except GetTimeoutError:
-        rule = f"{len(asked)} nodes that may hold a target did not all tell their CPU within {TIMEOUT_S:g} s"
+        rule = f"{len(asked)} nodes that may hold a target did not all report their CPU within {TIMEOUT_S:g} s"
         raise UnavailableError(f"dtype: auto: {rule}; set dtype: float32 or bfloat16") from None
     return found
 
 
 def agreed(settings: Settings, ask: Callable[[Sequence[Node]], list[str]] = dtypes_of) -> Settings:
-    """The settings with the precision that every node computes well with on which a target may be placed.
+    """The settings with `dtype: auto` replaced by a precision that suits every node on which a target may be placed.
 
-    A node that joins later may be of another kind. Where CPU nodes differ, set `dtype: float32`, or choose nodes of one
+    A node that joins later may be of another kind. If CPU nodes differ, set `dtype: float32`, or select nodes of one
     kind by labels.
     """
     if settings.dtype != "auto":
         return settings
     group, bundle = settings.placement.groups[0], bundles(settings)[0]
     suitable = [node for node in nodes() if node.suits(bundle, group.labels)]
-    if settings.device_type != "cpu" or not suitable:  # CUDA has one answer; a cluster that is yet to grow has none
+    # CUDA devices all have the same precision; a cluster that has yet to grow has no node to ask.
+    if settings.device_type != "cpu" or not suitable:
         return resolved(settings)
     dtype = "bfloat16" if set(ask(suitable)) == {"bfloat16"} else "float32"
     log.info("dtype: auto is %s on the %d nodes that may hold a target", dtype, len(suitable))

@@ -1,6 +1,7 @@
-"""Ranks as Ray actors: the followers of a tier that is divided over several devices, beside the tier actor that leads.
+"""Ranks as Ray actors: if a tier is divided over several devices, its tier actor leads and rank actors follow.
 
-Ray places and restarts them, and brings them together once; what passes between ranks afterwards is not Ray's.
+Ray places the followers and restarts those of a drafting tier, and the leader calls them through Ray once to bring the
+ranks together. After that the ranks communicate without Ray.
 """
 
 from __future__ import annotations
@@ -18,23 +19,23 @@ from triforce_core.errors import UnavailableError
 if TYPE_CHECKING:
     from triforce_core.models.rank_group import Endpoint, Leader
 
-START_TIMEOUT_S = 60.0  # of a rank's process, by Ray
+START_TIMEOUT_S = 60.0  # limit for Ray to start a rank's process
 
 
 def rank_name(tier: str, rank: int) -> str:
-    """Of the actor that is this rank of the tier actor with this name."""
+    """The actor name of rank `rank` of the tier actor named `tier`."""
     return f"{tier}-rank{rank}"
 
 
 class RankActor:
-    """Follows the tier actor that calls it, one at a time. It ends with its leader, for Ray to restart it."""
+    """Follows the tier actor that calls it, one leader at a time. Its process ends when the leader's does."""
 
     def __init__(self, settings: Settings, group: DeviceGroup) -> None:
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings, self.group = settings, group
 
     def follow(self, endpoint: Endpoint) -> None:
-        """Returns when the leader has stopped."""
+        """Do the leader's work of this rank; returns when the leader has stopped."""
         from triforce_core.engine.followers import follow
 
         if self.group.cores is not None:
@@ -43,7 +44,10 @@ class RankActor:
 
 
 def lead(world: int, device: str) -> Leader:
-    """Of this tier actor: bring its other ranks together. Raises `UnavailableError` where they do not come."""
+    """Bring the ranks of the calling tier actor together, which leads them.
+
+    Raises `UnavailableError` if a rank does not come.
+    """
     from triforce_core.models.rank_group import Rendezvous
 
     own = ray.get_runtime_context().get_actor_name()
@@ -54,7 +58,7 @@ def lead(world: int, device: str) -> Leader:
             ray.get(follower.__ray_ready__.remote(), timeout=START_TIMEOUT_S)  # Ray may be restarting it
         except GetTimeoutError:
             ray.kill(follower, no_restart=False)
-            raise UnavailableError(f"rank {rank} of {own} hangs: it is started anew") from None
+            raise UnavailableError(f"rank {rank} of {own} hangs and was killed") from None
     rendezvous = Rendezvous(world)
     for rank, follower in enumerate(followers, start=1):
         follower.follow.remote(rendezvous.endpoint(rank))

@@ -1,4 +1,4 @@
-"""The lower end of a link: any Proposer behind a gRPC server, and the thread that drives it."""
+"""The lower end of a link: a Proposer behind a gRPC server, and the thread that drives the Proposer."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 MAX_FAILURES = 5
-MAX_LINKS = 64  # a thread each; from one tier above there is one, and one more for each that died unnoticed
+MAX_LINKS = 64  # each takes a thread; the tier above has one link, and may leave behind links that died unnoticed
 
 
 class LinkThreads(ThreadPoolExecutor):
-    """A daemon thread a call: those of a ThreadPoolExecutor are joined at exit, which an open link would hold up."""
+    """Runs each call on a daemon thread. The base class joins its threads at exit, which an open link would block."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future: Future[Any] = Future()
@@ -45,9 +45,9 @@ class LinkThreads(ThreadPoolExecutor):
 
 
 class LinkServer:
-    """Serves a tier to the one above. Synchronous gRPC: a block waits for two wake-ups less than through `grpc.aio`.
+    """Serves a tier to the tier above. Synchronous gRPC saves two thread wake-ups per block against `grpc.aio`.
 
-    More than `MAX_LINKS` calls at a time are refused, for waiting ones would look like a tier that hangs.
+    Calls beyond `MAX_LINKS` at a time are refused, because a waiting call would look like a tier that hangs.
     """
 
     def __init__(self, host: str, tier_server: TierServer) -> None:
@@ -61,13 +61,13 @@ class LinkServer:
 
 
 class Link:
-    """One stream from above: where its answers go."""
+    """One stream from the tier above, with the answers to send on it."""
 
     def __init__(self) -> None:
         self.outgoing: queue.SimpleQueue[pb.ProposalBatch | None] = queue.SimpleQueue()
 
     def send(self, batch: pb.ProposalBatch) -> None:
-        """From any thread."""
+        """Queue a batch. May be called from any thread."""
         self.outgoing.put(batch)
 
     def close(self) -> None:
@@ -80,14 +80,14 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """In place of a message: a link that has ended."""
+    """In the inbox, states that a link has ended."""
 
     link: Link
 
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """What came over a link."""
+    """A batch that came over a link."""
 
     link: Link
     work: list[Work]
@@ -96,17 +96,17 @@ class Message:
 
 @dataclass(slots=True)
 class Served:
-    """One sequence: whose it is, and whether the tier owes an answer."""
+    """The link that a sequence is served over, and whether its last work was answered."""
 
     link: Link
-    end: int  # of the last work
+    end: int  # end position of the last work's span
     answered: bool = False
 
 
 class TierServer(TierServicer):
-    """Serves one Proposer. One worker thread drives it, as a Proposer wants; gRPC's threads only move messages.
+    """Serves one Proposer. A single worker thread drives it, as a Proposer requires; gRPC's threads only move messages.
 
-    The doorbell wakes the worker: for work from above, and where the proposer is a tier over a link, for answers too.
+    The doorbell wakes the worker for work from above and, if the proposer itself drafts over a link, for answers too.
     """
 
     def __init__(
@@ -118,11 +118,11 @@ class TierServer(TierServicer):
         can_run_ahead: Callable[[], bool] = lambda: False,
     ) -> None:
         self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
-        self.can_run_ahead = can_run_ahead  # whether to go on collecting while nobody waits
+        self.can_run_ahead = can_run_ahead  # whether to go on collecting when no answer is owed
         self.inbox: queue.SimpleQueue[Message | Ended] = queue.SimpleQueue()
         self.served: dict[int, Served] = {}  # by sequence id
         self.counters = pb.LinkCounters(link=f"{above.name.lower()}>{tier.name.lower()}")
-        self.counting = threading.Lock()  # each link counts on threads of its own
+        self.counting = threading.Lock()  # several threads count, those of each link
         self.stopping = threading.Event()
         self.worker = threading.Thread(target=self._work, name=f"{tier.name.lower()}-worker", daemon=True)
         self.worker.start()
@@ -186,7 +186,7 @@ class TierServer(TierServicer):
                 self._take_messages()
                 if self.can_run_ahead() or not all(served.answered for served in self.served.values()):
                     self._send(self.proposer.collect(POLL_S))
-                    failures = 0  # to have had nothing to do is no success
+                    failures = 0  # reset only after a round: an idle turn is no success
                 else:
                     self.doorbell.wait(POLL_S)
             except Exception:
@@ -195,9 +195,9 @@ class TierServer(TierServicer):
                 try:
                     self._abandon()
                 except Exception:
-                    log.exception("%s tier: what it held cannot be given up", self.tier.name.lower())
+                    log.exception("%s tier: its sequences cannot be released", self.tier.name.lower())
                     failures = MAX_FAILURES
-                if failures >= MAX_FAILURES:  # a broken device never heals: a new process may
+                if failures >= MAX_FAILURES:  # a broken device never recovers in this process, but may in a new one
                     os._exit(1)
 
     def _take_messages(self) -> None:
@@ -210,7 +210,7 @@ class TierServer(TierServicer):
             self.served.update({w.span.sequence_id: Served(link, w.span.end) for w in work})
             if work:
                 self.proposer.submit(work)
-            # Another link may have taken over what this one releases.
+            # Another link may have taken over a sequence that this link releases.
             self._release([i for i in released if i not in self.served or self.served[i].link is link])
 
     def _release(self, sequence_ids: list[int]) -> None:
@@ -220,7 +220,7 @@ class TierServer(TierServicer):
             self.proposer.release(sequence_ids)
 
     def _abandon(self) -> None:
-        """After a failed round: answer empty at once, so that nobody waits for us, and forget all sequences."""
+        """After a failed round, answer all work at once with empty proposals and forget all sequences."""
         self._send([Proposal(i, served.end) for i, served in self.served.items() if not served.answered])
         held = list(self.served)
         self.served.clear()

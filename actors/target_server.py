@@ -1,4 +1,4 @@
-"""The top of a pipeline as a service: requests in, committed tokens out, with the thread that drives the engine."""
+"""The target as a gRPC service from requests to committed tokens, and the thread that drives the engine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ class EngineThread:
         self.thread.start()
 
     def submit(self, request: Request, callback: Callable[[Output | None], None]) -> int:
-        """Queue a request; `callback` gets its outputs, and None should the engine fail."""
+        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails.
+
+        Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
+        """
         with self.lock:
             if self.failed is not None:
                 raise UnavailableError("the target tier has failed")
@@ -52,7 +55,7 @@ class EngineThread:
 
     @property
     def ready(self) -> bool:
-        """Whether the engine runs, and does not hang."""
+        """Whether the engine runs and does not hang."""
         engine = self.engine
         hangs = self.times.hangs(engine.asked_tokens, engine.doorbell.woken)
         return self.failed is None and self.thread.is_alive() and not hangs
@@ -142,7 +145,7 @@ class TargetServer(TargetServicer):
 
 
 def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int]) -> Request:
-    """Raises `InvalidValueError` naming the field."""
+    """The engine's form of a request. Raises `InvalidValueError` naming the field."""
     lookaheads = tuple(message.lookaheads.values) if message.HasField("lookaheads") else default_lookaheads
     require(len(lookaheads) == 2, "lookaheads", lookaheads, "must hold two numbers: retrieval and draft")
     bounded = all(n <= MAX_LOOKAHEAD for n in lookaheads)
@@ -168,7 +171,7 @@ def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
 
 
 class AsyncServer:
-    """Serves the target on an event loop and a thread of its own: its many streams never wait for the model."""
+    """Serves the target on an event loop in a separate thread, so that its many streams never wait for the model."""
 
     def __init__(self, host: str, target_server: TargetServer) -> None:
         self.host, self.target_server = host, target_server

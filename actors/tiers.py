@@ -1,10 +1,11 @@
-"""The three tier actors. Ray places, restarts and monitors them; tokens pass between them over gRPC only.
+"""The three tier actors. Ray places and monitors them and restarts the drafting tiers; tokens pass over gRPC only.
 
-Each is a plain class, made an actor in placement.py. `start` is idempotent: it loads the model once and returns the
-address at which the tier serves, on a port that is new after every restart. An actor that is told of none below it
-holds the tiers below in its own process, without a link between.
+Each is a plain class, which placement.py makes an actor. `start` is idempotent: it loads the model once and returns the
+address at which the tier serves, whose port is new after every restart. An actor that is given no name of an actor
+below holds the lower tiers in its own process, without a link.
 
-Whoever places the actors imports this module too; what loads torch is imported where the actors do their work.
+Processes that only place the actors import this module too. Importing it loads torch, through `actors.wire`; the other
+modules that only a running actor needs are imported inside the methods that use them.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ LOOPBACK = "127.0.0.1"
 
 
 def address_of(name: str) -> str:
-    """Where the tier actor of this name serves now; waits a while where Ray restarts it, and while it loads."""
+    """The current address of the tier actor of this name. Waits up to `LOOK_UP_S` seconds if it restarts or loads."""
     return str(ray.get(ray.get_actor(name).start.remote(LOOK_UP_S), timeout=LOOK_UP_S))
 
 
 class TierActor(ABC):
-    """What the three have in common: one gRPC server, started once."""
+    """The common part of the three tier actors: one gRPC server, started once."""
 
     tier: Tier
 
@@ -62,19 +63,21 @@ class TierActor(ABC):
         logging.basicConfig(level=logging.INFO, format="%(name)s: %(message)s")
         self.settings = settings
         self.server: LinkServer | AsyncServer | None = None
-        self.link: RemoteProposer | None = None  # to the tier below, where that is another process
-        self.inner: dict[Tier, Sized] = {}  # the sequences of the tiers below that this process holds as well
-        self.ranks: Leader | None = None  # where this process leads others, each with a share of the models
-        self.awake: FileIO | None = None  # held for the life of this process
-        self.runners: dict[Tier, ModelRunner] = {}  # of the tiers in this process that have a model
+        self.link: RemoteProposer | None = None  # to the tier below, if that is in another process
+        self.inner: dict[Tier, Sized] = {}  # by lower tier in this process, the sequences that it holds
+        self.ranks: Leader | None = None  # set if this process leads others, each with a share of the models
+        self.awake: FileIO | None = None  # the request of `keep_awake`, in force while this file is open
+        self.runners: dict[Tier, ModelRunner] = {}  # by tier in this process, if the tier has a model
         self.starting = threading.Lock()
-        self.undo = ExitStack()  # ends what a start has made so far
+        self.undo = ExitStack()  # ends everything that a start has made so far
 
     def start(self, patience_s: float = -1) -> str:
-        """Load, serve, and return the address. Safe to call again, and while it runs: then it waits for the other call,
-        at most `patience_s` seconds, -1: as long as it takes. Of a start that fails nothing stays.
+        """Load the models, serve, and return the address. Later calls return the address of the first.
+
+        A call during another call waits for that one, at most `patience_s` seconds; -1 sets no limit. A start that
+        fails leaves nothing behind. Raises `UnavailableError` if the other call takes too long.
         """
-        # The owner of the pipeline calls it, and so does the tier above.
+        # The owner of the pipeline calls `start`, and so does the tier above.
         if not self.starting.acquire(timeout=patience_s):
             raise UnavailableError(f"the {self.tier.name.lower()} tier is still loading")
         try:
@@ -101,22 +104,22 @@ class TierActor(ABC):
             self.undo.callback(self.ranks.close)
         host = self.settings.server.tier_host
         server = self.serve(ray.util.get_node_ip_address() if host == "node" else host or LOOPBACK)
-        if self.settings.chooses_threads:  # a tier that is started anew has them from the first start
+        if self.settings.chooses_threads:  # a restarted tier uses the numbers that were kept
             self.decode_on({tier: kept for tier, (_, kept) in self.threads().items() if kept is not None})
         return server
 
     @property
     def group(self) -> DeviceGroup:
-        """What this process is of the pipeline."""
+        """The group of tiers that this process holds."""
         name = self.tier.name.lower()
         return next(group for group in self.settings.placement.groups if name in group.tiers)
 
     @abstractmethod
     def serve(self, host: str) -> LinkServer | AsyncServer:
-        """Load, and serve at this host. What must be ended by more than being forgotten goes to `undo` at once."""
+        """Load the models and serve at this host. Everything that must be closed explicitly goes to `undo` at once."""
 
     def forget(self) -> None:
-        """What a start has made and does not end by itself: models are freed with the last who knows them."""
+        """Drop the references to everything that a start has made: models are freed with the last reference."""
         self.inner, self.runners = {}, {}
         self.link = self.ranks = self.awake = None
 
@@ -141,7 +144,7 @@ class TierActor(ABC):
         return [status.SerializeToString() for status in statuses.values()]
 
     def threads(self) -> dict[str, tuple[int, int | None]]:
-        """By tier with a model: the CPU threads that there are, and those that were found best on this machine."""
+        """By tier with a model: all CPU threads, and the number found best on this machine, None if unknown."""
         from triforce_core.engine.kept_threads import kept_threads
         from triforce_core.models.runner import ALL_THREADS
 
@@ -149,7 +152,7 @@ class TierActor(ABC):
         return {name: (ALL_THREADS, kept_threads(self.settings, name)) for name in names}
 
     def decode_on(self, threads: dict[str, int], *, keep: bool = False) -> None:
-        """Have this process's tiers decode on so many CPU threads; `keep` them for later starts."""
+        """Set the CPU threads on which this process's tiers decode, by tier; `keep` stores them for later starts."""
         from triforce_core.engine.kept_threads import keep_threads
 
         for tier, runner in self.runners.items():
@@ -160,13 +163,13 @@ class TierActor(ABC):
                     keep_threads(self.settings, name, threads[name])
 
     def load(self, name: str, role: str, ranks: Leader | None = None) -> PreTrainedModel:
-        """The model, or where it is divided over ranks this one's share."""
+        """The model, or this rank's share if the model is divided over ranks."""
         from triforce_core.models.load import load_model
 
         return load_model(name, role, self.settings.dtype, self.settings.device, ranks)
 
     def connect(self, below: str, timeout_s: float, doorbell: Doorbell) -> RemoteProposer:
-        """The tier actor of this name, waited for a while; it may come later."""
+        """A link to the tier actor of this name. Waits a while for it, but returns even if it is not there yet."""
         peer = below.rpartition("-")[2]
         self.link = RemoteProposer(lambda: address_of(below), timeout_s=timeout_s, doorbell=doorbell, peer=peer)
         self.undo.callback(self.link.close)
@@ -174,7 +177,7 @@ class TierActor(ABC):
         return self.link
 
     def own_drafter(self) -> Drafter:
-        """The draft tier, in this process."""
+        """The draft tier, held in this process."""
         weights = drafter_weights(self.settings)
         drafter = drafter_for(self.settings, None if weights is None else self.load(weights, "drafter"))
         if drafter.runner is not None:
@@ -183,9 +186,9 @@ class TierActor(ABC):
 
 
 class LinkedActor(TierActor):
-    """One that serves the tier above over a link."""
+    """A tier actor that serves the tier above over a link."""
 
-    tier_server: TierServer  # once it serves
+    tier_server: TierServer  # set once the tier serves
 
     def serve_link(self, host: str, tier_server: TierServer) -> LinkServer:
         self.undo.callback(tier_server.stop)
@@ -198,7 +201,7 @@ class LinkedActor(TierActor):
 
 
 class DraftActor(LinkedActor):
-    """The tiny model with its StreamingLLM window."""
+    """The draft tier: by default a tiny model with a StreamingLLM window."""
 
     tier = Tier.DRAFT
 
@@ -210,7 +213,10 @@ class DraftActor(LinkedActor):
 
 
 class RetrievalActor(LinkedActor):
-    """The target's weights over sparse snapshots of its KV; `draft` is the name of the actor that drafts for it."""
+    """The retrieval tier: by default the target's weights over sparse snapshots of the target's KV.
+
+    `draft` is the name of the draft actor; if empty, this process drafts itself.
+    """
 
     tier = Tier.RETRIEVAL
 
@@ -249,17 +255,20 @@ class RetrievalActor(LinkedActor):
         return self.serve_link(host, server)
 
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
-        """What drafts for this tier, and in how many shares: drafts of this process and its own passes take turns."""
+        """The proposer of drafts, and the number of micro-batches: 1 if drafts and passes alternate in one process."""
         if not self.draft:
             drafter = self.own_drafter()
             self.inner[Tier.DRAFT] = drafter.held
             return drafter, 1
-        # Shorter than the target's patience with us, so that a hung draft tier does not make us look hung too.
+        # Shorter than the target's timeout for this tier, so that this tier does not look hung if the draft tier hangs.
         timeout_s = self.settings.server.link_timeout_s / 2
         return self.connect(self.draft, timeout_s, doorbell), self.settings.micro_batches
 
     def take_piece(self, piece: Piece) -> bool | None:
-        """Called by the target's hand-over, with an object that Ray has fetched by then. Refused until we serve."""
+        """Take a piece of a snapshot from the target's hand-over; refused until this tier serves.
+
+        Ray has fetched the piece before the call. The result is that of `SnapshotReceiver.take_piece`.
+        """
         return False if self.server is None or self.snapshots is None else self.snapshots.take_piece(piece)
 
     def forget(self) -> None:
@@ -268,7 +277,10 @@ class RetrievalActor(LinkedActor):
 
 
 class TargetActor(TierActor):
-    """The target with its full KV, and the engine that drives the chain; `retrieval` is the name of the actor below."""
+    """The target with its full KV, and the engine that drives the tiers.
+
+    `retrieval` is the name of the actor below; if empty, this process holds all tiers.
+    """
 
     tier = Tier.TARGET
 
@@ -311,22 +323,22 @@ class TargetActor(TierActor):
             self.sink,
             kv=kv if self.ranks is None else LeadingFullKV(kv, self.ranks, gathered=True),
             micro_batches=self.settings.micro_batches,
-            first_sequence_id=secrets.randbits(48),  # the other tiers may still hold those of a target before us
+            first_sequence_id=secrets.randbits(48),  # the other tiers may still hold sequences of an earlier target
             doorbell=doorbell,
         )
         self.runners = runners_of(engine)
         return engine
 
     def limits(self) -> Limits:
-        """What this target can serve."""
+        """The limits of the requests that this target can serve."""
         return self.target_server.engine_thread.engine.limits
 
     def _whole_chain(self) -> Engine:
-        """All tiers here: the retrieval tier takes its snapshots as they are cut, and shares weights where it may."""
+        """All tiers in this process. The retrieval tier takes snapshots directly, and shares weights where possible."""
         from triforce_core.engine.inspection import held_of, runners_of
         from triforce_core.engine.loading import load_local_engine
 
-        # Requests may ask for drafts where settings do not.
+        # Requests may ask for drafts even if the settings do not.
         engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks)
         self.inner = {tier: held for tier, held in held_of(engine).items() if tier != self.tier}
         self.runners = runners_of(engine)

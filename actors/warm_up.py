@@ -1,4 +1,4 @@
-"""Before a pipeline serves: its tiers run passes of every kind, and the CPU threads that they decode on are chosen."""
+"""Warms up a pipeline before it serves: runs passes of every kind, and chooses the CPU threads of decoding."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from triforce_core.engine.limits import Limits
 from triforce_core.engine.thread_search import Arrangement
 from triforce_core.engine.warm_up import WarmUp
 
-log = logging.getLogger("ray.serve")  # whose files an operator reads first
+log = logging.getLogger("ray.serve")  # operators read this logger's files first
 
-WARM_UP_S = 600.0  # after which a pipeline serves as it is: from then on health checks see whether it hangs
+WARM_UP_S = 600.0  # after this time the pipeline serves without being warm; health checks then detect a hang
 
-Threads = dict[str, tuple[int, int | None]]  # by tier: those that there are, and those that were kept
+Threads = dict[str, tuple[int, int | None]]  # by tier: all threads, and the number kept earlier; None: unknown
 
 
 async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
-    """Returns when every tier has run its kinds of passes. Pipelines on one machine take turns where they measure."""
+    """Run passes of every kind in every tier. Pipelines on one machine take turns at measuring threads."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(WARM_UP_S):
@@ -39,13 +39,16 @@ async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
 
 
 def unknown(found: Threads) -> Arrangement:
-    """What there is to choose from, for all tiers if those of one are not known; the tiers were measured together."""
+    """By tier, the number of threads to search up to; empty if the best number is known for every tier.
+
+    If it is unknown for one tier, all tiers are measured again, because they are measured together.
+    """
     known = all(kept is not None for _, kept in found.values())
     return {} if known else {tier: most for tier, (most, _) in found.items()}
 
 
 async def run(pipeline: Pipeline, settings: Settings, most_threads: Arrangement) -> None:
-    """Decode the requests; with threads to choose, have the tiers decode on the best from then on, and keep it."""
+    """Decode the warm-up requests. If threads are to be chosen, set the best numbers and keep them for later starts."""
     limits: Limits = await pipeline.actors.target.limits.remote()
     warming = WarmUp(settings, limits, most_threads)
     await decode(pipeline, warming)
@@ -54,7 +57,7 @@ async def run(pipeline: Pipeline, settings: Settings, most_threads: Arrangement)
 
 
 async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
-    """Its requests, with the threads that it wants from round to round."""
+    """Decode the requests of `warming`, with the threads that it sets for each round."""
     threads: Arrangement = {}
     for request in warming.requests():
         async with aclosing(pipeline.decode(request_to_proto(request))) as events:
@@ -67,7 +70,7 @@ async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
 
 
 async def threads_of(pipeline: Pipeline) -> Threads:
-    """Of each tier that has a choice, the target first."""
+    """The threads of each tier that has more than one, the target first."""
     found: list[Threads] = await asyncio.gather(*(actor.threads.remote() for actor in pipeline.actors.each()))
     return {tier: threads for each in reversed(found) for tier, threads in each.items() if threads[0] > 1}
 

@@ -1,6 +1,6 @@
-"""Between messages.py and the protos, both ways. Pure functions; what comes off the wire is checked here, once.
+"""Converts between messages.py and the protos. All functions are pure; received messages are checked here only.
 
-Every `…_from_proto` raises `InvalidValueError` naming the field, by its path in the message, that breaks a rule.
+A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the path of the field in the message.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def proposal_batch_from_proto(batch: pb.ProposalBatch) -> list[Proposal]:
 
 
 def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
-    """With every field set, those at their defaults too."""
+    """The message with every field set, even those at their defaults."""
     return gen.Sampling(**asdict(sampling))
 
 
 def sampling_from_proto(message: gen.Sampling, where: str = "sampling") -> SamplingParams:
-    """What one tier says to another. A field that is not set is refused: by a default in its place, this tier would
-    warp by another number than the rest.
+    """Sampling parameters sent between tiers. An unset field is refused, because with a default in its place this tier
+    would warp by another number than the other tiers.
     """
     given = set_fields(message)
     for name in SAMPLING_FIELDS:
@@ -61,12 +61,15 @@ def sampling_from_proto(message: gen.Sampling, where: str = "sampling") -> Sampl
 
 
 def sampling_from_client(message: gen.Sampling) -> SamplingParams:
-    """What a client says: a field that is not set takes its default. The error names the field alone, as clients do."""
+    """Sampling parameters sent by a client. An unset field takes its default.
+
+    Raises `InvalidValueError` with the field's name alone, without a path.
+    """
     return SamplingParams(**set_fields(message))
 
 
 def set_fields(message: gen.Sampling) -> dict[str, Any]:
-    """By name, whatever their values: each field of this message tells whether it was set."""
+    """The values of the fields that were set, by name, even if they equal the defaults."""
     return {field.name: value for field, value in message.ListFields()}
 
 
@@ -186,7 +189,10 @@ def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> gen.FinishReason:
-    """Unspecified: not finished yet, or cancelled, of which nobody is left to read."""
+    """The wire form of a finish reason.
+
+    It is unspecified for a request that is not finished, or was cancelled and so has no reader.
+    """
     unspecified = gen.FINISH_REASON_UNSPECIFIED
     return FINISH_REASONS.get(reason, unspecified) if reason else unspecified
 

@@ -1,1 +1,1 @@
-"""The Ray Serve application: the OpenAI-compatible endpoint and the generation service in front of the replicas."""
+"""The Ray Serve application: the OpenAI-compatible API and the gRPC API in front of the replicas."""

@@ -1,6 +1,6 @@
-"""The Ray Serve application, and `run`, which serves it from this machine alone.
+"""The Ray Serve application, and `run`, which serves it on this machine alone.
 
-Ray is imported only inside: what `run` puts into the environment must be there before that.
+Ray is imported only inside functions, because the environment variables that `run` sets must be set before the import.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ if TYPE_CHECKING:
     from triforce_core.engine.limits import Limits
 
 APPLICATION = "triforce"
-FRONT_END_CPUS = 0.1  # for each of the gateway and the replica's own process: the tiers do the work
-SPARE_CALLS = 64  # health and status beside the requests; and room in which the gateway can refuse politely
-UPSCALE_DELAY_S = 30.0  # too many requests for this long add a replica: a burst is over sooner than one has started
-LOOK_BACK_S = 11.0  # Serve wants more than its metrics' interval, 10 s
+FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the tiers do the work
+SPARE_CALLS = 64  # room for health and status calls, and for requests that the gateway refuses with its own error
+UPSCALE_DELAY_S = 30.0  # overload for this long adds a replica; a shorter burst would end before one has started
+LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
 HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "one machine only": Ray binds its own ports to the loopback
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on one machine only, Ray binds its own ports to the loopback
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
     "TOKENIZERS_PARALLELISM": "false",
 }
-# Nothing of ours blocks a loop, so Serve needs no threads and loops of its own beside it. Together with gRPC: a third
-# of the CPU time for each event, and less of the time to the first.
+# Our code never blocks the event loop, so Serve needs no separate thread for user code and no separate loop for its
+# router. Together with gRPC this cuts the CPU time per event to a third, and the time to the first event.
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 
 
-# Of a prompt between Serve's processes; by default 4 MiB, beyond which it is refused without a reason.
+# Limit in bytes for a prompt between Serve's processes. By default it is 4 MiB; Serve refuses more without a reason.
 LONG_PROMPTS = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
 ENVIRONMENT |= LONG_PROMPTS
 
 
 def build_app(args: Settings) -> Application:
-    """The application that these settings describe; a builder for `serve run deploy.app:build_app`, too."""
+    """The application for these settings; also the builder for `serve run deploy.app:build_app`."""
     from ray import serve
 
     from actors.placement import ENVIRONMENT as QUIET_CORES
@@ -88,7 +88,7 @@ def build_app(args: Settings) -> Application:
         name="gateway",
         ray_actor_options=options,
         max_ongoing_requests=2 * places + SPARE_CALLS,
-        max_queued_requests=places + SPARE_CALLS,  # an outer guard: a burst passes it, and the gateway refuses politely
+        max_queued_requests=places + SPARE_CALLS,  # outer limit; short bursts pass it and get the gateway's own error
         backpressure_config={"status_code": 429, "retry_after_s": 1},
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.server.drain_s,
@@ -98,7 +98,7 @@ def build_app(args: Settings) -> Application:
 
 
 def replicas(settings: Settings) -> dict[str, Any]:
-    """How many pipelines there are, as Serve wants it said."""
+    """The number of pipelines, as options of a Serve deployment."""
     wanted = settings.server.replicas
     if wanted.min == wanted.max:
         return {"num_replicas": wanted.min}
@@ -106,30 +106,31 @@ def replicas(settings: Settings) -> dict[str, Any]:
         "autoscaling_config": {
             "min_replicas": wanted.min,
             "max_replicas": wanted.max,
-            "target_ongoing_requests": settings.max_sequences,  # waiting ones included: a replica is full, none wait
+            # Serve counts waiting requests too: at this target a replica is full and none waits.
+            "target_ongoing_requests": settings.max_sequences,
             "upscale_delay_s": UPSCALE_DELAY_S,
             "downscale_delay_s": wanted.downscale_delay_s,
-            "look_back_period_s": max(LOOK_BACK_S, UPSCALE_DELAY_S),  # the load is a mean over it
+            "look_back_period_s": max(LOOK_BACK_S, UPSCALE_DELAY_S),  # the load is averaged over this time
         }
     }
 
 
 def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
-    """Requests go where their prefix is, but not to wait behind a batch that another replica would spare them."""
+    """The router, which sends a request to a replica that holds its prefix unless that replica is much busier."""
     from ray.serve.config import RequestRouterConfig
 
     from deploy.prefixes import BLOCK
 
     router: Any = "deploy.routing.PrefixRouter"
-    capacity = limits.kv_pool_tokens // BLOCK  # more than that a replica never holds
+    capacity = limits.kv_pool_tokens // BLOCK  # a replica never holds more blocks
     known = {"capacity": capacity, "busier_by": settings.max_sequences}
     return RequestRouterConfig(request_router_class=router, request_router_kwargs=known)
 
 
 def run(settings: Settings) -> None:
-    """Serve until SIGINT or SIGTERM; then let requests in flight finish, and stop everything that was started.
+    """Serve until SIGINT or SIGTERM, then let requests in flight finish and stop everything that was started.
 
-    Raises `InvalidValueError` and its kin before anything is started, `UnavailableError` when the tiers do not come up.
+    Raises `InvalidValueError` or a subclass before anything is started; `UnavailableError` if the tiers do not start.
     """
     from deploy.directions import check_endpoint, decoding_threads, directions
     from triforce_core.engine.target_kv import offload_directory
@@ -139,13 +140,13 @@ def run(settings: Settings) -> None:
     settings = resolved(settings)
     began = time.monotonic()
     if request := keep_awake(settings.placement.cpu_latency_us):
-        request.close()  # the tiers will ask again
+        request.close()  # this only checked that the request is permitted; the tiers make it again
     check_ports(settings)
-    torch_device(settings.device)  # the tiers run on this machine
+    torch_device(settings.device)  # can be checked early because the tiers run on this machine
     offload_directory(settings.target.offload_path)
     check_models(settings)
     try:
-        # Handlers twice, because ray.init installs its own.
+        # The handlers are set twice because ray.init installs its own.
         with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
             check_endpoint(settings)
             took = time.monotonic() - began
@@ -180,7 +181,10 @@ def check_ports(settings: Settings) -> None:
 
 
 def check_models(settings: Settings) -> Limits:
-    """What the target can serve. Refuses what the tiers would refuse: one line now, not a failed start later."""
+    """The limits of what the target can serve.
+
+    Raises now, with a one-line message, the errors with which the tiers would otherwise fail to start.
+    """
     from triforce_core.attention import check_kernel
     from triforce_core.engine.drafters import drafter_weights
     from triforce_core.engine.limits import target_limits
@@ -210,7 +214,7 @@ def check_models(settings: Settings) -> Limits:
 
 @contextmanager
 def on_signals(handler: Callable[[int, FrameType | None], object] | signal.Handlers) -> Iterator[None]:
-    """Handle SIGINT and SIGTERM, the ways in which people and machines end a server."""
+    """Handle SIGINT and SIGTERM by `handler` inside the context, and restore the earlier handlers after it."""
     before = {each: signal.signal(each, handler) for each in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -225,7 +229,7 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def local_ray(settings: Settings) -> Iterator[Path]:
-    """A Ray of our own on this machine, for this process and its children only; gives the folder of its logs."""
+    """A private Ray on this machine, for this process and its children only. Yields the folder of its logs."""
     prepare_environment()
     import ray
 
@@ -242,30 +246,30 @@ def local_ray(settings: Settings) -> Iterator[Path]:
         include_dashboard=False,
         namespace=APPLICATION,
         logging_level=logging.WARNING,
-        log_to_driver=False,  # Serve's proxy prints a traceback for every client that goes away
+        log_to_driver=False,  # Serve's proxy prints a traceback for every client that disconnects
     )
     try:
         reason = misfit(placement, pipeline, nodes(), copies.min)
         require(reason is None, "placement", placement.colocate, f"cannot be here: {reason}")
         yield Path(context.address_info["session_dir"]) / "logs"
     finally:
-        with on_signals(signal.SIG_IGN):  # to be interrupted here would leave processes behind
+        with on_signals(signal.SIG_IGN):  # an interrupted shutdown would leave processes behind
             ray.shutdown()
 
 
 def prepare_environment() -> None:
-    """What Ray reads when it is imported, and hands on to its processes. The user's own settings come first."""
+    """Set the variables that Ray reads at import and hands on to its processes. Variables already set are kept."""
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        # Whoever reaches Ray's ports can run code. A token that is nowhere but in our processes keeps others out.
+        # Anyone who reaches Ray's ports can run code. A token known to our processes alone keeps others out.
         os.environ["RAY_AUTH_MODE"] = "token"
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 @contextmanager
 def application(settings: Settings) -> Iterator[None]:
-    """The application on Ray Serve, ready. Raises `UnavailableError` if it does not come up."""
+    """The application on Ray Serve, ready inside the context. Raises `UnavailableError` if it does not start."""
     from ray import serve
 
     from deploy.grpc_api import SERVICER
@@ -293,18 +297,18 @@ def application(settings: Settings) -> Iterator[None]:
 
 
 def drain(handle: DeploymentHandle[Any], timeout_s: float) -> None:
-    """Let requests in flight end, and after them the application. Those that do not are left to the end of Ray."""
+    """Let requests in flight end, then delete the application. Requests that do not end in time end with Ray."""
     from ray import serve
 
     done = True
-    with suppress(Exception):  # a gateway that is gone has nothing to finish
+    with suppress(Exception):  # a gateway that is gone has no requests in flight
         done = handle.drain.remote(timeout_s).result(timeout_s=timeout_s + 5)
     if done:
         serve.delete(APPLICATION)
 
 
 def failure(error: RuntimeError) -> str:
-    """The reason behind a failed start: one of our errors where the replica's traceback has one, else its last line."""
+    """The reason for a failed start: one of our own errors if the messages contain one, else their last line."""
     from ray import serve
 
     application = serve.status().applications.get(APPLICATION)

@@ -1,4 +1,4 @@
-"""What `triforce serve` prints once it is ready: what runs where, and how to call it."""
+"""The text that `triforce serve` prints once it is ready: what runs where, and how to call it."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ ENDPOINT_TIMEOUT_S = 30.0
 
 
 def base_url(settings: Settings) -> str:
-    """For clients on this machine."""
+    """The server's URL for clients on this machine."""
     host = "127.0.0.1" if settings.server.host in ("0.0.0.0", "::") else settings.server.host
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
 
 def direct() -> requests.Session:
-    """To this machine itself, whatever proxy the environment names for others."""
+    """A session for this machine, which ignores any proxy in the environment."""
     session = requests.Session()
     session.trust_env = False
     return session
 
 
 def check_endpoint(settings: Settings) -> None:
-    """One streamed completion, as a client has it. Raises `UnavailableError` where none comes."""
+    """Request one streamed completion as a client would. Raises `UnavailableError` if none comes."""
     url = f"{base_url(settings)}/v1/completions"
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
     try:
@@ -43,7 +43,7 @@ def check_endpoint(settings: Settings) -> None:
 
 
 def decoding_threads(settings: Settings) -> dict[str, int]:
-    """CPU threads by tier, as the tiers have them; nothing where they are not asked in time."""
+    """The CPU threads of each tier, as /status reports them; empty if /status does not answer in time."""
     try:
         tiers = direct().get(f"{base_url(settings)}/status", timeout=10).json()["tiers"]
         return {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
@@ -52,7 +52,7 @@ def decoding_threads(settings: Settings) -> dict[str, int]:
 
 
 def directions(settings: Settings, logs: Path, threads: Mapping[str, int]) -> str:
-    """How to call what is served, and where to look when something is wrong."""
+    """The text: what is served, how to call it, and where the logs are."""
     server, url, name = settings.server, base_url(settings), served_name(settings)
     host = url.removeprefix("http://").rpartition(":")[0]
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
@@ -70,7 +70,7 @@ def directions(settings: Settings, logs: Path, threads: Mapping[str, int]) -> st
 
 
 def process(settings: Settings, tiers: tuple[str, ...], threads: Mapping[str, int]) -> str:
-    """One process of a pipeline: its tiers, each with its threads, and the cores that it keeps to."""
+    """One process of a pipeline as text: its tiers, each with its threads, and the cores that it is restricted to."""
     named = [f"{tier} ({plural(threads[tier], 'thread')})" if tier in threads else tier for tier in tiers]
     [group] = [group for group in settings.placement.groups if group.tiers == tiers]
     cores = "" if group.cores is None else f" on cores {', '.join(map(str, group.cores))}"

@@ -1,4 +1,4 @@
-"""From text to tokens beside the event loop, in two queues: a short text never waits for long ones.
+"""Encodes text into tokens outside the event loop, in two queues, so that a short text never waits for long texts.
 
 Encoding a megabyte takes about a second, during which the tokenizer lets other threads run.
 """
@@ -10,11 +10,11 @@ import copy
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-SHORT_CHARACTERS = 32_768  # such a text is encoded within about 30 ms
+SHORT_CHARACTERS = 32_768  # a text of this length is encoded within about 30 ms
 
 
 class Queue:
-    """A thread with a tokenizer of its own, which must not be used by two at a time."""
+    """A thread with its own copy of the tokenizer, because two threads must not use one tokenizer at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
@@ -28,7 +28,7 @@ class Queue:
 
 
 class Encoder:
-    """A text's tokens, special ones as the tokenizer adds them."""
+    """Encodes a text into tokens, with the special tokens that the tokenizer adds."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.short, self.long = Queue(tokenizer), Queue(tokenizer)

@@ -1,4 +1,4 @@
-"""What can go wrong at the door itself. Each door translates typed errors with one table of its own."""
+"""Errors that the APIs add to those of the pipeline. Each API translates typed errors by its own table."""
 
 from __future__ import annotations
 
@@ -9,27 +9,27 @@ from typing import TypeVar
 
 from triforce_core.errors import TriForceError
 
-log = logging.getLogger("ray.serve")  # whose files an operator reads first
+log = logging.getLogger("ray.serve")  # operators read this logger's files first
 Entry = TypeVar("Entry")
 
 
 class OverloadedError(TriForceError):
-    """All places are taken, waiting ones included; the caller may try again after `retry_after_s` seconds."""
+    """All places, waiting ones included, are taken; the caller may try again after `retry_after_s` seconds."""
 
     retry_after_s = 1
 
 
 class DeadlineError(TriForceError):
-    """The request was not done within the time that it or the server allows."""
+    """The request did not finish within the time that the request or the server allows."""
 
 
 def entry_for(table: Mapping[type[TriForceError], Entry], error: BaseException) -> Entry | None:
-    """The table's entry for the error's class or the nearest base of it."""
+    """The table's entry for the error's class or its nearest base class; None if there is none."""
     return next((table[cls] for cls in type(error).__mro__ if cls in table), None)
 
 
 def internal_error(error: BaseException) -> str:
-    """What a client is told of an error that nobody foresaw: an id under which the server's log has the rest."""
+    """Log an unforeseen error, and return the message for the client: an id by which to find the error in the log."""
     error_id = uuid.uuid4().hex[:12]
     log.error("internal error %s", error_id, exc_info=error)
     return f"internal error {error_id}; the server's log tells more"

@@ -1,4 +1,4 @@
-"""The ingress: both doors in one process, in front of the replicas."""
+"""The ingress: the HTTP and gRPC APIs in one process, in front of the replicas."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from triforce_core.config import Settings
 
 
 class Gateway:
-    """Tokenises, admits, and turns tokens back into text.
+    """Admits requests, tokenises prompts, and turns output tokens back into text.
 
-    The gRPC methods never raise: what is set on the context tells the error. (Serve writes a traceback to the log for
-    everything that a method raises, mistakes of clients included. A stream hands its context on with an item only, so
-    an error comes after an empty one, which the SDK leaves out.)
+    The gRPC methods never raise but report errors through the context, because Serve logs a traceback for everything
+    that a method raises, even for mistakes of clients. A stream passes its context on only with an item, so an error
+    follows an empty chunk, which the SDK skips.
     """
 
     def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any]) -> None:
@@ -33,7 +33,7 @@ class Gateway:
         return http_app(self.service)
 
     async def drain(self, timeout_s: float) -> bool:
-        """For whoever is about to end the application: see `Service.drain`."""
+        """Called before the application ends; see `Service.drain`."""
         return await self.service.drain(timeout_s)
 
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:

@@ -1,4 +1,4 @@
-"""The gRPC door: generation.proto over `Service`, for the SDK. Served by Ray Serve's gRPC proxy."""
+"""The gRPC API, which the SDK uses: generation.proto over `Service`, served by Ray Serve's gRPC proxy."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
 
 
 def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """The one translation from error to gRPC."""
+    """The gRPC status and details of an error. All errors are translated here."""
     code = entry_for(STATUSES, error)
     return (grpc.StatusCode.INTERNAL, internal_error(error)) if code is None else (code, str(error))
 
 
 def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
-    """Raises `InvalidValueError` naming the field."""
+    """The service's form of a request. Raises `InvalidValueError` naming the field."""
     prompt = request.WhichOneof("prompt")
     require(prompt is not None, "prompt", None, "must be a text or token ids")
     return ClientRequest(
@@ -65,7 +65,7 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
 
 
 async def generate_stream(service: Service, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateChunk, None]:
-    """The completion as it comes."""
+    """The completion in chunks, as it is decoded."""
     first = True
     async with aclosing(service.complete(client_request_from(request))) as parts:
         async for part in parts:

@@ -1,4 +1,4 @@
-"""Who was sent which prompts: keys of token blocks, chained, so that a key stands for a whole prefix."""
+"""Records which replica was sent which prompts, by chained keys of token blocks: a key stands for a whole prefix."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 
 
 def prefix_keys(tokens: Iterable[int]) -> bytes:
-    """A key for each whole block of tokens, one after another. It stands for all tokens up to the block's end."""
+    """The keys of all whole blocks of tokens, concatenated, `KEY_BYTES` each.
+
+    A block's key stands for all tokens up to the block's end.
+    """
     data = array("I", tokens)
     keys = [b""]
     for first in range(0, len(data) - BLOCK + 1, BLOCK):
@@ -23,8 +26,10 @@ def prefix_keys(tokens: Iterable[int]) -> bytes:
 
 
 class PrefixIndex(Generic[ReplicaId]):
-    """What each replica was sent: the keys of `capacity` blocks at most, those forgotten first that were sent longest
-    ago. Of a prompt the last blocks are forgotten before the first, so what is known of it stays a prefix.
+    """The keys of the blocks that each replica was sent, at most `capacity` per replica.
+
+    The keys sent longest ago are forgotten first. The last blocks of a prompt are forgotten before its first, so the
+    remaining keys always form a prefix.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -45,13 +50,13 @@ class PrefixIndex(Generic[ReplicaId]):
         return next((i for i, key in enumerate(split(keys)) if key not in known), len(keys) // KEY_BYTES)
 
     def holders(self, replicas: Iterable[ReplicaId], keys: bytes) -> list[ReplicaId]:
-        """Those that were sent the most of the prompt's first blocks; none where nobody was sent any."""
+        """The replicas that were sent the most of the prompt's first blocks; empty if none was sent any."""
         matches = {replica: self.match(replica, keys) for replica in replicas}
         best = max(matches.values(), default=0)
         return [replica for replica, match in matches.items() if match == best] if best else []
 
     def keep(self, replicas: Iterable[ReplicaId]) -> None:
-        """Forget all others: they are gone."""
+        """Forget all other replicas, which are gone."""
         self.sent = {replica: self.sent[replica] for replica in replicas if replica in self.sent}
 
 

@@ -1,4 +1,4 @@
-"""A replica owns one pipeline: its tier actors live in the replica's placement group, and die with it."""
+"""A replica owns one pipeline, whose tier actors live in the replica's placement group and die with the replica."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
 
 
 class PipelineReplica:
-    """Messages come and go as bytes: Ray cannot pickle protobuf's. Those of a request are passed on as they are."""
+    """The Serve deployment of one pipeline.
+
+    Messages are passed as bytes because Ray cannot pickle protobuf messages. Those of a request are forwarded unparsed.
+    """
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
@@ -40,9 +43,9 @@ class PipelineReplica:
         await warm_up(self.pipeline, settings)
 
     async def decode(self, request: bytes, prefix: bytes = b"") -> AsyncIterator[bytes]:
-        """A DecodeRequest in, DecodeEvents out; a call that is cancelled stops its request.
+        """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
-        `prefix` is for the router on the way here.
+        `prefix` is used by the router only.
         """
         async with aclosing(self.pipeline.relay(request)) as events:
             async for event in events:
@@ -54,9 +57,9 @@ class PipelineReplica:
         return name, [status.SerializeToString() for status in await self.pipeline.status()]
 
     async def check_health(self) -> None:
-        """Serve replaces the replica, and with it the pipeline, when this has failed often enough.
+        """Called by Serve, which replaces the replica and its pipeline when this check has failed often enough.
 
-        Serve lets what is in flight end first. What a hung target has in flight never would: it is ended here.
+        Serve waits for requests in flight first. In a hung target they never end, so this method stops the pipeline.
         """
         try:
             await self.pipeline.check(CHECK_TIMEOUT_S)
@@ -68,7 +71,7 @@ class PipelineReplica:
             raise
 
     async def ping(self) -> None:
-        """For clients: they may ask as often as they like, so their failures are not counted."""
+        """A health check for clients. Its failures are not counted, because clients may call it at any rate."""
         await self.pipeline.check(PING_TIMEOUT_S)
 
     async def __del__(self) -> None:
@@ -77,12 +80,16 @@ class PipelineReplica:
 
 
 class RemotePipelines:
-    """The replicas as `deploy.service` wants them. What Ray raises for a lost replica becomes `UnavailableError`."""
+    """The replicas behind the `Pipelines` protocol of `deploy.service`.
+
+    Ray's errors for a lost replica become `UnavailableError`.
+    """
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self.streaming = handle.options(stream=True)
-        # Another handle has another router, which `options` makes at once. Among the requests that `PrefixRouter`
-        # counts, questions would make a busy replica seem busier: it answers them later.
+        # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
+        # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
+        # busier still.
         control: DeploymentHandle[Any] = serve.get_deployment_handle(handle.deployment_name, handle.app_name)
         self.control = control.options()
 
@@ -98,13 +105,13 @@ class RemotePipelines:
             response.cancel()
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
-        """Of those that answer: one may be on its way out."""
+        """The tiers' status by replica, of those replicas that answer: one may be shutting down."""
         replicas = await self._ask_all("status")
         return {name: [pb.TierStatus.FromString(status) for status in tiers] for name, tiers in sorted(replicas)}
 
     async def check(self) -> None:
-        """Raise `UnavailableError` unless one of them can serve."""
-        try:  # the one that Serve chooses; where there is none, Serve would wait
+        """Raise `UnavailableError` unless a replica can serve."""
+        try:  # ask the replica that Serve chooses; the timeout is needed because Serve waits if there is no replica
             async with asyncio.timeout(ASK_TIMEOUT_S):
                 await self.control.ping.remote()
         except Exception as error:
@@ -113,23 +120,23 @@ class RemotePipelines:
                 raise UnavailableError("no replica can serve") from None
 
     async def _ask_all(self, question: str) -> list[Any]:
-        """The answers of those replicas that have one."""
+        """The answers of those replicas that answer in time."""
         try:
             broadcast = self.control.broadcast(question)
             answers = await broadcast.results_async(timeout_s=ASK_TIMEOUT_S, return_exceptions=True)
         except Exception as error:
-            log.warning("not all replicas say their %s: %r", question, error)
+            log.warning("not all replicas answered %s: %r", question, error)
             return []
         for failed in (answer for answer in answers if isinstance(answer, Exception)):
-            log.info("a replica does not say its %s: %s", question, lost(failed))
+            log.info("a replica did not answer %s: %s", question, lost(failed))
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 def lost(error: Exception) -> Exception:
-    """The error as callers should see it."""
+    """The error to raise to callers in place of `error`."""
     if isinstance(error, TriForceError):
         return error
-    if isinstance(error, ray.exceptions.RayTaskError):  # an error of the replica's code: nobody's but ours
+    if isinstance(error, ray.exceptions.RayTaskError):  # an error in the replica's own code
         return error
     if isinstance(error, ray.exceptions.RayError | RayServeException):
         return UnavailableError("the replica that served the request is gone; try again")

@@ -1,6 +1,6 @@
-"""Which replica a request goes to: the one that was sent most of its prefix, unless it is much busier than another.
+"""Routes a request to the replica that was sent most of its prefix, unless that replica is much busier than another.
 
-What a replica was sent is known here, in the gateway's process, which sends it all; no replica is asked.
+The gateway's process sends all requests, so it knows what each replica was sent without asking the replicas.
 """
 
 from __future__ import annotations
@@ -15,14 +15,17 @@ from deploy.prefixes import PrefixIndex, preferred
 
 
 class PrefixRouter(RequestRouter):
-    """Serve's router of the gateway's handles: the holders of a request's prefix, else the less busy of two by chance.
+    """The router of the gateway's handle. It prefers the holders of a request's prefix, else two random replicas.
 
-    A request brings the keys of its prefix as the keyword `prefix`. Serve takes the first rank of which a replica has
-    room, and in a rank the least busy.
+    A request carries the keys of its prefix in the keyword `prefix`. Of the lists of replicas that `choose_replicas`
+    returns, Serve takes the first that has a replica with room, and of that list the least busy replica.
     """
 
     def initialize_state(self, *, capacity: int = 0, busier_by: int = 0, **_: Any) -> None:
-        """`capacity`: blocks that a replica can hold. `busier_by`: requests that a prefix is not worth waiting for."""
+        """`capacity` is the number of blocks that a replica can hold.
+
+        `busier_by` is how many requests more than the least busy replica a holder of the prefix may have.
+        """
         self.busier_by = busier_by
         self.index: PrefixIndex[ReplicaID] = PrefixIndex(capacity)
         self.ongoing: Counter[ReplicaID] = Counter()
@@ -33,7 +36,7 @@ class PrefixRouter(RequestRouter):
         by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
             return [by_chance]
-        pending_request.routing_context.should_backoff = True  # all that can be tried is tried at once
+        pending_request.routing_context.should_backoff = True  # the lists below hold every choice, so a retry must wait
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         holders = self.index.holders(candidates, prefix_of(pending_request))
         ongoing = {replica: self.ongoing[replica] for replica in candidates}

@@ -1,6 +1,6 @@
-"""Completions of text, whichever door they came through: admission, tokens in, tokens out, text.
+"""Text completions for all APIs: admits requests, encodes prompts, and turns output tokens into text.
 
-`Service` owns what the doors share. It reaches a pipeline through the `Pipelines` protocol and knows nothing of Ray.
+`Service` owns what the APIs share. It reaches a pipeline through the `Pipelines` protocol and does not depend on Ray.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from triforce_core.models.files import load_config, load_tokenizer, stop_token_i
 from triforce_core.text import OutputText, TextDelta, TokenText, joined
 
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024  # of each: all are prepared, and sought in every character of the output, on the event loop
-PROBE_S = 5.0  # for a completion of two tokens
-RANDOM_SEED_BITS = 53  # such a seed survives JSON readers that know only doubles
+MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
+PROBE_S = 5.0  # limit for the probe, a completion of two tokens
+RANDOM_SEED_BITS = 53  # JSON readers that use doubles keep a seed of this size exact
 
 
 class Pipelines(Protocol):
-    """What decodes."""
+    """The pipelines that decode requests."""
 
     def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """A request's tokens as they are committed; closing the generator stops the request."""
         ...
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
-        """Of each tier of each replica, by the replica's name, draft first. Raises `UnavailableError`."""
+        """By the replica's name, the status of each of its tiers, draft first. Raises `UnavailableError`."""
         ...
 
     async def check(self) -> None:
@@ -52,22 +52,22 @@ class Pipelines(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
-    """What a client wants, as every door understands it."""
+    """A client's request, in the form common to all APIs."""
 
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
-    max_tokens: int | None  # None: what context and KV pool leave
-    seed: int | None = None  # None: one is drawn
+    max_tokens: int | None  # None: bounded by the context and the KV pool only
+    seed: int | None = None  # None: the service draws a seed
     stop: tuple[str, ...] = ()
-    model: str = ""  # empty: the default one
-    lookaheads: tuple[int, ...] | None = None  # None: as the settings say
-    resume: tuple[int, ...] = ()  # output tokens that the client has
+    model: str = ""  # empty: the default model
+    lookaheads: tuple[int, ...] | None = None  # None: those of the settings
+    resume: tuple[int, ...] = ()  # output tokens that the client already has
     timeout_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What is known at the end."""
+    """The summary of a finished completion."""
 
     finish_reason: FinishReason
     completion_tokens: int
@@ -92,7 +92,7 @@ class ServedModel:
     limits: Limits
     stop_token_ids: tuple[int, ...]
     tokenizer: Any
-    fingerprint: str  # the same output for the same seed can be expected while it stays the same
+    fingerprint: str  # while it is unchanged, the same seed gives the same output
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -113,7 +113,7 @@ def served_name(settings: Settings) -> str:
 
 
 class Service:
-    """One for each process that clients talk to. All methods belong to one asyncio loop."""
+    """Serves completions; a process that clients connect to has one. All methods must run on one asyncio loop."""
 
     def __init__(self, settings: Settings, model: ServedModel, pipelines: Pipelines) -> None:
         self.settings, self.model, self.pipelines = settings, model, pipelines
@@ -122,13 +122,14 @@ class Service:
         self.encoder = Encoder(model.tokenizer)
         self.room = settings.places
         self.in_flight = 0
-        self.served = False  # a part of a completion, to anybody
+        self.served = False  # whether any completion has yielded a part
         self.draining = False
 
     async def check(self) -> None:
         """Raise `UnavailableError` unless a request would be served.
 
-        Before the first is, one of our own is: what it meets for the first time, no user should.
+        If no request was served yet and none is in flight, this serves a short one itself, so that no user is the first
+        to find a fault.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down")
@@ -142,7 +143,7 @@ class Service:
             raise UnavailableError(f"no completion comes through: {error}") from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Take no more requests; return whether those in flight were done within `timeout_s` seconds."""
+        """Refuse new requests; return whether those in flight finished within `timeout_s` seconds."""
         self.draining = True
         until = asyncio.get_running_loop().time() + timeout_s
         while self.in_flight and asyncio.get_running_loop().time() < until:
@@ -150,10 +151,10 @@ class Service:
         return not self.in_flight
 
     async def complete(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
-        """The completion as it is decoded; closing the generator stops it.
+        """The parts of a completion as they are decoded; closing the generator stops the request.
 
-        Raises `InvalidValueError` and its kin, `OverloadedError`, `DeadlineError` and `UnavailableError`, those that
-        concern the request itself before the first part.
+        Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
+        the request itself are raised before the first part.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down")
@@ -184,7 +185,10 @@ class Service:
             raise UnknownModelError("model", name, f"is not served here; {self.model.name!r} is")
 
     async def request(self, asked: ClientRequest) -> Request:
-        """What the pipeline is asked for, checked: whatever it would refuse is refused here."""
+        """The request for the pipeline. Everything that the pipeline would refuse is refused here.
+
+        Raises `InvalidValueError` or a subclass.
+        """
         require(
             len(asked.stop) <= MAX_STOP_STRINGS, "stop", len(asked.stop), f"must be at most {MAX_STOP_STRINGS} strings"
         )
@@ -209,7 +213,7 @@ class Service:
         return request
 
     async def encode(self, text: str) -> tuple[int, ...]:
-        """The text's tokens, special ones as the tokenizer adds them."""
+        """The text's tokens, special ones included. Raises `InvalidValueError` or a subclass."""
         require(text != "", "prompt", text, "must not be empty")
         context = self.model.limits.context_length
         if len(text) > context * self.max_token_characters:
@@ -224,10 +228,10 @@ class Service:
         return await self.encoder.encode(text)
 
     async def parts(self, asked: ClientRequest, request: Request, deadline: float) -> AsyncGenerator[Part, None]:
-        """Decode, and turn tokens into text until the output ends."""
+        """Decode, and turn tokens into text, until the output ends."""
         output = OutputText(self.meaning, stop=asked.stop, end_tokens=request.stop_token_ids, resumed=request.resume)
         prompt_tokens = len(request.prompt)
-        if output.stopped:  # the client has all of it already
+        if output.stopped:  # the client already has the whole output
             done = Done(FinishReason.STOP, output.num_tokens, Stats())
             yield Part(output.finish(), request.seed, prompt_tokens, done)
             return

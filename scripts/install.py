@@ -1,8 +1,8 @@
-"""Installs what requirements.lock names, and this project, into the environment of the Python that runs this.
+"""Installs the packages of requirements.lock, and this project, into the environment of the Python that runs this.
 
-By uv where it works, in a fraction of pip's time. uv reads none of pip's settings, so it is told them, and has to take
-the build of torch that pip would take: CPU and CUDA builds share a version and differ by gigabytes. Otherwise pip does
-it, with the same arguments.
+uv installs where it can, in a fraction of pip's time. uv reads none of pip's settings, so this script passes them on.
+It also checks that uv would install the same build of torch as pip: CPU and CUDA builds share a version and differ by
+gigabytes. Otherwise pip installs, with the same arguments.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ LOCK = "requirements.lock"
 STEPS = (["--requirement", LOCK], ["--no-deps", "--no-build-isolation", "--editable", "."])
 
 PIP = [sys.executable, "-m", "pip"]
-# Twice quiet hides warnings, not errors: pip warns of each package that an extra index does not have.
+# A second --quiet hides warnings but not errors: pip warns about each package that an extra index does not have.
 BY_PIP = [*PIP, "install", "--quiet", "--quiet"]
 UV = "uv>=0.8"
 
-# pip's settings that uv goes by another name for; lists are separated by blanks in pip.
+# pip's settings, and the environment variables by which uv knows them. pip separates the items of a list by blanks.
 TOLD_UV = {
     "index-url": "UV_INDEX_URL",
     "extra-index-url": "UV_EXTRA_INDEX_URL",
@@ -34,11 +34,11 @@ TOLD_UV = {
     "timeout": "UV_HTTP_TIMEOUT",
     "default-timeout": "UV_HTTP_TIMEOUT",
 }
-# Settings that change nothing of what is installed. With any other, pip installs.
+# Settings that do not affect which packages are installed. With any other setting, pip installs.
 OF_NO_CONCERN = {
     "break-system-packages",
     "cache-dir",
-    "config-file",  # where the others are from
+    "config-file",  # the file that the other settings come from
     "disable-pip-version-check",
     "log",
     "no-cache-dir",
@@ -55,12 +55,12 @@ OF_NO_CONCERN = {
 
 
 class UvDoesNotDoError(Exception):
-    """Why pip has to."""
+    """The reason why pip has to install."""
 
 
 def pip_settings(listed: str) -> dict[str, str]:
-    """What `pip config list` prints, as `pip install` goes by it: its own section over [global], the environment over
-    both.
+    """The settings in the output of `pip config list`, as `pip install` applies them: [install] overrides [global], and
+    the environment overrides both.
     """
     sections: dict[str, dict[str, str]] = {"global": {}, "install": {}, ":env:": {}}
     for line in listed.splitlines():
@@ -72,7 +72,10 @@ def pip_settings(listed: str) -> dict[str, str]:
 
 
 def uv_settings(settings: Mapping[str, str]) -> dict[str, str]:
-    """Variables that have uv look where pip looks, and take the best it finds anywhere, as pip does."""
+    """Environment variables that make uv search where pip searches, and take the best version of all indexes like pip.
+
+    Raises `UvDoesNotDoError` for a setting that uv has no equivalent of.
+    """
     if unknown := sorted(settings.keys() - TOLD_UV.keys() - OF_NO_CONCERN):
         raise UvDoesNotDoError(f"pip's {', '.join(unknown)} cannot be passed on")
     told = {variable: " ".join(settings[name].split()) for name, variable in TOLD_UV.items() if name in settings}
@@ -82,7 +85,7 @@ def uv_settings(settings: Mapping[str, str]) -> dict[str, str]:
 
 
 def output_of(command: list[str], variables: Mapping[str, str], given: str = "") -> str:
-    """What a command prints when it succeeds."""
+    """The standard output of a command. Raises `UvDoesNotDoError` if the command fails."""
     done = subprocess.run(
         command,
         input=given,
@@ -99,7 +102,7 @@ def output_of(command: list[str], variables: Mapping[str, str], given: str = "")
 
 
 def torch_of_pip(locked: str, settings: Mapping[str, str]) -> str:
-    """The version, with its build, that pip would take: the highest of the locked version's builds."""
+    """The version and build of torch that pip would install: the highest build of the locked version."""
     as_variables = {f"PIP_{name.upper().replace('-', '_')}": value for name, value in settings.items()}
     printed = output_of([*PIP, "index", "versions", "torch"], as_variables)
     offered = re.findall(r"^Available versions: (.*)$", printed, re.MULTILINE)
@@ -108,13 +111,13 @@ def torch_of_pip(locked: str, settings: Mapping[str, str]) -> str:
 
 
 def torch_of_uv(uv: str, locked: str, variables: Mapping[str, str]) -> str:
-    """The same of uv, whatever the environment holds already."""
+    """The version and build of torch that uv would install into an empty environment."""
     resolve = [uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate", "--python", sys.executable]
     return output_of([*resolve, "-"], variables, f"torch=={locked}").strip().removeprefix("torch==")
 
 
 def prepare_uv() -> tuple[str, dict[str, str]]:
-    """uv's path, and the variables with which it takes what pip would take."""
+    """The path of uv, and the environment variables with which uv installs what pip would install."""
     settings = pip_settings(output_of([*PIP, "config", "list"], {}))
     variables = uv_settings(settings)
     beside = Path(sys.executable).with_name("uv")

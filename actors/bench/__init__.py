@@ -1,1 +1,1 @@
-"""Benchmarks that need the real actors."""
+"""Benchmarks of the real tier actors."""

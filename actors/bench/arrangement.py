@@ -1,4 +1,4 @@
-"""Three tier actors under one setting of the schedule, and what a load through them costs."""
+"""Runs loads through three tier actors under one schedule, and measures the runs."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class Decoded:
 
 @dataclass
 class Run:
-    """Some requests decoded together. `begin` to `end`: while all of them were decoding."""
+    """Some requests decoded together. All of them were decoding from `begin` to `end`, in monotonic seconds."""
 
     decoded: list[Decoded]
     stages: list[Stage]
-    link_bytes: int  # from `begin` on, both links, both ways
+    link_bytes: int  # carried by both links, in both directions, from `begin` on
 
     @property
     def begin(self) -> float:
@@ -55,7 +55,7 @@ class Run:
 
     @property
     def num_tokens(self) -> int:
-        """Between begin and end."""
+        """Tokens decoded between `begin` and `end`."""
         return sum(n for d in self.decoded for moment, n in d.arrivals if self.begin < moment <= self.end)
 
     @property
@@ -63,19 +63,19 @@ class Run:
         return self.num_tokens / (self.end - self.begin)
 
     def tally(self, level: int) -> Tally:
-        """What a level did over the whole run, all requests together."""
+        """The counts of a level over the whole run, summed over all requests; level 0 is the target."""
         return sum((d.stats[-1].tallies[level] for d in self.decoded), Tally())
 
     def within(self, tier: Tier) -> list[Stage]:
         return [s for s in self.stages if s.tier == tier and self.begin <= s.start and s.stop <= self.end]
 
     def stage_ms(self, tier: Tier) -> float | None:
-        """A mean pass; of the draft tier, a mean step."""
+        """Mean milliseconds of a pass, or of a step in the draft tier; None if there was none."""
         stages = self.within(tier)
         return 1e3 * mean(s.stop - s.start for s in stages) if stages else None
 
     def core_ms(self, tier: Tier) -> float | None:
-        """The same less what others had of the tier's core."""
+        """Mean milliseconds for which the tier's thread had a core during a pass or step; None if there was none."""
         stages = self.within(tier)
         return 1e3 * mean(s.cpu for s in stages) if stages else None
 
@@ -88,7 +88,7 @@ class Run:
 
 
 class Arrangement:
-    """Its actors live until `stop`."""
+    """The tier actors of one schedule, which live until `stop`."""
 
     def __init__(self, settings: Settings, runner: asyncio.Runner, pace: Pace | None) -> None:
         self.runner = runner
@@ -105,7 +105,7 @@ class Arrangement:
         return self.runner.run(coroutine)
 
     def run(self, requests: list[pb.DecodeRequest]) -> Run:
-        """All of them at once, to their ends."""
+        """Decode all requests together, each to its end."""
         self._take_stages()
         decoded = [Decoded() for _ in requests]
         bytes_at_begin = self.wait(self._decode(requests, decoded))
@@ -143,12 +143,15 @@ class Arrangement:
         return [Stage(Tier(tier), *rest) for stages in taken for tier, *rest in stages]
 
     def hop_ms(self, count: int = 500) -> float:
-        """A round trip of one block between the idle target and retrieval actors, less the handler's time; medians."""
+        """Milliseconds of a round trip of one block between idle target and retrieval actors, without handling time.
+
+        It is the median trip less the median handling time.
+        """
         actors = self.pipeline.actors
         ray.get(actors.retrieval.__ray_call__.remote(time_handling))
         trips: list[float] = ray.get(actors.target.__ray_call__.remote(ping, count))
         handled: list[float] = ray.get(actors.retrieval.__ray_call__.remote(handling_times))
-        self._take_stages()  # they are of no run
+        self._take_stages()  # the stages of the pings belong to no run
         return 1e3 * (median(trips) - median(handled))
 
     def stop(self) -> None:
@@ -157,7 +160,7 @@ class Arrangement:
 
 
 class Timed:
-    """A tier's proposer that notes, for each batch of work, the seconds from taking it to handing over its answers."""
+    """Wraps a tier's proposer and records, for each batch of work, the seconds from `submit` to its answers."""
 
     def __init__(self, proposer: Proposer) -> None:
         self.proposer = proposer
@@ -178,12 +181,12 @@ class Timed:
 
 
 def time_handling(retrieval: RetrievalActor) -> None:
-    """In the retrieval actor, whose worker must be idle."""
+    """Runs in the retrieval actor, whose worker must be idle: begin to record handling times."""
     retrieval.tier_server.proposer = Timed(retrieval.tier_server.proposer)
 
 
 def handling_times(retrieval: RetrievalActor) -> list[float]:
-    """Ends what `time_handling` began."""
+    """Runs in the retrieval actor: end what `time_handling` began, and return the seconds of each batch."""
     timed = retrieval.tier_server.proposer
     assert isinstance(timed, Timed)
     retrieval.tier_server.proposer = timed.proposer
@@ -191,9 +194,12 @@ def handling_times(retrieval: RetrievalActor) -> list[float]:
 
 
 def ping(target: TargetActor, count: int) -> list[float]:
-    """In the target actor: seconds from stating a block to the answer of a retrieval tier that has no use for it."""
+    """Runs in the target actor: the seconds from sending a block to its answer, for `count` blocks.
+
+    The retrieval tier answers at once, because it does not know the sequences.
+    """
     link = target.connect(target.retrieval, 5.0, Doorbell())
-    ids = [2**60 + n for n in range(count)]  # nobody's: the answer is that the beginning is missing
+    ids = [2**60 + n for n in range(count)]  # unknown ids: the answer is that the beginning is missing
     trips = []
     for sequence_id in ids:
         begin = time.monotonic()

@@ -1,8 +1,8 @@
-"""Single-stage times for `triforce simulate`: those of each tier by itself, as they are in its actor.
+"""Single-stage times for `triforce simulate`: the times of each tier alone, corrected to those in its actor.
 
-By itself, in one process with warm caches and nothing to send, a pass is shorter than in an actor, where threads of its
-process move messages and snapshots beside it. How much longer it is there, and what lies between one tier's pass and
-the next one's, is read off runs in sequential mode, where one stage follows another and none overlaps.
+Alone, in one process with warm caches and nothing to send, a pass is shorter than in an actor, where other threads of
+the process move messages and snapshots at the same time. How much longer a pass takes in an actor, and how much time
+lies between one tier's pass and the next tier's, is measured in runs in sequential mode, where no stages overlap.
 """
 
 from __future__ import annotations
@@ -18,25 +18,26 @@ from triforce_core.simulate.scenario import Stages
 from triforce_core.simulate.stage_times import StageTimes
 from triforce_core.timeline import Stage
 
-Gaps = dict[tuple[Tier, Tier], float]  # mean ms from the end of a pass of one tier to the beginning of the next one's
+Gaps = dict[tuple[Tier, Tier], float]  # mean ms from the end of the first tier's pass to the start of the second's
 
 
 def calibration(
     alone: dict[str, list[dict[str, Any]]], sequential: Iterable[list[Stage]], hop_ms: float, *, shared_core: bool
 ) -> dict[str, Any]:
-    """`stages` and `hop_ms` of a scenario.
+    """The entries `stages` and `hop_ms` of a scenario.
 
-    alone: `{tier: [{batch, tokens, ms}, …]}` of each tier by itself. sequential: the stages of each run in that mode.
-    hop_ms: a message one way between idle actors, for links that no run has crossed. With `shared_core` draft and
-    retrieval are processes on one core: messages between them are work of it, and count as part of the draft step.
+    alone: `{tier: [{batch, tokens, ms}, …]}`, the passes of each tier alone. sequential: the stages of each run in
+    sequential mode. hop_ms: milliseconds of a message one way between idle actors, used for links that no run has
+    crossed. shared_core: draft and retrieval share one core, which also moves the messages between them, so that these
+    messages count as part of the draft step.
     """
     runs = [sorted(stages, key=lambda stage: stage.start) for stages in sequential]
     gaps = mean_gaps(runs)
     up = gaps.get((Tier.RETRIEVAL, Tier.TARGET), hop_ms)
     inner = [gaps[link] for link in ((Tier.RETRIEVAL, Tier.DRAFT), (Tier.DRAFT, Tier.RETRIEVAL)) if link in gaps]
     between = mean(inner) if inner else hop_ms
-    # What the target does after a pass, before anybody hears of it: it commits tokens, and cuts snapshots.
-    if (Tier.TARGET, Tier.DRAFT) in gaps:  # the retrieval tier has passed it on
+    # `after` is the target's time between a pass and the next message: it commits tokens and cuts snapshots.
+    if (Tier.TARGET, Tier.DRAFT) in gaps:  # the retrieval tier passes the work on without a pass
         after = gaps[Tier.TARGET, Tier.DRAFT] - up - between
     elif (Tier.TARGET, Tier.RETRIEVAL) in gaps:
         after = gaps[Tier.TARGET, Tier.RETRIEVAL] - up
@@ -62,12 +63,12 @@ def calibration(
 
 
 def with_shares(points: list[dict[str, Any]], batch: float) -> list[tuple[dict[str, Any], float]]:
-    """Each point of a table, and how its batch compares to a mean one. A single point stands for all batches."""
+    """Each point of a table with its batch size relative to `batch`; 1 for the point of a table that has only one."""
     return [(point, point["batch"] / batch if len(points) > 1 else 1.0) for point in points]
 
 
 def mean_gaps(runs: Iterable[list[Stage]]) -> Gaps:
-    """Between passes that follow one another."""
+    """The mean gap between consecutive passes, by their tiers."""
     found: dict[tuple[Tier, Tier], list[float]] = defaultdict(list)
     for run in runs:
         for one, other in pairwise(run):
@@ -76,14 +77,14 @@ def mean_gaps(runs: Iterable[list[Stage]]) -> Gaps:
 
 
 def steps_in_turn(runs: Iterable[list[Stage]]) -> float:
-    """Draft steps of an inner round, on average; 1 where there are none."""
+    """Mean number of draft steps per inner round; 1 if there are no inner rounds."""
     pairs = [(one.tier, other.tier) for run in runs for one, other in pairwise(run)]
     rounds = pairs.count((Tier.DRAFT, Tier.RETRIEVAL))
     return 1 + pairs.count((Tier.DRAFT, Tier.DRAFT)) / rounds if rounds else 1.0
 
 
 def longer(times: StageTimes, stages: list[Stage]) -> float:
-    """How many times as long these took as the same ones by themselves; 1 where there are none."""
+    """The time that these stages took, divided by the time of the same stages alone; 1 if there are none."""
     if not stages:
         return 1.0
     alone = sum(times.ms(stage.batch, stage.tokens / stage.batch, 0.0) for stage in stages)

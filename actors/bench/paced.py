@@ -1,5 +1,6 @@
-"""Tiers that sleep for given times in place of running models: the real actors, links and loops of a cluster that we do
-not have. Acceptance is given too; every figure from here is labelled as paced.
+"""Tiers that sleep for given times instead of running models, in the real actors, links and loops.
+
+They stand in for a cluster that is not at hand. Acceptance is given too; every figure from them is labelled as paced.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ POOL_TOKENS = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Milliseconds of a draft step, of a retrieval and of a target pass, whatever the batch; and how often a token is
-    accepted: one of the draft tier by the retrieval tier, one of the retrieval tier by the target.
+    """Milliseconds of a draft step and of retrieval and target passes, whatever the batch, and chances of acceptance.
+
+    `draft_acceptance` is the chance that the retrieval tier accepts a token of the draft tier, `retrieval_acceptance`
+    the chance that the target accepts a token of the retrieval tier.
     """
 
     draft_ms: float
@@ -45,7 +48,7 @@ class Pace:
 
     @classmethod
     def parse(cls, text: str) -> Pace:
-        """From `.5,4.6,21,.6,.92`. Raises `InvalidValueError`."""
+        """A pace from text such as `.5,4.6,21,.6,.92`. Raises `InvalidValueError`."""
         try:
             pace = cls(*map(float, text.split(",")))
         except (TypeError, ValueError):
@@ -60,7 +63,7 @@ class Pace:
         return (self.draft_ms, self.retrieval_ms, self.target_ms)[tier]
 
     def token(self, tier: Tier, seed: int, position: int) -> int:
-        """What a tier would say at this position: the next tier's word, changed as often as acceptance wants."""
+        """A tier's token at this position: that of the tier above, changed as often as that tier rejects."""
         token = int(VOCAB_SIZE * chance(seed, position, "target"))
         for below, acceptance in ((Tier.RETRIEVAL, self.retrieval_acceptance), (Tier.DRAFT, self.draft_acceptance)):
             if tier <= below and chance(seed, position, below.name) >= acceptance:
@@ -69,14 +72,17 @@ class Pace:
 
 
 def sleep_until(moment: float) -> None:
-    """The system's sleep ends late by up to a tenth of a millisecond: the rest is waited out."""
+    """Sleep until a moment in monotonic seconds.
+
+    The system's sleep may end a tenth of a millisecond late, so the last tenth is spent in a loop.
+    """
     time.sleep(max(0.0, moment - time.monotonic() - 1e-4))
     while time.monotonic() < moment:
         pass
 
 
 class PacedTier:
-    """What both roles share: the specs of their sequences."""
+    """The common part of paced verifiers and proposers: the specs of their sequences."""
 
     def __init__(self, pace: Pace, tier: Tier) -> None:
         self.pace, self.tier = pace, tier
@@ -96,14 +102,14 @@ class PacedTier:
 
 
 class PacedVerifier(PacedTier):
-    """Judges without a model."""
+    """Verifies without a model."""
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         sampled = [c for c in claims if c.sample]
         for claim in claims:
             if claim.span.spec is not None:
                 self.specs[claim.span.sequence_id] = claim.span.spec
-        if sampled:  # prompts cost nothing here
+        if sampled:  # prompts cost no time
             self.work(len(sampled), sum(len(c.proposed) + 1 for c in sampled))
         return [self._verdict(claim) for claim in claims]
 
@@ -148,7 +154,7 @@ class PacedProposer(PacedTier):
 
 
 class PacedTarget(PacedVerifier):
-    """Its KV is a pool of nothing, for the scheduler to admit requests by."""
+    """The target's verifier. Its KV pool has minimal geometry; only the scheduler uses it, to admit requests."""
 
     def __init__(self, pace: Pace) -> None:
         super().__init__(pace, Tier.TARGET)
@@ -162,7 +168,7 @@ class PacedTarget(PacedVerifier):
 
 
 class NoSnapshots(SnapshotSchedule):
-    """There is no KV to hand over."""
+    """A schedule without snapshots, because there is no KV to hand over."""
 
     def __init__(self) -> None:
         """Needs nothing."""

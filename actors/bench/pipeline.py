@@ -1,4 +1,4 @@
-"""`triforce bench pipeline`: tiers that take turns against tiers that all work at once, in one run, on real actors."""
+"""`triforce bench pipeline`: compares tiers that take turns with tiers that all work at once, in real actors."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class PipelineWorkload:
     """Requests that are decoded together."""
 
     requests: int
-    context: int  # prompt tokens of each
-    output: int  # tokens of each
+    context: int  # prompt tokens per request
+    output: int  # output tokens per request
     sampling: SamplingParams
     seed: int
 
@@ -43,7 +43,7 @@ class PipelineWorkload:
 def bench_pipeline(
     settings: Settings, load: PipelineWorkload, *, repeats: int, pace: Pace | None, report: Report
 ) -> tuple[dict[str, Any], Run]:
-    """The figures, and the last pipelined run, for its trace."""
+    """Returns the figures, and the last pipelined run for its trace."""
     placement = settings.placement
     if pace is not None:
         require(placement.colocate == "none", "placement.colocate", placement.colocate, "must be none for paced tiers")
@@ -75,7 +75,7 @@ def bench_pipeline(
                 for name in modes if repeat % 2 == 0 else reversed(modes):
                     runs[name].append(arrangements[name].run(messages))
                     report(f"{name} {repeat + 1}/{repeats}: {runs[name][-1].tokens_per_s:.1f} tokens/s")
-            hop_ms = arrangements["pipelined"].hop_ms()  # last: tiers that were pinged are some 5% slower afterwards
+            hop_ms = arrangements["pipelined"].hop_ms()  # measured last, because pings leave the tiers some 5% slower
             for arrangement in arrangements.values():
                 arrangement.stop()
     finally:
@@ -95,7 +95,7 @@ def bench_pipeline(
 
 
 def scheduled(settings: Settings, load: PipelineWorkload, **changes: Any) -> Settings:
-    """The settings with room for the load, under one schedule."""
+    """The settings with room for the load, and with these changes of the schedule."""
     return settings.model_copy(
         update={
             "max_sequences": load.requests,
@@ -108,7 +108,7 @@ def scheduled(settings: Settings, load: PipelineWorkload, **changes: Any) -> Set
 
 
 def decode_requests(settings: Settings, load: PipelineWorkload, pace: Pace | None) -> list[pb.DecodeRequest]:
-    """One for each held-out file in turn, or of nothing in particular where no model reads them."""
+    """One request per prompt. Prompts begin at the held-out files in turn; for paced tiers they are arbitrary."""
     if pace is None:
         tokenizer = load_tokenizer(settings.target.model)
         prompts = [held_out_tokens(tokenizer, load.context, n % len(HELD_OUT)) for n in range(load.requests)]
@@ -137,7 +137,7 @@ def shortened(message: pb.DecodeRequest) -> pb.DecodeRequest:
 def single_stages(
     settings: Settings, load: PipelineWorkload, messages: list[pb.DecodeRequest], pace: Pace | None
 ) -> dict[str, Any]:
-    """Passes of each tier with nothing else running, on the target's cores where it is given some."""
+    """Times of each tier's passes with nothing else running, on the target's cores if the settings give it cores."""
     if pace is not None:
         return {tier.name.lower(): [{"batch": 1, "tokens": 1, "ms": pace.ms(tier)}] for tier in Tier}
     from triforce_core.bench.stages import stage_times
@@ -175,14 +175,14 @@ def cores_of(settings: Settings, tier: Tier) -> list[int] | None:
 
 
 def shares_a_core(settings: Settings) -> bool:
-    """Whether draft and retrieval are one stage."""
+    """Whether draft and retrieval share a process or their cores, and so are one stage."""
     draft = cores_of(settings, Tier.DRAFT)
     together = draft is not None and draft == cores_of(settings, Tier.RETRIEVAL)
     return settings.placement.colocate != "none" or together
 
 
 def compared(settings: Settings, load: PipelineWorkload, runs: dict[str, list[Run]], hop_ms: float) -> dict[str, Any]:
-    """Medians over the runs of each mode; the bound is that of the median pipelined run's own stages."""
+    """Figures of the modes: medians over runs. The bound is computed from the stages of the median pipelined run."""
 
     def median(name: str) -> float:
         return statistics.median(run.tokens_per_s for run in runs[name])
@@ -220,16 +220,16 @@ def compared(settings: Settings, load: PipelineWorkload, runs: dict[str, list[Ru
 
 @dataclass(frozen=True)
 class Rounds:
-    """One block's way through the tiers, from a run's own stages; times in seconds."""
+    """The mean times of one block on its way through the tiers, in seconds, from the stages of a run."""
 
-    tokens: float  # that a target pass commits of each request, E2
-    inner: float  # rounds of the retrieval tier for a block, n
-    acceptance: float  # of a token by the target, α2
-    draft: float  # of the draft tier for one inner round
-    retrieval: float  # of the retrieval tier for one inner round
-    shared: float  # what both of these need of a core that they share, for one inner round
-    target: float  # t3
-    hop: float
+    tokens: float  # E2: tokens that a target pass commits per request
+    inner: float  # n: rounds of the retrieval tier per block
+    acceptance: float  # α2: chance that the target accepts a token
+    draft: float  # time of the draft tier per inner round
+    retrieval: float  # time of the retrieval tier per inner round
+    shared: float  # core time of both per inner round, if they share a core
+    target: float  # t3: time of a target pass
+    hop: float  # time of a round trip between two tiers
     batches: tuple[float, float, float]  # the mean batch of each tier's passes, draft first
 
     @classmethod
@@ -252,17 +252,19 @@ class Rounds:
 
     @property
     def drafting(self) -> float:
-        """D: until a block is ready."""
+        """D: the time until a block is ready."""
         return self.inner * (self.draft + self.retrieval + self.hop)
 
     @property
     def latency(self) -> float:
-        """L: of a block and its judgement."""
+        """L: the time until a block is drafted and verified."""
         return self.drafting + self.target + self.hop
 
     def bound(self, requests: int, shared: bool) -> float:
-        """b·E2·min(m/L, 1/d_max) tokens/s: no schedule of these stages is faster. b is each stage's own mean batch, b·m
-        all requests. `shared`: draft and retrieval share one core, and are one stage.
+        """The bound E2·min(requests/L, min over stages of b/d) in tokens/s: no schedule of these stages is faster.
+
+        b is the mean batch of a stage and d its time per block. With `shared`, draft and retrieval are one stage,
+        because they share one core.
         """
         stages = [self.batches[2] / self.target]
         if shared:
@@ -273,8 +275,9 @@ class Rounds:
         return self.tokens * min(requests / self.latency, *stages)
 
     def run_ahead_bound(self, settings: Settings) -> float:
-        """E2 / (h·max(t3, D) + (1 − h)·L) tokens/s for one request; h is the chance that a whole block and the token
-        after it are guessed, α2^(γ2+1).
+        """The bound E2 / (h·max(t3, D) + (1 − h)·L) in tokens/s for one request with run-ahead.
+
+        h = α2^(γ2+1) is the chance that a whole block and the token after it are guessed right.
         """
         guessed = self.acceptance ** (settings.speculation.effective[0] + 1)
         return self.tokens / (guessed * max(self.target, self.drafting) + (1 - guessed) * self.latency)

@@ -1,4 +1,4 @@
-"""What each tier did when: as a Chrome trace (chrome://tracing, Perfetto), and as a picture."""
+"""Writes the timeline of a run as a Chrome trace (chrome://tracing, Perfetto) or as a picture."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ COLOURS = {Tier.DRAFT: "#2a9d8f", Tier.RETRIEVAL: "#457b9d", Tier.TARGET: "#e76f
 
 
 def write_trace(run: Run, path: Path) -> None:
-    """One lane a tier; times from the moment when all requests were decoding."""
+    """Write a Chrome trace with one lane per tier. Time 0 is the moment from which all requests were decoding."""
     names = [
         {"name": "thread_name", "ph": "M", "pid": 1, "tid": int(tier), "args": {"name": tier.name.lower()}}
         for tier in Tier
@@ -34,7 +34,7 @@ def write_trace(run: Run, path: Path) -> None:
 
 
 def draw_trace(run: Run, path: Path, *, seconds: float, title: str) -> None:
-    """The first `seconds` as bars; the suffix of `path` chooses the format."""
+    """Draw the first `seconds` of the run as bars; the suffix of `path` selects the image format."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,1 +1,1 @@
-"""The HTTP door: OpenAI's completions API over `Service`."""
+"""The HTTP API: OpenAI's completions API over `Service`."""

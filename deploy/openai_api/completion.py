@@ -1,4 +1,4 @@
-"""One completion in OpenAI's words, whole or as a stream of chunks."""
+"""One completion in OpenAI's format, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from triforce_core.text import joined
 
 
 class Completion:
-    """One completion in OpenAI's words."""
+    """One completion in OpenAI's format."""
 
     def __init__(self, service: Service, body: CompletionRequest) -> None:
         self.body = body
@@ -31,7 +31,7 @@ class Completion:
         }
 
     def of(self, part: Part) -> dict[str, Any]:
-        """A chunk, or the whole when there is but one part."""
+        """A chunk; also the whole completion if there is only one part."""
         choice = {
             "index": 0,
             "text": part.piece.text,
@@ -51,9 +51,9 @@ class Completion:
         return {**self.of(replace(part, piece=joined(pieces))), "usage": usage(part)}
 
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events: a chunk for each part that says something, a comment for each None.
+        """Server-sent events: a chunk for each part with content, and a comment for each None.
 
-        The first chunk tells the seed.
+        The first chunk carries the seed. Parts without text have content only if the client wants token ids.
         """
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         no_usage = {"usage": None} if with_usage else {}
@@ -72,7 +72,7 @@ class Completion:
             if with_usage:
                 yield event({**self.frame, "choices": [], "usage": usage(part)})
             yield "data: [DONE]\n\n"
-        except Exception as error:  # the status is sent: an error is an event
+        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
             yield event(answer_to(error)[1])
 
 
@@ -87,7 +87,7 @@ def usage(part: Part) -> dict[str, int]:
 
 
 def extras(part: Part, done: Done) -> dict[str, Any]:
-    """What OpenAI does not tell: how the output was made, and the seed that makes it again."""
+    """Fields beyond OpenAI's: how the output was made, and the seed that reproduces it."""
     stats = done.stats
     return {
         "seed": part.seed,

@@ -1,4 +1,4 @@
-"""Every error in OpenAI's shape: the one translation from typed errors to HTTP."""
+"""Translates typed errors to HTTP, in OpenAI's format for errors."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INVALID, SERVER = "invalid_request_error", "server_error"
 
 
 class Answer(NamedTuple):
-    """How HTTP tells an error."""
+    """How an error is reported over HTTP: its status, and OpenAI's type and code."""
 
     status: int
     type: str
@@ -36,9 +36,9 @@ ANSWERS: dict[type[TriForceError], Answer] = {
 RETRY = {  # headers by status
     429: {"Retry-After": str(OverloadedError.retry_after_s)},
     503: {"Retry-After": str(OverloadedError.retry_after_s)},
-    504: {"x-should-retry": "false"},  # OpenAI's clients would: another request of the same length, to the same end
+    504: {"x-should-retry": "false"},  # OpenAI's clients would retry, and run into the deadline again
 }
-MALFORMED = {"json_invalid": 400}  # what is wrong with a body by itself; all else about its shape is 422
+MALFORMED = {"json_invalid": 400}  # status by pydantic's error type; all other malformed bodies get 422
 
 
 class ErrorDetails(BaseModel):
@@ -49,13 +49,13 @@ class ErrorDetails(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """Every error, for the OpenAPI document."""
+    """The body of every error response, for the OpenAPI document."""
 
     error: ErrorDetails
 
 
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
-    """These statuses, as FastAPI wants to be told that a route answers with them."""
+    """The `responses` argument of a FastAPI route that may answer with these statuses."""
     return {status: {"model": ErrorBody, "description": HTTPStatus(status).phrase} for status in sorted(statuses)}
 
 
@@ -64,7 +64,7 @@ def error_body(message: str, answer: Answer, param: str | None = None) -> dict[s
 
 
 def answer_to(error: Exception) -> tuple[Answer, dict[str, Any]]:
-    """The one translation from error to HTTP."""
+    """The HTTP answer and body for an error. All typed errors are translated here."""
     answer = entry_for(ANSWERS, error)
     if answer is None:
         answer = Answer(500, SERVER, "internal_error")
@@ -74,7 +74,7 @@ def answer_to(error: Exception) -> tuple[Answer, dict[str, Any]]:
 
 
 class AsciiJSON(JSONResponse):
-    """Errors quote what they were given, which may be no valid Unicode."""
+    """JSON in ASCII, because errors quote the client's input, which may be invalid Unicode."""
 
     def render(self, content: Any) -> bytes:
         return json.dumps(content, separators=(",", ":")).encode("ascii")
@@ -86,7 +86,7 @@ def error_response(error: Exception) -> Response:
 
 
 def malformed_response(error: RequestValidationError) -> Response:
-    """A body that is not what the schema says: the first complaint, with field, value and rule."""
+    """The response to a body that breaks the schema: the first error, with field, value and rule."""
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
@@ -108,7 +108,7 @@ def malformed_response(error: RequestValidationError) -> Response:
 
 
 def http_error_response(error: HTTPException) -> Response:
-    """Unknown paths and methods."""
+    """The response to an unknown path or method."""
     phrase = HTTPStatus(error.status_code).phrase.lower()
     answer = Answer(error.status_code, INVALID, phrase.replace(" ", "_"))
     return AsciiJSON(error_body(str(error.detail), answer), error.status_code, error.headers)

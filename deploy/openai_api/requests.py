@@ -1,4 +1,4 @@
-"""The body of a completion request: its schema, and what it asks of the service."""
+"""The body of a completion request: its schema, and its conversion to the service's request."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
 
 
 def checked_as(rule: str) -> WrapValidator:
-    """Say `rule` where a union would list what is wrong with each of its members."""
+    """A validator that reports `rule` alone, where a union would report an error for each of its members."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -30,7 +30,10 @@ def checked_as(rule: str) -> WrapValidator:
 
 
 class Body(BaseModel):
-    """Types are exact: no "5" for 5. Ranges are checked further in, with the same words for every door."""
+    """A body with exact types: "5" is not accepted for 5.
+
+    Ranges are checked by the service, so that all APIs give the same messages.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -40,7 +43,7 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Which tiers draft for this request, and how far. It changes the speed and never the output."""
+    """Which tiers draft for this request, and how many tokens. It changes the speed and never the output."""
 
     tiers: TierSet | None = None
     lookaheads: list[int] | None = Field(
@@ -56,7 +59,7 @@ Stop = Annotated[str | list[str] | None, checked_as("must be a text or a list of
 
 
 class CompletionRequest(Body):
-    """OpenAI's fields, and after them those of this server."""
+    """The body of a completion request: OpenAI's fields, then those of this server."""
 
     model: str | None = None
     prompt: Prompt
@@ -68,7 +71,7 @@ class CompletionRequest(Body):
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     user: str | None = Field(None, description="accepted and ignored")
-    # Known, and only accepted with the value that leaves them out.
+    # OpenAI's fields that are not supported; they are accepted only with a value that has no effect.
     n: int | None = 1
     best_of: int | None = 1
     echo: bool | None = False
@@ -77,7 +80,7 @@ class CompletionRequest(Body):
     logit_bias: dict[str, float] | None = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
-    # Beyond OpenAI's.
+    # Fields of this server, beyond OpenAI's.
     top_k: int | None = Field(0, description="keep the k most probable tokens; 0 keeps all")
     min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
     speculation: Speculation | None = None
@@ -85,7 +88,7 @@ class CompletionRequest(Body):
     timeout_s: float | None = Field(None, description="give up after this many seconds")
 
 
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field: the values that ask for nothing
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no effect
     "n": (None, 1),
     "best_of": (None, 1),
     "echo": (None, False),
@@ -98,7 +101,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # field: the values that ask for no
 
 
 def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) -> ClientRequest:
-    """Raises `InvalidValueError` naming the field."""
+    """The service's form of a request. Raises `InvalidValueError` naming the field."""
     for name, accepted in UNSUPPORTED.items():
         value = getattr(body, name)
         rule = f"is not supported: leave it out or set it to {json.dumps(accepted[-1])}"
@@ -128,7 +131,10 @@ def prompt_from(prompt: str | list[int] | list[str] | list[list[int]]) -> str | 
 
 
 def lookaheads_from(speculation: Speculation | None, defaults: SpeculationSettings) -> tuple[int, ...] | None:
-    """Those of a request; where it only says which tiers take part, they look as far ahead as the settings say."""
+    """The lookaheads of a request; None if it sets none.
+
+    If it only names the tiers that draft, their lookaheads come from the settings.
+    """
     if speculation is None or (speculation.tiers is None and speculation.lookaheads is None):
         return None
     lookaheads = defaults.lookaheads if speculation.lookaheads is None else speculation.lookaheads

@@ -1,4 +1,4 @@
-"""The application: paths and bodies are OpenAI's; /health and /status are for operators."""
+"""The HTTP application. Its paths and bodies are OpenAI's, except /health and /status, which are for operators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.errors import TriForceError, UnavailableError
 
-IDLE_S = 10.0  # a stream that has nothing to say sends a comment this often, so that nobody takes it for dead
+IDLE_S = 10.0  # an idle stream sends a comment this often, so that clients do not take it for dead
 
 
 def http_app(service: Service) -> FastAPI:
@@ -73,13 +73,13 @@ def http_app(service: Service) -> FastAPI:
 
     @app.get("/health", responses=documented(503))
     async def health() -> dict[str, str]:
-        """Whether a request would be served."""
+        """Reports whether a request would be served."""
         await service.check()
         return {"status": "ok"}
 
     @app.get("/status")
     async def status() -> dict[str, Any]:
-        """What is known, also when nothing can serve."""
+        """Reports the state of the server and its tiers, even when no tier can serve."""
         try:
             replicas = await service.pipelines.status()
         except UnavailableError:

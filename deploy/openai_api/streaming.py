@@ -1,4 +1,4 @@
-"""Server-sent events: their format, keeping an idle stream alive, and closing the source however a stream ends."""
+"""Server-sent events: formats them, keeps idle streams alive, and closes the source however a stream ends."""
 
 from __future__ import annotations
 

@@ -55,21 +55,22 @@ class GenerationServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """The whole completion in one answer.
+        """Returns the whole completion in one response.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GenerateStream(self, request, context):
-        """The completion as it is decoded: about one chunk a verification round. `usage` and `stats` come with the last.
+        """Streams the completion as it is decoded, about one chunk per verification round. The last chunk carries `usage` and
+        `stats`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListModels(self, request, context):
-        """The models that this deployment serves.
+        """Lists the models that this deployment serves.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -52,9 +52,9 @@ class TierServicer:
     """
 
     def Propose(self, request_iterator, context):
-        """A link: one long-lived stream carrying many sequences at once. Every Work gets one Proposal, unless later Work for
-        the same sequence replaces it, in any order and in batches of the answering tier's making. When the stream ends,
-        the tier forgets the sequences that came over it.
+        """A link: one long-lived stream that carries many sequences at once. Every Work gets one Proposal, unless later Work
+        for the same sequence replaces it. Proposals come in any order, and the answering tier chooses their batches. When
+        the stream ends, the tier forgets the sequences that it served over that stream.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -147,7 +147,7 @@ class Tier:
 
 
 class TargetStub:
-    """The top of a pipeline: token-level generation, for the replica that owns it.
+    """The top of a pipeline: token-level generation, called by the replica that owns the pipeline.
     """
 
     def __init__(self, channel):
@@ -169,11 +169,11 @@ class TargetStub:
 
 
 class TargetServicer:
-    """The top of a pipeline: token-level generation, for the replica that owns it.
+    """The top of a pipeline: token-level generation, called by the replica that owns the pipeline.
     """
 
     def Decode(self, request, context):
-        """One request to its end. Cancelling the call stops the request and frees what it held.
+        """Decodes one request to its end. Cancelling the call stops the request and frees its resources.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -207,7 +207,7 @@ def add_TargetServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Target:
-    """The top of a pipeline: token-level generation, for the replica that owns it.
+    """The top of a pipeline: token-level generation, called by the replica that owns the pipeline.
     """
 
     @staticmethod
