@@ -2,8 +2,8 @@
 
 import logging
 
-# What torchao says when transformers imports it: that some kernels for GPUs, which we do not use, do not load here, and
-# that torch has news for it. Both harmless, and commands print one line where they refuse.
+# Importing transformers makes torchao warn that some GPU kernels do not load, and makes torch warn about an Enum class.
+# Both warnings are harmless; without these filters they would precede the one line that a failing command prints.
 logging.getLogger("torchao").addFilter(lambda record: "Failed to load" not in record.getMessage())
 logging.getLogger("torch.utils._pytree").addFilter(lambda record: "is an Enum subclass" not in record.getMessage())
 

@@ -1,4 +1,4 @@
-"""All settings, one model, validated where they enter. `triforce config` prints them; unknown keys are refused."""
+"""All settings, as one pydantic model. `triforce config` prints them; unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from triforce_core.errors import InvalidValueError
 
 TIER_SETS = {"target": (False, False), "retrieval,target": (True, False), "draft,retrieval,target": (True, True)}
 TierSet = Literal["target", "retrieval,target", "draft,retrieval,target"]
-# Which tiers are one process; the target's first, and in each the uppermost tier first.
+# The processes for each value of `placement.colocate`: the target's first; within each, the uppermost tier first.
 COLOCATED = {
     "none": (("target",), ("retrieval",), ("draft",)),
     "draft_with_retrieval": (("target",), ("retrieval", "draft")),
     "all": (("target", "retrieval", "draft"),),
 }
-MAX_LOOKAHEAD = 64  # tokens that a tier may be asked to draft at once; caches and passes have room for blocks of these
+MAX_LOOKAHEAD = 64  # most tokens that a tier may be asked to draft at once; caches are sized for it
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
-# With KV off the device its transfer is what costs: in few passes over a prompt, in long blocks, there is less of it.
+# With offload, copying KV dominates the cost of a pass: large prefill chunks and long blocks need fewer passes.
 OFFLOADED_PREFILL_CHUNK = 32_768
 OFFLOADED_LOOKAHEADS = (16, 3)
 LABEL_SELECTOR = re.compile(r"!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)")
@@ -33,64 +33,65 @@ class Strict(BaseModel):
 
 
 class DraftSettings(Strict):
-    """The tiny model and its StreamingLLM cache, or prompt lookup in place of both; sizes in tokens."""
+    """The draft tier: a tiny model with a StreamingLLM cache, or prompt lookup instead. Sizes are in tokens."""
 
-    model: str = Field(  # whatever is no name in `engine.drafters.DRAFTERS` is a model's
+    model: str = Field(  # a key of `engine.drafters.DRAFTERS`, otherwise a model
         "demo", description="directory, hub id, `demo` for the embedded drafter, or `ngram` for prompt lookup"
     )
     window: int = Field(
-        252, ge=1, description="the last tokens that a model sees; smaller for a drafter of short context or memory"
+        252, ge=1, description="last tokens that a draft model sees; smaller for a short context or little memory"
     )
 
     @property
     def slack(self) -> int:
-        """How far the window may grow before it is moved: half of what is kept, so that the pass that moves it, over
-        the whole window, comes rarely and the cache stays small.
+        """Tokens by which the window may grow before it is moved: half of the sinks and window together.
+
+        Moving the window forwards all of it again; this slack makes that rare and still keeps the cache small.
         """
         return (self.window + 4) // 2
 
 
 class RetrievalSettings(Strict):
-    """The self-drafter and its sparse cache; sizes in tokens."""
+    """The retrieval tier: the target's weights, by default, over a sparse cache. Sizes are in tokens."""
 
     model: str | None = Field(
-        None, description="other weights for the retrieval tier, such as a distilled target; by default the target's"
+        None, description="another model for the retrieval tier, such as a distilled target; by default the target"
     )
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
         None,
-        description="a copy of the weights in fewer bits, for faster steps or a smaller GPU; never the target's",
+        description="quantise the retrieval tier's weights, for faster steps or a smaller GPU",
     )
     tensor_parallel: int | None = Field(
-        None, ge=1, description="GPUs of the retrieval tier, where it needs fewer than the target; by default as many"
+        None, ge=1, description="GPUs that the retrieval tier is divided over; by default as many as the target"
     )
     budget: int = Field(
         1024,
         ge=2,
-        description="tokens of the full cache that a snapshot holds: more are accepted more, and cost more a step",
+        description="most tokens in a snapshot; a larger budget raises acceptance and makes each step dearer",
     )
     chunk: int = Field(
-        8, ge=1, description="tokens that are selected together: small chunks choose better, and are more to rank"
+        8, ge=1, description="tokens that are selected together; smaller chunks fit better but take longer to rank"
     )
     refresh_every: int = Field(
-        64, ge=1, description="tokens after which a new snapshot is cut: fewer keep it fresh, and are more to hand over"
+        64, ge=1, description="tokens between snapshots; a smaller number keeps them fresher but sends more of them"
     )
     selector: Literal["mean_key"] = Field("mean_key", description="how chunks are ranked; see kv/selectors.py")
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",
-        description="what carries snapshots between tier actors: Ray's object store, or Ray Direct Transport from GPU"
-        " to GPU, which needs NIXL installed",
+        description="how snapshots travel between tier actors: through Ray's object store, or from GPU to GPU by Ray"
+        " Direct Transport, which needs NIXL",
     )
 
     @property
     def recent(self) -> int:
-        """Tokens before the snapshot's position that are always in it: eight default chunks, as long as most of a small
-        budget is left for chunks that are chosen.
+        """The tokens just before the snapshot's position that are always kept: 64, but at most a quarter of the budget,
+        so that most of a small budget is left for selected chunks.
         """
         return min(64, self.budget // 4)
 
     @property
     def own_weights(self) -> bool:
-        """Whether the retrieval tier's weights are other than the target's."""
+        """Whether the retrieval tier's weights differ from the target's."""
         return self.model is not None or self.quantization is not None
 
     @model_validator(mode="after")
@@ -111,26 +112,26 @@ class TargetSettings(Strict):
         1, ge=1, description="GPUs that the weights and KV heads are divided over, for models that one GPU cannot hold"
     )
     context_length: int | None = Field(
-        None, ge=2, description="most tokens of prompt and output, to fit less memory; by default what the model allows"
+        None, ge=2, description="most tokens of prompt and output together; by default as many as the model allows"
     )
     kv_pool_tokens: int | None = Field(
         None,
         ge=2,
-        description="tokens of KV for all requests together: more run at once; by default twice the context length,"
-        " once under offload",
+        description="tokens of KV for all requests together; a larger pool lets more requests run at once; by default"
+        " twice the context length, or once with offload",
     )
     offload: Literal["none", "host", "disk"] = Field(
-        "none", description="where KV lies that does not stay on the device: in host memory, or in a file"
+        "none", description="where KV is kept instead of on the device: in host memory, or in a file on disk"
     )
     resident_layers: int = Field(
-        0, ge=0, description="the first layers, whose KV stays on the device under offload: as many as fit"
+        0, ge=0, description="with offload, how many of the first layers keep their KV on the device"
     )
-    offload_path: str | None = Field(None, description="the directory of the file, where offload is disk")
+    offload_path: str | None = Field(None, description="directory of the KV file when offload is disk")
     prefill_chunk: int = Field(
         default_factory=lambda given: 2048 if given.get("offload") == "none" else OFFLOADED_PREFILL_CHUNK,
         ge=16,
-        description="most prompt tokens of one forward pass: fewer hold up other requests less; by default 2048,"
-        f" {OFFLOADED_PREFILL_CHUNK} under offload",
+        description="most prompt tokens of one forward pass; a smaller chunk delays other requests less; by default"
+        f" 2048, or {OFFLOADED_PREFILL_CHUNK} with offload",
     )
 
     @model_validator(mode="after")
@@ -145,25 +146,25 @@ class TargetSettings(Strict):
 
 
 class SpeculationSettings(Strict):
-    """Which tiers take part and how far they look ahead, where a request does not say."""
+    """Which tiers take part, and the lookaheads of requests that set none."""
 
     tiers: TierSet = Field(
-        "draft,retrieval,target", description="fewer where drafting costs more than it brings; target: plain decoding"
+        "draft,retrieval,target", description="tiers that take part; `target` alone is plain decoding"
     )
     lookaheads: tuple[int, int] = Field(
         (8, 3),
-        description="tokens drafted by the retrieval tier, and by the draft tier: more where acceptance is high; by"
-        f" default (8, 3), {OFFLOADED_LOOKAHEADS} where the target's KV is offloaded",
+        description="tokens that the retrieval tier and the draft tier draft ahead; raise them when acceptance is high;"
+        f" by default (8, 3), or {OFFLOADED_LOOKAHEADS} when the target's KV is offloaded",
     )
     micro_batches: int | None = Field(
         None,
         ge=1,
         le=64,
-        description="shares of the live requests that the tiers work on at the same time; 1: all tiers take turns; by"
-        " default one for each process that `placement.colocate` leaves",
+        description="groups of live requests that the tiers work on concurrently; with 1 the tiers take turns;"
+        " by default one per process of `placement.colocate`",
     )
     run_ahead: bool = Field(
-        True, description="with fewer requests than micro-batches, draft on while the target verifies; off to compare"
+        True, description="continue drafting while the target verifies, if fewer requests than micro-batches are live"
     )
 
     @model_validator(mode="after")
@@ -174,7 +175,7 @@ class SpeculationSettings(Strict):
 
     @property
     def effective(self) -> tuple[int, int]:
-        """The lookaheads with those of tiers that do not take part set to 0."""
+        """The lookaheads, with 0 for each tier that does not take part."""
         retrieval, draft = TIER_SETS[self.tiers]
         return self.lookaheads[0] * retrieval, self.lookaheads[1] * draft
 
@@ -183,16 +184,17 @@ class TierPlacement(Strict):
     """What Ray reserves for a tier, and where."""
 
     gpus: float = Field(
-        0.0, ge=0, description="GPUs that Ray reserves: whole ones, or a share of one that others may use beside it"
+        0.0, ge=0, description="GPUs that Ray reserves: a whole number, or a fraction of one GPU that others may share"
     )
     labels: dict[str, str] = Field(
         {},
-        description="Ray labels that the node must have, such as {ray.io/accelerator-type: H100}; also !v and in(v,w)",
+        description="Ray labels that the node must have, such as {ray.io/accelerator-type: H100}; a value may also be"
+        " !v, in(v,w) or !in(v,w)",
     )
     cores: tuple[int, ...] | None = Field(
         None,
         min_length=1,
-        description="the node's CPU cores that the tier keeps to, apart from other tiers; by default all",
+        description="CPU cores of the node to which the tier is bound; by default all",
     )
 
     @model_validator(mode="after")
@@ -207,9 +209,9 @@ class TierPlacement(Strict):
 
 @dataclass(frozen=True, slots=True)
 class DeviceGroup:
-    """Tiers that share a process and its device (of each rank, with tensor parallelism); it reserves the sum of theirs."""
+    """Tiers that share a process and its device. Each rank of the group reserves the sum of what its tiers reserve."""
 
-    tiers: tuple[str, ...]  # names, the uppermost first
+    tiers: tuple[str, ...]  # their names, the uppermost first
     cpus: float
     gpus: float
     labels: dict[str, str]
@@ -221,24 +223,24 @@ class DeviceGroup:
 
 
 class PlacementSettings(Strict):
-    """Where the tiers of a pipeline run. Tiers that are co-located are one process on one device."""
+    """Where the tiers of a pipeline run. Co-located tiers share one process and its device."""
 
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
-        "PACK", description="whether the processes share nodes, in Ray's words"
+        "PACK", description="how Ray spreads the processes over nodes: a placement group strategy"
     )
     colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
         "none",
-        description="which tiers share a process and its device, to use fewer GPUs; `all` shares the weights, too",
+        description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights",
     )
     cpu_latency_us: int | None = Field(
         None,
         ge=0,
         lt=2**31,
-        description="microseconds that cores of the tiers' nodes may take to wake, 0: never asleep; less latency"
-        " between tiers for more power; by default any",
+        description="longest time in microseconds that CPU cores of the tiers' nodes may take to wake; 0: they never"
+        " sleep; a lower limit shortens the latency between tiers and takes more power; by default no limit",
     )
     cpus: float = Field(
-        0.1, ge=0, description="CPUs that Ray reserves for each tier (and rank), to keep its other work off the node"
+        0.1, ge=0, description="CPUs that Ray reserves for each tier on each rank, to keep other Ray work off the node"
     )
     draft: TierPlacement = TierPlacement()
     retrieval: TierPlacement = TierPlacement()
@@ -246,7 +248,7 @@ class PlacementSettings(Strict):
 
     @property
     def groups(self) -> tuple[DeviceGroup, ...]:
-        """The processes, the one with the target first."""
+        """The processes of a pipeline; the process with the target comes first."""
         return tuple(self._group(tiers) for tiers in COLOCATED[self.colocate])
 
     def _group(self, tiers: tuple[str, ...]) -> DeviceGroup:
@@ -276,12 +278,12 @@ class PlacementSettings(Strict):
 
 
 class ReplicaSettings(Strict):
-    """How many copies of the whole pipeline there are; Ray Serve adds and removes them with the load."""
+    """The number of replicas of the whole pipeline. Ray Serve adds and removes replicas with the load."""
 
-    min: int = Field(1, ge=1, description="copies that are there at any load")
-    max: int = Field(1, ge=1, description="copies that the load may bring it to; each needs GPUs of its own")
+    min: int = Field(1, ge=1, description="replicas that run at any load")
+    max: int = Field(1, ge=1, description="most replicas that run under load; each reserves its own GPUs")
     downscale_delay_s: float = Field(
-        600.0, ge=0, description="seconds without need of a replica before it is removed; shorter frees GPUs sooner"
+        600.0, ge=0, description="seconds that a replica must be unneeded before it is removed"
     )
 
     @model_validator(mode="after")
@@ -292,29 +294,29 @@ class ReplicaSettings(Strict):
 
 
 class ServerSettings(Strict):
-    """The HTTP and gRPC front, and how many pipelines stand behind it."""
+    """The HTTP and gRPC servers, and the number of pipelines behind them."""
 
-    host: str = Field("127.0.0.1", description="address to listen at; 0.0.0.0 is open to other machines")
-    port: int = Field(8000, ge=1, le=65535, description="of HTTP")
-    grpc_port: int = Field(9000, ge=1, le=65535, description="of the gRPC API")
-    max_queued: int = Field(64, ge=1, description="requests that may wait before 429 is answered")
-    request_timeout_s: float = Field(600.0, gt=0, description="longest that a request may take, waiting included")
+    host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 accepts other machines")
+    port: int = Field(8000, ge=1, le=65535, description="port of the HTTP API")
+    grpc_port: int = Field(9000, ge=1, le=65535, description="port of the gRPC API")
+    max_queued: int = Field(64, ge=1, description="requests that may wait; further ones get status 429")
+    request_timeout_s: float = Field(600.0, gt=0, description="most seconds that a request may take, waiting included")
     drain_timeout_s: float | None = Field(
         None,
         ge=0,
-        description="how long requests in flight may take to finish, in seconds, when a replica or the server stops; by default"
+        description="seconds that requests in flight have to finish when a replica or the server stops; by default"
         " request_timeout_s",
     )
     tier_host: str | None = Field(
         None,
-        description="the address at which tier actors serve one another, or `node` for that of each one's Ray node; by"
-        " default the loopback where all of the pipeline's processes are on one node, else each node's own",
+        description="address on which tier actors listen for one another; `node`: the address of each actor's Ray node;"
+        " by default loopback if all processes of the pipeline are on one node, otherwise `node`",
     )
     link_timeout_s: float = Field(
         10.0,
         gt=0,
-        description="seconds within which a tier must answer, or it counts as dead; the draft tier has half of it. Set it above"
-        " twice the longest pass of a tier",
+        description="seconds after which a tier that does not answer counts as dead; half of it for the draft tier; set"
+        " it above twice the longest pass of a tier",
     )
     replicas: ReplicaSettings = ReplicaSettings()
 
@@ -324,7 +326,7 @@ class ServerSettings(Strict):
 
 
 class Settings(Strict):
-    """Everything that shapes a pipeline and the server in front of it."""
+    """All settings of a pipeline and of the server in front of it."""
 
     target: TargetSettings = TargetSettings()
     retrieval: RetrievalSettings = RetrievalSettings()
@@ -334,39 +336,40 @@ class Settings(Strict):
     server: ServerSettings = ServerSettings()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="of weights, KV and arithmetic; auto is bfloat16 on CUDA and on CPUs with instructions for it,"
-        " else float32, and the same for all replicas: what every node computes well with that may hold a target",
+        description="precision of weights, KV and arithmetic; auto is bfloat16 on CUDA and on CPUs with bfloat16"
+        " instructions, else float32; all replicas use one that every node that may hold a target computes fast",
     )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     attention: str | None = Field(
         None,
-        description="kernel by name, such as blocked for heads of odd sizes; by default the best for device and dtype",
+        description="name of the attention kernel, such as blocked, which fits every head size; by default the fastest"
+        " for device and dtype",
     )
     graphs: Literal["auto", "on", "eager", "off"] = Field(
         "auto",
-        description="passes over few tokens: on captures them as CUDA graphs, eager"
-        " runs the same code without capture, off runs them as all others; auto is on for CUDA and off for the CPU",
+        description="how passes over few tokens run: on captures them as CUDA graphs, eager runs the same code without"
+        " capture, off treats them like other passes; auto is on for CUDA and off for the CPU",
     )
     compile: Literal["auto", "on", "off"] = Field(
         "auto",
-        description="norms, rotary embeddings and activations as fused kernels, which torch.compile makes at start;"
-        " auto is on for CUDA, where a compiler works, and off for the CPU; models on several ranks stay as they are",
+        description="fuse norms, rotary embeddings and activations with torch.compile at start; auto is on for CUDA if"
+        " a compiler works, and off for the CPU; models on several ranks are not fused",
     )
     threads: int | None = Field(
         None,
         ge=1,
-        description="CPU threads of every forward pass, where other programs need the cores; by default all cores for"
-        " prompts, and for decoding what is measured at start, tier by tier, and kept",
+        description="CPU threads of every forward pass; set it if other programs need the cores; by default all cores"
+        " for prompts, and for decoding a number that is measured per tier at the first start and kept",
     )
     max_sequences: int = Field(
-        8, ge=1, description="requests that a pipeline decodes at the same time: more need more KV"
+        8, ge=1, description="most requests that a pipeline decodes at the same time; more requests need more KV memory"
     )
 
     @field_validator("speculation")
     @classmethod
     def _further_where_offloaded(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
-        """The default lookaheads depend on the target's settings."""
-        target = others.data.get("target")  # None: it was refused
+        """With offloaded KV the default lookaheads are longer."""
+        target = others.data.get("target")  # None: the given target settings were refused
         if target is None or target.offload == "none" or "lookaheads" in given.model_fields_set:
             return given
         return given.model_copy(update={"lookaheads": OFFLOADED_LOOKAHEADS})
@@ -388,7 +391,7 @@ class Settings(Strict):
     @field_validator("graphs", "compile", mode="before")
     @classmethod
     def _on_and_off(cls, value: object) -> object:
-        """YAML reads a bare on and off as truth values."""
+        """Restore on and off, which YAML reads as booleans unless quoted."""
         return ("on" if value else "off") if isinstance(value, bool) else value
 
     @model_validator(mode="after")
@@ -434,7 +437,7 @@ class Settings(Strict):
         return self
 
     def ranks(self, tiers: tuple[str, ...]) -> int:
-        """How many processes tiers in one process become by tensor parallelism; the first of them is that process."""
+        """The number of ranks (processes) of a group that holds these tiers; 1 without tensor parallelism."""
         of_target = self.target.tensor_parallel
         of = {"target": of_target, "retrieval": self.retrieval.tensor_parallel or of_target, "draft": 1}
         return max(of[tier] for tier in tiers)
@@ -445,37 +448,37 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether the tiers' CPU threads are measured: on a CPU, where `threads` is not set and no tier is divided over ranks."""
+        """Whether the tiers' CPU threads are measured: on the CPU, without `threads` and tensor parallelism."""
         one_process = self.ranks(("target", "retrieval")) == 1
         return self.device_type == "cpu" and one_process and self.threads is None
 
     @property
     def fused(self) -> bool:
-        """Whether models are to run fused kernels."""
+        """Whether models should run fused kernels."""
         return self.compile == "on" or (self.compile == "auto" and self.device_type == "cuda")
 
     @property
     def micro_batches(self) -> int:
-        """Of a pipeline: as set, or as many as it has processes to work at the same time."""
+        """The micro-batches of a pipeline: as set, otherwise one per process, because processes work concurrently."""
         return self.speculation.micro_batches or len(self.placement.groups)
 
     @property
     def places(self) -> int:
-        """Requests, waiting ones included, that the server holds at most."""
+        """The most requests that the server holds, waiting ones included."""
         return self.server.max_queued + self.server.replicas.max * self.max_sequences
 
 
 def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
-    """Settings from a YAML file (or the defaults), with `overrides` merged in section by section.
+    """The settings from a YAML file (or the defaults), with `overrides` merged in section by section.
 
-    Raises `InvalidValueError` naming field, value and rule.
+    Raises `InvalidValueError`, which names field, value and rule.
     """
     data = {} if path is None else read_mapping(path, "config")
     for section, value in overrides.items():
         given = data.get(section)
         if isinstance(value, dict) and isinstance(given, dict):
             data[section] = given | value
-        elif given is None or not isinstance(value, dict):  # what is no mapping stays, for the model to refuse
+        elif given is None or not isinstance(value, dict):  # the model refuses a section that is no mapping
             data[section] = value
     try:
         return Settings.model_validate(data)
@@ -484,9 +487,9 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
 
 
 def read_mapping(path: Path, field: str) -> dict[str, Any]:
-    """What a YAML file maps to what; an empty file maps nothing.
+    """The mapping in a YAML file; an empty file gives an empty mapping.
 
-    Raises `InvalidValueError` naming the setting that named the file.
+    Raises `InvalidValueError`, which names `field`: the setting that gave the path.
     """
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -500,7 +503,7 @@ def read_mapping(path: Path, field: str) -> dict[str, Any]:
 
 
 def invalid_value(error: ValidationError) -> InvalidValueError:
-    """The first complaint of a pydantic error as one of ours."""
+    """The first error of a pydantic `ValidationError`, as an `InvalidValueError`."""
     first = error.errors()[0]
     field = ".".join(str(part) for part in first["loc"]) or "settings"
     rule = first["msg"].removeprefix("Value error, ")

@@ -1,4 +1,4 @@
-"""The one loop: a tier that verifies over a proposer, and is a proposer itself, so that tiers nest."""
+"""The speculative decoding loop: verifies proposals of the level below and is itself a proposer, so that tiers nest."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from triforce_core.messages import Claim, Proposal, Proposer, Span, Tally, Tier,
 
 
 class Verifier(Protocol):
-    """A model that judges proposals."""
+    """A model that verifies proposals."""
 
     tier: Tier
 
@@ -29,28 +29,27 @@ class State(Enum):
 
     TO_ASK = "the level below is asked to continue it"
     ASKED = "the level below answers"
-    READY = "its proposal is judged"
+    READY = "its proposal is verified"
     DONE = "it is handed up, if the level above waits for it"
 
 
 @dataclass(slots=True)
 class Block:
-    """All that a tier knows of one sequence: the work, what it has found in answer to it, and what happens next."""
+    """A tier's state of one sequence: the work, the tokens found so far, and what happens next."""
 
     work: Work
     owed: bool = True  # False: the level above does not wait for an answer (see run_ahead.py)
     state: State = State.TO_ASK
-    proposal: Proposal | None = None  # of the level below, while READY
-    arrival: int = 0  # of the proposal: those that came first are judged first
+    proposal: Proposal | None = None  # from the level below; set while READY
+    arrival: int = 0  # order of the proposal's arrival: the oldest is verified first
     tokens: tuple[int, ...] = ()
     origins: bytes = b""
     missing_from: int | None = None
     snapshot_wanted: bool = False
     ended: bool = False  # the last token ends the sequence
-    tallies: list[Tally] = field(default_factory=list)  # of this level, then of those below
-    held: int | None = (
-        None  # the position up to which this tier's model holds the text; None: it has not run since the work came
-    )
+    tallies: list[Tally] = field(default_factory=list)  # of this level, then of the levels below
+    # The position up to which this tier's model holds the text; None: the model has not run since the work came.
+    held: int | None = None
     held_below: int | None = None  # the same for the level below
 
     @property
@@ -76,12 +75,12 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """What this tier's model is to verify. The text that the level above has not decided is stated again."""
+        """The claim for this tier's model. Text that the level above has not decided yet is stated again."""
         held = None if self.held is None else min(self.held, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
 
     def statement(self, held: int | None) -> Span:
-        """The text up to here, without what comes before `held`; the work may state a whole prompt."""
+        """The text of the work and this block, from `held` on: the earlier text may be a long prompt."""
         given = self.work.span
         if held is None or held <= given.start:
             return given.extended(self.tokens)
@@ -96,7 +95,7 @@ class Block:
 
     def answer(self) -> Proposal:
         end = self.work.span.end
-        # From `end` on the text is this block's own tokens, which the level above states next in any case.
+        # The text from `end` on is this block, which the level above will state next in any case.
         missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
             sequence_id=self.sequence_id,
@@ -109,12 +108,12 @@ class Block:
         )
 
     def continuation(self) -> Block:
-        """What comes after this block if the level above accepts all of it: nobody waits for that yet."""
+        """The block that follows if the level above accepts this one whole. No work asks for it yet (run_ahead.py)."""
         given, (lookahead, *below) = self.work.span, self.work.lookaheads
         whole = bool(self.tokens) and lookahead > 0 and not self.ended and self.missing_from is None
         text = Span(given.sequence_id, given.end, self.tokens)
         return Block(
-            Work(text, (lookahead + 1, *below), self.work.sample),  # and the token that the level above adds to it
+            Work(text, (lookahead + 1, *below), self.work.sample),  # one more: the token that the level above adds
             owed=False,
             state=State.TO_ASK if whole else State.DONE,
             held=self.held,
@@ -125,10 +124,10 @@ class Block:
 class SpeculativeDecoder:
     """Collects proposals of the level below, verifies them, and asks again until a block is long enough to hand up.
 
-    With one micro-batch a round waits for every proposal that it asked for and verifies them all (sequential mode).
-    With more, a round verifies the proposals that have arrived, oldest first, and at most one micro-batch of them; the
-    level below works on the other sequences meanwhile. With `hand_up_early`, for a level that works at the same time as
-    the one above, a block may be handed up before it is long enough, when the level above has nothing to verify.
+    With one micro-batch, a round waits for all requested proposals and verifies them together (sequential mode).
+    With more, a round verifies at most one micro-batch of the proposals that have arrived, oldest first; meanwhile the
+    level below works on the other sequences. `hand_up_early` is for a level that works concurrently with the level
+    above: a block may then be handed up before it is long enough, when the level above has nothing to verify.
 
     Not thread-safe: one thread drives a decoder.
     """
@@ -138,7 +137,7 @@ class SpeculativeDecoder:
     ) -> None:
         self.proposer, self.verifier = proposer, verifier
         self.micro_batches, self.hand_up_early = micro_batches, hand_up_early
-        self.blocks: dict[int, Block] = {}  # of every sequence that it was given and that is not released
+        self.blocks: dict[int, Block] = {}  # by sequence id; one for every sequence until it is released
         self.arrivals = itertools.count()
 
     @property
@@ -150,12 +149,12 @@ class SpeculativeDecoder:
         self.resume([Block(w) for w in work])
 
     def resume(self, blocks: list[Block]) -> None:
-        """Start work on these blocks, which replace what there was of their sequences; they may hold tokens already."""
+        """Start work on these blocks, which replace the blocks of the same sequences. They may already hold tokens."""
         self.blocks.update({block.sequence_id: block for block in blocks})
         self._ask(blocks)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """The blocks that are done, possibly none. Runs one round first, unless a block can be handed up already."""
+        """Hand up the blocks that are done, possibly none; first run one round unless a block is ready to hand up."""
         owed = self.owed
         if not any(block.state is State.DONE for block in owed):
             if early := self._early():
@@ -165,7 +164,7 @@ class SpeculativeDecoder:
         return [self._hand_up(block) for block in owed if block.state is State.DONE]
 
     def advance(self, blocks: list[Block], timeout_s: float) -> None:
-        """One round over those of `blocks` that are ready; waits up to `timeout_s` seconds for the level below."""
+        """Run one round over the ready ones of `blocks`; wait up to `timeout_s` seconds for the level below."""
         self._ask(blocks)
         self._take_arrivals(blocks, timeout_s)
         taken = self._next_round(blocks)
@@ -181,7 +180,7 @@ class SpeculativeDecoder:
             self._extend(block, proposal, verdict)
 
     def _ask(self, blocks: Iterable[Block]) -> None:
-        """Send the level below what it must continue; where it has no part, its answer is empty at once."""
+        """Ask the level below to continue these blocks; where it is skipped, the proposal is empty at once."""
         to_ask = [block for block in blocks if block.state is State.TO_ASK]
         work = []
         for block in to_ask:
@@ -197,9 +196,11 @@ class SpeculativeDecoder:
         block.state, block.proposal, block.arrival = State.READY, proposal, next(self.arrivals)
 
     def _early(self) -> Block | None:
-        """A block to hand up before it is long enough, or None: the longest of those that have just grown, if it has half
-        of the tokens that it was asked for. Only while several sequences are live and all of them are worked on at this
-        level, for the level above has nothing to verify then; with a single one the tiers take turns in any case.
+        """The block to hand up before it is long enough, or None.
+
+        It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless
+        several sequences are live and all of them are at this level, because only then has the level above nothing to
+        verify; with a single sequence the tiers take turns in any case.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]
@@ -209,7 +210,7 @@ class SpeculativeDecoder:
         return longest if 2 * len(longest.tokens) >= longest.work.lookaheads[0] else None
 
     def _take_arrivals(self, blocks: list[Block], timeout_s: float) -> None:
-        """Give the proposals that have come to their blocks; late and repeated ones are dropped."""
+        """Assign arrived proposals to their blocks; late and repeated proposals are dropped."""
         while any(block.state is State.ASKED for block in blocks):
             idle = not any(block.state is State.READY for block in blocks)
             for proposal in self.proposer.collect(timeout_s if idle or self.micro_batches == 1 else 0.0):
@@ -220,8 +221,10 @@ class SpeculativeDecoder:
                 break
 
     def _next_round(self, blocks: list[Block]) -> list[tuple[Block, Proposal]]:
-        """The blocks to take into this round, with their proposals, oldest proposal first: all that skip this level or
-        ask nothing of the level below, and of the others at most one micro-batch.
+        """The blocks of this round with their proposals, oldest proposal first.
+
+        Blocks that skip this level or ask nothing of the level below are all taken; of the others at most one
+        micro-batch.
         """
         room = ceil(sum(block.asks_below for block in self.blocks.values()) / self.micro_batches)
         taken = []
@@ -235,14 +238,14 @@ class SpeculativeDecoder:
         return taken
 
     def _pass_through(self, block: Block, proposal: Proposal) -> None:
-        """This tier is skipped: what comes from below goes up as it is."""
+        """Hand the proposal up unchanged, because the work skips this tier."""
         block.state = State.DONE
         block.tokens, block.origins = proposal.tokens, proposal.origins
         block.missing_from, block.snapshot_wanted = proposal.missing_from, proposal.snapshot_wanted
         block.add_tallies([Tally(), *proposal.tallies])
 
     def _extend(self, block: Block, proposal: Proposal, verdict: Verdict) -> None:
-        """Add what one verified round gave."""
+        """Add the tokens and tallies of one verified round to the block."""
         own = bytes([self.verifier.tier]) * (len(verdict.tokens) - verdict.num_accepted)
         block.tokens += verdict.tokens
         block.origins += proposal.origins[: verdict.num_accepted] + own
@@ -255,8 +258,8 @@ class SpeculativeDecoder:
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
         block.add_tallies([tally, *proposal.tallies])
-        stuck = not verdict.tokens  # a prefill chunk, or this tier lacks something: only the level above can go on
-        # The next round states what is missing within our work; what is missing before it, only the level above can.
+        stuck = not verdict.tokens  # a prefill chunk, or this tier lacks tokens or a snapshot: the level above must act
+        # The next round can state missing text within the work; only the level above can state earlier text.
         lacking = block.missing_from is not None and block.missing_from < block.work.span.start
         block.state = State.DONE if stuck or lacking or block.long_enough else State.TO_ASK
 

@@ -1,4 +1,4 @@
-"""How several threads wake the one that drives a tier."""
+"""A doorbell with which other threads wake the thread that drives a tier."""
 
 from __future__ import annotations
 
@@ -7,22 +7,26 @@ import time
 
 
 class Doorbell:
-    """Whoever leaves something for the driving thread rings; that thread, between looks at all its inboxes, waits.
+    """Other threads ring after they have put something into an inbox of the driving thread, which waits for the ring
+    and then looks at all its inboxes.
 
-    A ring between two waits is never lost: the second returns at once.
+    A ring between two waits is never lost: the second wait returns at once.
     """
 
     def __init__(self) -> None:
-        self.rings: queue.SimpleQueue[None] = queue.SimpleQueue()  # half the price of a threading.Event
+        self.rings: queue.SimpleQueue[None] = queue.SimpleQueue()  # takes half the time of a threading.Event
         self.woken = time.monotonic()  # when the driving thread last stopped waiting
 
     def ring(self) -> None:
-        """From any thread."""
-        if self.rings.empty():  # otherwise a ring is pending: the thread that takes it looks at all inboxes afterwards
+        """Wake the driving thread; may be called from any thread."""
+        if self.rings.empty():  # otherwise a pending ring suffices: all inboxes are looked at after it
             self.rings.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until it rings, at most `timeout_s` seconds, and return whether it rang. Clears pending rings."""
+        """Sleep until a ring, at most `timeout_s` seconds, and clear all pending rings.
+
+        Returns whether there was a ring; always False when `timeout_s` is 0.
+        """
         rang = False
         if timeout_s > 0:
             try:

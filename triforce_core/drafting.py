@@ -1,4 +1,4 @@
-"""Drafting by a model at the end of the chain, and the proposer of chains without a drafter; prompt lookup is in ngram.py."""
+"""The leaf of the chain: drafting by a model, or no drafting at all. Prompt lookup is in ngram.py."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triforce_core.timeline import TIMELINE
 
 
 class ModelProposer:
-    """The leaf of the chain: drafts one token after another, for all waiting sequences at once."""
+    """The leaf of the chain: a model drafts one token after another, for all waiting sequences in one batch."""
 
     tier = Tier.DRAFT
 
@@ -29,7 +29,7 @@ class ModelProposer:
         wait_in_turn(self.waiting, work)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Draft for everything that waits; never blocks on anything but the model."""
+        """Draft for all waiting work. Takes as long as the model needs; `timeout_s` is not used."""
         work, self.waiting = list(self.waiting.values()), {}
         drafted: list[tuple[int, ...]] = [()] * len(work)
         lacks: dict[int, Lack] = {}
@@ -74,7 +74,7 @@ class ModelProposer:
 
 
 class NoProposer:
-    """The leaf where there is no drafter: every answer is empty."""
+    """The leaf of a chain without a drafter: every proposal is empty."""
 
     tier = Tier.DRAFT
     runner = None  # no model
@@ -95,7 +95,7 @@ class NoProposer:
 
 
 def statement(span: Span, drafted: tuple[int, ...]) -> Span:
-    """The span itself at first; then only what was drafted after it, for the span may be a whole prompt."""
+    """The span itself at first; later only the tokens drafted after it, because the span may be a whole prompt."""
     return Span(span.sequence_id, span.end, drafted) if drafted and span.end else span.extended(drafted)
 
 

@@ -1,4 +1,4 @@
-"""Typed errors. Each boundary (HTTP, gRPC, command line) translates them with one table of its own."""
+"""Typed errors. Each boundary (HTTP, gRPC, command line) has one table that translates them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class TriForceError(Exception):
 
 
 class InvalidValueError(TriForceError):
-    """A value that a user gave breaks a rule; the message names field, value and rule."""
+    """A value given by a user breaks a rule; the message names field, value and rule."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
         shown = repr(value)
@@ -22,7 +22,7 @@ class InvalidValueError(TriForceError):
 
     @classmethod
     def parsed(cls, text: str) -> InvalidValueError:
-        """The error whose message is `text`, as it came back over a wire."""
+        """The error with the message `text`, as received from another process."""
         field, _, rest = text.partition(": ")
         error = cls(field, None, rest)
         error.args = (text,)
@@ -30,15 +30,15 @@ class InvalidValueError(TriForceError):
 
 
 class TooLargeError(InvalidValueError):
-    """A prompt that the context window or the KV pool cannot hold, now or ever."""
+    """A prompt that the context window or the KV pool can never hold."""
 
 
 class UnknownModelError(InvalidValueError):
-    """A model name or directory that is not there."""
+    """A model name or directory that does not exist."""
 
 
 class UnsupportedModelError(TriForceError):
-    """A model with a feature that this engine does not honour; refused by name rather than served wrongly."""
+    """A model with a feature that this engine does not support; the message names the feature."""
 
 
 class UnavailableError(TriForceError):

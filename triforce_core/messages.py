@@ -1,7 +1,8 @@
-"""What the tiers say to one another. Absolute statements only: repeating a message is harmless.
+"""The messages between tiers. Positions in them are absolute, so repeating a message is harmless.
 
-A `Span` says what a sequence *is* from some position on; `Work` asks a tier to continue it; a `Proposal` is the answer.
-docs/architecture.md shows how they are used; docs/decisions/0001-protocol-additions.md why two of the fields exist.
+A `Span` states the tokens of a sequence from some position on, `Work` asks a tier to continue the sequence, and a
+`Proposal` is the answer. docs/architecture.md shows how the messages are used;
+docs/decisions/0001-protocol-additions.md explains why `snapshot_wanted` and `tallies` exist.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from triforce_core.errors import require
 
 
 class Tier(IntEnum):
-    """Where a token came from. The values are those of the wire and of `Proposal.origins`."""
+    """The tier that drew a token. These values are used on the wire and in `Proposal.origins`."""
 
     DRAFT = 0
     RETRIEVAL = 1
@@ -23,16 +24,16 @@ class Tier(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token's distribution is warped before a token is drawn; the defaults leave the model's own."""
+    """How the next token's distribution is warped before a token is drawn; the defaults leave it unchanged."""
 
-    temperature: float = 1.0  # 0 is greedy, and so is anything below 1e-4
+    temperature: float = 1.0  # 0 is greedy; smaller values than 1e-4 count as 0
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
 
     def __post_init__(self) -> None:
         require(0 <= self.temperature <= 100, "temperature", self.temperature, "must be between 0 and 100")
-        if self.temperature < 1e-4:  # logits divided by less would overflow
+        if self.temperature < 1e-4:  # logits divided by a smaller value would overflow
             object.__setattr__(self, "temperature", 0.0)
         require(0 <= self.top_k < 2**31, "top_k", self.top_k, "must be 0 (off) or more, and below 2**31")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
@@ -44,35 +45,35 @@ GREEDY = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True, slots=True)
 class SequenceSpec:
-    """What a tier must know of a request to draw its tokens: fixed for the life of the sequence."""
+    """What a tier must know of a request to draw its tokens. It never changes during the life of the sequence."""
 
     sampling: SamplingParams
     seed: int  # -2**63 ≤ seed < 2**63
     prompt_length: int  # tokens
-    max_length: int  # prompt and output together, tokens; no tier goes beyond
+    max_length: int  # tokens of prompt and output together; no tier drafts or decodes beyond
     stop_token_ids: tuple[int, ...] = ()  # a tier that draws one of these ends its block with it
 
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The sequence from position `start` on is now `tokens`, and ends there."""
+    """States that from position `start` on the sequence consists of `tokens` and nothing after them."""
 
     sequence_id: int  # never reused
     start: int
     tokens: tuple[int, ...]
-    spec: SequenceSpec | None = None  # always present where start is 0
+    spec: SequenceSpec | None = None  # always present when start is 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.tokens)
 
     def extended(self, tokens: tuple[int, ...]) -> Span:
-        """The same statement with `tokens` after its end."""
+        """The same span with `tokens` appended."""
         return Span(self.sequence_id, self.start, self.tokens + tokens, self.spec)
 
 
 def in_turn(earlier: Span, later: Span) -> Span:
-    """Both statements as one: of work that is replaced before it was looked at, what it stated still holds."""
+    """Both spans as one. Work may be replaced before its tier reads it, but the tokens that it stated remain valid."""
     if not earlier.start < later.start <= earlier.end:
         return later
     kept = earlier.tokens[: later.start - earlier.start]
@@ -81,28 +82,29 @@ def in_turn(earlier: Span, later: Span) -> Span:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Continue `span`.
+    """A request to continue `span`.
 
-    `lookaheads[0]` is how many tokens this level drafts before it hands up its block, `lookaheads[1:]` the same for
-    each level below; 0 skips a level. Rounds are never cut: a block may be longer by what the last round accepted.
+    `lookaheads[0]` is the number of tokens that this level drafts before it hands up its block; `lookaheads[1:]` are
+    the numbers for the levels below. A level whose number is 0 is skipped. A block may exceed its number, because all
+    tokens of its last round are kept.
     """
 
     span: Span
     lookaheads: tuple[int, ...]
-    sample: bool = True  # False: a prefill chunk, no logits wanted
+    sample: bool = True  # False: a prefill chunk, whose logits are not needed
 
 
 class Tally(NamedTuple):
-    """What one verifying level did with what was proposed to it."""
+    """How many of the tokens proposed to one verifying level it accepted."""
 
     rounds: int = 0
     proposed: int = 0  # tokens
-    accepted: int = 0  # of these
-    rejected: int = 0  # rounds that ended at a token it did not accept; what came after that was never judged
+    accepted: int = 0  # tokens, out of `proposed`
+    rejected: int = 0  # rounds that ended at a rejected token; the tokens after it were not verified
 
     @property
     def acceptance(self) -> float | None:
-        """The chance that a proposed token is accepted when those before it were: alpha of E(alpha, gamma)."""
+        """The chance that a token is accepted if all before it were: alpha of E(alpha, gamma). None without data."""
         judged = self.accepted + self.rejected
         return self.accepted / judged if judged else None
 
@@ -111,7 +113,7 @@ class Tally(NamedTuple):
 
 
 def wait_in_turn(waiting: dict[int, Work], work: list[Work]) -> None:
-    """Put work, by sequence id, beside what waits; of work that it replaces the statement is kept."""
+    """Add work to `waiting`. It replaces older work of its sequence, but keeps the tokens stated there."""
     for w in work:
         replaced = waiting.get(w.span.sequence_id)
         span = in_turn(replaced.span, w.span) if replaced else w.span
@@ -120,24 +122,24 @@ def wait_in_turn(waiting: dict[int, Work], work: list[Work]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A continuation from absolute position `start`; may be empty: verifying that is one plain decoding step."""
+    """A continuation from position `start`. It may be empty; verifying it is then one plain decoding step."""
 
     sequence_id: int
     start: int  # absolute position of tokens[0]
     tokens: tuple[int, ...] = ()
-    origins: bytes = b""  # one Tier a token
-    missing_from: int | None = None  # "I lack tokens of this sequence: state it from here"
-    snapshot_wanted: bool = False  # "I lack the sparse KV of this sequence: hand me a snapshot"
-    tallies: tuple[Tally, ...] = ()  # of the answering level and of each below it, for this proposal
+    origins: bytes = b""  # one Tier per token
+    missing_from: int | None = None  # the tier lacks tokens of this sequence: state it again from here
+    snapshot_wanted: bool = False  # the tier lacks the sparse KV of this sequence and needs a snapshot
+    tallies: tuple[Tally, ...] = ()  # of this proposal: the answering level first, then the levels below
 
 
 class Proposer(Protocol):
-    """A tier as the level above sees it. Every submitted Work gets one answer, unless later Work replaces it."""
+    """A tier as the level above sees it. Each submitted Work gets one answer, unless later Work replaces it."""
 
     def submit(self, work: list[Work]) -> None: ...
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Any subset that is ready, in any order; blocks up to `timeout_s` seconds when none is."""
+        """Return any proposals that are ready, in any order; block up to `timeout_s` seconds if none is."""
         ...
 
     def release(self, sequence_ids: list[int]) -> None:
@@ -147,16 +149,16 @@ class Proposer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A proposal to be verified: `span` is the text before it, `proposed` came from the level below."""
+    """A proposal to be verified: `proposed` holds the tokens of the level below, `span` states the text before them."""
 
     span: Span
     proposed: tuple[int, ...]
-    sample: bool = True  # False: forward the span and judge nothing (a prefill chunk)
+    sample: bool = True  # False: only forward the span, which is a prefill chunk
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`tokens` are the verifier's own from the end of the claim's span on: `num_accepted` agreed, at most one more."""
+    """The result of verifying a claim. `tokens` continue its span: `num_accepted` are accepted, at most one is new."""
 
     tokens: tuple[int, ...] = ()
     num_accepted: int = 0

@@ -1,34 +1,34 @@
-"""Prompt lookup: the drafts of a sequence are what followed its last tokens the last time they stood in it.
+"""Prompt lookup: drafts the tokens that followed the most recent earlier occurrence of the sequence's last tokens.
 
-A leaf of the chain that needs no model (Saxena 2023, "Prompt Lookup Decoding"). Texts that repeat themselves, such as
-edits of a given source or answers that quote a document, are drafted well; others hardly at all, and at no cost.
+This leaf of the chain needs no model (Saxena 2023, "Prompt Lookup Decoding"). Acceptance is high in texts that repeat
+themselves, such as edits of a given source or answers that quote a document; other texts get few drafts, at no cost.
 """
 
 from __future__ import annotations
 
 from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, wait_in_turn
 
-LONGEST = 3  # a run of three that stood before says what follows; of longer ones few stand twice
-SHORTEST = 2  # a single token stands nearly everywhere, and says little about what follows
+LONGEST = 3  # three repeated tokens predict well what follows; longer runs are seldom repeated
+SHORTEST = 2  # a single token is repeated too often to predict what follows
 
 
 class Occurrences:
-    """Where each run of `n` tokens of a growing text last ended. Costs are those of the change, not of the text."""
+    """Where each run of `n` tokens of a growing text last ended. The cost of an update depends on the change alone."""
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.latest: dict[tuple[int, ...], int] = {}  # by run: where it ends, exclusive
-        self.earlier: list[int] = [0] * n  # by end: where the same run ended before; 0: nowhere
+        self.latest: dict[tuple[int, ...], int] = {}  # by run: the position after its latest occurrence
+        self.earlier: list[int] = [0] * n  # by end position: where the same run ended before; 0: nowhere
 
     def grow(self, tokens: list[int]) -> None:
-        """Take in what `tokens` has beyond what was seen."""
+        """Add the runs that end in the new part of `tokens`."""
         for end in range(len(self.earlier), len(tokens) + 1):
             run = tuple(tokens[end - self.n : end])
             self.earlier.append(self.latest.get(run, 0))
             self.latest[run] = end
 
     def shrink(self, tokens: list[int], length: int) -> None:
-        """Forget what ends beyond `length`; `tokens` is the text as it was seen."""
+        """Forget the runs that end beyond `length`; `tokens` is the text before it is cut."""
         for end in range(len(self.earlier) - 1, max(length, self.n - 1), -1):
             before, run = self.earlier.pop(), tuple(tokens[end - self.n : end])
             if before:
@@ -37,12 +37,12 @@ class Occurrences:
                 del self.latest[run]
 
     def before_last(self) -> int:
-        """Where the text's last run ended the time before; 0: it is new, or the text is shorter than a run."""
+        """Where the text's last run ended before; 0: this run is new, or the text is shorter than a run."""
         return self.earlier[-1]
 
 
 class Text:
-    """One sequence, as last stated, with the places of its runs."""
+    """The stated tokens of one sequence, with the positions of its runs."""
 
     def __init__(self, spec: SequenceSpec, longest: int) -> None:
         self.spec = spec
@@ -50,7 +50,7 @@ class Text:
         self.occurrences = [Occurrences(n) for n in range(longest, SHORTEST - 1, -1)]
 
     def state(self, start: int, tokens: tuple[int, ...]) -> None:
-        """The align rule: from `start`, which is not beyond the end, the text is `tokens`; what agrees is kept."""
+        """The align rule: keep the text that agrees, replace the rest. `start` must not be beyond the text's end."""
         held = self.tokens[start : start + len(tokens)]
         common = start + next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
         for occurrences in self.occurrences:
@@ -60,9 +60,9 @@ class Text:
             occurrences.grow(self.tokens)
 
     def continued(self, count: int) -> tuple[int, ...]:
-        """At most `count` tokens that followed the longest run that stood here before, up to a stop token.
+        """At most `count` tokens that followed the longest repeated run at its earlier occurrence, up to a stop token.
 
-        Where that place is so near the end that it runs into it, it goes on through what it gave, as in LZ77.
+        If these tokens reach the end of the text, they continue with the drafted tokens, as in LZ77.
         """
         place = next((place for o in self.occurrences if (place := o.before_last())), 0)
         if not place:
@@ -75,7 +75,7 @@ class Text:
 
 
 class NgramProposer:
-    """The leaf of the chain in place of a drafting model; runs of `longest` tokens down to two are looked up."""
+    """The leaf of the chain in place of a drafting model. Looks up runs of `longest` tokens, then shorter ones."""
 
     tier = Tier.DRAFT
     runner = None  # no model
@@ -90,7 +90,7 @@ class NgramProposer:
         wait_in_turn(self.waiting, work)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Answer everything that waits; never blocks."""
+        """Answer all waiting work; never block."""
         work, self.waiting = list(self.waiting.values()), {}
         return [self._answer(w) for w in work]
 
@@ -104,7 +104,7 @@ class NgramProposer:
             missing_from = 0 if text is None else len(text.tokens)
             return Proposal(span.sequence_id, span.end, missing_from=missing_from, tallies=(Tally(),))
         text.state(span.start, span.tokens)
-        room = text.spec.max_length - 1 - span.end  # the last token is the target's own
+        room = text.spec.max_length - 1 - span.end  # the target draws the last token itself
         tokens = text.continued(min(work.lookaheads[0], room))
         return Proposal(span.sequence_id, span.end, tokens, bytes([self.tier]) * len(tokens), tallies=(Tally(),))
 

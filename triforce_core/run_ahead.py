@@ -1,4 +1,4 @@
-"""Run-ahead: drafting on while the level above verifies, when fewer requests are live than there are micro-batches."""
+"""Run-ahead: drafting continues while the level above verifies, if fewer requests than micro-batches are live."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from triforce_core.messages import Proposal, Work
 
 
 class RunAhead:
-    """A decoder that, once its block is handed up, goes on as if the level above accepted all of it.
+    """A decoder that continues after it has handed up a block, as if the level above accepted the whole block.
 
-    The token that the level above adds to an accepted block is guessed too: it is the first that this level finds next.
-    Work that agrees with the guess starts from what was found beyond it; any other finds it dropped. Guesses advance by
-    one round a call and only while no work waits, so work waits for at most one round of them; and only while fewer
-    than `fewer_than` sequences are live, for more keep every tier busy by themselves.
+    Such a continuation is called a guess. Its first token is the one that the level above would add to the block. If
+    the next work agrees with the guess, its block starts with the guessed tokens that follow; otherwise the guess is
+    dropped. Guesses advance by one round per call and only while no work waits, so work waits for at most one round.
+    They also advance only while fewer than `fewer_than` sequences are live, because more keep every tier busy.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, fewer_than: int) -> None:
@@ -27,11 +27,11 @@ class RunAhead:
 
     @property
     def can_run_ahead(self) -> bool:
-        """Whether `collect` has something to do though it owes no answer."""
+        """Whether `collect` can advance a guess while no answer is owed."""
         return not self.owed and bool(self._guesses())
 
     def _guesses(self) -> list[Block]:
-        """Those to go on with when nobody waits."""
+        """The guesses that can be advanced; none if too many sequences are live."""
         blocks = self.decoder.blocks.values()
         return [block for block in blocks if block.state is not State.DONE] if len(blocks) < self.fewer_than else []
 
@@ -48,7 +48,7 @@ class RunAhead:
         self.decoder.release(sequence_ids)
 
     def _begun(self, work: Work) -> Block | None:
-        """The block for this work with the tokens that were guessed beyond it, if there are any and it agrees."""
+        """The block for this work with the tokens guessed beyond it; None if there are none or the work disagrees."""
         guess, span = self.decoder.blocks.get(work.span.sequence_id), work.span
         if guess is None or guess.owed or not work.sample or not work.lookaheads[0]:
             return None
@@ -56,7 +56,7 @@ class RunAhead:
         if guess.state is State.DONE and lacking:  # this tier or one below lacked something
             return None
         given, num_guessed = guess.work.span, guess.end - span.end
-        # A statement that ends before the block that was handed up does not accept the whole of it.
+        # If the span ends before the end of the handed-up block, the level above has not accepted the whole block.
         if not 0 < num_guessed <= len(guess.tokens):
             return None
         settled, first = given.tokens + guess.tokens, max(given.start, span.start)
@@ -67,6 +67,6 @@ class RunAhead:
         )
         if block.long_enough:
             block.state, block.proposal = State.DONE, None
-        elif block.state is State.DONE:  # the guess was shorter than what is asked now
+        elif block.state is State.DONE:  # the guess was shorter than the block that is now asked for
             block.state = State.TO_ASK
         return block

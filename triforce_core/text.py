@@ -1,13 +1,12 @@
-"""From committed tokens to text, as they come: incremental detokenisation, and stop strings wherever they fall.
+"""Incremental detokenisation: turns committed tokens into text as they come, and finds stop strings in it.
 
-What a caller gets does not depend on how the tokens were split into runs. The rules:
+The output does not depend on how the tokens were split into calls of `feed`. The rules:
 
 - A character belongs to the token that completes it. Text that later tokens may still change (an unfinished UTF-8
-  character, a run of byte-fallback tokens) is held back until they cannot, or until the output ends.
+  character, a run of byte-fallback tokens) is held back until it can no longer change, or until the output ends.
 - The output ends before the first stop string that completes in its text (of two that complete with the same character,
-  the longer). The tokens kept are the shortest run of the output that completes all of the kept text; the others are
-  given to nobody and count for nothing. Where stop strings are asked for, tokens and text are held back together while
-  they may still belong to one.
+  the longer). The tokens kept are the fewest that complete all of the kept text; later tokens are neither returned nor
+  counted. If there are stop strings, tokens are held back with their text while it may belong to a stop string.
 - Special tokens have no text. End-of-sequence tokens are not part of the output at all.
 """
 
@@ -19,13 +18,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-REPLACEMENT = "\ufffd"  # what decoders write for bytes that are no character, or not yet one
+REPLACEMENT = "\ufffd"  # decoders write it for bytes that form no character, or not yet
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # one byte of a character, in vocabularies with byte fallback
-MAX_WINDOW = 64  # tokens without a clean boundary after which one is looked for inside
+MAX_WINDOW = 64  # tokens; a longer window that ends in an unfinished character is split inside
 
 
 class Tokenizer(Protocol):
-    """What is used of a transformers tokenizer."""
+    """The part of a transformers tokenizer that this module uses."""
 
     @property
     def added_tokens_decoder(self) -> Mapping[int, Any]: ...
@@ -38,7 +37,7 @@ class Tokenizer(Protocol):
 
 
 class TokenText:
-    """What the tokens of one tokenizer mean as text. Made once, shared by all requests."""
+    """Decodes the tokens of one tokenizer to text. Made once and shared by all requests."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -53,7 +52,7 @@ class TokenText:
 
 
 class Detokenizer:
-    """Tokens in, text out, at a constant cost a token: the texts returned add up to the decoding of all the tokens.
+    """Turns tokens into text at a constant cost per token. All returned texts together are the decoding of all tokens.
 
     Decoding token by token would lose leading spaces and split characters, so a short window of tokens before the new
     one is decoded with it.
@@ -62,18 +61,18 @@ class Detokenizer:
     def __init__(self, meaning: TokenText) -> None:
         self.meaning = meaning
         self.window: list[int] = []
-        self.shown = 0  # characters of the window's text that were returned
-        self.boundary = 0  # a token of the window at which a character begins: where the next window may begin
+        self.shown = 0  # characters of the window's text that were already returned
+        self.boundary = 0  # index of a token in the window at which a character begins; the next window may begin there
 
     def push(self, token: int) -> str:
-        """The text that is certain with this token and was not before."""
+        """The text that becomes certain with this token."""
         if token in self.meaning.special_ids:
             return ""
         self.window.append(token)
         if token in self.meaning.byte_ids:
-            return ""  # a run of byte tokens is decoded as a whole: an odd one out changes the text of all
+            return ""  # a run of byte tokens is decoded as a whole: one invalid byte changes all of its text
         text = self.meaning.decode(self.window)
-        certain = text.removesuffix(REPLACEMENT)  # only the last may be the beginning of a character
+        certain = text.removesuffix(REPLACEMENT)  # only the last character may be unfinished
         delta, self.shown = certain[self.shown :], max(self.shown, len(certain))
         if certain == text:
             self._shorten()
@@ -82,7 +81,7 @@ class Detokenizer:
         return delta
 
     def _shorten(self) -> None:
-        """Move the window on, if that leaves text in it for the next token to be joined to."""
+        """Drop the tokens before the boundary, unless the rest of the window has no text to join the next token to."""
         rest = self.meaning.decode(self.window[self.boundary :]) if self.boundary else ""
         if rest:
             self.window, self.shown = self.window[self.boundary :], len(rest)
@@ -90,7 +89,7 @@ class Detokenizer:
             self.boundary = len(self.window)
 
     def _shorten_inside(self, text: str) -> None:
-        """Move a window of bytes that make no character on, to where it decodes to the same text in two parts."""
+        """Shorten a window of bytes that form no character: split it where its two parts decode to the same text."""
         for start in range(len(self.window) - 4, 0, -1):
             head, rest = self.meaning.decode(self.window[:start]), self.meaning.decode(self.window[start:])
             if head and rest and head + rest == text:
@@ -98,18 +97,18 @@ class Detokenizer:
                 return
 
     def flush(self) -> str:
-        """The text held back, when no token follows."""
+        """The text that was held back. Call it when no token follows."""
         text = self.meaning.decode(self.window)
         delta, self.shown = text[self.shown :], max(self.shown, len(text))
         return delta
 
 
 class StopString:
-    """One stop string, sought a character at a time (Knuth, Morris, Pratt 1977)."""
+    """Searches for one stop string, one character at a time (Knuth, Morris, Pratt 1977)."""
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.matched = 0  # characters of `text` that the end of what was seen may be the beginning of
+        self.matched = 0  # length of the longest prefix of `text` that the characters seen so far end with
         self.borders = [0]  # of each prefix, the length of its longest proper prefix that is also its suffix
         for index in range(1, len(text)):
             self.borders.append(self._longer(self.borders[-1], text[index]))
@@ -120,22 +119,22 @@ class StopString:
         return matched + (self.text[matched] == character)
 
     def see(self, character: str) -> bool:
-        """Whether this character completes the stop string, after which nothing more may be shown to it."""
+        """Take the next character; return whether it completes the stop string. Do not call again after that."""
         self.matched = self._longer(self.matched, character)
         return self.matched == len(self.text)
 
 
 @dataclass(frozen=True, slots=True)
 class TextDelta:
-    """What a step adds to the output."""
+    """An addition to the output: text and tokens."""
 
     text: str
     tokens: tuple[int, ...]
-    origins: bytes  # one Tier a token
+    origins: bytes  # one Tier per token
 
 
 def joined(pieces: Sequence[TextDelta]) -> TextDelta:
-    """What these pieces, one after the other, add to the output."""
+    """These pieces, in order, as one."""
     return TextDelta(
         "".join(piece.text for piece in pieces),
         tuple(token for piece in pieces for token in piece.tokens),
@@ -145,9 +144,9 @@ def joined(pieces: Sequence[TextDelta]) -> TextDelta:
 
 @dataclass(slots=True)
 class HeldToken:
-    """A token that may yet be cut off, and the characters that it completes."""
+    """A token that a stop string may still cut off, with the characters that it completes."""
 
-    token: int | None  # None: text that was still held back when its tokens were given out
+    token: int | None  # None: text that is released after its tokens were returned
     origin: int
     text: str
 
@@ -155,8 +154,8 @@ class HeldToken:
 class OutputText:
     """The output of one request, as text and tokens that always agree.
 
-    `stop` holds non-empty strings. `resumed` are output tokens that the receiver already has: they count, and matter
-    for stop strings, but neither they nor their text are given again.
+    `stop` holds non-empty strings. `resumed` are output tokens that the receiver already has: they count towards the
+    output and are searched for stop strings, but neither they nor their text are returned again.
     """
 
     def __init__(
@@ -171,13 +170,13 @@ class OutputText:
         self.stops = [StopString(text) for text in stop]
         self.end_tokens = frozenset(end_tokens)
         self.held: deque[HeldToken] = deque()
-        self.stopped = False  # a stop string was found: nothing more is taken
-        self.num_tokens = 0  # of the output so far, resumed ones included
+        self.stopped = False  # a stop string was found: later tokens are ignored
+        self.num_tokens = 0  # tokens of the output so far, resumed ones included
         self.num_known = len(resumed)
         self.feed(resumed, bytes(len(resumed)))
 
     def feed(self, tokens: Sequence[int], origins: bytes) -> TextDelta:
-        """Take newly committed tokens; returns what can be given out now. Look at `stopped` afterwards."""
+        """Take newly committed tokens; return the text and tokens that are certain now. Check `stopped` afterwards."""
         for token, origin in zip(tokens, origins, strict=True):
             if token not in self.end_tokens and not self.stopped:
                 self.held.append(HeldToken(token, origin, ""))
@@ -185,7 +184,7 @@ class OutputText:
         return self._release(self._certain())
 
     def finish(self) -> TextDelta:
-        """What was held back, when no token follows."""
+        """The text and tokens that were held back. Call it when no token follows."""
         rest = "" if self.stopped else self.detokenizer.flush()
         if rest and not self.held:
             self.held.append(HeldToken(None, 0, ""))
@@ -214,7 +213,7 @@ class OutputText:
         self.held = kept
 
     def _certain(self) -> int:
-        """How many held tokens can be given out: those that end before what may be the beginning of a stop string."""
+        """How many held tokens can be released: those whose text ends before a possible beginning of a stop string."""
         if self.stopped or not self.stops:
             return len(self.held)
         left = sum(len(held.text) for held in self.held) - max(stop.matched for stop in self.stops)
@@ -223,7 +222,7 @@ class OutputText:
             left -= len(held.text)
             if left < 0:
                 break
-            if held.text:  # one without text goes with the next that has some
+            if held.text:  # a token without text is released with the next token that has text
                 count = index + 1
         return count
 

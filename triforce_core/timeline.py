@@ -1,4 +1,4 @@
-"""When the tiers of this process were at work: off until a benchmark asks for it."""
+"""Records when the tiers of this process were at work; off until a benchmark starts it."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import NamedTuple
 
 from triforce_core.messages import Tier
 
-MAX_STAGES = 200_000  # the oldest are dropped: whoever records asks now and then
+MAX_STAGES = 200_000  # the oldest are dropped; a recorder takes them from time to time
 
 
 class Stage(NamedTuple):
-    """One piece of a tier's work. Times are of the monotonic clock, which the processes of a machine share."""
+    """One piece of a tier's work. Times are read from the monotonic clock, which all processes of a machine share."""
 
     tier: Tier
     start: float  # seconds
     stop: float
-    cpu: float  # seconds that the tier's thread had a core; less than stop - start where it shares one
+    cpu: float  # seconds of CPU time of the tier's thread; less than stop - start if it waited for a core
     batch: int  # sequences
-    tokens: int  # positions whose logits were wanted, in all sequences together; prompt chunks have none
+    tokens: int  # positions with logits, over all sequences; prefill chunks have none
 
 
 class Timeline:
-    """Filled by the thread that drives a tier; may be asked by any."""
+    """Filled by the thread that drives a tier; `start` and `take` may be called from any thread."""
 
     def __init__(self) -> None:
         self.recording = False
@@ -33,7 +33,7 @@ class Timeline:
 
     @contextmanager
     def stage(self, tier: Tier, batch: int, tokens: int) -> Iterator[None]:
-        """The body is one stage."""
+        """Record the body of the `with` statement as one stage."""
         if not self.recording:
             yield
             return
@@ -45,7 +45,7 @@ class Timeline:
         self.recording = True
 
     def take(self) -> list[Stage]:
-        """What was recorded since the last call."""
+        """The stages recorded since the last call."""
         return [self.stages.popleft() for _ in range(len(self.stages))]
 
 
@@ -53,10 +53,10 @@ TIMELINE = Timeline()
 
 
 def start_recording() -> None:
-    """In this process."""
+    """Start recording in this process."""
     TIMELINE.start()
 
 
 def take_stages() -> list[tuple[int, float, float, float, int, int]]:
-    """Of this process, since the last call, as plain values."""
+    """The stages recorded in this process since the last call, as plain tuples."""
     return [(int(s.tier), *s[1:]) for s in TIMELINE.take()]

@@ -1,4 +1,4 @@
-"""Numbers from the host to a device, without the host waiting until they are there."""
+"""Copies of numbers from the host to a device, for which the host does not wait."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ Numbers = Sequence[int] | Sequence[float] | Sequence[Sequence[int]] | Sequence[S
 
 
 def staged(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the host, in memory that `device` can copy from while the host goes on."""
+    """A host tensor, in pinned memory if `device` is a CUDA device, so that it can be copied asynchronously."""
     return torch.tensor(numbers, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def on_device(numbers: Numbers, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On `device`, by one copy; work that is queued there afterwards finds it done."""
+    """A tensor on `device`, by one asynchronous copy, which ends before any work that is queued there later."""
     return staged(numbers, dtype, device).to(device, non_blocking=True)

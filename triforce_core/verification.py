@@ -1,4 +1,4 @@
-"""Where a token is accepted: a tier's model judges what the level below has proposed."""
+"""Verification: a tier's model accepts or rejects the tokens proposed by the level below."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from triforce_core.timeline import TIMELINE
 
 
 class ModelVerifier:
-    """Judges by shared noise: a token is accepted if and only if it is the one that this tier draws itself."""
+    """Verifies with shared noise: a proposed token is accepted if and only if this tier draws the same token itself."""
 
     def __init__(self, runner: ModelRunner, tier: Tier) -> None:
         self.runner, self.tier = runner, tier
@@ -45,7 +45,7 @@ class ModelVerifier:
         self.runner.release(sequence_ids)
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim without proposed tokens that cannot be: outside the vocabulary, or beyond the request's length."""
+        """The claim, its proposed tokens cut at `max_length` and before the first that is outside the vocabulary."""
         held = self.runner.kv.held.get(claim.span.sequence_id)
         spec = held.spec if held is not None else claim.span.spec
         room = max(0, spec.max_length - claim.span.end) if spec is not None else 0
@@ -55,7 +55,7 @@ class ModelVerifier:
 
 
 def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
-    """Keep the verifier's own tokens up to the first that was not proposed, a stop token, or the length limit."""
+    """Keep the verifier's own tokens through the first that was not proposed, is a stop token or hits `max_length`."""
     kept: list[int] = []
     for position, token in enumerate(own):
         kept.append(token)

@@ -1,4 +1,4 @@
-"""Attention kernels, one backend a file. A kernel attends to one range of keys; `merge` joins the ranges of a row."""
+"""Attention kernels, one backend per file. A kernel attends to one range of keys; `merge` joins the ranges of a row."""
 
 from importlib.util import find_spec
 
@@ -24,7 +24,7 @@ ON_CUDA = ("cuda_flash", "flash_attn")
 
 
 def default_kernel(device_type: str, dtype: str) -> str:
-    """By name: FlashAttention where there is one, which on a GPU takes 16 bits only."""
+    """The name of the default kernel: FlashAttention, except for float32 on a GPU, where it takes 16 bits only."""
     if device_type == "cpu":
         return "cpu_flash"
     if dtype == "float32":
@@ -37,7 +37,7 @@ def kernel_name(settings: Settings) -> str:
 
 
 def check_kernel(settings: Settings, head_dim: int) -> None:
-    """Raise `InvalidValueError` unless the kernel that the settings name can be that of a model with such heads."""
+    """Raise `InvalidValueError` unless the kernel of the settings supports their device, their dtype and `head_dim`."""
     name = kernel_name(settings)
     require(name in KERNELS, "attention", name, f"must be one of {', '.join(KERNELS)}")
     if name == "cpu_flash":
@@ -53,9 +53,9 @@ def check_kernel(settings: Settings, head_dim: int) -> None:
 
 
 def kernel_for(settings: Settings, head_dim: int) -> Kernel:
-    """The kernel that the settings name, or the default, on the machine and device that run it.
+    """The kernel that the settings name, or the default. Call it on the machine that runs the kernel.
 
-    Raises `InvalidValueError`, also for a package that is not installed and a GPU that is too old.
+    Raises `InvalidValueError` as `check_kernel`, and for a missing package or a GPU that is too old.
     """
     check_kernel(settings, head_dim)
     name = kernel_name(settings)
@@ -69,7 +69,7 @@ def kernel_for(settings: Settings, head_dim: int) -> Kernel:
 
 
 def ranged_for(settings: Settings) -> Ranged:
-    """What goes with the kernel in captured passes."""
+    """The attention over items that passes of constant shape use in place of the kernel."""
     return flash_ranged if kernel_name(settings) in ON_CUDA else gathered
 
 

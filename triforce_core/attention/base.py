@@ -1,4 +1,4 @@
-"""What a kernel is, and the log-sum-exp merge of partial results (Dao et al., Flash-Decoding)."""
+"""The signature of a kernel, and the log-sum-exp merge of partial results (Dao et al., Flash-Decoding)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ class Partial(NamedTuple):
     """Attention of some queries over some of their keys."""
 
     output: Tensor  # [heads, queries, head_dim], model dtype
-    lse: Tensor  # [heads, queries] float32: log of the sum of exp(scores), what the merge weighs by
+    lse: Tensor  # [heads, queries] float32: log of the sum of exp(scores), the weight in the merge
 
 
 # kernel(query [heads, queries, head_dim], keys [kv_heads, keys, head_dim], values, scale, causal) -> Partial
 # `heads` is a multiple of `kv_heads`: query head h reads KV head h // (heads / kv_heads).
-# With `causal` the last keys are those of the queries' own tokens, one a query, and no query sees those after its own.
+# With `causal` the last keys are those of the queries' tokens, one per query, and no query sees keys after its own.
 Kernel = Callable[[Tensor, Tensor, Tensor, float, bool], Partial]
 
 

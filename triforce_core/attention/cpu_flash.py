@@ -1,7 +1,7 @@
-"""PyTorch's own CPU flash attention, called for its log-sum-exp, which the public function does not return.
+"""PyTorch's CPU flash attention, by its private operator: the public function does not return the log-sum-exp.
 
-Measured (docs/decisions/0004-cpu-attention.md) it beats two matrix products and a softmax at one query and at 2,048, in
-bfloat16 and float32, on views of a larger buffer and without copying them.
+In measurements (docs/decisions/0004-cpu-attention.md) it is faster than two matrix products and a softmax, for 1 and
+for 2,048 queries, in bfloat16 and float32, on views of a larger buffer, which it does not copy.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 from triforce_core.attention.base import Partial, merge_partials
 
-# With more, a mask over all keys costs more than a second call and a merge.
+# With more queries or a larger mask, the mask over all keys costs more than a second call and a merge.
 MAX_MASKED_QUERIES, MAX_MASK = 32, 2**20
 
 
 def cpu_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """See `Kernel` for the shapes. Grouped query heads are folded into queries, so that KV is read once a group."""
+    """See `Kernel` for the shapes. Grouped query heads are folded into queries, so that KV is read once per group."""
     queries, num_keys = query.shape[1], keys.shape[1]
     if not causal or queries == 1:
         return folded(query, keys, values, scale, None)
@@ -40,7 +40,7 @@ def folded(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tens
 
 
 def square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial:
-    """Causal, as many keys as queries; folding would mix their positions, so the group's KV is repeated instead."""
+    """Causal attention with as many keys as queries. Folding would mix positions, so the KV is repeated per group."""
     group = query.shape[0] // keys.shape[0]
     if group > 1:
         keys, values = keys.repeat_interleave(group, 0), values.repeat_interleave(group, 0)
@@ -50,9 +50,9 @@ def square(query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Partial
     return Partial(output[0], lse[0])
 
 
-@lru_cache(maxsize=16)  # the layers of a pass ask for the same ones, one a sequence
+@lru_cache(maxsize=16)  # all layers of a pass use the same masks, one per sequence
 def future_mask(group: int, queries: int, keys: int, dtype: torch.dtype) -> Tensor:
-    """[1, 1, group * queries, keys]: 0 where a query may look, -inf on its own tokens after it."""
+    """[1, 1, group * queries, keys]: 0 where a query may attend, -inf at later tokens of the pass."""
     mask = torch.zeros(queries, keys, dtype=dtype)
     mask[:, keys - queries :].fill_(-torch.inf).triu_(1)
     return mask.repeat(group, 1)[None, None]

@@ -1,9 +1,9 @@
 """FlashAttention on CUDA, in bfloat16 and float16: PyTorch's own operator, or the `flash-attn` package. Not run on a
 GPU yet.
 
-Both call their kernel over one sequence, where it splits long keys over the whole GPU by itself (flash-decoding). The
-call over several sequences, which a captured pass needs because lengths are tensors there, does not: the pass cuts its
-ranges (ranged.py).
+Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes need the call
+over several sequences, because their lengths are tensors. That call does not split, so the pass cuts its ranges into
+items (ranged.py).
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ MAX_HEAD_DIM, HEAD_DIM_STEP = 256, 8
 
 
 def cuda_flash(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """By the operator in PyTorch, which returns the log-sum-exp as no public function does; see `Kernel` for shapes."""
+    """By PyTorch's private operator, because no public function returns the log-sum-exp; see `Kernel` for shapes."""
     return past_and_own(torch_flash, query, keys, values, scale, causal)
 
 
 def flash_attn(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """By the package; see `Kernel` for the shapes."""
+    """By the `flash-attn` package; see `Kernel` for the shapes."""
     return past_and_own(package_flash, query, keys, values, scale, causal)
 
 
 def past_and_own(inner: Kernel, query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """A kernel of `inner`, which is causal only where there are as many keys as queries.
+    """A kernel made of `inner`, which is called causally only with as many keys as queries.
 
-    To see keys that all queries see, grouped query heads are folded into queries, so that KV is read once a group.
+    For the keys before them, which all queries see, grouped query heads are folded into queries, so that KV is read
+    once per group.
     """
     past = keys.shape[1] - query.shape[1]
     if not causal or query.shape[1] == 1:
@@ -73,8 +74,8 @@ def tokens_first(heads_first: Tensor) -> Tensor:
 def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
     """By PyTorch's operator over several sequences; see `Ranged` for the shapes.
 
-    With the lengths given apart, the operator reads nothing but starts from the offsets of the keys: they need neither
-    ascend nor touch.
+    As the lengths are given separately, the operator reads only starts from the offsets of the keys. The ranges may
+    therefore lie apart and in any order.
     """
     count, queries, kv_heads, _ = query.shape
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
@@ -84,6 +85,6 @@ def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, item
         scale=scale,
         seqused_k=items.lengths,
     )
-    # Of an empty item the operator says +inf, and its output is 0.
+    # For an empty item the operator returns a log-sum-exp of +inf, and output 0.
     lse = lse.view(kv_heads, count, queries).masked_fill((items.lengths == 0)[:, None], -torch.inf)
     return Partial(output.view(query.shape), lse)

@@ -1,4 +1,4 @@
-"""Attention as the textbook writes it, on any device: what the other kernels are tested against."""
+"""Textbook attention on any device, against which the other kernels are tested."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from triforce_core.attention.base import Partial
 
 
 def reference(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
-    """Scores and softmax in float32, whole; see `Kernel` for the shapes."""
+    """Scores and softmax in float32, without blocks; see `Kernel` for the shapes."""
     heads, queries, head_dim = query.shape
     grouped = query.reshape(keys.shape[0], -1, queries, head_dim)  # [kv_heads, group, queries, head_dim]
     scores = grouped.float() @ keys.float().mT.unsqueeze(1) * scale

@@ -1,1 +1,1 @@
-"""KV caches: one policy a file. A policy decides which positions are held and where; the base class does the rest."""
+"""KV caches, one policy per file. A policy decides which positions are held and where; the base class does the rest."""

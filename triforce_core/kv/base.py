@@ -1,8 +1,8 @@
-"""The KV cache: a pool of slots a layer, sequences that own ranges of it, one attention path for all policies.
+"""The KV cache: one pool of slots per layer. Sequences own ranges of slots; all policies share one attention path.
 
-The host prepares (align, roll back, allocate: lists and ints), the device runs (`attend`: writes and attention). A
-policy is one method, `place`: which tokens of a span must be forwarded, at which positions, into which slots, seeing
-which.
+The host prepares a pass with lists and integers: it aligns, rolls back and allocates. The device then writes KV and
+attends (`attend`). A policy is one method, `place`: it decides which tokens of a span are forwarded, at which
+positions, into which slots, and which slots they see.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class KVGeometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def new_pool(self, pool_tokens: int) -> Tensor:
-        """A layer's keys and values, [2, kv_heads, pool_tokens, head_dim], on the device."""
+        """A new pool for one layer's keys and values, [2, kv_heads, pool_tokens, head_dim], on the device."""
         shape = (2, self.num_kv_heads, pool_tokens, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
@@ -49,28 +49,30 @@ class Forward:
 
 @dataclass(slots=True)
 class Held:
-    """What a tier holds of one sequence: `tokens`, as last stated, and what the policy keeps of their KV."""
+    """A tier's state of one sequence: the `tokens` last stated, and which of their KV the policy keeps."""
 
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
-    cached: int = 0  # KV is held up to this position, where the policy says so
+    cached: int = 0  # KV is held below this position; a policy may keep only part of it
     ranges: list[Range] = field(default_factory=list)  # slots of the pool that this sequence owns
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """A policy's decision for one sequence: what is forwarded, where its KV goes, what it sees besides itself."""
+    """A policy's decision for one sequence: the tokens to forward, and the slots that they write and see."""
 
     tokens: list[int]
-    positions: range  # one a token: what the rotary embedding is told
+    positions: range  # one per token, for the rotary embedding
     writes: list[Range]  # slots for the new KV, in order
-    visible: list[Range]  # slots of the KV before it
+    visible: list[Range]  # slots of the earlier KV that all these tokens see
 
 
 @dataclass(frozen=True, slots=True)
 class Lack:
-    """Why a sequence could not be forwarded; its proposal reports it. All defaults: neither tokens nor a snapshot would
-    help, because there is no room, or because the statement is a late one.
+    """Why a sequence could not be forwarded; its proposal reports this.
+
+    With both defaults, neither tokens nor a snapshot would help: the pool has no room, or the statement is outdated,
+    because the snapshot already covers positions whose logits it needs.
     """
 
     missing_from: int | None = None
@@ -93,7 +95,7 @@ class Row:
 
 @dataclass(slots=True)
 class Batch:
-    """A prepared forward pass; travels to `attend` through the model as the keyword `kv`."""
+    """A prepared forward pass. The model passes it on to `attend` as the keyword `kv`."""
 
     cache: KVCache
     rows: list[Row] = field(default_factory=list)
@@ -110,22 +112,22 @@ class KVCache(ABC):
     def __init__(
         self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, pools: Sequence[Tensor] | None = None
     ) -> None:
-        """`pools`: one a layer, shaped as `KVGeometry.new_pool` makes them; see `on_device`. By default they are made,
-        with one slot that is not handed out.
+        """`pools`: one per layer, shaped as by `KVGeometry.new_pool`; see `on_device`. By default new pools are made,
+        each with one more slot, the dump slot.
         """
         if pools is None:
             pools = [geometry.new_pool(pool_tokens + 1) for _ in range(geometry.num_layers)]
-        self.keys = [pool[0] for pool in pools]  # a layer: [kv_heads, pool_tokens, head_dim]
+        self.keys = [pool[0] for pool in pools]  # per layer: [kv_heads, pool_tokens, head_dim]
         self.values = [pool[1] for pool in pools]
         self.geometry, self.kernel = geometry, kernel
-        self.dump_slot = pool_tokens  # written by what only fills a pass up (shaped.py); nobody reads it
+        self.dump_slot = pool_tokens  # padding tokens of a pass are written to it (shaped.py); it is never read
         self.allocator = RangeAllocator(pool_tokens)
         self.held: dict[int, Held] = {}
 
     # -- host side -----------------------------------------------------------------------------------------------------
 
     def prepare(self, forwards: list[Forward]) -> Batch:
-        """Align every sequence to its span and lay out one packed pass over what is missing."""
+        """Align every sequence to its span and lay out one packed pass over the missing tokens."""
         batch = Batch(self)
         for forward in forwards:
             sequence_id = forward.span.sequence_id
@@ -138,7 +140,7 @@ class KVCache(ABC):
         return batch
 
     def _align(self, forward: Forward) -> Placement | Lack:
-        """The align rule: keep the longest common prefix of what is held and what is stated, forward the rest."""
+        """The align rule: keep the longest common prefix of the held and the stated tokens, forward the rest."""
         span = forward.span
         held = self.held.get(span.sequence_id)
         if held is None and span.start > 0:
@@ -152,12 +154,12 @@ class KVCache(ABC):
             return Lack(missing_from=len(held.tokens))
         common = common_prefix(held.tokens, span)
         held.tokens[common:] = span.tokens[common - span.start :]
-        # A token whose logits are wanted is forwarded again even if its KV is held.
+        # A token whose logits are needed is forwarded again even if its KV is held.
         keep = min(held.cached, common, span.end - forward.num_sampled)
         return self.place(span.sequence_id, held, keep, span.end, forward.num_sampled)
 
     def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
-        """Make room for a new sequence; None when the pool has none."""
+        """Allocate slots for a new sequence; None when the pool has too few."""
         ranges = self.allocator.allocate(self.slots_for(spec))
         if ranges is None:
             return None
@@ -177,22 +179,22 @@ class KVCache(ABC):
 
     @abstractmethod
     def slots_for(self, spec: SequenceSpec) -> int:
-        """How many slots of the pool a sequence owns while it lives."""
+        """How many slots of the pool a sequence owns until it is released."""
 
     @abstractmethod
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:
-        """Say what to forward so that KV is held up to `end`, when KV up to `keep` agrees with the span."""
+        """Decide what to forward so that KV is held up to `end`, given that KV up to `keep` agrees with the span."""
 
     # -- device side ---------------------------------------------------------------------------------------------------
 
     def on_device(self, layer: int) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values where attention reads and writes them, [kv_heads, pool_tokens, head_dim] each."""
+        """The keys and values of a layer that attention reads and writes, [kv_heads, pool_tokens, head_dim] each."""
         return self.keys[layer], self.values[layer]
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
         """Store the new KV and attend. query [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim].
 
-        Returns [tokens, heads, head_dim]. Each row sees its visible slots, and its own tokens causally.
+        Returns [tokens, heads, head_dim]. The tokens of a row see its visible slots, and one another causally.
         """
         pool_keys, pool_values = self.on_device(layer)
         output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
@@ -206,7 +208,7 @@ class KVCache(ABC):
                 first = new.stop
             ranges = joined(row.placed.visible, row.placed.writes)
             parts: list[Partial] = []
-            if len(row.placed.writes) == 1:  # the new tokens end the last range: one causal call serves both
+            if len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
                 start, stop = ranges.pop()
                 parts.append(
                     self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, True)
@@ -223,7 +225,7 @@ class KVCache(ABC):
 
 
 def common_prefix(tokens: list[int], span: Span) -> int:
-    """Up to which absolute position `tokens` agrees with the span; at least the span's start."""
+    """The absolute position up to which `tokens` agrees with the span; at least the span's start."""
     if tuple(tokens[span.start : span.end]) == span.tokens:
         return span.end
     for offset, (ours, theirs) in enumerate(zip(tokens[span.start :], span.tokens, strict=False)):
@@ -233,7 +235,7 @@ def common_prefix(tokens: list[int], span: Span) -> int:
 
 
 def joined(ranges: list[Range], more: list[Range]) -> list[Range]:
-    """`ranges` followed by `more`, adjacent ones made one."""
+    """`ranges` followed by `more`, with adjacent ranges merged."""
     out: list[Range] = []
     for start, stop in [*ranges, *more]:
         if out and out[-1][1] == start:

@@ -1,5 +1,6 @@
-"""How much memory a container may still take: the limits of its control groups, of which the machine's count knows
-nothing. Beyond them the kernel kills.
+"""How much memory a container may still take, by the limits of its control groups.
+
+The machine's count of free memory ignores these limits, but the kernel kills processes that exceed them.
 """
 
 from __future__ import annotations
@@ -11,12 +12,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class CgroupVersion:
-    """Of control groups: where their files are, and what these are called."""
+    """Where a version of control groups keeps its files, and the names of the files."""
 
     mounts: tuple[str, ...]
     limit: str
     usage: str
-    cache: tuple[str, ...]  # lines of memory.stat: files that are held in memory for as long as there is room
+    cache: tuple[str, ...]  # lines of memory.stat: cached files, which the kernel drops when memory is needed
 
 
 V1 = CgroupVersion(
@@ -31,19 +32,20 @@ V2 = CgroupVersion(
 
 
 def container_free(root: Path = Path("/")) -> int | None:
-    """Bytes; None: nothing limits it. Cached files count as free, as they do in a machine's available memory.
+    """The bytes that this container may still take; None without a limit. Cached files count as free, as they do in a
+    machine's available memory.
 
-    `root` is the folder with `proc` and `sys` in it.
+    `root` is the folder that contains `proc` and `sys`.
     """
     free = [free_of(folder, version) for folder, version in groups(root)]
     return min((max(0, each) for each in free if each is not None), default=None)
 
 
 def groups(root: Path) -> Iterator[tuple[Path, CgroupVersion]]:
-    """The groups that this process is in, each with those that it is part of: the narrowest limit counts."""
+    """The groups of this process, and all groups above them; the narrowest limit counts."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:  # no Linux
+    except OSError:  # not Linux
         return
     for line in lines:
         _, controllers, path = line.split(":", 2)
@@ -51,14 +53,14 @@ def groups(root: Path) -> Iterator[tuple[Path, CgroupVersion]]:
             continue
         version = V1 if controllers else V2
         for mount in version.mounts:
-            # In a container the mount itself may be the process's group, whatever its path is on the machine.
+            # In a container the mount itself may be the process's group, although its path on the machine is longer.
             below = Path(path.lstrip("/"))
             for folder in (below, *below.parents) if ".." not in below.parts else (Path(),):
                 yield root / mount / folder, version
 
 
 def free_of(folder: Path, version: CgroupVersion) -> int | None:
-    """Of one group; None where it has no limit, or is not there."""
+    """The bytes free in one group; None if it has no limit or does not exist."""
     try:
         limit = (folder / version.limit).read_text().strip()
         if limit == "max":

@@ -1,7 +1,7 @@
-"""Copies between host and device that run while the device computes, and how the two wait for one another.
+"""Copies between host and device that run while the device computes, and events with which either waits for the other.
 
-Copies run in the order in which they are asked for, those to the device and those from it in one stream: what is
-written back is then there for whoever fetches it later, at no further word.
+Copies to the device and copies from it run in one stream, in the order in which they are requested. A copy to the
+device therefore needs no event to see KV that an earlier copy wrote back.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from torch import Tensor
 
 from triforce_core.kv.ranges import Range
 
-StreamEvent = torch.cuda.Event | None  # a moment of one stream, for the other to wait for; None: it has passed
+StreamEvent = torch.cuda.Event | None  # a point in one stream that the other can wait for; None: it has passed
 
 
 class CopyStream(Protocol):
-    """CudaCopies the stream that computes."""
+    """A stream of copies beside the stream that computes."""
 
     def copying(self, after: StreamEvent) -> AbstractContextManager[None]:
-        """Copies asked for within run when the computation has passed `after`."""
+        """Copies requested in the body start after the computation has passed `after`."""
         ...
 
     def copied(self) -> StreamEvent:
-        """The end of the copies asked for so far."""
+        """The end of the copies requested so far."""
         ...
 
     def computed(self) -> StreamEvent:
-        """The end of the computation asked for so far."""
+        """The end of the computation queued so far."""
         ...
 
     def compute_after(self, mark: StreamEvent) -> None:
-        """What is computed from here on waits for copies up to `mark`."""
+        """Computation that is queued later waits for the copies up to `mark`."""
         ...
 
     def wait(self) -> None:
-        """Until all copies have ended, and the host may read what they wrote."""
+        """Block the host until all copies have ended, so that it may read the results."""
         ...
 
 
 class BlockingCopies:
-    """On the CPU nothing waits: a copy is over when the call returns."""
+    """Copies on the CPU, which end before the call returns, so that nothing needs to wait."""
 
     def copying(self, after: StreamEvent) -> AbstractContextManager[None]:
         return nullcontext()
@@ -55,14 +55,14 @@ class BlockingCopies:
         return None
 
     def compute_after(self, mark: StreamEvent) -> None:
-        """It has passed."""
+        """Do nothing: the copies have ended."""
 
     def wait(self) -> None:
-        """They have ended."""
+        """Do nothing: the copies have ended."""
 
 
 class CudaCopies:
-    """A CUDA stream of its own."""
+    """Copies in a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -98,7 +98,7 @@ def copy_stream(device: torch.device) -> CopyStream:
 def copy_slots(source: Tensor, into: Tensor, ranges: list[Range]) -> None:
     """Copy these slots of a layer's KV, [2, kv_heads, pool_tokens, head_dim], between host and device.
 
-    A range of one head at a time: what is not contiguous is packed first, by the host, which would wait for it.
+    Each range of each head is copied separately, because the host would pack a non-contiguous range first and wait.
     """
     for one, other in zip(source.flatten(0, 1), into.flatten(0, 1), strict=True):
         for start, stop in ranges:

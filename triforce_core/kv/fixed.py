@@ -8,9 +8,9 @@ from triforce_core.messages import SequenceSpec
 
 
 class FixedKV(KVCache):
-    """Memory and attention cost are bounded by `slots_each` a sequence, whatever its length.
+    """Each sequence owns `slots_each` slots, which bounds its memory and attention cost at any length.
 
-    A sequence's slots are one range: the pool is handed out in portions of one size, so that it never fragments.
+    The slots of a sequence are one range. As all ranges have the same size, the pool never fragments.
     """
 
     def __init__(self, geometry: KVGeometry, max_sequences: int, slots_each: int, kernel: Kernel) -> None:

@@ -1,4 +1,4 @@
-"""The target's cache: every token's KV, exactly. kv/cutting.py cuts the snapshots that the retrieval tier works on."""
+"""The target's cache: the exact KV of every token. kv/cutting.py cuts the snapshots for the retrieval tier."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
-RECENT_QUERIES = 8  # rows of a prefill chunk whose queries are kept for selecting chunks; of a verify pass, all
+RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
 
 
 class FullKV(KVCache):
-    """A sequence reserves slots for its whole length when it is opened, so that growth never fails."""
+    """Each sequence reserves slots for its maximum length when it is opened, so that growth never fails."""
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
 
@@ -48,33 +48,36 @@ class FullKV(KVCache):
 
     @torch.inference_mode()
     def fill(self, span: Span) -> None:
-        """Hold KV up to the end of `span`, missing KV drawn from a normal distribution: for benchmarks of passes over a
-        long context, whose times do not depend on what stands in it. The sequence is open, or begins with the span.
+        """Hold KV up to the end of `span`; draw missing KV from a normal distribution.
+
+        Benchmarks use it for passes over a long context, whose times do not depend on the values. The sequence must be
+        open, or begin with the span.
         """
         placed = self._align(Forward(span, num_sampled=0))
         assert isinstance(placed, Placement)
         held = self.held[span.sequence_id]
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             for start, stop in placed.writes:
-                for head in (*keys[:, start:stop], *values[:, start:stop]):  # contiguous: five times as fast on a CPU
+                # Filling one head at a time is five times as fast on a CPU, because its slots are contiguous.
+                for head in (*keys[:, start:stop], *values[:, start:stop]):
                     head.normal_()
-            shape = len(keys), len(held.query_positions), keys.shape[-1]  # on the device, wherever the pool lies
+            shape = len(keys), len(held.query_positions), keys.shape[-1]  # queries are always on the device
             held.queries[layer] = torch.empty(shape, dtype=keys.dtype, device=self.geometry.device).normal_()
 
     @torch.inference_mode()
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot:
-        """A sparse copy of the sequence's KV below `position`, which must be settled and held: the chunks that the last
-        query before it attends to most, chosen per layer and KV head, the first chunk and the local window among them.
+        """A sparse copy of the sequence's KV below `position`, which must be settled and held. It has the first chunk,
+        the recent window, and the chunks that the last query attends to most, chosen per layer and KV head.
 
-        As changes to the snapshot of version `base` where that is the latest one or the latest one's own base; else
-        whole, its chunks in the order of the text.
+        It states changes to the snapshot of version `base` if that is the latest one or the base of the latest, has
+        chunks of the same size and covers no longer text; otherwise it is whole, with its chunks in the text's order.
         """
         return SnapshotCutter(self, self.held[sequence_id], position, chunks, selector).cut(sequence_id, base)
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], where its pool lies: not always the device.
+        """A copy of keys or values of a layer, [*shape, head_dim], on the pool's device, which may be the host.
 
         `kv_heads` and `slots` broadcast to `shape`.
         """

@@ -1,4 +1,4 @@
-"""Memory for KV off the device, and whether there is room for a pool: asked first, so that a refusal has numbers."""
+"""Memory for KV off the device, and checks for room before a pool is made, so that a refusal can give numbers."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.container import container_free
 
 HOST = torch.device("cpu")
-Place = torch.device | Path  # a device's memory, the host's among them, or the disk that a directory is on
+Place = torch.device | Path  # the memory of a device or the host, or the disk of a directory
 
 
 def free_bytes(place: Place) -> int:
-    """What may still be taken there, by anyone; of the host's memory, by this container."""
+    """The bytes that are still free there; for host memory, at most those that this container may take."""
     if isinstance(place, Path):
         return shutil.disk_usage(place).free
     if place.type == "cuda":
@@ -29,7 +29,7 @@ def free_bytes(place: Place) -> int:
 
 
 def check_room(place: Place, num_bytes: int, setting: str, value: object, remedy: str) -> None:
-    """Raise `InvalidValueError` naming `setting`, whose `value` makes a pool of KV this large, unless it fits."""
+    """Raise `InvalidValueError` unless `num_bytes` fit; it names `setting`, whose `value` makes the KV this large."""
     free = free_bytes(place)
     rule = f"takes {gib(num_bytes)} for KV in {named(place)}, where {gib(free)} are free: {remedy}"
     require(num_bytes <= free, setting, value, rule)
@@ -46,15 +46,15 @@ def gib(num_bytes: int) -> str:
 
 
 def mapped(directory: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """A tensor in a file of its own in `directory`, for pools beyond memory. The file loses its name at once: it lives
-    as long as the tensor, and never longer than the process.
+    """A tensor in a new file in `directory`, for pools larger than memory. The file is unlinked at once, so that it
+    disappears with the tensor, or with the process at the latest.
 
-    Raises `InvalidValueError` where it cannot be made.
+    Raises `InvalidValueError` if the file cannot be made.
     """
     count = torch.Size(shape).numel()
     try:
         with tempfile.NamedTemporaryFile(dir=directory, prefix="triforce-kv-") as file:
-            # All of it now: writing to a hole of a full disk would kill the process.
+            # Allocate the whole file now, because writing to a sparse file on a full disk would kill the process.
             os.posix_fallocate(file.fileno(), 0, count * dtype.itemsize)
             return torch.from_file(file.name, shared=True, size=count, dtype=dtype).view(shape)
     except OSError as error:

@@ -1,8 +1,8 @@
-"""The full cache where the device cannot hold it: KV lies in host memory or in a file, and visits layer by layer.
+"""The full cache when the device cannot hold it: KV lies in host memory or in a file and is copied layer by layer.
 
-Two layers at a time are staged on the device: the one that computes, and the next, which is copied meanwhile. A staging
-buffer has the slots of a layer's pool, so that attention runs on it unchanged; only slots that the batch sees are
-copied. docs/decisions/0013-offload.md
+Two layers at a time are staged on the device: the layer that computes, and the next one, which is copied meanwhile. A
+staging buffer has as many slots as a layer's pool, so that attention is the same on both; only the slots that the batch
+sees are copied. docs/decisions/0013-offload.md
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ NUM_STAGED = 2  # layers
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """Which layers' KV leaves the device, and where it goes."""
+    """Which layers keep their KV off the device, and where."""
 
-    resident_layers: int = 0  # the first ones; their KV stays
-    directory: Path | None = None  # of the file that takes the others'; None: host memory
+    resident_layers: int = 0  # how many of the first layers keep their KV on the device
+    directory: Path | None = None  # directory of the KV file for the other layers; None: host memory
 
     def num_staged(self, geometry: KVGeometry) -> int:
         return min(NUM_STAGED, geometry.num_layers - self.resident_layers)
 
     def kv_bytes(self, geometry: KVGeometry, pool_tokens: int) -> tuple[int, int]:
-        """What is taken of the device, staging included, and what is taken elsewhere."""
+        """The bytes of KV on the device, staging included, and the bytes elsewhere."""
         layer_bytes = geometry.bytes_per_token // geometry.num_layers * pool_tokens
         on_device = self.resident_layers + self.num_staged(geometry)
         return on_device * layer_bytes, (geometry.num_layers - self.resident_layers) * layer_bytes
@@ -43,18 +43,18 @@ class Offload:
 
 @dataclass(slots=True)
 class Staging:
-    """Where one layer at a time is on the device."""
+    """A buffer on the device that holds one offloaded layer at a time."""
 
     pool: Tensor  # [2, kv_heads, pool_tokens, head_dim]
-    attended: StreamEvent  # the last layer here is done with it
-    fetched: StreamEvent = None  # what the batch sees of the next is here
+    attended: StreamEvent  # the attention of the previous layer in this buffer
+    fetched: StreamEvent = None  # the copy of the next layer's visible slots into this buffer
 
 
 class OffloadedKV(FullKV):
-    """`keys` and `values` of the layers from `resident_layers` on are the host's, and always complete."""
+    """From layer `resident_layers` on, `keys` and `values` lie in host memory or in the file, not on the device."""
 
     def __init__(self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, offload: Offload) -> None:
-        """Raises `InvalidValueError` where the host's memory cannot be had."""
+        """Raises `InvalidValueError` if the KV file cannot be made or host memory cannot be locked."""
         assert offload.resident_layers < geometry.num_layers, "something is offloaded"
         resident = [geometry.new_pool(pool_tokens) for _ in range(offload.resident_layers)]
         shape = (geometry.num_layers - len(resident), 2, geometry.num_kv_heads, pool_tokens, geometry.head_dim)
@@ -71,9 +71,9 @@ class OffloadedKV(FullKV):
             self._pin()
 
     def _pin(self) -> None:
-        """Lock the host's memory: only from there do copies run beside the computation.
+        """Lock the host memory, because only copies of locked memory run while the device computes.
 
-        Registered, for torch's own pinned memory comes in powers of two, up to twice of what is needed.
+        The memory is registered with CUDA, because torch rounds its own pinned memory up to powers of two.
         """
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(self.host.data_ptr(), self.host.nbytes, 0))
@@ -82,7 +82,7 @@ class OffloadedKV(FullKV):
         weakref.finalize(self, runtime.cudaHostUnregister, self.host.data_ptr())
 
     def prepare(self, forwards: list[Forward]) -> Batch:
-        """As ever; and the first layers set out for the device."""
+        """Also start copying the first offloaded layers to the device."""
         batch = super().prepare(forwards)
         for layer in range(self.resident_layers, self.resident_layers + len(self.staging)):
             self._fetch(layer, batch)
@@ -95,7 +95,7 @@ class OffloadedKV(FullKV):
         return keys, values
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
-        """Not to be captured in a graph: what is copied differs from pass to pass."""
+        """Attend on the staged layer. It cannot be captured in a graph, because each pass copies other slots."""
         if layer < self.resident_layers:
             return super().attend(layer, query, keys, values, scale, batch)
         staging = self._staging(layer)
@@ -112,7 +112,7 @@ class OffloadedKV(FullKV):
         return self.staging[(layer - self.resident_layers) % len(self.staging)]
 
     def _fetch(self, layer: int, batch: Batch) -> None:
-        """Have copied what the batch sees of this layer, once the layer before it there is done."""
+        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended."""
         staging = self._staging(layer)
         with self.stream.copying(after=staging.attended):
             for row in batch.rows:
@@ -120,12 +120,12 @@ class OffloadedKV(FullKV):
         staging.fetched = self.stream.copied()
 
     def _keep(self, layer: int, batch: Batch) -> None:
-        """Have the layer's new KV copied to where it stays."""
+        """Start copying the layer's new KV from its staging buffer to the host."""
         staging = self._staging(layer)
         with self.stream.copying(after=staging.attended):
             for row in batch.rows:
                 copy_slots(staging.pool, self.host[layer - self.resident_layers], row.placed.writes)
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        self.stream.wait()  # the last pass's KV may be on its way
+        self.stream.wait()  # KV of the last pass may still be on its way to the host
         return super().read(pool, kv_heads, slots)

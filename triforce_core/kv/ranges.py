@@ -1,4 +1,4 @@
-"""Ranges of slots in a pool: allocation, and slices of a sequence's path through them. Plain integers, no tensors."""
+"""Ranges of slots in a pool: allocation, and the ranges of some of a sequence's tokens. Plain integers, no tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ Range = tuple[int, int]  # [start, stop)
 
 
 class RangeAllocator:
-    """Hands out ranges of `num_slots` slots. One range where one fits, several where the pool is fragmented."""
+    """Allocates ranges of `num_slots` slots: one range if one fits, several if the pool is fragmented."""
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
@@ -17,7 +17,7 @@ class RangeAllocator:
         return sum(stop - start for start, stop in self.free_ranges)
 
     def allocate(self, count: int) -> list[Range] | None:
-        """`count` slots, or None when fewer are free. Tightest fit first; failing that, the largest ranges."""
+        """`count` slots, or None if fewer are free; from the smallest range that fits, otherwise the largest ranges."""
         if count > self.num_free:
             return None
         fitting = min((r for r in self.free_ranges if r[1] - r[0] >= count), key=lambda r: r[1] - r[0], default=None)
@@ -36,7 +36,7 @@ class RangeAllocator:
         return taken
 
     def free(self, ranges: list[Range]) -> None:
-        """Give ranges back; neighbours become one again."""
+        """Return ranges to the pool; adjacent free ranges are merged."""
         merged: list[Range] = []
         for start, stop in sorted([*self.free_ranges, *ranges]):
             if merged and merged[-1][1] == start:
@@ -48,7 +48,7 @@ class RangeAllocator:
 
 
 def sliced(ranges: list[Range], start: int, stop: int) -> list[Range]:
-    """The slots of tokens [start, stop) of a sequence whose tokens lie along `ranges` in order."""
+    """The slots of tokens [start, stop) of a sequence whose tokens fill `ranges` in order."""
     out, offset = [], 0
     for first, last in ranges:
         low, high = max(start, offset), min(stop, offset + last - first)

@@ -1,6 +1,6 @@
 """The retrieval tier's cache: a snapshot of the target's KV below some position, and its own KV after it.
 
-Below the snapshot's position nothing can be mended by forwarding tokens: what is wanted then is another snapshot.
+Forwarding tokens cannot restore KV below the snapshot's position; that takes another snapshot.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.snapshot import Changes, Snapshot
 from triforce_core.messages import SequenceSpec
 
-MAX_WAITING = 8  # snapshots of one sequence that change one another and are not installed yet
-MAX_RELEASED = 4096  # sequences that are remembered to be over
+MAX_WAITING = 8  # snapshots of one sequence that arrived and are not installed yet
+MAX_RELEASED = 4096  # released sequences that are remembered
 
 
 @dataclass(slots=True)
 class RetrievalHeld(Held):
-    """`snapshot_tokens` slots hold the snapshot, the following ones the tail from `position` to `cached`."""
+    """The first `snapshot_tokens` slots hold the snapshot, the next ones the tail from `position` to `cached`."""
 
     version: int = 0
     position: int = 0
@@ -31,21 +31,23 @@ class RetrievalHeld(Held):
 
 
 class RetrievalKV(FixedKV):
-    """`take` may be called from any thread; a new version takes effect at the next pass, whole."""
+    """`take` may be called from any thread. The next pass of the sequence installs what has arrived."""
 
     def __init__(self, geometry: KVGeometry, max_sequences: int, budget: int, tail_tokens: int, kernel: Kernel) -> None:
         super().__init__(geometry, max_sequences, budget + tail_tokens, kernel)
         self.budget, self.tail_tokens = budget, tail_tokens
-        self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each the base of the next
+        self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each is the base of the next
         self.released: dict[int, None] = {}  # sequence ids, the latest last
         self.max_sequences = max_sequences
         self.lock = threading.Lock()
 
     def take(self, snapshot: Snapshot) -> bool:
-        """Take a snapshot in; False where it is refused: an older version than one already here, changes to one that is
-        not the latest here, or one of a sequence that was released.
+        """Accept a snapshot; False if it is refused. Refused are: a version older than the latest here, changes to a
+        version other than the latest here or after `MAX_WAITING` others, a snapshot larger than the budget, and one of
+        a released sequence.
 
-        One may come before its sequence is stated here: what nobody installs is pushed out.
+        A snapshot may arrive before its sequence is stated here. Those that are never installed are dropped, the oldest
+        first, when snapshots of more than `max_sequences` sequences wait.
         """
         with self.lock:
             if snapshot.sequence_id in self.released:
@@ -59,20 +61,20 @@ class RetrievalKV(FixedKV):
                 return False
             if snapshot.num_tokens > self.budget:
                 return False
-            self.arrived.pop(snapshot.sequence_id, None)  # to stand last
+            self.arrived.pop(snapshot.sequence_id, None)  # so that it moves to the end
             self.arrived[snapshot.sequence_id] = [*waiting, snapshot]
             while len(self.arrived) > self.max_sequences:
                 del self.arrived[next(iter(self.arrived))]
         return True
 
     def _latest(self, sequence_id: int) -> int:
-        """The latest version here, installed or not; 0: none."""
+        """The latest version of this sequence, installed or not; 0: none."""
         if waiting := self.arrived.get(sequence_id):
             return waiting[-1].version
         held = self.held.get(sequence_id)
         return held.version if isinstance(held, RetrievalHeld) else 0
 
-    # In one process this cache is itself the sink: a delivered snapshot is there.
+    # If target and retrieval tier share a process, this cache is the `SnapshotSink`: delivery is immediate.
 
     def deliver(self, snapshot: Snapshot) -> None:
         self.take(snapshot)
@@ -85,12 +87,12 @@ class RetrievalKV(FixedKV):
             return self._latest(sequence_id)
 
     def is_live(self, sequence_id: int) -> bool:
-        """False: it is over, and whatever is still on its way would lie here for nobody."""
+        """False if the sequence was released: snapshots that still arrive for it are useless."""
         with self.lock:
             return sequence_id not in self.released
 
     def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
-        with self.lock:  # also where only a link had ended: then the level above states it again
+        with self.lock:  # a lost link also releases sequences; the level above then states them again
             self.released.pop(sequence_id, None)
         return super().open(sequence_id, spec)
 
@@ -112,9 +114,9 @@ class RetrievalKV(FixedKV):
         held.cached = keep
         if not held.version or end - held.position > self.tail_tokens:
             return Lack(snapshot_wanted=True)
-        if end - num_sampled < held.position:  # a late statement: the snapshot is already ahead of it
+        if end - num_sampled < held.position:  # an outdated statement: the snapshot already covers these positions
             return Lack()
-        keep = max(keep, held.position)  # tokens below are settled, and the snapshot stands for them
+        keep = max(keep, held.position)  # earlier tokens are settled, and the snapshot replaces their KV
         held.cached = end
         before = held.snapshot_tokens - held.position  # slot of a tail token, less its position
         return Placement(
@@ -125,7 +127,10 @@ class RetrievalKV(FixedKV):
         )
 
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
-        """Copy newer snapshots into the pool, if some arrived: the only tensor work outside `attend`."""
+        """Copy newer snapshots into the pool; return whether any had arrived.
+
+        No other tensor work of this cache is outside `attend`.
+        """
         with self.lock:
             waiting, before = self.arrived.pop(sequence_id, []), held.version
             for snapshot in waiting:
@@ -148,7 +153,7 @@ class RetrievalKV(FixedKV):
             first = piece.stop
 
     def _replace(self, changes: Changes, held: RetrievalHeld) -> None:
-        """Put chunks in the places of others."""
+        """Overwrite the replaced chunks."""
         replaced, chunk = changes.keys.shape[:2]
         if not replaced:
             return

@@ -9,22 +9,22 @@ from torch import Tensor
 
 
 class Selector(Protocol):
-    """Ranks chunks by landmarks that are computed once a chunk."""
+    """Ranks chunks by landmarks, which are computed once per chunk."""
 
     def landmarks(self, keys: Tensor) -> Tensor:
-        """keys [kv_heads, chunks, chunk, head_dim] → one landmark a chunk, [kv_heads, chunks, …]."""
+        """keys [kv_heads, chunks, chunk, head_dim] → one landmark per chunk, [kv_heads, chunks, …]."""
         ...
 
     def scores(self, queries: Tensor, landmarks: Tensor) -> Tensor:
-        """queries [heads, rows, head_dim], the latest row last → [kv_heads, chunks] float32, larger is wanted more."""
+        """queries [heads, rows, head_dim], the latest row last → [kv_heads, chunks] float32, higher for better."""
         ...
 
 
 class MeanKey:
-    """TriForce's: the last query against each chunk's mean key (Sun et al. 2024, section 4.1).
+    """TriForce's selector: scores the last query against each chunk's mean key (Sun et al. 2024, section 4.1).
 
     Query heads that share a KV head share one selection: their softmaxes over the chunks are averaged, so that no head
-    dominates by the scale of its scores. With one query head a KV head this ranks chunks as the paper does.
+    dominates by the scale of its scores. With one query head per KV head this ranks chunks as the paper does.
     """
 
     def landmarks(self, keys: Tensor) -> Tensor:

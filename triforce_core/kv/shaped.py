@@ -1,7 +1,7 @@
-"""Passes that can be captured. Such a pass has a shape: a number of sequences, and of tokens of each.
+"""Passes of constant shape, which can be captured as CUDA graphs. A shape is a number of sequences and tokens of each.
 
-Its tensors stay where they are from one pass to the next; what differs is copied into one of them, and nothing that the
-device does depends on it but through values.
+The tensors of such a pass keep their addresses from one pass to the next. The inputs that differ are copied into one of
+them; they change the values that the device computes with, but not its operations.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from triforce_core.transfer import staged
 
 
 class PassShape(NamedTuple):
-    """How much a pass has room for; sequences with fewer tokens are filled up, those that are not there are empty."""
+    """The room of a pass. Sequences with fewer tokens are padded, and missing sequences are all padding."""
 
     sequences: int
-    queries: int  # tokens of each
+    queries: int  # tokens per sequence
 
     @property
     def tokens(self) -> int:
@@ -31,14 +31,14 @@ class PassShape(NamedTuple):
 
 
 class ShapedBatch:
-    """A pass of one shape. It stands for a batch and its cache when it travels through the model as the keyword `kv`.
+    """A pass of one shape. The model gets it as the keyword `kv`, in place of a batch and its cache.
 
-    Token i of sequence s is at s * queries + i. What fills up comes after a sequence's own tokens, so none of these
-    sees it; it is token 0 at position 0, sees itself alone where its sequence is empty, and goes to the dump slot.
+    Token i of sequence s is at s * queries + i. Padding follows a sequence's own tokens, so that they do not see it. A
+    padding token has id 0 and position 0, and its KV is written to the dump slot.
     """
 
     def __init__(self, kv: KVCache, shape: PassShape, longest: int, ranged: Ranged, workers: int) -> None:
-        """`longest`: the most slots that a sequence's tokens see before them. `workers`: see `num_splits`."""
+        """`longest`: most slots of earlier KV that a sequence's tokens may see. `workers`: see `num_splits`."""
         self.cache = self
         self.kv, self.shape, self.longest, self.ranged = kv, shape, longest, ranged
         self.join: Join = joined_with_own
@@ -55,7 +55,7 @@ class ShapedBatch:
     # -- host side -----------------------------------------------------------------------------------------------------
 
     def has_room(self, batch: Batch) -> bool:
-        """Also for every range of slots that a sequence lies in: it is read in as many pieces at least."""
+        """Whether the batch fits this shape; each sequence may also have at most `splits` ranges of visible slots."""
         if len(batch.rows) > self.shape.sequences:
             return False
         seen = [joined([], row.placed.visible) for row in batch.rows]
@@ -66,7 +66,7 @@ class ShapedBatch:
         )
 
     def load(self, batch: Batch) -> None:
-        """Have the device copy what this pass is about, all of it at once, and do not wait; there must be room."""
+        """Start the one copy of all inputs of this pass to the device, without waiting. The batch must have room."""
         tokens, queries = self.shape.tokens, self.shape.queries
         token_ids, positions, slots = [0] * tokens, [0] * tokens, [self.kv.dump_slot] * tokens
         sampled: list[int] = []
@@ -85,16 +85,16 @@ class ShapedBatch:
         self.inputs.copy_(staged(numbers, torch.int32, self.inputs.device), non_blocking=True)
 
     def settle(self, batch: Batch) -> None:
-        """Keep what the pass that has just run leaves for later. Nothing but KV, which is in the pool."""
+        """Keep results of the pass for later passes; here nothing, because the KV is already in the pool."""
 
     # -- device side: no lengths, no synchronisation -------------------------------------------------------------------
 
     def unpack(self) -> None:
-        """A pass begins with it: what was copied as 32 bits is wanted as 64."""
+        """Widen the 32-bit inputs to 64 bits, as the first step of a pass."""
         self.wide.copy_(self.narrow)
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
-        """As `KVCache.attend`, with tokens where this pass has them."""
+        """As `KVCache.attend`, with the tokens at this pass's indices, padding included."""
         pool = self.kv.keys[layer], self.kv.values[layer]
         group = query.shape[0] // keys.shape[0]
         items = WorkItems(
@@ -111,12 +111,12 @@ class ShapedBatch:
 
 
 class VerifyBatch(ShapedBatch):
-    """One of the target's, whose queries are kept: the next snapshot's chunks are chosen by them."""
+    """A pass of the target. Its queries are kept, because they select the chunks of the next snapshot."""
 
     def __init__(
         self, kv: FullKV, shape: PassShape, longest: int, ranged: Ranged, workers: int, queries: Tensor
     ) -> None:
-        """`queries` [layers, heads, at least `shape.tokens`, head_dim]: written by every pass that shares it."""
+        """`queries` [layers, heads, at least `shape.tokens`, head_dim]: a buffer that passes of all shapes share."""
         super().__init__(kv, shape, longest, ranged, workers)
         self.full, self.queries = kv, queries[:, :, : shape.tokens]
 

@@ -1,6 +1,6 @@
-"""Snapshots of a model whose KV heads are divided over ranks: rank r of n holds the r-th n-th of them, in order.
+"""Snapshots of a model whose KV heads are divided over ranks in order: rank 0 holds the first heads, and so on.
 
-`join` makes one snapshot of what every rank cut, `split` gives every rank its share of one. Pure functions.
+`join` makes one snapshot of the snapshots that the ranks cut; `split` divides a snapshot into the ranks' shares.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 
 
 def join(parts: list[Snapshot]) -> Snapshot:
-    """The whole of which `parts` are the ranks' shares, by rank. What is not KV is the same in all of them."""
+    """One snapshot from the ranks' shares `parts`, in rank order. All shares are equal except for their KV."""
     keys, values = (torch.cat([part.tensors[i] for part in parts], dim=1) for i in (0, 1))
     changes = [part.changes for part in parts if part.changes is not None]
     joined = _joined(changes, parts[0].keys.shape[1]) if changes else None
@@ -22,7 +22,7 @@ def join(parts: list[Snapshot]) -> Snapshot:
 
 
 def split(snapshot: Snapshot, world: int) -> list[Snapshot]:
-    """Each rank's share, by rank; its keys and values are views of the snapshot's."""
+    """The ranks' shares of the snapshot, in rank order; their keys and values are views of the snapshot's."""
     kv_heads = snapshot.keys.shape[1]
     require(kv_heads % world == 0, "snapshot", kv_heads, f"KV heads must divide by {world} ranks")
     keys, values = snapshot.keys.chunk(world, dim=1), snapshot.values.chunk(world, dim=1)
@@ -31,13 +31,13 @@ def split(snapshot: Snapshot, world: int) -> list[Snapshot]:
 
 
 def _joined(parts: list[Changes], kv_heads: int) -> Changes:
-    """Of ranks with `kv_heads` each: their places among all KV heads, in order again."""
+    """The changes of all ranks, of `kv_heads` each, as one: numbered by all KV heads and sorted again."""
     found = []
     for rank, changes in enumerate(parts):
         layers, heads, places = changes.places.unbind(1)
         found.append(torch.stack([layers, rank * kv_heads + heads, places], dim=1))
     places = torch.cat(found)
-    order = places[:, 0].argsort(stable=True)  # within a layer, a rank's heads follow those of the rank before
+    order = places[:, 0].argsort(stable=True)  # within a layer, ranks' heads are in rank order
     keys, values = (torch.cat([changes.keys for changes in parts]), torch.cat([changes.values for changes in parts]))
     return replace(parts[0], places=places[order], keys=keys[order], values=values[order])
 

@@ -1,9 +1,9 @@
-"""The snapshot: what the target's cache hands the retrieval tier, and how its budget is divided.
+"""The snapshot: the sparse KV that the target's cache hands to the retrieval tier, and the division of its budget.
 
-A snapshot after the first says what has changed since one that the retrieval tier is known to hold. Which of a
-snapshot's slots a chunk has is of no meaning: attention sums over them all, at the absolute positions that are in the
-keys. A different order sums in another order of rounding, so a tier may propose other tokens after changes than after
-the same snapshot whole, in rare ties; which tokens are committed depends on no proposal.
+Later snapshots state the changes since one that the retrieval tier is known to hold. The order of the chunks in a
+snapshot has no meaning, because attention sums over all of them and the keys contain absolute positions. Another order
+only rounds differently: in rare ties the tier proposes other tokens after changes than after the same snapshot whole.
+The committed tokens do not depend on proposals.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from triforce_core.errors import require
 
 @dataclass(frozen=True, slots=True)
 class Changes:
-    """What stays of an earlier snapshot: its first `kept` tokens, save the chunks that others replace."""
+    """Changes to an earlier snapshot: its first `kept` tokens stay, except the chunks that are replaced."""
 
-    base: int  # the version of that snapshot; of no use to a tier that holds another
+    base: int  # the version of the earlier snapshot, which the tier must hold
     kept: int
     places: Tensor  # [replaced, 3] int32: layer, KV head, and place among that head's chunks; in ascending order
     keys: Tensor  # [replaced, chunk, head_dim], rotated to absolute positions
@@ -30,13 +30,14 @@ class Changes:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """A sparse copy of one sequence's KV below `position`, exact for the tokens it holds.
+    """A sparse copy of one sequence's KV below `position`, exact for the tokens in it.
 
-    Whole, or what stays of an earlier one (`changes`) followed by the tokens of `keys` and `values`.
+    Without `changes` it is whole. With `changes` it is the kept part of an earlier snapshot, followed by the tokens of
+    `keys` and `values`.
     """
 
     sequence_id: int
-    version: int  # later cuts of the sequence have higher ones
+    version: int  # higher for later snapshots of the sequence
     position: int
     keys: Tensor  # [layers, kv_heads, tokens, head_dim], rotated to absolute positions
     values: Tensor  # same
@@ -44,12 +45,12 @@ class Snapshot:
 
     @property
     def num_tokens(self) -> int:
-        """How many tokens of each layer and KV head a tier holds with it."""
+        """The tokens per layer and KV head, including those kept of the earlier snapshot."""
         return self.keys.shape[2] + (self.changes.kept if self.changes else 0)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """All KV in it, in a fixed order, with the places of what replaces chunks."""
+        """All its tensors in a fixed order: the KV, and with `changes` the places and KV of the new chunks."""
         more = (self.changes.places, self.changes.keys, self.changes.values) if self.changes else ()
         return self.keys, self.values, *more
 
@@ -60,7 +61,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class CutRecord:
-    """What the engine remembers of the latest snapshot of a request."""
+    """The engine's record of a request's latest snapshot."""
 
     version: int
     position: int
@@ -68,25 +69,25 @@ class CutRecord:
 
 
 class SnapshotSink(Protocol):
-    """Takes snapshots to the retrieval tier, wherever that is. Never blocks, never fails the caller."""
+    """Delivers snapshots to the retrieval tier, in this or another process. It never blocks and never raises."""
 
     def deliver(self, snapshot: Snapshot) -> None: ...
 
     def busy(self, sequence_id: int) -> bool:
-        """Whether it takes no snapshot of this sequence now: the last is still on its way, or too many others are."""
+        """Whether no snapshot of this sequence can be sent now: its last, or too many others, are still on the way."""
         ...
 
     def confirmed(self, sequence_id: int) -> int:
-        """The latest version of this sequence that the retrieval tier is known to have taken; 0: none."""
+        """The latest version of this sequence that the retrieval tier is known to have accepted; 0: none."""
         ...
 
 
 def arrange(held: Tensor, chosen: Tensor, num_chunks: int) -> tuple[Tensor, Tensor]:
-    """Give each chosen chunk a place, where it has one already the same one.
+    """Assign each chosen chunk to a place; a chunk that is already held keeps its place.
 
     held [layers, kv_heads, places] and chosen [layers, kv_heads, chunks] are int64, distinct in their last dimension
-    and below `num_chunks`. Returns the chunk of each place, and where it is not the one held there, both [layers,
-    kv_heads, chunks]. Of what was held beyond the last place, nothing counts as held.
+    and below `num_chunks`. Returns the chunk of each place, and a mask of the places whose chunk is new there, both
+    [layers, kv_heads, chunks]. Held chunks beyond the last place are ignored.
     """
     held = held[..., : chosen.shape[-1]]
     kept = held.shape[-1]
@@ -97,7 +98,7 @@ def arrange(held: Tensor, chosen: Tensor, num_chunks: int) -> tuple[Tensor, Tens
     wanted.scatter_(2, held, False)
     arranged = chosen.clone()
     arranged[..., :kept] = held
-    # As many chunks are wanted and not held as places are free, for each layer and KV head: both lists go in step.
+    # Each layer and KV head has as many free places as chunks that are wanted and not held, so both lists align.
     arranged[fresh] = wanted.nonzero()[:, 2]
     return arranged, fresh
 
@@ -108,7 +109,7 @@ class ChunkSettings:
 
     budget: int = 1024
     chunk: int = 8
-    recent: int = 64  # always kept before the position, rounded down to chunks
+    recent: int = 64  # tokens just before the position that are always kept, rounded down to whole chunks
 
     def __post_init__(self) -> None:
         require(self.chunk >= 1, "retrieval.chunk", self.chunk, "must be at least 1 token")
@@ -127,9 +128,9 @@ class ChunkSettings:
         require(self.recent >= 0, "recent", self.recent, "must be 0 or more tokens")
 
     def split(self, position: int) -> tuple[int, int]:
-        """For a cut at `position`: where the local window starts, and how many chunks before it are chosen.
+        """For a cut at `position`: where the recent window starts, and how many chunks before it are chosen.
 
-        The window is what is left over after the last complete chunk, plus `recent`; the first chunk always has room.
+        The window is the incomplete last chunk and `recent` before it; the first chunk always has room.
         """
         complete = position // self.chunk
         most_recent = min(self.recent, self.budget - 2 * self.chunk) // self.chunk

@@ -1,8 +1,9 @@
-"""The draft tier's cache: attention sinks and a recent window (StreamingLLM, Xiao et al. 2023), at slot positions.
+"""The draft tier's cache: attention sinks and a window of the last tokens (StreamingLLM, Xiao et al. 2023).
 
-Tokens sit at consecutive positions 0, 1, 2 … of a small cache, whatever their place in the text. When it is full, the
-sinks stay and the last `window` tokens are forwarded anew right behind them: one small pass every `slack` tokens in
-place of rotating all keys at every step, and right for any rotary embedding. docs/decisions/0003-streaming-window.md
+Tokens have the consecutive positions 0, 1, 2 … of a small cache, whatever their position in the text. When the cache is
+full, the sinks stay and the last `window` tokens are forwarded again directly after them. That is one small pass every
+`slack` tokens instead of rotating all keys at every step, and exact for any rotary embedding.
+docs/decisions/0003-streaming-window.md
 """
 
 from __future__ import annotations
@@ -21,9 +22,9 @@ from triforce_core.messages import SequenceSpec
 class WindowSettings:
     """Sizes in tokens."""
 
-    sinks: int = 4  # as in the paper: more bring nothing
+    sinks: int = 4  # as in the paper; more sinks gain nothing
     window: int = 252
-    slack: int = 128  # how far the window may grow, speculated tokens included, before it is moved
+    slack: int = 128  # tokens by which the window may grow, drafted ones included, before it is moved
 
     def __post_init__(self) -> None:
         require(self.sinks >= 0, "sinks", self.sinks, "must be 0 or more tokens")
@@ -55,7 +56,7 @@ class StreamingKV(FixedKV):
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)
         sinks, tokens = self.settings.sinks, held.tokens
-        num_sinks = min(keep, sinks)  # sinks whose KV is held and right
+        num_sinks = min(keep, sinks)  # sinks whose KV is held and valid
         contiguous = held.window_start == sinks
         if (keep < held.window_start and not contiguous) or sinks + end - held.window_start > self.settings.capacity:
             held.window_start = max(sinks, end - max(self.settings.window, num_sampled))

@@ -1,4 +1,4 @@
-"""Draw one token a row under shared noise (docs/architecture.md)."""
+"""Draw one token per row with shared noise (docs/architecture.md)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from triforce_core.transfer import on_device
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Which token is drawn: the one at absolute `position` of the request with this seed."""
+    """The draw of the token at absolute `position` of a request with this seed."""
 
     sampling: SamplingParams
     seed: int
@@ -25,7 +25,7 @@ class Draw:
 def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
     """Logits [rows, vocab] → warped logits plus the noise of each row, float64; rows at temperature 0 get no noise.
 
-    Its argmax is the drawn token. Noise is evaluated only where warping left a token alive.
+    The argmax of a row is its drawn token. Noise is only computed for tokens that warping did not exclude.
     """
     warped = warp(logits.float(), [d.sampling for d in draws])
     perturbed = warped.double()
@@ -36,7 +36,7 @@ def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
     numbers = [noisy, [draws[i].seed for i in noisy], [draws[i].position for i in noisy]]
     rows, seeds, positions = on_device(numbers, torch.int64, device)
     first, second = row_keys(seeds, positions)
-    if all(draws[i].sampling == SamplingParams(draws[i].sampling.temperature) for i in noisy):  # nothing excluded
+    if all(draws[i].sampling == SamplingParams(draws[i].sampling.temperature) for i in noisy):  # no token was excluded
         vocabulary = torch.arange(logits.shape[-1], device=device)
         perturbed[rows] += gumbel(first[:, None], second[:, None], vocabulary)
         return perturbed
@@ -46,7 +46,7 @@ def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
 
 
 def draw_tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
-    """The token of each row, [rows] → list of vocabulary ids; the lowest id wins a tie. One host sync."""
+    """Logits [rows, vocab] → the drawn vocabulary id of each row; the lowest id wins a tie. One host sync."""
     if not draws:
         return []
     if any(d.sampling.temperature for d in draws):

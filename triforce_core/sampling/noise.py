@@ -1,7 +1,7 @@
 """Shared noise: every tier adds the same Gumbel noise to the same token at the same position of a request.
 
 Drawing `argmax(logit / T + g)` with standard Gumbel g samples the softmax exactly (Gumbel 1954; Maddison et al. 2014).
-As g depends only on (seed, position, vocabulary id), the token depends on nothing else but the distribution itself.
+As g depends only on (seed, position, vocabulary id), the token depends on these and the distribution alone.
 """
 
 from __future__ import annotations
@@ -15,9 +15,8 @@ MASK = 0xFFFFFFFF
 def mix(x: Tensor) -> Tensor:
     """A bijective 32-bit hash with low bias, int64 in and out, values below 2**32.
 
-    The multipliers are those that the hash-prospector search (C. Wellons) found best for two rounds.
-
-    Every product stays below 2**63 because the factors are 32 and 31 bits wide, so CPU and GPU agree bit for bit.
+    The multipliers are the best for two rounds that the hash-prospector search (C. Wellons) found. The factors have at
+    most 32 and 31 bits, so every product stays below 2**63 and CPU and GPU agree bit for bit.
     """
     x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
     x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK

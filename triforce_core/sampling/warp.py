@@ -1,4 +1,4 @@
-"""Warping: from a model's logits to the distribution that a request asked for. Pure, row by row.
+"""Warping: turns a model's logits into the distribution that a request asked for, each row by itself.
 
 The order is that of transformers' `generate`: temperature, top-k, top-p, min-p.
 """
@@ -17,7 +17,7 @@ from triforce_core.transfer import on_device
 def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Logits [rows, vocab] float32 → the same with temperature applied and excluded tokens at -inf, a new tensor.
 
-    Rows with temperature 0 are left as they are: their token is the argmax whatever the truncation.
+    Rows with temperature 0 stay unchanged, because truncation never changes the argmax.
     """
     temperatures = [p.temperature or 1.0 for p in params]
     warped = logits / on_device(temperatures, logits.dtype, logits.device)[:, None]
@@ -29,12 +29,12 @@ def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
 
 
 def truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Exclude what top-k, top-p and min-p exclude; of equal logits the lower vocabulary ids stay first."""
+    """Set tokens that top-k, top-p or min-p exclude to -inf; of equal logits, the lower vocabulary ids rank first."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
     numbers = [
         [float(min(p.top_k, vocab) or vocab) for p in params],
-        # The sum of all probabilities rounds to 1 before the last of them: off must be more than that.
+        # The cumulated probabilities may round to 1 before the last token, so a limit of 1 would exclude tokens.
         [p.top_p if p.top_p < 1 else torch.inf for p in params],
         [p.min_p for p in params],
     ]
