@@ -124,7 +124,9 @@ class TargetSettings(Strict):
         "none", description="where KV is kept instead of on the device: in host memory, or in a file on disk"
     )
     resident_layers: int = Field(
-        0, ge=0, description="with offload, how many of the first layers keep their KV on the device"
+        0,
+        ge=0,
+        description="with offload, how many of the first layers keep their KV on the device; set as many as fit",
     )
     offload_path: str | None = Field(None, description="directory of the KV file when offload is disk")
     prefill_chunk: int = Field(
@@ -149,7 +151,8 @@ class SpeculationSettings(Strict):
     """Which tiers take part, and the lookaheads of requests that set none."""
 
     tiers: TierSet = Field(
-        "draft,retrieval,target", description="tiers that take part; `target` alone is plain decoding"
+        "draft,retrieval,target",
+        description="tiers that take part; omit those that cost more than they gain; `target` alone is plain decoding",
     )
     lookaheads: tuple[int, int] = Field(
         (8, 3),
@@ -194,7 +197,7 @@ class TierPlacement(Strict):
     cores: tuple[int, ...] | None = Field(
         None,
         min_length=1,
-        description="CPU cores of the node to which the tier is bound; by default all",
+        description="CPU cores of the node to which the tier is bound, to separate it from other tiers; by default all",
     )
 
     @model_validator(mode="after")
@@ -342,8 +345,8 @@ class Settings(Strict):
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     attention: str | None = Field(
         None,
-        description="name of the attention kernel, such as blocked, which fits every head size; by default the fastest"
-        " for device and dtype",
+        description="name of the attention kernel, such as blocked, which fits every head size; by default chosen by"
+        " device and dtype",
     )
     graphs: Literal["auto", "on", "eager", "off"] = Field(
         "auto",

@@ -24,7 +24,7 @@ ON_CUDA = ("cuda_flash", "flash_attn")
 
 
 def default_kernel(device_type: str, dtype: str) -> str:
-    """The name of the default kernel: FlashAttention, except for float32 on a GPU, where it takes 16 bits only."""
+    """The name of the default kernel: FlashAttention, except for float32 on a GPU, where it supports 16 bits only."""
     if device_type == "cpu":
         return "cpu_flash"
     if dtype == "float32":

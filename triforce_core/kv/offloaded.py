@@ -73,7 +73,8 @@ class OffloadedKV(FullKV):
     def _pin(self) -> None:
         """Lock the host memory, because only copies of locked memory run while the device computes.
 
-        The memory is registered with CUDA, because torch rounds its own pinned memory up to powers of two.
+        The memory is registered with CUDA, because torch rounds its own pinned memory up to powers of
+        two, which can take twice the memory.
         """
         runtime = torch.cuda.cudart()
         status = int(runtime.cudaHostRegister(self.host.data_ptr(), self.host.nbytes, 0))
