@@ -14,7 +14,7 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(INSTALLED)
 	$(BIN)/triforce serve
 
-# The quick tests, which take minutes: two tests at a time.
+# The quick tests, in minutes: two files at a time.
 test: $(INSTALLED)
 	$(BIN)/pytest -m "not slow" -n 2
 

@@ -49,8 +49,8 @@ class Block:
     ended: bool = False  # the last token ends the sequence
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of the levels below
     # The position up to which this tier's model holds the text; None: the model has not run since the work came.
-    held: int | None = None
-    held_below: int | None = None  # the same for the level below
+    model_holds: int | None = None
+    below_holds: int | None = None  # the same for the level below
 
     @property
     def sequence_id(self) -> int:
@@ -76,7 +76,7 @@ class Block:
 
     def claim(self, proposal: Proposal) -> Claim:
         """The claim for this tier's model. Text that the level above has not decided yet is stated again."""
-        held = None if self.held is None else min(self.held, self.settled)
+        held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
 
     def statement(self, held: int | None) -> Span:
@@ -116,8 +116,8 @@ class Block:
             Work(text, (lookahead + 1, *below), self.work.sample),  # one more: the token that the level above adds
             owed=False,
             state=State.TO_ASK if whole else State.DONE,
-            held=self.held,
-            held_below=self.held_below,
+            model_holds=self.model_holds,
+            below_holds=self.below_holds,
         )
 
 
@@ -186,7 +186,7 @@ class SpeculativeDecoder:
         for block in to_ask:
             if block.asks_below:
                 block.state = State.ASKED
-                work.append(Work(block.statement(block.held_below), block.work.lookaheads[1:]))
+                work.append(Work(block.statement(block.below_holds), block.work.lookaheads[1:]))
             else:
                 self._ready(block, Proposal(block.sequence_id, block.end))
         if work:
@@ -251,8 +251,8 @@ class SpeculativeDecoder:
         block.origins += proposal.origins[: verdict.num_accepted] + own
         lacks = [p for p in (proposal.missing_from, verdict.missing_from) if p is not None]
         block.missing_from = min(lacks, default=None)
-        block.held = proposal.start if verdict.missing_from is None else verdict.missing_from
-        block.held_below = proposal.start if proposal.missing_from is None else proposal.missing_from
+        block.model_holds = proposal.start if verdict.missing_from is None else verdict.missing_from
+        block.below_holds = proposal.start if proposal.missing_from is None else proposal.missing_from
         block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
         block.ended |= verdict.ended
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)

@@ -59,8 +59,8 @@ class RunAhead:
         # If the span ends before the end of the handed-up block, the level above has not accepted the whole block.
         if not 0 < num_guessed <= len(guess.tokens):
             return None
-        settled, first = given.tokens + guess.tokens, max(given.start, span.start)
-        if span.tokens[first - span.start :] != settled[first - given.start : span.end - given.start]:
+        guessed_text, first = given.tokens + guess.tokens, max(given.start, span.start)
+        if span.tokens[first - span.start :] != guessed_text[first - given.start : span.end - given.start]:
             return None
         block = replace(
             guess, work=work, owed=True, tokens=guess.tokens[-num_guessed:], origins=guess.origins[-num_guessed:]

@@ -215,7 +215,7 @@ def assert_in_step(ahead: RunAhead, drafter: Drafter) -> None:
         assert block.state is not State.ASKED or (sequence_id, block.end) in coming
         assert (block.state is State.READY) == (block.proposal is not None)
         assert block.proposal is None or block.proposal.start == block.end
-        assert (block.held is None) <= (not block.tokens), "what was found was said to nobody else"
+        assert (block.model_holds is None) <= (not block.tokens), "what was found was said to nobody else"
 
 
 @pytest.mark.parametrize(

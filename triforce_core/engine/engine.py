@@ -49,13 +49,13 @@ class SnapshotSchedule:
         sequence_id, last = sequence.sequence_id, sequence.last_cut
         if not sequence.request.lookaheads[0] or self.sink.busy(sequence_id):
             return
-        settled = len(sequence.tokens) - 1  # the newest token has no KV yet
+        position = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
         # Lost or refused, because the tier lacks the version to which its changes apply.
         lost = last is not None and last.has_base and base != last.version
         whole = wanted or lost
-        if whole or last is None or settled - last.position >= self.refresh_every:
-            snapshot = self.kv.cut(sequence_id, settled, self.chunks, self.selector, 0 if whole else base)
+        if whole or last is None or position - last.position >= self.refresh_every:
+            snapshot = self.kv.cut(sequence_id, position, self.chunks, self.selector, 0 if whole else base)
             sequence.last_cut = snapshot.record
             sequence.stats.snapshots += 1
             self.sink.deliver(snapshot)
