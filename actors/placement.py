@@ -89,7 +89,8 @@ def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
 def place_tiers(
     settings: Settings, group: PlacementGroup, actors: Mapping[str, type[TierActor]] = ACTORS, *more: Any
 ) -> TierActors:
-    """Create a tier actor and its follower ranks in each of the first bundles of `group`, which must be ready.
+    """Create, for each group of tiers, a tier actor and its follower ranks in the bundle of the same index in the
+    placement group `group`, which must be ready.
 
     The actors load when `start` is called. They find one another by name, so a restarted actor finds the others again.
     `actors` maps the uppermost tier of a process to its class; `more` are arguments after the settings and names.

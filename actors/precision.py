@@ -1,4 +1,4 @@
-"""Resolves `dtype: auto` on a cluster: to one precision for all replicas, as others would give different tokens."""
+"""Resolves `dtype: auto` on a cluster to one precision for all replicas, because tokens depend on the precision."""
 
 from __future__ import annotations
 

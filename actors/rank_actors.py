@@ -35,7 +35,7 @@ class RankActor:
         self.settings, self.group = settings, group
 
     def follow(self, endpoint: Endpoint) -> None:
-        """Do the leader's work of this rank; returns when the leader has stopped."""
+        """Repeat the leader's calls as the rank of `endpoint`; returns when the leader has stopped."""
         from triforce_core.engine.followers import follow
 
         if self.group.cores is not None:

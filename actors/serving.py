@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 MAX_FAILURES = 5
-MAX_LINKS = 64  # each takes a thread; the tier above has one link, and may leave behind links that died unnoticed
+MAX_LINKS = 64  # each takes two threads; the tier above has one link, and may leave dead ones behind
 
 
 class LinkThreads(ThreadPoolExecutor):

@@ -1,4 +1,5 @@
-"""Converts between messages.py and the protos. All functions are pure; received messages are checked here only.
+"""Converts between messages.py and the protos. All functions are pure. Messages between tiers are checked here only;
+those who receive requests check more of them.
 
 A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the path of the field in the message.
 """

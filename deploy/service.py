@@ -113,7 +113,9 @@ def served_name(settings: Settings) -> str:
 
 
 class Service:
-    """Serves completions; a process that clients connect to has one. All methods must run on one asyncio loop."""
+    """Serves completions. Each process that clients connect to has one `Service`. All methods must run on one asyncio
+    loop.
+    """
 
     def __init__(self, settings: Settings, model: ServedModel, pipelines: Pipelines) -> None:
         self.settings, self.model, self.pipelines = settings, model, pipelines

@@ -59,7 +59,7 @@ class RetrievalSettings(Strict):
     )
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
         None,
-        description="quantise the retrieval tier's weights, for faster steps or a smaller GPU",
+        description="quantise the retrieval tier's weights, for a smaller GPU or, with int4, for faster steps",
     )
     tensor_parallel: int | None = Field(
         None, ge=1, description="GPUs that the retrieval tier is divided over; by default as many as the target"
@@ -243,7 +243,9 @@ class PlacementSettings(Strict):
         " sleep; a lower limit shortens the latency between tiers and takes more power; by default no limit",
     )
     cpus: float = Field(
-        0.1, ge=0, description="CPUs that Ray reserves for each tier on each rank, to keep other Ray work off the node"
+        0.1,
+        ge=0,
+        description="CPUs that Ray reserves for each tier on each rank; raise it to keep other Ray work off the node",
     )
     draft: TierPlacement = TierPlacement()
     retrieval: TierPlacement = TierPlacement()
@@ -340,7 +342,8 @@ class Settings(Strict):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="precision of weights, KV and arithmetic; auto is bfloat16 on CUDA and on CPUs with bfloat16"
-        " instructions, else float32; all replicas use one that every node that may hold a target computes fast",
+        " instructions, else float32; all replicas use the same, in which every node that may hold a target computes"
+        " fast",
     )
     device: str = Field("cpu", description="cpu, cuda or cuda:N")
     attention: str | None = Field(
@@ -481,7 +484,8 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
         given = data.get(section)
         if isinstance(value, dict) and isinstance(given, dict):
             data[section] = given | value
-        elif given is None or not isinstance(value, dict):  # the model refuses a section that is no mapping
+        # a section that is no mapping stays, so that `Settings` refuses it
+        elif given is None or not isinstance(value, dict):
             data[section] = value
     try:
         return Settings.model_validate(data)

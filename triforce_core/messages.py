@@ -73,7 +73,10 @@ class Span:
 
 
 def in_turn(earlier: Span, later: Span) -> Span:
-    """Both spans as one. Work may be replaced before its tier reads it, but the tokens that it stated remain valid."""
+    """The later span, preceded by the tokens of the earlier one that it does not restate.
+
+    Work may be replaced before its tier reads it, but those tokens remain valid.
+    """
     if not earlier.start < later.start <= earlier.end:
         return later
     kept = earlier.tokens[: later.start - earlier.start]
@@ -104,7 +107,7 @@ class Tally(NamedTuple):
 
     @property
     def acceptance(self) -> float | None:
-        """The chance that a token is accepted if all before it were: alpha of E(alpha, gamma). None without data."""
+        """The chance that a token is accepted if all before it were (alpha in docs/simulate.md). None without data."""
         judged = self.accepted + self.rejected
         return self.accepted / judged if judged else None
 

@@ -81,7 +81,7 @@ class Detokenizer:
         return delta
 
     def _shorten(self) -> None:
-        """Drop the tokens before the boundary, unless the rest of the window has no text to join the next token to."""
+        """Drop the tokens before the boundary if those after it have text, with which the next token is decoded."""
         rest = self.meaning.decode(self.window[self.boundary :]) if self.boundary else ""
         if rest:
             self.window, self.shown = self.window[self.boundary :], len(rest)
@@ -89,7 +89,9 @@ class Detokenizer:
             self.boundary = len(self.window)
 
     def _shorten_inside(self, text: str) -> None:
-        """Shorten a window of bytes that form no character: split it where its two parts decode to the same text."""
+        """Shorten a window of bytes that form no character: split it where its parts' texts, joined, are its own
+        text.
+        """
         for start in range(len(self.window) - 4, 0, -1):
             head, rest = self.meaning.decode(self.window[:start]), self.meaning.decode(self.window[start:])
             if head and rest and head + rest == text:

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from triforce_core.messages import Tier
 
-MAX_STAGES = 200_000  # the oldest are dropped; a recorder takes them from time to time
+MAX_STAGES = 200_000  # beyond this the oldest stages are dropped; a recorder fetches all from time to time
 
 
 class Stage(NamedTuple):

@@ -65,7 +65,7 @@ def snapshot_of(
 
 
 def assert_equal(found: Snapshot, expected: Snapshot) -> None:
-    header = ("sequence_id", "version", "position", "num_tokens", "cut")
+    header = ("sequence_id", "version", "position", "num_tokens", "record")
     assert [getattr(found, name) for name in header] == [getattr(expected, name) for name in header]
     for ours, theirs in zip(found.tensors, expected.tensors, strict=True):
         assert ours.dtype == theirs.dtype

@@ -46,8 +46,8 @@ def drafter_weights(settings: Settings) -> str | None:
 
 
 def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
-    """The draft tier. `model` is the loaded model that `drafter_weights` names; with None in its place, nothing is
-    drafted.
+    """The draft tier. `model` is the loaded model that `drafter_weights` names. If it names one and `model` is None,
+    nothing is drafted.
     """
     if make := DRAFTERS.get(settings.draft.model):
         return make()

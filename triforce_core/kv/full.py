@@ -72,7 +72,8 @@ class FullKV(KVCache):
         the recent window, and the chunks that the last query attends to most, chosen per layer and KV head.
 
         It states changes to the snapshot of version `base` if that is the latest one or the base of the latest, has
-        chunks of the same size and covers no longer text; otherwise it is whole, with its chunks in the text's order.
+        chunks of the same size and covers at most as much text; otherwise it is whole, with its chunks in the text's
+        order.
         """
         return SnapshotCutter(self, self.held[sequence_id], position, chunks, selector).cut(sequence_id, base)
 

@@ -42,9 +42,9 @@ class RetrievalKV(FixedKV):
         self.lock = threading.Lock()
 
     def take(self, snapshot: Snapshot) -> bool:
-        """Accept a snapshot; False if it is refused. Refused are: a version older than the latest here, changes to a
-        version other than the latest here or after `MAX_WAITING` others, a snapshot larger than the budget, and one of
-        a released sequence.
+        """Accept a snapshot; False if it is refused. Refused are: a version older than the latest here; changes to a
+        version that is not the latest here; changes while `MAX_WAITING` snapshots of the sequence wait; a snapshot
+        larger than the budget; a snapshot of a released sequence.
 
         A snapshot may arrive before its sequence is stated here. Those that are never installed are dropped, the oldest
         first, when snapshots of more than `max_sequences` sequences wait.
@@ -129,7 +129,7 @@ class RetrievalKV(FixedKV):
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
         """Copy newer snapshots into the pool; return whether any had arrived.
 
-        No other tensor work of this cache is outside `attend`.
+        This is the only tensor work of this cache outside `attend`.
         """
         with self.lock:
             waiting, before = self.arrived.pop(sequence_id, []), held.version

@@ -19,8 +19,8 @@ log = logging.getLogger(__name__)
 
 
 def fall_back(setting: str, mode: str, lost: str, why: str, remedy: str) -> None:
-    """With `auto` log what is lost and why; else raise `InvalidValueError`. `why` must read on from the setting's
-    value.
+    """With `auto` log what is lost and why; else raise `InvalidValueError`. `why` must continue a sentence that begins
+    with the setting and its value.
     """
     if mode != "auto":
         raise InvalidValueError(setting, mode, f"{why}: {remedy}") from None

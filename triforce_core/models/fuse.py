@@ -149,7 +149,8 @@ def copied(function: Function, **names: Any) -> FunctionType:
 @contextmanager
 def compiling() -> Iterator[None]:
     """The torch settings for first calls of compiled functions. Sizes that happen to be equal are not assumed to be
-    always equal, which would cause another compilation when they differ. Numbers such as a scale are constants.
+    always equal: that assumption would cause another compilation as soon as they differ. Numbers such as a scale are
+    constants.
     """
     from torch._dynamo import config as tracing  # imported only where it is used: it takes seconds
     from torch.fx.experimental import _config as sizes

@@ -38,7 +38,8 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # for all followers to arrive at the rendezvous
-# A rank that the others wait for longer than this is taken to hang: while loading, and at most in a pass.
+# A collective that waits for a rank longer than this takes that rank to hang. Passes have limits of their own, at most
+# this one; barriers have none.
 COLLECTIVE_TIMEOUT_S = 120.0
 PASS_TIMEOUT_S, TOKEN_TIMEOUT_S = 10.0, 0.05  # per pass, and in addition per token of it
 LOOPBACK = "127.0.0.1"

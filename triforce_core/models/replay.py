@@ -1,4 +1,5 @@
-"""Replay: the followers of a tier repeat on their KV caches every call that the leader makes on its own, in order.
+"""Replay: the followers of a tier repeat, on their KV caches and in order, every call that the leader makes on its own
+cache.
 
 The bookkeeping of a cache depends only on the calls made on it, so the ranks need to exchange nothing but the calls.
 The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; its `prepare`
@@ -138,7 +139,7 @@ class LeadingRetrievalKV(LeadingKV):
         self.taken: list[list[Snapshot]] = []  # snapshots not sent to the followers yet, as the shares of all ranks
 
     def take(self, snapshot: Snapshot) -> bool:
-        """Take a whole snapshot; returns as `RetrievalKV.take` does."""
+        """Take a snapshot with the KV heads of all ranks; returns what `RetrievalKV.take` returns."""
         shares = split(snapshot, self.ranks.world)
         with self.order:
             accepted = self.sparse.take(shares[0])

@@ -24,7 +24,7 @@ def mix(x: Tensor) -> Tensor:
 
 
 def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words for each (seed, position), [rows] int64 each; both carry all 64 bits of the seed."""
+    """Two 32-bit words for each (seed, position), [rows] int64 each; each depends on all 64 bits of the seed."""
     low, high = seeds & MASK, (seeds >> 32) & MASK
     first = mix(mix(mix(low) ^ high) ^ positions)
     second = mix(mix(mix(high ^ 0x9E3779B9) ^ low) ^ (positions ^ 0x85EBCA6B))
