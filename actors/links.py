@@ -144,17 +144,19 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
+            # A stream that has ended by now has put all its answers into `arrived`, so they are taken first.
+            lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())
-            self._drop_late()
-            proposals += self._give_up()
+            proposals += self._give_up(lost)
+            proposals += self._give_up(self._drop_late())
             if proposals or rang or time.monotonic() >= until:
                 return proposals
             next_deadline = min((asked.deadline for asked in self.asked.values()), default=until)
             rang = self.doorbell.wait(min(until, next_deadline) - time.monotonic())
 
-    def _drop_late(self) -> None:
-        """Close the streams whose work was not answered in time."""
+    def _drop_late(self) -> list[int]:
+        """Close the streams whose work was not answered in time; the sequences that were sent on them."""
         now = time.monotonic()
         late = {asked.stream for asked in self.asked.values() if asked.deadline <= now and not asked.lost}
         for stream in filter(None, late):
@@ -162,12 +164,11 @@ class RemoteProposer:
             self.retry_s = min(2 * self.retry_s, MAX_RETRY_S)
             self._fall_silent()
             stream.close()
+        return [sequence_id for sequence_id, asked in self.asked.items() if asked.stream in late]
 
-    def _give_up(self) -> list[Proposal]:
-        """Empty answers for the work that was sent on a stream that has ended, or on none."""
-        lost = [asked for asked in self.asked.values() if asked.lost]
-        for asked in lost:
-            del self.asked[asked.work.span.sequence_id]
+    def _give_up(self, sequence_ids: list[int]) -> list[Proposal]:
+        """Empty answers for those of these sequences that are still unanswered."""
+        lost = [self.asked.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self.asked]
         return [empty_answer(asked.work, asked.stated_from) for asked in lost]
 
     def _take(self, stream: Stream, batch: pb.ProposalBatch) -> list[Proposal]:

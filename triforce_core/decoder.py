@@ -251,7 +251,7 @@ class SpeculativeDecoder:
         block.origins += proposal.origins[: verdict.num_accepted] + own
         lacks = [p for p in (proposal.missing_from, verdict.missing_from) if p is not None]
         block.missing_from = min(lacks, default=None)
-        block.model_holds = proposal.start if verdict.missing_from is None else verdict.missing_from
+        block.model_holds = proposal.start
         block.below_holds = proposal.start if proposal.missing_from is None else proposal.missing_from
         block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
         block.ended |= verdict.ended

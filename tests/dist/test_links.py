@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import queue
 import signal
 import socket
 import subprocess
@@ -19,6 +20,7 @@ import pytest
 from actors import links
 from actors.links import CHANNEL_OPTIONS, RETRY_S, RemoteProposer
 from actors.serving import LinkServer, TierServer
+from actors.wire import proposal_batch_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
 from triforce_core.doorbell import Doorbell
@@ -298,6 +300,28 @@ def test_what_was_asked_over_a_lost_link_is_answered_at_once() -> None:
         assert time.monotonic() - begin < 5.0
         assert (answer.tokens, answer.start, answer.missing_from) == ((), 5, 3)
         assert not link.asked
+
+
+def test_an_answer_that_came_before_its_link_ended_is_taken() -> None:
+    """Also when both happen between two looks of the thread that collects."""
+    with linked(Quiet(), timeout_s=60.0) as (link, *_):
+        link.submit([work(0, 7, 8)])
+        stream, answer = link.stream, Proposal(1, 2, (9,), b"\0")
+        assert stream is not None
+
+        class Inbox(queue.SimpleQueue[Any]):
+            late = False
+
+            def empty(self) -> bool:
+                was_empty = super().empty()
+                if not self.late:  # just after it was found empty
+                    self.late = True
+                    self.put((stream, proposal_batch_to_proto([answer])))
+                    stream.close()
+                return was_empty
+
+        link.arrived = Inbox()
+        assert (link.collect(5.0) or link.collect(5.0)) == [answer]
 
 
 def test_a_peer_that_answers_again_is_no_longer_retried_slowly(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,17 @@ def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, b
     assert stated[5] == (0, (10, 11, 2, 3, 4, 5, 6, 7, 8, 9), True)
 
 
+def test_the_own_model_is_told_no_whole_prompt_again(
+    decoder: SpeculativeDecoder, below: Below, verifier: Counting
+) -> None:
+    """Only the text that the level above has not decided: this block."""
+    decoder.submit([work(tokens=(10, 11), lookaheads=(5, 1))])
+    below.answers = [[drafted(2, (2,))], [drafted(4, (4,))], [drafted(6, (6,))]]
+    assert [len(decoder.collect(1.0)) for _ in range(3)] == [0, 0, 1]
+    claims = [(c.span.start, c.span.tokens) for c in verifier.claims]
+    assert claims == [(0, (10, 11)), (2, (2, 3)), (2, (2, 3, 4, 5))]
+
+
 class TestEarly:
     """Two sequences of which this level has one or both: whether the one above has something to judge."""
 

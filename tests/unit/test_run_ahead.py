@@ -8,7 +8,7 @@ import pytest
 
 from tests.by_hand import SPEC, Below, Counting, Tokens, drafted
 from triforce_core.decoder import SpeculativeDecoder, State
-from triforce_core.messages import Proposal, Span, Work, wait_in_turn
+from triforce_core.messages import Proposal, Span, Verdict, Work, wait_in_turn
 from triforce_core.run_ahead import RunAhead
 
 
@@ -116,6 +116,30 @@ def test_what_lacks_something_is_not_guessed_on(ahead: RunAhead, below: Below) -
     begin(ahead, below)
     assert answer(ahead, below, [Proposal(1, 5, missing_from=1)]) == []
     assert not ahead.can_run_ahead
+
+
+def test_a_guess_that_lacks_something_is_dropped(ahead: RunAhead, below: Below) -> None:
+    """Also where the next work agrees with it: only a statement from the level above can help."""
+    begin(ahead, below)
+    assert answer(ahead, below, [Proposal(1, 5, (5, 6), bytes(2), missing_from=1)]) == []
+    ahead.submit([work(2, (2, 3, 4, 5))])
+    assert below.asked[-1].span.tokens == (2, 3, 4, 5)
+
+
+def test_an_ended_block_is_not_guessed_on(ahead: RunAhead, below: Below, verifier: Counting) -> None:
+    verifier.verdict = Verdict((2, 3), num_accepted=2, ended=True)
+    ahead.submit([work(0, (10, 11))])
+    assert len(answer(ahead, below, [drafted(2, (2, 3))])) == 1
+    assert not ahead.can_run_ahead
+
+
+def test_a_guess_shorter_than_the_next_work_asks_for_goes_on(ahead: RunAhead, below: Below) -> None:
+    begin(ahead, below)
+    assert answer(ahead, below, [drafted(5, (5, 6))], [drafted(8, (8, 9))]) == []
+    assert not ahead.can_run_ahead
+    ahead.submit([Work(Span(1, 2, (2, 3, 4, 5)), (8, 2))])
+    [block] = answer(ahead, below, [drafted(11, (11, 12))])
+    assert (block.start, block.tokens) == (6, (6, 7, 8, 9, 10, 11, 12, 13))
 
 
 def test_a_released_sequence_is_not_guessed_on(ahead: RunAhead, below: Below) -> None:
