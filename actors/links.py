@@ -1,8 +1,8 @@
 """The upper end of a link: a tier in another process, as a Proposer.
 
-Every Work gets an answer. If the peer is dead, hung or not yet connected, the answer is an empty proposal, so that the
-level above goes on with one plain decoding step. The link is rebuilt in the background; the peer then reports which
-tokens it lacks.
+Every Work gets an answer, unless later Work for the same sequence replaces it. If the peer is dead, hung or not yet
+connected, the answer is an empty proposal, so that the level above goes on with one plain decoding step. The link is
+rebuilt in the background; the peer then reports which tokens it lacks.
 """
 
 from __future__ import annotations
@@ -123,7 +123,9 @@ class RemoteProposer:
 
     @property
     def too_silent(self) -> bool:
-        """Whether the silence is long enough to report. A connected peer without work cannot answer, so it never is."""
+        """Whether the silence is long enough to report. A connected peer without work has nothing to answer, so its
+        silence is never reported.
+        """
         idle = self.ready.is_set() and not self.asked
         return self.silent_s >= SILENT_S and not idle
 
@@ -156,7 +158,7 @@ class RemoteProposer:
             rang = self.doorbell.wait(min(until, next_deadline) - time.monotonic())
 
     def _drop_late(self) -> list[int]:
-        """Close the streams whose work was not answered in time; the sequences that were sent on them."""
+        """Close the streams whose work was not answered in time. Returns the ids of the sequences sent on them."""
         now = time.monotonic()
         late = {asked.stream for asked in self.asked.values() if asked.deadline <= now and not asked.lost}
         for stream in filter(None, late):

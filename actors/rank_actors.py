@@ -44,7 +44,7 @@ class RankActor:
 
 
 def lead(world: int, device: str) -> Leader:
-    """Bring the ranks of the calling tier actor together, which leads them.
+    """Bring together the ranks of the calling tier actor, which becomes their leader.
 
     Raises `UnavailableError` if a rank does not come.
     """

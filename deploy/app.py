@@ -49,7 +49,8 @@ ENVIRONMENT = {
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 
 
-# Limit in bytes for a prompt between Serve's processes. By default it is 4 MiB; Serve refuses more without a reason.
+# Limit in bytes for a prompt between Serve's processes. By default it is 4 MiB, and Serve's error for a longer prompt
+# does not say why.
 LONG_PROMPTS = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
 ENVIRONMENT |= LONG_PROMPTS
 
@@ -118,7 +119,9 @@ def replicas(settings: Settings) -> dict[str, Any]:
 
 
 def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
-    """The router, which sends a request to a replica that holds its prefix unless that replica is much busier."""
+    """The router, which sends a request to the replica that was sent most of its prefix, unless that one is much
+    busier.
+    """
     from ray.serve.config import RequestRouterConfig
 
     from deploy.prefixes import BLOCK
@@ -132,7 +135,7 @@ def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
 def run(settings: Settings) -> None:
     """Serve until SIGINT or SIGTERM, then let requests in flight finish and stop everything that was started.
 
-    Raises `InvalidValueError` or a subclass before anything is started; `UnavailableError` if the tiers do not start.
+    Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
     from deploy.directions import check_endpoint, decoding_threads, directions
     from triforce_core.engine.target_kv import offload_directory

@@ -36,7 +36,8 @@ class PrefixRouter(RequestRouter):
         by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
             return [by_chance]
-        pending_request.routing_context.should_backoff = True  # the lists below hold every choice, so a retry must wait
+        # if no replica below has room, Serve must wait before it asks again
+        pending_request.routing_context.should_backoff = True
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
         holders = self.index.holders(candidates, prefix_of(pending_request))
         ongoing = {replica: self.ongoing[replica] for replica in candidates}

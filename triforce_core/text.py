@@ -81,7 +81,9 @@ class Detokenizer:
         return delta
 
     def _shorten(self) -> None:
-        """Drop the tokens before the boundary if those after it have text, with which the next token is decoded."""
+        """Drop the tokens before the boundary, unless those after it have no text: the next token must be decoded
+        together with some text before it.
+        """
         rest = self.meaning.decode(self.window[self.boundary :]) if self.boundary else ""
         if rest:
             self.window, self.shown = self.window[self.boundary :], len(rest)
@@ -89,8 +91,8 @@ class Detokenizer:
             self.boundary = len(self.window)
 
     def _shorten_inside(self, text: str) -> None:
-        """Shorten a window of bytes that form no character: split it where its parts' texts, joined, are its own
-        text.
+        """Shorten a window of bytes that form no character: drop its first part, at a place where the texts of both
+        parts, joined, equal the text of the whole window.
         """
         for start in range(len(self.window) - 4, 0, -1):
             head, rest = self.meaning.decode(self.window[:start]), self.meaning.decode(self.window[start:])

@@ -1,4 +1,4 @@
-"""The CPU threads of a chain that is all in this process. actors/pipeline.py chooses those of tier actors."""
+"""The CPU threads of a chain that is all in this process. actors/warm_up.py chooses those of tier actors."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ FIRST_TOKEN = (1, 0, 0)  # lookaheads: the target draws one token, and no tier b
 
 
 class Scheduler:
-    """First come, first served, with one token budget for the prefill chunks of a pass.
+    """First come, first served. All prefill chunks of a pass together have at most `prefill_chunk` tokens.
 
     A request goes live when the target's pool has room for its whole length, so no live request ever runs out of room.
     """

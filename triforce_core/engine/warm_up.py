@@ -18,7 +18,7 @@ from triforce_core.messages import GREEDY, SamplingParams
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 FEW_OUTPUT_TOKENS = 24  # output tokens
-MOST_OUTPUT = 4096  # output tokens of the last request, which also end the search for threads
+MOST_OUTPUT = 4096  # most output tokens of the last request; the search for threads ends with it
 PERIOD = 61  # tokens after which a prompt repeats itself: so does the output, which makes rounds comparable
 PATIENCE_S = 5.0  # longest prefill: prompts are shortened accordingly
 SEARCH_S = 20.0  # longest search for threads

@@ -31,7 +31,8 @@ class FullHeld(Held):
 
     query_positions: range = range(0)
     queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
-    landmarks: list[Tensor | None] = field(default_factory=list)  # per layer: [kv_heads, chunks, …], beside its pool
+    # per layer: [kv_heads, chunks, …], on the device of its pool
+    landmarks: list[Tensor | None] = field(default_factory=list)
     landmarked: int = 0  # tokens covered by landmarks
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version

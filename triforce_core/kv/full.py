@@ -50,8 +50,8 @@ class FullKV(KVCache):
     def fill(self, span: Span) -> None:
         """Hold KV up to the end of `span`; draw missing KV from a normal distribution.
 
-        Benchmarks use it for passes over a long context, whose times do not depend on the values. The sequence must be
-        open, or begin with the span.
+        Benchmarks use it for passes over a long context, whose times do not depend on the values. The sequence must
+        already be open, or `span` must start at 0.
         """
         placed = self._align(Forward(span, num_sampled=0))
         assert isinstance(placed, Placement)

@@ -88,7 +88,7 @@ class ShapedBatch:
     def settle(self, batch: Batch) -> None:
         """Keep results of the pass for later passes; here nothing, because the KV is already in the pool."""
 
-    # -- device side: no lengths, no synchronisation -------------------------------------------------------------------
+    # -- device side: no value is read back to the host ----------------------------------------------------------------
 
     def unpack(self) -> None:
         """Widen the 32-bit inputs to 64 bits, as the first step of a pass."""
