@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
+from contextvars import Context
 from typing import Any
 
 import ray.exceptions
@@ -95,7 +96,9 @@ class RemotePipelines:
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         prefix = prefix_keys(request.prompt_token_ids)
-        response: Any = self.streaming.decode.remote(request.SerializeToString(), prefix=prefix)
+        # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
+        # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
+        response: Any = Context().run(self.streaming.decode.remote, request.SerializeToString(), prefix=prefix)
         try:
             async for event in response:
                 yield pb.DecodeEvent.FromString(event)
