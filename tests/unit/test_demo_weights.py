@@ -12,7 +12,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from triforce_core.demo import weights_dir
-from triforce_core.demo_training.acceptance import BUDGETS, POSITIONS, measure_acceptance
+from triforce_core.demo_training.acceptance import (
+    BUDGETS,
+    POSITIONS,
+    RuleMeans,
+    classical_acceptance,
+    measure_acceptance,
+    shared_noise_acceptance,
+)
 from triforce_core.demo_training.card import write_card
 from triforce_core.demo_training.checkpoint import save_checkpoint
 from triforce_core.demo_training.corpus import Corpus, Document, Package, build_corpus
@@ -22,7 +29,9 @@ from triforce_core.demo_training.learner import Learner
 from triforce_core.demo_training.modeling import logits
 from triforce_core.demo_training.settings import MODELS, DemoSettings, Geometry, load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.messages import SamplingParams
 from triforce_core.models.load import load_model
+from triforce_core.sampling.draw import Draw, draw_tokens
 
 TOKENIZER = weights_dir("target") / "tokenizer.json"
 TINY = Geometry(hidden_size=32, intermediate_size=32, layers=2, heads=2, head_dim=16, rope_theta=1e4)
@@ -89,6 +98,43 @@ def test_a_tier_that_sees_everything_agrees_with_the_target(weights: Path) -> No
         for budget in BUDGETS:
             assert rates[tier][str(budget)] == {"T0": 1.0, "T1": pytest.approx(1.0, abs=1e-5)}
     assert len(document) > POSITIONS
+
+
+def distributions(seed: int, rows: int, vocab: int) -> tuple[torch.Tensor, torch.Tensor]:
+    p, q = 2 * torch.randn(2, rows, vocab, generator=torch.Generator().manual_seed(seed))
+    q[:, 0] = -torch.inf  # a token that is excluded in one of them
+    return p.softmax(-1), q.softmax(-1)
+
+
+def test_the_acceptance_of_shared_noise_is_what_its_definition_gives() -> None:
+    p, q = distributions(0, 5, 7)
+    found = shared_noise_acceptance(p, q)
+    for row in range(len(p)):
+        total = 0.0
+        for v in range(1, p.shape[1]):
+            total += 1 / float(torch.maximum(p[row] / p[row, v], q[row] / q[row, v]).sum())
+        assert float(found[row]) == pytest.approx(total, rel=1e-4)
+
+
+def test_the_acceptance_of_shared_noise_is_what_draws_show() -> None:
+    p, q = distributions(1, 1, 6)
+    seeds = range(20_000)
+    draws = [Draw(SamplingParams(), seed, 3) for seed in seeds]
+    same = sum(
+        a == b for a, b in zip(*(draw_tokens(d.log().expand(len(seeds), -1), draws) for d in (p, q)), strict=True)
+    )
+    assert same / len(seeds) == pytest.approx(float(shared_noise_acceptance(p, q)), abs=0.015)
+    assert float(shared_noise_acceptance(p, q)) < float(classical_acceptance(p, q))
+
+
+def test_both_rules_accept_everything_from_the_same_model(weights: Path) -> None:
+    logits = torch.randn(9, 50, generator=torch.Generator().manual_seed(3))
+    means = RuleMeans()
+    means.add(logits, logits)
+    rates = means.rates()
+    assert rates.pop("T0") == 1
+    for by_rule in rates.values():
+        assert by_rule == {"shared noise": pytest.approx(1, abs=1e-5), "rejection": pytest.approx(1, abs=1e-5)}
 
 
 def test_losses_of_the_same_tokens_are_compared(weights: Path) -> None:

@@ -106,3 +106,22 @@ def evaluate(
     if card:
         write_card(weights, figures)
     show_figures(figures, as_json=as_json)
+
+
+@demo_app.command()
+def acceptance(
+    weights: Annotated[
+        Path, typer.Argument(exists=True, file_okay=False, help="an exported pair", show_default="the embedded pair")
+    ] = EMBEDDED,
+    settings_file: SettingsOption = DEFAULT_SETTINGS,
+    cache_dir: CacheDirOption = None,
+    documents: Annotated[int, typer.Option(min=1, help="held-out files")] = 20,
+    context: Annotated[int, typer.Option(min=2560, help="tokens of each file")] = 8192,
+    dtype: DtypeOption = "auto",
+    as_json: JsonOption = False,
+) -> None:
+    """Compare the acceptance that shared noise and classical rejection give at several temperatures."""
+    from triforce_core.demo_training.evaluate import compare_rules
+
+    settings = load_settings(settings_file, cache_dir=cache_dir, tokenizer=weights / "target" / "tokenizer.json")
+    show_figures(compare_rules(weights, settings, documents=documents, context=context, dtype=dtype), as_json=as_json)

@@ -1,13 +1,15 @@
 """Acceptance of the draft and retrieval tiers by the target on real text, teacher-forced, without sampling or engine.
 
-At T = 0 a position counts 1 if both would write the same token. At T = 1 it counts Σ min(p, q), the probability
-that a draw from q is accepted (Leviathan et al. 2023, corollary 3.6).
+At T = 0 a position counts 1 if both would write the same token. Above it counts the probability that a draft is
+accepted under one of two rules: classical rejection, Σ min(p, q) (Leviathan et al. 2023, corollary 3.6), or shared
+noise, with which both tiers draw and must draw the same token (Daliri et al. 2024).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -30,12 +32,65 @@ REFRESH = 32  # positions between two snapshots
 _PREFILL_CHUNK = 2048
 _SEQUENCE = 0
 
+TEMPERATURES = (0.2, 0.4, 0.6, 0.8, 1.0, 1.3)  # at which the two rules are compared
+
 Rates = dict[str, float]  # "T0" and "T1" → mean acceptance
+
+
+def classical_acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Probability that a draw from q is accepted for p by rejection sampling; distributions [rows, vocab] → [rows]."""
+    return torch.minimum(p, q).sum(-1)
+
+
+def shared_noise_acceptance(p: Tensor, q: Tensor) -> Tensor:
+    """Probability that p and q give the same token under the same Gumbel noise; distributions [rows, vocab] → [rows].
+
+    Both give v if v is first in both races, which has the probability 1 / Σ over u of max(p_u / p_v, q_u / q_v). With
+    the tokens in descending order of p / q, the larger ratio is p's for v and the tokens before it, q's for the rest.
+    """
+    order = (p / q).nan_to_num(nan=0.0, posinf=torch.inf).argsort(-1, descending=True)
+    p, q = p.double().gather(-1, order), q.double().gather(-1, order)
+    larger_in_p, larger_in_q = p.cumsum(-1), q.sum(-1, keepdim=True) - q.cumsum(-1)
+    return torch.where((p > 0) & (q > 0), 1 / (larger_in_p / p + larger_in_q / q), 0.0).sum(-1)
+
+
+class Mean(Protocol):
+    """A running mean over positions, of which both models' logits are given."""
+
+    def add(self, target: Tensor, draft: Tensor) -> None: ...
+
+    def rates(self) -> dict[str, Any]: ...
+
+
+@dataclass(slots=True)
+class RuleMeans:
+    """Running means of the acceptance under both rules, by temperature."""
+
+    sums: dict[float, tuple[float, float]] = field(default_factory=lambda: dict.fromkeys(TEMPERATURES, (0.0, 0.0)))
+    greedy: float = 0.0
+    count: int = 0
+
+    def add(self, target: Tensor, draft: Tensor) -> None:
+        """Count some positions, given both models' logits of them, [positions, vocab]."""
+        self.greedy += float((target.argmax(-1) == draft.argmax(-1)).sum())
+        self.count += len(target)
+        for temperature, (shared, classical) in self.sums.items():
+            p, q = (target / temperature).softmax(-1), (draft / temperature).softmax(-1)
+            more = shared_noise_acceptance(p, q), classical_acceptance(p, q)
+            self.sums[temperature] = (shared + float(more[0].sum()), classical + float(more[1].sum()))
+
+    def rates(self) -> dict[str, Any]:
+        """ "T0": the rate at which both write the same token; "T0.2" and so on: that of shared noise, of rejection."""
+        by_rule = {
+            f"T{temperature:g}": {"shared noise": shared / self.count, "rejection": classical / self.count}
+            for temperature, (shared, classical) in self.sums.items()
+        }
+        return {"T0": self.greedy / self.count, **by_rule}
 
 
 @dataclass(slots=True)
 class _Mean:
-    """Running mean of the rates at T = 0 and T = 1."""
+    """Running mean of the rates at T = 0 and, under the classical rule, T = 1."""
 
     greedy: float = 0.0
     sampled: float = 0.0
@@ -45,7 +100,7 @@ class _Mean:
         """Count some positions, given both models' logits of them, [positions, vocab]."""
         p, q = target.softmax(-1), draft.softmax(-1)
         self.greedy += float((target.argmax(-1) == draft.argmax(-1)).sum())
-        self.sampled += float(torch.minimum(p, q).sum())
+        self.sampled += float(classical_acceptance(p, q).sum())
         self.count += len(p)
 
     def rates(self) -> Rates:
@@ -57,28 +112,30 @@ def measure_acceptance(
     drafter: PreTrainedModel,
     documents: Sequence[list[int]],
     *,
+    mean: Callable[[], Mean] = _Mean,
     on_document: Callable[[], None] = lambda: None,
-) -> dict[str, dict[str, Rates]]:
+) -> dict[str, dict[str, Any]]:
     """Acceptance on the last `POSITIONS` tokens of each document, by tier and budget.
 
     Args:
         target, drafter: loaded with this project's attention (`models.load_model`).
         documents: token ids, each longer than twice the largest budget, so that selecting matters.
+        mean: what the rates are, `RuleMeans` to compare the two rules.
 
     Returns:
         {"retrieval": {"256": {"T0": …, "T1": …}, …}, "draft": {…}}
     """
-    means = {tier: {budget: _Mean() for budget in BUDGETS} for tier in ("retrieval", "draft")}
+    means = {tier: {budget: mean() for budget in BUDGETS} for tier in ("retrieval", "draft")}
     for tokens in documents:
         first = len(tokens) - POSITIONS
         exact = _score_target(target, tokens, first, means["retrieval"])
-        for budget, mean in means["draft"].items():
-            mean.add(exact, _draft_logits(drafter, tokens, first, budget))
+        for budget, rates in means["draft"].items():
+            rates.add(exact, _draft_logits(drafter, tokens, first, budget))
         on_document()
-    return {tier: {str(budget): mean.rates() for budget, mean in rows.items()} for tier, rows in means.items()}
+    return {tier: {str(budget): each.rates() for budget, each in rows.items()} for tier, rows in means.items()}
 
 
-def _score_target(target: PreTrainedModel, tokens: list[int], first: int, means: dict[int, _Mean]) -> Tensor:
+def _score_target(target: PreTrainedModel, tokens: list[int], first: int, means: dict[int, Mean]) -> Tensor:
     """The target's logits of the scored positions, [POSITIONS, vocab]; adds the retrieval tier's rates to `means`."""
     full = FullKV(kv_geometry(target), len(tokens), _kernel(target))
     runner = ModelRunner(target, full)

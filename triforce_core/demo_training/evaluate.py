@@ -20,7 +20,7 @@ from rich.progress import Progress
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from triforce_core.demo_training.acceptance import measure_acceptance
+from triforce_core.demo_training.acceptance import RuleMeans, measure_acceptance
 from triforce_core.demo_training.corpus import Corpus, build_corpus
 from triforce_core.demo_training.recall import RecallTasks, recall_probe
 from triforce_core.demo_training.settings import DemoSettings
@@ -205,6 +205,16 @@ def repeated_share(
         total += len(grams)
         tick()
     return repeated / max(1, total)
+
+
+def compare_rules(weights: Path, settings: DemoSettings, *, documents: int, context: int, dtype: str) -> dict[str, Any]:
+    """The acceptance that shared noise and classical rejection give on held-out files, by tier, budget, temperature."""
+    dtype = machine_dtype("cpu") if dtype == "auto" else dtype
+    require(dtype in DTYPES, "dtype", dtype, f"must be auto, {', '.join(DTYPES)}")
+    corpus = build_corpus(settings.corpus, settings.tokenizer, settings.corpus_dir)
+    texts = [window.tolist() for window in held_out_windows(corpus, context, documents)]
+    target, drafter = (load_model(str(weights / role), role, dtype, "cpu") for role in ("target", "drafter"))
+    return {"dtype": dtype, **measure_acceptance(target, drafter, texts, mean=RuleMeans)}
 
 
 def _acceptance(
