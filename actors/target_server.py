@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import asdict
 from typing import Any, TypeVar
 
 import grpc
@@ -13,13 +14,21 @@ import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
 from actors.pass_times import PassTimes
-from actors.wire import finish_reason_to_proto, sampling_from_proto, seed_from_proto, stats_to_proto
+from actors.wire import (
+    finish_reason_to_proto,
+    logprobs_to_proto,
+    sampling_from_proto,
+    seed_from_proto,
+    stats_to_proto,
+)
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
 from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.sequence import Output, Request
+from triforce_core.engine.sequence import FinishReason, Output, Request
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
+from triforce_core.models.audit import AuditCounts
+from triforce_core.sampling.grammars import Grammars
 
 log = logging.getLogger(__name__)
 
@@ -99,8 +108,18 @@ class EngineThread:
 class TargetServer(TargetServicer):
     """Token-level generation; see tiers.proto."""
 
-    def __init__(self, engine: Engine, default_lookaheads: tuple[int, int]) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        default_lookaheads: tuple[int, int],
+        grammars: Grammars | None = None,
+        audit: AuditCounts | None = None,
+    ) -> None:
+        """`grammars`: those that the engine decodes with; None: it serves requests without a grammar only. `audit`:
+        what the engine's audits find, to be reported.
+        """
         self.engine_thread, self.default_lookaheads = EngineThread(engine), default_lookaheads
+        self.grammars, self.audit = grammars, audit
 
     async def Decode(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -112,6 +131,7 @@ class TargetServer(TargetServicer):
 
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
+            await self._compile(wanted.grammar)
             sequence_id = self.engine_thread.submit(wanted, deliver)
         except TooLargeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
@@ -130,6 +150,15 @@ class TargetServer(TargetServicer):
         finally:
             self.engine_thread.cancel(sequence_id)
 
+    async def _compile(self, grammar: str) -> None:
+        """Compile the request's grammar, if it has one, so that the engine finds it compiled."""
+        if not grammar:
+            return
+        require(self.grammars is not None, "grammar", grammar, "is not supported here")
+        assert self.grammars is not None
+        compiled = await self.grammars.matcher(grammar)
+        require(not compiled.is_error(), "grammar", grammar, f"cannot be compiled: {compiled.get_error():.500}")
+
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:
         return self.status()
 
@@ -138,6 +167,7 @@ class TargetServer(TargetServicer):
             tier="target",
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
+            audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
         )
 
     def stop(self) -> None:
@@ -158,6 +188,9 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
         seed=seed_from_proto(message.seed),
         lookaheads=(lookaheads[0], lookaheads[1]),
         stop_token_ids=tuple(message.stop_token_ids),
+        grammar=message.grammar,
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
     )
 
 
@@ -167,6 +200,9 @@ def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
         origins=output.origins,
         finish_reason=finish_reason_to_proto(output.finish_reason),
         stats=stats_to_proto(output.stats, prompt_tokens),
+        logprobs=logprobs_to_proto(output.logprobs),
+        prompt_logprobs=logprobs_to_proto(output.prompt_logprobs),
+        no_token=output.finish_reason is FinishReason.NO_TOKEN,
     )
 
 

@@ -7,14 +7,13 @@ A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, fields
-from typing import Any
+from dataclasses import fields
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
+from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, TokenLogprobs, Work
 
 NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
 SEED_VALUES = 2**64
@@ -23,7 +22,7 @@ FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
     FinishReason.STOP: gen.FINISH_REASON_STOP,
     FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
 }
-SAMPLING_FIELDS = [field.name for field in fields(SamplingParams)]
+NUMBERS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "bad_word_ids")]
 
 
 def work_batch_to_proto(work: Iterable[Work], release: Iterable[int] = ()) -> pb.WorkBatch:
@@ -45,18 +44,21 @@ def proposal_batch_from_proto(batch: pb.ProposalBatch) -> list[Proposal]:
 
 def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
     """The message with every field set, even those at their defaults."""
-    return gen.Sampling(**asdict(sampling))
+    return gen.Sampling(
+        **{name: getattr(sampling, name) for name in NUMBERS},
+        logit_bias=dict(sampling.logit_bias),
+        bad_word_ids=[gen.TokenIds(values=word) for word in sampling.bad_word_ids],
+    )
 
 
 def sampling_from_proto(message: gen.Sampling, where: str = "sampling") -> SamplingParams:
     """Sampling parameters sent between tiers. An unset field is refused, because with a default in its place this tier
     would warp by another number than the other tiers.
     """
-    given = set_fields(message)
-    for name in SAMPLING_FIELDS:
-        require(name in given, f"{where}.{name}", None, "must be present")
+    for name in NUMBERS:
+        require(message.HasField(name), f"{where}.{name}", None, "must be present")
     try:
-        return SamplingParams(**given)
+        return sampling_from_client(message)
     except InvalidValueError as error:
         raise InvalidValueError(f"{where}.{error.field}", error.value, error.rule) from None
 
@@ -66,12 +68,32 @@ def sampling_from_client(message: gen.Sampling) -> SamplingParams:
 
     Raises `InvalidValueError` with the field's name alone, without a path.
     """
-    return SamplingParams(**set_fields(message))
+    return SamplingParams(
+        **{name: getattr(message, name) for name in NUMBERS if message.HasField(name)},
+        logit_bias=tuple(sorted(message.logit_bias.items())),
+        bad_word_ids=tuple(tuple(word.values) for word in message.bad_word_ids),
+    )
 
 
-def set_fields(message: gen.Sampling) -> dict[str, Any]:
-    """The values of the fields that were set, by name, even if they equal the defaults."""
-    return {field.name: value for field, value in message.ListFields()}
+def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[gen.TokenLogprobs]:
+    return [
+        gen.TokenLogprobs(
+            logprob=each.logprob,
+            top_ids=[token for token, _ in each.top],
+            top_logprobs=[logprob for _, logprob in each.top],
+        )
+        for each in logprobs
+    ]
+
+
+def logprobs_from_proto(messages: Iterable[gen.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            each.logprob if each.HasField("logprob") else None,
+            tuple(zip(each.top_ids, each.top_logprobs, strict=True)),
+        )
+        for each in messages
+    )
 
 
 def tallies_to_proto(tallies: Iterable[Tally]) -> list[pb.Tally]:
@@ -95,6 +117,9 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
         max_tokens=request.max_tokens,
         stop_token_ids=request.stop_token_ids,
         lookaheads=gen.Lookaheads(values=request.lookaheads),
+        grammar=request.grammar,
+        logprobs=request.logprobs,
+        prompt_logprobs=request.prompt_logprobs,
     )
 
 
@@ -172,6 +197,7 @@ def _spec_to_proto(spec: SequenceSpec) -> pb.SequenceSpec:
         prompt_length=spec.prompt_length,
         max_length=spec.max_length,
         stop_token_ids=spec.stop_token_ids,
+        grammar=spec.grammar,
     )
 
 
@@ -186,6 +212,7 @@ def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
         prompt_length=message.prompt_length,
         max_length=message.max_length,
         stop_token_ids=tokens_from_proto(message.stop_token_ids, f"{where}.stop_token_ids"),
+        grammar=message.grammar,
     )
 
 

@@ -20,18 +20,19 @@ class Queue:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        return await asyncio.get_running_loop().run_in_executor(self.thread, self._tokens, text)
+    async def encode(self, text: str, special: bool) -> tuple[int, ...]:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._tokens, text, special)
 
-    def _tokens(self, text: str) -> tuple[int, ...]:
-        return tuple(self.tokenizer(text)["input_ids"])
+    def _tokens(self, text: str, special: bool) -> tuple[int, ...]:
+        return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
 
 class Encoder:
-    """Encodes a text into tokens, with the special tokens that the tokenizer adds."""
+    """Encodes texts into tokens."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.short, self.long = Queue(tokenizer), Queue(tokenizer)
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        return await (self.short if len(text) <= SHORT_CHARACTERS else self.long).encode(text)
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """The text's tokens; `special`: with the special tokens that the tokenizer adds to a whole text."""
+        return await (self.short if len(text) <= SHORT_CHARACTERS else self.long).encode(text, special)

@@ -7,12 +7,19 @@ from contextlib import aclosing
 
 import grpc
 
-from actors.wire import finish_reason_to_proto, sampling_from_client, seed_from_proto, seed_to_proto
+from actors.wire import (
+    finish_reason_to_proto,
+    logprobs_to_proto,
+    sampling_from_client,
+    seed_from_proto,
+    seed_to_proto,
+)
 from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
 from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError, UnknownModelError, require
+from triforce_core.sampling.guides import Guide
 
 SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationServicer_to_server"
 
@@ -45,36 +52,66 @@ def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
         lookaheads=tuple(request.lookaheads.values) if request.HasField("lookaheads") else None,
         resume=tuple(request.resume_token_ids),
         timeout_s=request.timeout_s if request.HasField("timeout_s") else None,
+        n=request.n if request.HasField("n") else 1,
+        stop_token_ids=tuple(request.stop_token_ids),
+        ignore_eos=request.ignore_eos,
+        bad_words=tuple(request.bad_words),
+        guide=guide_from(request),
+        logprobs=request.logprobs if request.HasField("logprobs") else None,
+        prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
+        echo=request.echo,
     )
 
 
+def guide_from(request: pb.GenerateRequest) -> Guide | None:
+    form = request.WhichOneof("guide")
+    if form is None:
+        return None
+    value = getattr(request, form)
+    return Guide(form, tuple(value.values) if form == "choice" else value)
+
+
 async def generate(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
-    """The whole completion."""
+    """The whole completions."""
     response = pb.GenerateResponse(model=service.model.name)
     async with aclosing(generate_stream(service, request)) as chunks:
         async for chunk in chunks:
+            while len(response.choices) <= chunk.index:
+                response.choices.add()
+            choice = response.choices[chunk.index]
             if chunk.HasField("seed"):
-                response.seed = chunk.seed
-            response.text += chunk.text
-            response.token_ids.extend(chunk.token_ids)
-            response.origins += chunk.origins
-    response.finish_reason = chunk.finish_reason
-    response.usage.CopyFrom(chunk.usage)
-    response.stats.CopyFrom(chunk.stats)
+                choice.seed = chunk.seed
+            choice.text += chunk.text
+            choice.token_ids.extend(chunk.token_ids)
+            choice.origins += chunk.origins
+            choice.logprobs.extend(chunk.logprobs)
+            response.prompt_logprobs.extend(chunk.prompt_logprobs)
+            if chunk.HasField("usage"):
+                choice.finish_reason = chunk.finish_reason
+                choice.stats.CopyFrom(chunk.stats)
+                response.usage.prompt_tokens = chunk.usage.prompt_tokens
+                response.usage.completion_tokens += chunk.usage.completion_tokens
     return response
 
 
 async def generate_stream(service: Service, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateChunk, None]:
-    """The completion in chunks, as it is decoded."""
-    first = True
+    """The completions in chunks, as they are decoded."""
+    begun = set[int]()
     async with aclosing(service.complete(client_request_from(request))) as parts:
         async for part in parts:
-            yield chunk_of(part, with_seed=first)
-            first = False
+            yield chunk_of(part, with_seed=part.index not in begun)
+            begun.add(part.index)
 
 
 def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
-    chunk = pb.GenerateChunk(text=part.piece.text, token_ids=part.piece.tokens, origins=part.piece.origins)
+    chunk = pb.GenerateChunk(
+        text=part.piece.text,
+        token_ids=part.piece.tokens,
+        origins=part.piece.origins,
+        index=part.index,
+        logprobs=logprobs_to_proto(part.piece.logprobs),
+        prompt_logprobs=logprobs_to_proto(part.prompt_logprobs),
+    )
     if with_seed:
         chunk.seed = seed_to_proto(part.seed)
     if part.done:

@@ -12,26 +12,28 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import triforce_core
-from actors.wire import finish_reason_from_proto, request_to_proto, stats_from_proto
+from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_to_proto, stats_from_proto
 from deploy.encoding import Encoder
 from deploy.errors import DeadlineError, OverloadedError
+from deploy.merging import merged
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.engine.limits import Limits, target_limits
-from triforce_core.engine.sequence import FinishReason, Request, Stats
+from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
-from triforce_core.messages import GREEDY, SamplingParams
-from triforce_core.models.files import load_config, load_tokenizer, stop_token_ids
-from triforce_core.text import OutputText, TextDelta, TokenText, joined
+from triforce_core.messages import GREEDY, MAX_BAD_WORDS, SamplingParams, TokenLogprobs
+from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
+from triforce_core.sampling.grammars import Grammars
+from triforce_core.sampling.guides import Guide, no_token
+from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellings
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
-RANDOM_SEED_BITS = 53  # JSON readers that use doubles keep a seed of this size exact
 
 
 class Pipelines(Protocol):
@@ -63,6 +65,14 @@ class ClientRequest:
     lookaheads: tuple[int, ...] | None = None  # None: those of the settings
     resume: tuple[int, ...] = ()  # output tokens that the client already has
     timeout_s: float | None = None
+    n: int = 1  # independent completions
+    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
+    ignore_eos: bool = False  # the model's own stop tokens do not end the output
+    bad_words: tuple[str, ...] = ()
+    guide: Guide | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    echo: bool = False  # the text begins with the prompt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +92,8 @@ class Part:
     seed: int
     prompt_tokens: int
     done: Done | None = None
+    index: int = 0  # of the completion, among the request's `n`
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +134,7 @@ class Service:
         self.meaning = TokenText(model.tokenizer)
         self.max_token_characters = max(map(len, model.tokenizer.get_vocab()))
         self.encoder = Encoder(model.tokenizer)
+        self.grammars = Grammars(lambda: model.tokenizer, model.limits.vocab_size)
         self.room = settings.places
         self.in_flight = 0
         self.served = False  # whether any completion has yielded a part
@@ -153,16 +166,17 @@ class Service:
         return not self.in_flight
 
     async def complete(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
-        """The parts of a completion as they are decoded; closing the generator stops the request.
+        """The parts of the request's completions as they are decoded; closing the generator stops the request.
 
         Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
-        the request itself are raised before the first part.
+        the request itself are raised before the first part, but for parameters that in the end exclude every token.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        if self.in_flight >= self.room:
-            raise OverloadedError(f"all {self.room} places are taken; try again later")
-        self.in_flight += 1
+        require(1 <= asked.n <= self.room, "n", asked.n, f"must be at least 1 and at most {self.room}")
+        if self.in_flight + asked.n > self.room:
+            raise OverloadedError(f"{self.in_flight} of {self.room} places are taken; try again later")
+        self.in_flight += asked.n
         try:
             self.check_model(asked.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
@@ -173,14 +187,15 @@ class Service:
             try:
                 async with asyncio.timeout_at(deadline):
                     request = await self.request(asked)
-                async with aclosing(self.parts(asked, request, deadline)) as parts:
+                completions = [self.parts(asked, request, index, deadline) for index in range(asked.n)]
+                async with aclosing(merged(completions)) as parts:
                     async for part in parts:
                         self.served = True
                         yield part
             except TimeoutError:
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
         finally:
-            self.in_flight -= 1
+            self.in_flight -= asked.n
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:
@@ -198,21 +213,46 @@ class Service:
         longest = max(map(len, asked.stop), default=0)
         rule = f"must be at most {MAX_STOP_CHARACTERS} characters in each string"
         require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
+        whole = asked.n == 1 or not asked.resume
+        require(whole, "resume_token_ids", f"with n: {asked.n}", "continue one completion: ask with its own seed")
         lookaheads = self.settings.speculation.effective if asked.lookaheads is None else asked.lookaheads
         check_lookaheads("lookaheads", lookaheads)
         prompt = await self.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
-        limits = self.model.limits
+        limits, own_stops = self.model.limits, () if asked.ignore_eos else self.model.stop_token_ids
         request = Request(
             prompt=prompt,
             max_tokens=limits.longest_output(len(prompt)) if asked.max_tokens is None else asked.max_tokens,
-            sampling=asked.sampling,
-            seed=secrets.randbits(RANDOM_SEED_BITS) if asked.seed is None else asked.seed,
+            sampling=await self.sampling(asked),
+            seed=secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed,
             lookaheads=(lookaheads[0], lookaheads[1]),
-            stop_token_ids=self.model.stop_token_ids,
+            stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
             resume=asked.resume,
+            logprobs=asked.logprobs,
+            prompt_logprobs=asked.prompt_logprobs,
         )
         limits.check(request)
-        return request
+        if asked.guide is None:
+            return request
+        # A complete output must be able to end, even if the model's configuration names no stop token.
+        stops = dict.fromkeys((*request.stop_token_ids, *end_token_ids(self.model.tokenizer)))
+        return replace(request, grammar=await self.grammar(asked, asked.guide), stop_token_ids=tuple(stops))
+
+    async def sampling(self, asked: ClientRequest) -> SamplingParams:
+        """The request's sampling parameters, with the tokens of its bad words."""
+        most = MAX_BAD_WORDS // 2  # each has two spellings
+        require(len(asked.bad_words) <= most, "bad_words", len(asked.bad_words), f"must be at most {most} words")
+        longest, rule = max(map(len, asked.bad_words), default=0), f"must be at most {MAX_STOP_CHARACTERS} characters"
+        require(longest <= MAX_STOP_CHARACTERS, "bad_words", longest, f"{rule} each")
+        words = [await self.encoder.encode(text, special=False) for text in spellings(asked.bad_words)]
+        return replace(asked.sampling, bad_word_ids=(*asked.sampling.bad_word_ids, *dict.fromkeys(words)))
+
+    async def grammar(self, asked: ClientRequest, guide: Guide) -> str:
+        """The grammar of the output. Raises `InvalidValueError` for one that cannot be compiled."""
+        require(not asked.ignore_eos, "ignore_eos", True, f"contradicts {guide.form}, whose output has an end")
+        grammar = await asyncio.to_thread(guide.grammar)
+        compiled = await self.grammars.matcher(grammar)
+        guide.check(compiled)
+        return grammar
 
     async def encode(self, text: str) -> tuple[int, ...]:
         """The text's tokens, special ones included. Raises `InvalidValueError` or a subclass."""
@@ -229,30 +269,50 @@ class Service:
             raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
         return await self.encoder.encode(text)
 
-    async def parts(self, asked: ClientRequest, request: Request, deadline: float) -> AsyncGenerator[Part, None]:
-        """Decode, and turn tokens into text, until the output ends."""
-        output = OutputText(self.meaning, stop=asked.stop, end_tokens=request.stop_token_ids, resumed=request.resume)
-        prompt_tokens = len(request.prompt)
+    async def parts(
+        self, asked: ClientRequest, request: Request, index: int, deadline: float
+    ) -> AsyncGenerator[Part, None]:
+        """Decode completion `index` of the request, and turn tokens into text, until the output ends."""
+        request = replace(
+            request, seed=nth_seed(request.seed, index), prompt_logprobs=None if index else request.prompt_logprobs
+        )
+        output = OutputText(
+            self.meaning,
+            stop=asked.stop,
+            end_tokens=request.stop_token_ids,
+            resumed=request.resume,
+            min_tokens=request.sampling.min_tokens,
+        )
+        frame = Part(TextDelta("", (), b""), request.seed, len(request.prompt), index=index)
         if output.stopped:  # the client already has the whole output
-            done = Done(FinishReason.STOP, output.num_tokens, Stats())
-            yield Part(output.finish(), request.seed, prompt_tokens, done)
+            yield replace(frame, piece=output.finish(), done=Done(FinishReason.STOP, output.num_tokens, Stats()))
             return
+        echoed = self.prompt_text(asked, request) if asked.echo and not request.resume else ""
+        scores: tuple[TokenLogprobs, ...] = ()
         async with aclosing(self.pipelines.decode(request_to_proto(request))) as events:
             while True:
                 async with asyncio.timeout_at(deadline):
                     event = await anext(events, None)
                 if event is None:
                     raise UnavailableError("the pipeline ended the request before its end")
-                piece = output.feed(event.token_ids, event.origins)
+                scores += logprobs_from_proto(event.prompt_logprobs)
+                piece = output.feed(event.token_ids, event.origins, logprobs_from_proto(event.logprobs))
                 finish_reason = finish_reason_from_proto(event.finish_reason)
                 if output.stopped or finish_reason is not None:
                     break
-                if piece.text or piece.tokens:
-                    yield Part(piece, request.seed, prompt_tokens)
+                if piece.text or piece.tokens or scores:
+                    piece = replace(piece, text=echoed + piece.text)
+                    yield replace(frame, piece=piece, prompt_logprobs=scores)
+                    echoed, scores = "", ()
+                if event.no_token:
+                    raise no_token(asked.guide, output.num_tokens)
             last = joined([piece, output.finish()])
         reason = FinishReason.STOP if output.stopped or finish_reason is None else finish_reason
         done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
-        yield Part(last, request.seed, prompt_tokens, done)
+        yield replace(frame, piece=replace(last, text=echoed + last.text), done=done, prompt_logprobs=scores)
+
+    def prompt_text(self, asked: ClientRequest, request: Request) -> str:
+        return asked.prompt if isinstance(asked.prompt, str) else self.meaning.decode([*request.prompt])
 
 
 def check_lookaheads(field: str, lookaheads: Sequence[int]) -> None:

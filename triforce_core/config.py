@@ -136,6 +136,19 @@ class TargetSettings(Strict):
         f" 2048, or {OFFLOADED_PREFILL_CHUNK} with offload",
     )
 
+    audit: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of the verified blocks that are computed again, one token at a time, and compared",
+    )
+
+    @model_validator(mode="after")
+    def _audited(self) -> TargetSettings:
+        if self.audit and (self.offload != "none" or self.tensor_parallel > 1):
+            raise ValueError(f"audit {self.audit} must be 0 with offload or tensor_parallel")
+        return self
+
     @model_validator(mode="after")
     def _offloading(self) -> TargetSettings:
         if self.resident_layers and self.offload == "none":

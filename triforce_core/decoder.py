@@ -9,7 +9,7 @@ from enum import Enum
 from math import ceil
 from typing import Protocol
 
-from triforce_core.messages import Claim, Proposal, Proposer, Span, Tally, Tier, Verdict, Work
+from triforce_core.messages import Claim, Proposal, Proposer, Span, Tally, Tier, TokenLogprobs, Verdict, Work
 
 
 class Verifier(Protocol):
@@ -47,6 +47,9 @@ class Block:
     missing_from: int | None = None
     snapshot_wanted: bool = False
     ended: bool = False  # the last token ends the sequence
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    no_token: bool = False  # no token can follow
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of the levels below
     # The position up to which this tier's model holds the text; None: the model has not run since the work came.
     model_holds: int | None = None
@@ -105,6 +108,9 @@ class Block:
             missing_from=missing_from,
             snapshot_wanted=self.snapshot_wanted,
             tallies=tuple(self.tallies),
+            logprobs=self.logprobs,
+            prompt_logprobs=self.prompt_logprobs,
+            no_token=self.no_token,
         )
 
     def continuation(self) -> Block:
@@ -255,10 +261,14 @@ class SpeculativeDecoder:
         block.below_holds = proposal.start if proposal.missing_from is None else proposal.missing_from
         block.snapshot_wanted |= proposal.snapshot_wanted or verdict.snapshot_wanted
         block.ended |= verdict.ended
+        block.logprobs += verdict.logprobs
+        block.prompt_logprobs += verdict.prompt_logprobs
+        block.no_token |= verdict.no_token
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
         block.add_tallies([tally, *proposal.tallies])
-        stuck = not verdict.tokens  # a prefill chunk, or this tier lacks tokens or a snapshot: the level above must act
+        # A prefill chunk, or this tier lacks tokens or a snapshot, or no token can follow: the level above must act.
+        stuck = not verdict.tokens or verdict.no_token
         # The next round can state missing text within the work; only the level above can state earlier text.
         lacking = block.missing_from is not None and block.missing_from < block.work.span.start
         block.state = State.DONE if stuck or lacking or block.long_enough else State.TO_ASK

@@ -6,8 +6,9 @@ from collections.abc import Sized
 
 from triforce_core.kv.base import Forward, Lack
 from triforce_core.messages import Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
-from triforce_core.models.drawing import draw_rows
+from triforce_core.models.drawing import NO_TOKEN, Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
+from triforce_core.sampling.grammars import Grammars
 from triforce_core.timeline import TIMELINE
 
 
@@ -16,8 +17,8 @@ class ModelProposer:
 
     tier = Tier.DRAFT
 
-    def __init__(self, runner: ModelRunner) -> None:
-        self.runner = runner
+    def __init__(self, runner: ModelRunner, grammars: Grammars | None = None) -> None:
+        self.runner, self.drawer = runner, Drawer(runner, grammars, wait_for_grammars=False)
         self.waiting: dict[int, Work] = {}
 
     @property
@@ -38,12 +39,12 @@ class ModelProposer:
             forwards = [Forward(statement(work[i].span, drafted[i]), num_sampled=1) for i in active]
             with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
                 logits, batch = self.runner.forward(forwards)
-                tokens = dict(draw_rows(self.runner, logits, batch.rows))
+                tokens = self.drawer.draw(by_sequence(logits, batch.rows))
             lacks.update(batch.lacking)
             unfinished = []
             for i in active:
                 span = work[i].span
-                if span.sequence_id not in tokens:
+                if tokens.get(span.sequence_id, [NO_TOKEN]) == [NO_TOKEN]:
                     continue
                 drafted[i] += tuple(tokens[span.sequence_id])
                 spec = self.runner.kv.held[span.sequence_id].spec
@@ -71,6 +72,7 @@ class ModelProposer:
         for sequence_id in sequence_ids:
             self.waiting.pop(sequence_id, None)
         self.runner.release(sequence_ids)
+        self.drawer.release(sequence_ids)
 
 
 class NoProposer:

@@ -22,14 +22,28 @@ class Tier(IntEnum):
     TARGET = 2
 
 
+MAX_BIASED_TOKENS = 1024  # more would make every message between tiers long
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_TOKENS = 64  # per word
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How the next token's distribution is warped before a token is drawn; the defaults leave it unchanged."""
+    """What is done to the model's logits before a token is drawn; the defaults leave them unchanged.
+
+    The order: penalties, bias, exclusions (sampling/edits.py); temperature, top-k, top-p, min-p (sampling/warp.py).
+    """
 
     temperature: float = 1.0  # 0 is greedy; smaller values than 1e-4 count as 0
     top_k: int = 0  # 0 keeps all
     top_p: float = 1.0
     min_p: float = 0.0
+    repetition_penalty: float = 1.0  # of tokens in prompt or output: divides positive logits, multiplies negative ones
+    presence_penalty: float = 0.0  # subtracted from the logit of each token in the output
+    frequency_penalty: float = 0.0  # the same, times the number of its occurrences in the output
+    min_tokens: int = 0  # stop tokens are excluded until the output has so many tokens
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+    bad_word_ids: tuple[tuple[int, ...], ...] = ()  # runs of tokens that never occur in the output
 
     def __post_init__(self) -> None:
         require(0 <= self.temperature <= 100, "temperature", self.temperature, "must be between 0 and 100")
@@ -38,6 +52,37 @@ class SamplingParams:
         require(0 <= self.top_k < 2**31, "top_k", self.top_k, "must be 0 (off) or more, and below 2**31")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "must be above 0 and at most 1")
         require(0 <= self.min_p <= 1, "min_p", self.min_p, "must be between 0 and 1")
+        rule = "must be at least 0.01 and at most 100"
+        require(0.01 <= self.repetition_penalty <= 100, "repetition_penalty", self.repetition_penalty, rule)
+        for name in ("presence_penalty", "frequency_penalty"):
+            value = getattr(self, name)
+            require(-2 <= value <= 2, name, value, "must be between -2 and 2")
+        require(0 <= self.min_tokens < 2**31, "min_tokens", self.min_tokens, "must be 0 or more, and below 2**31")
+        count, rule = len(self.logit_bias), f"must hold at most {MAX_BIASED_TOKENS} tokens"
+        require(count <= MAX_BIASED_TOKENS, "logit_bias", f"{count} tokens", rule)
+        object.__setattr__(self, "logit_bias", tuple(sorted(self.logit_bias)))
+        distinct = len(dict(self.logit_bias)) == count
+        require(distinct, "logit_bias", f"{count} tokens", "must name each token once")
+        for token, bias in self.logit_bias:
+            require(-100 <= bias <= 100, "logit_bias", f"{token}: {bias}", "must be between -100 and 100")
+        count, rule = len(self.bad_word_ids), f"must hold at most {MAX_BAD_WORDS} words"
+        require(count <= MAX_BAD_WORDS, "bad_words", f"{count} words", rule)
+        longest, rule = (
+            max(map(len, self.bad_word_ids), default=1),
+            f"must be at most {MAX_BAD_WORD_TOKENS} tokens each",
+        )
+        require(longest <= MAX_BAD_WORD_TOKENS, "bad_words", f"{longest} tokens", rule)
+        require(all(self.bad_word_ids), "bad_words", "", "must not hold a word without tokens")
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p may exclude tokens."""
+        return bool(self.top_k or self.top_p < 1 or self.min_p)
+
+    @property
+    def penalises(self) -> bool:
+        """Whether logits depend on the tokens of the text."""
+        return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -52,6 +97,18 @@ class SequenceSpec:
     prompt_length: int  # tokens
     max_length: int  # tokens of prompt and output together; no tier drafts or decodes beyond
     stop_token_ids: tuple[int, ...] = ()  # a tier that draws one of these ends its block with it
+    grammar: str = ""  # of the output, as llguidance writes grammars (sampling/grammars.py); empty: any text
+    # How many alternatives the target reports with the logprob of each output token, and of each prompt token. None: no
+    # logprobs.
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+    @property
+    def edits_logits(self) -> bool:
+        """Whether the logits are changed before warping."""
+        sampling = self.sampling
+        listed = bool(sampling.min_tokens or sampling.logit_bias or sampling.bad_word_ids)
+        return sampling.penalises or listed or bool(self.grammar)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +181,14 @@ def wait_in_turn(waiting: dict[int, Work], work: list[Work]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probabilities in the model's own distribution, before any sampling parameter."""
+
+    logprob: float | None  # of the token itself; None for the first token of a prompt, which nothing predicts
+    top: tuple[tuple[int, float], ...] = ()  # the most probable token ids with theirs, the best first
+
+
+@dataclass(frozen=True, slots=True)
 class Proposal:
     """A continuation from position `start`. It may be empty; verifying it is then one plain decoding step."""
 
@@ -134,6 +199,10 @@ class Proposal:
     missing_from: int | None = None  # the tier lacks tokens of this sequence: state it again from here
     snapshot_wanted: bool = False  # the tier lacks the sparse KV of this sequence and needs a snapshot
     tallies: tuple[Tally, ...] = ()  # of this proposal: the answering level first, then the levels below
+    # The target alone fills the fields below, which never cross a link.
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens that the work's span stated
+    no_token: bool = False  # the parameters exclude every token that could follow
 
 
 class Proposer(Protocol):
@@ -168,3 +237,6 @@ class Verdict:
     ended: bool = False  # the last token is a stop token, or max_length is reached
     missing_from: int | None = None
     snapshot_wanted: bool = False
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of `tokens`, where asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens of the claim's span
+    no_token: bool = False  # the sampling parameters exclude every token that could follow `tokens`

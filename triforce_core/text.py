@@ -15,8 +15,11 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from triforce_core.errors import require
+from triforce_core.messages import TokenLogprobs
 
 REPLACEMENT = "\ufffd"  # decoders write it for bytes that form no character, or not yet
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # one byte of a character, in vocabularies with byte fallback
@@ -49,6 +52,13 @@ class TokenText:
         text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
+
+
+def spellings(words: Iterable[str]) -> list[str]:
+    """The texts whose tokens must not occur so that these words do not: most vocabularies write the first token of a
+    word within a text together with the blank before it.
+    """
+    return [text for word in words for text in (word, f" {word}")]
 
 
 class Detokenizer:
@@ -111,6 +121,7 @@ class StopString:
     """Searches for one stop string, one character at a time (Knuth, Morris, Pratt 1977)."""
 
     def __init__(self, text: str) -> None:
+        require(text != "", "stop", text, "must not be an empty string")
         self.text = text
         self.matched = 0  # length of the longest prefix of `text` that the characters seen so far end with
         self.borders = [0]  # of each prefix, the length of its longest proper prefix that is also its suffix
@@ -123,7 +134,9 @@ class StopString:
         return matched + (self.text[matched] == character)
 
     def see(self, character: str) -> bool:
-        """Take the next character; return whether it completes the stop string. Do not call again after that."""
+        """Take the next character; return whether it completes the stop string."""
+        if self.matched == len(self.text):  # it was completed before, where it did not stop the output
+            self.matched = self.borders[-1]
         self.matched = self._longer(self.matched, character)
         return self.matched == len(self.text)
 
@@ -135,6 +148,7 @@ class TextDelta:
     text: str
     tokens: tuple[int, ...]
     origins: bytes  # one Tier per token
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
 
 
 def joined(pieces: Sequence[TextDelta]) -> TextDelta:
@@ -143,6 +157,7 @@ def joined(pieces: Sequence[TextDelta]) -> TextDelta:
         "".join(piece.text for piece in pieces),
         tuple(token for piece in pieces for token in piece.tokens),
         b"".join(piece.origins for piece in pieces),
+        tuple(each for piece in pieces for each in piece.logprobs),
     )
 
 
@@ -153,13 +168,15 @@ class HeldToken:
     token: int | None  # None: text that is released after its tokens were returned
     origin: int
     text: str
+    logprobs: TokenLogprobs | None = None
 
 
 class OutputText:
     """The output of one request, as text and tokens that always agree.
 
     `stop` holds non-empty strings. `resumed` are output tokens that the receiver already has: they count towards the
-    output and are searched for stop strings, but neither they nor their text are returned again.
+    output and are searched for stop strings, but neither they nor their text are returned again. A stop string that
+    would leave fewer than `min_tokens` tokens is no stop.
     """
 
     def __init__(
@@ -169,21 +186,27 @@ class OutputText:
         stop: Sequence[str] = (),
         end_tokens: Iterable[int] = (),
         resumed: Sequence[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.detokenizer = Detokenizer(meaning)
         self.stops = [StopString(text) for text in stop]
         self.end_tokens = frozenset(end_tokens)
         self.held: deque[HeldToken] = deque()
+        self.min_tokens = min_tokens
         self.stopped = False  # a stop string was found: later tokens are ignored
         self.num_tokens = 0  # tokens of the output so far, resumed ones included
         self.num_known = len(resumed)
         self.feed(resumed, bytes(len(resumed)))
 
-    def feed(self, tokens: Sequence[int], origins: bytes) -> TextDelta:
-        """Take newly committed tokens; return the text and tokens that are certain now. Check `stopped` afterwards."""
-        for token, origin in zip(tokens, origins, strict=True):
+    def feed(self, tokens: Sequence[int], origins: bytes, logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
+        """Take newly committed tokens; return the text and tokens that are certain now. Check `stopped` afterwards.
+
+        `logprobs`: one per token, or none.
+        """
+        scores: Sequence[TokenLogprobs | None] = logprobs or [None] * len(tokens)
+        for token, origin, score in zip(tokens, origins, scores, strict=True):
             if token not in self.end_tokens and not self.stopped:
-                self.held.append(HeldToken(token, origin, ""))
+                self.held.append(HeldToken(token, origin, "", score))
                 self._append(self.detokenizer.push(token))
         return self._release(self._certain())
 
@@ -200,21 +223,23 @@ class OutputText:
         for character in text:
             self.held[-1].text += character
             found = [len(stop.text) for stop in self.stops if stop.see(character)]
-            if found:
-                self._cut(max(found))
+            if any(self._cut(num_characters) for num_characters in sorted(found, reverse=True)):
                 return
 
-    def _cut(self, num_characters: int) -> None:
-        """End the output `num_characters` before the end of the held text."""
-        self.stopped = True
+    def _cut(self, num_characters: int) -> bool:
+        """End the output `num_characters` before the end of the held text, unless it would be too short; return whether
+        it has ended.
+        """
         left = sum(len(held.text) for held in self.held) - num_characters
         kept: deque[HeldToken] = deque()
         while left > 0:
-            held = self.held.popleft()
-            held.text = held.text[:left]
+            held = self.held[len(kept)]
+            kept.append(replace(held, text=held.text[:left]))
             left -= len(held.text)
-            kept.append(held)
-        self.held = kept
+        if self.num_tokens + sum(held.token is not None for held in kept) < self.min_tokens:
+            return False
+        self.held, self.stopped = kept, True
+        return True
 
     def _certain(self) -> int:
         """How many held tokens can be released: those whose text ends before a possible beginning of a stop string."""
@@ -237,4 +262,5 @@ class OutputText:
         tokens = tuple(held.token for held in new if held.token is not None)
         self.num_tokens += num_known + len(tokens)
         origins = bytes(held.origin for held in new if held.token is not None)
-        return TextDelta("".join(held.text for held in new), tokens, origins)
+        logprobs = tuple(held.logprobs for held in new if held.logprobs is not None)
+        return TextDelta("".join(held.text for held in new), tokens, origins, logprobs)

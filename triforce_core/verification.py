@@ -8,16 +8,24 @@ from itertools import takewhile
 
 from triforce_core.kv.base import Forward
 from triforce_core.messages import Claim, SequenceSpec, Tier, Verdict
-from triforce_core.models.drawing import draw_rows
+from triforce_core.models.audit import Audit
+from triforce_core.models.drawing import NO_TOKEN, Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
+from triforce_core.models.scoring import Scorer
+from triforce_core.sampling.grammars import Grammars
 from triforce_core.timeline import TIMELINE
 
 
 class ModelVerifier:
     """Verifies with shared noise: a proposed token is accepted if and only if this tier draws the same token itself."""
 
-    def __init__(self, runner: ModelRunner, tier: Tier) -> None:
+    def __init__(self, runner: ModelRunner, tier: Tier, grammars: Grammars | None = None) -> None:
+        """`grammars`: None if this tier decodes without them."""
+        top = tier is Tier.TARGET
         self.runner, self.tier = runner, tier
+        self.drawer = Drawer(runner, grammars, wait_for_grammars=top)
+        self.scorer = Scorer() if top else None
+        self.audit: Audit | None = None
 
     @property
     def held(self) -> Sized:
@@ -26,28 +34,46 @@ class ModelVerifier:
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         claims = [self._sound(claim) for claim in claims]
-        forwards = [Forward(c.span.extended(c.proposed), len(c.proposed) + 1 if c.sample else 0) for c in claims]
-        with TIMELINE.stage(self.tier, len(claims), sum(len(c.proposed) + 1 for c in claims if c.sample)):
-            logits, batch = self.runner.forward(forwards)
-            own = dict(draw_rows(self.runner, logits, batch.rows))
+        num_drawn = {c.span.sequence_id: len(c.proposed) + 1 for c in claims if c.sample}
+        with TIMELINE.stage(self.tier, len(claims), sum(num_drawn.values())):
+            passed, batch = self.runner.forward([self._forward(claim) for claim in claims])
+            logits = by_sequence(passed, batch.rows)
+            drawn = {i: part[len(part) - num_drawn[i] :] for i, part in logits.items() if i in num_drawn}
+            own = self.drawer.draw(drawn)
         verdicts = []
         for claim in claims:
             sequence_id = claim.span.sequence_id
             if lack := batch.lacking.get(sequence_id):
                 verdicts.append(Verdict(missing_from=lack.missing_from, snapshot_wanted=lack.snapshot_wanted))
-            elif not claim.sample:
-                verdicts.append(Verdict())
-            else:
-                verdicts.append(judge(own[sequence_id], claim, self.runner.kv.held[sequence_id].spec))
+                continue
+            spec = self.runner.kv.held[sequence_id].spec
+            verdict = judge(own[sequence_id], claim, spec) if claim.sample else Verdict()
+            if self.audit is not None and claim.sample:
+                self.audit.check(claim, verdict, drawn[sequence_id])
+            if self.scorer is not None and sequence_id in logits:
+                verdict = self.scorer.scored(verdict, claim, spec, logits[sequence_id])
+            verdicts.append(verdict)
         return verdicts
 
     def release(self, sequence_ids: list[int]) -> None:
         self.runner.release(sequence_ids)
+        self.drawer.release(sequence_ids)
+        if self.scorer is not None:
+            self.scorer.release(sequence_ids)
+
+    def _forward(self, claim: Claim) -> Forward:
+        num_sampled = len(claim.proposed) + 1 if claim.sample else 0
+        if self.scorer is not None and (spec := self._spec(claim)) is not None:
+            num_sampled = max(num_sampled, self.scorer.num_positions(claim, spec))
+        return Forward(claim.span.extended(claim.proposed), num_sampled)
+
+    def _spec(self, claim: Claim) -> SequenceSpec | None:
+        held = self.runner.kv.held.get(claim.span.sequence_id)
+        return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
         """The claim, its proposed tokens cut at `max_length` and before the first that is outside the vocabulary."""
-        held = self.runner.kv.held.get(claim.span.sequence_id)
-        spec = held.spec if held is not None else claim.span.spec
+        spec = self._spec(claim)
         room = max(0, spec.max_length - claim.span.end) if spec is not None else 0
         vocab_size = self.runner.model.config.vocab_size
         known = takewhile(lambda token: 0 <= token < vocab_size, claim.proposed[:room])
@@ -58,6 +84,8 @@ def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
     """Keep the verifier's own tokens through the first that was not proposed, is a stop token or hits `max_length`."""
     kept: list[int] = []
     for position, token in enumerate(own):
+        if token == NO_TOKEN:
+            return Verdict(tuple(kept), len(kept), no_token=True)
         kept.append(token)
         ended = token in spec.stop_token_ids or claim.span.end + len(kept) >= spec.max_length
         if ended or position >= len(claim.proposed) or claim.proposed[position] != token:

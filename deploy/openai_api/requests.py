@@ -14,7 +14,7 @@ from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)}
+SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 
 
 def checked_as(rule: str) -> WrapValidator:
@@ -70,6 +70,9 @@ class CompletionRequest(Body):
     stop: Stop = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: dict[str, float] | None = None
     user: str | None = Field(None, description="accepted and ignored")
     # OpenAI's fields that are not supported; they are accepted only with a value that has no effect.
     n: int | None = 1
@@ -77,12 +80,11 @@ class CompletionRequest(Body):
     echo: bool | None = False
     logprobs: int | None = None
     suffix: str | None = None
-    logit_bias: dict[str, float] | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
     # Fields of this server, beyond OpenAI's.
     top_k: int | None = Field(0, description="keep the k most probable tokens; 0 keeps all")
     min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
+    repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
+    min_tokens: int | None = Field(0, description="nothing ends the output before it has so many tokens")
     speculation: Speculation | None = None
     return_token_ids: bool = Field(False, description="give token_ids and their origins with each choice")
     timeout_s: float | None = Field(None, description="give up after this many seconds")
@@ -94,9 +96,6 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no
     "echo": (None, False),
     "logprobs": (None,),
     "suffix": (None, ""),
-    "logit_bias": (None, {}),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
 }
 
 
@@ -112,7 +111,9 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return ClientRequest(
         prompt=prompt_from(body.prompt),
-        sampling=SamplingParams(**body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)),
+        sampling=SamplingParams(
+            **body.model_dump(include=SAMPLING_FIELDS, exclude_none=True), logit_bias=biases_from(body.logit_bias or {})
+        ),
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         seed=body.seed,
         stop=tuple(stop or ()),
@@ -120,6 +121,13 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
         lookaheads=lookaheads_from(body.speculation, defaults),
         timeout_s=body.timeout_s,
     )
+
+
+def biases_from(logit_bias: dict[str, float]) -> tuple[tuple[int, float], ...]:
+    for token in logit_bias:
+        number = token.isascii() and token.isdecimal() and len(token) <= 10
+        require(number, "logit_bias", token, "is not a token id: must be a whole number in quotes")
+    return tuple((int(token), bias) for token, bias in logit_bias.items())
 
 
 def prompt_from(prompt: str | list[int] | list[str] | list[list[int]]) -> str | tuple[int, ...]:

@@ -104,6 +104,9 @@ def model_card(model: ServedModel) -> dict[str, Any]:
 def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     links = [{field.name: value for field, value in link.ListFields()} for link in status.links]
     silent = {field.name: value for field, value in status.silent.ListFields()}
+    audit = {
+        name: getattr(status.audit, name) for name in pb.Audit.DESCRIPTOR.fields_by_name if status.HasField("audit")
+    }
     return {
         "tier": status.tier,
         "ready": status.ready,
@@ -111,4 +114,4 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
         "live_sequences": status.live_sequences,
         "threads": status.threads or None,
         "links": links,
-    } | ({"silent": silent} if silent else {})
+    } | {name: counted for name, counted in (("silent", silent), ("audit", audit)) if counted}

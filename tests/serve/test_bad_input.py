@@ -57,9 +57,14 @@ CASES: list[tuple[dict[str, Any], int, str, str]] = [  # what is sent, the statu
     ({"echo": True}, 400, "echo", "True is not supported: leave it out or set it to false"),
     ({"logprobs": 0}, 400, "logprobs", "0 is not supported: leave it out or set it to null"),
     ({"suffix": "end"}, 400, "suffix", "is not supported"),
-    ({"logit_bias": {"5": 1.0}}, 400, "logit_bias", "is not supported"),
-    ({"presence_penalty": 0.5}, 400, "presence_penalty", "is not supported"),
-    ({"frequency_penalty": -1}, 400, "frequency_penalty", "is not supported"),
+    ({"logit_bias": {"5": 101.0}}, 400, "logit_bias", "'5: 101.0' must be between -100 and 100"),
+    ({"logit_bias": {"five": 1.0}}, 400, "logit_bias", "'five' is not a token id"),
+    ({"logit_bias": {"5" * 5000: 1.0}}, 400, "logit_bias", "is not a token id"),
+    ({"logit_bias": {"4096": 1.0}}, 400, "logit_bias", "4096 is not a token id: must be at least 0 and below 4096"),
+    ({"presence_penalty": 2.5}, 400, "presence_penalty", "2.5 must be between -2 and 2"),
+    ({"frequency_penalty": -3}, 400, "frequency_penalty", "-3.0 must be between -2 and 2"),
+    ({"repetition_penalty": 0.0}, 400, "repetition_penalty", "0.0 must be at least 0.01 and at most 100"),
+    ({"min_tokens": 20, "max_tokens": 5}, 400, "min_tokens", "20 must be at most max_tokens, 5"),
     ({"max_token": 5}, 422, "max_token", "5 is not a field of this request"),
 ]
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from typing import Any
 
 import grpc
@@ -63,13 +65,13 @@ def test_what_broke_off_is_resumed_with_the_tokens_received(server: Server, rece
     )
     with grpc.insecure_channel(server.grpc_address) as channel:
         stub = GenerationStub(channel)
-        whole = stub.Generate(request)
+        [whole] = (first := stub.Generate(request)).choices
         assert len(whole.token_ids) == 40
         request.resume_token_ids.extend(whole.token_ids[:received])
-        rest = stub.Generate(request)
+        [rest] = (second := stub.Generate(request)).choices
     assert list(rest.token_ids) == list(whole.token_ids[received:])
     assert whole.text.endswith(rest.text)
-    assert rest.usage == whole.usage
+    assert first.usage == second.usage
     assert 0 < len(rest.text) < len(whole.text)
 
 
@@ -110,6 +112,26 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         ({"stop": ["a" * 1025]}, "stop: 1025 must be at most 1024 characters"),
         ({"lookaheads": []}, "lookaheads: "),
         ({"prompt": ""}, "prompt: '' must not be empty"),
+        ({"repetition_penalty": 0}, "repetition_penalty: 0.0 must be at least 0.01"),
+        ({"presence_penalty": 3}, "presence_penalty: 3.0 must be between -2 and 2"),
+        ({"logit_bias": {4096: 1}}, "logit_bias: 4096 is not a token id"),
+        ({"min_tokens": 5}, "min_tokens: 5 must be at most max_tokens, 4"),
+        ({"logprobs": 21}, "logprobs: 21 must be between 0 and 20"),
+        ({"prompt_logprobs": 99}, "prompt_logprobs: 99 must be between 0 and 20"),
+        ({"bad_words": [""]}, "bad_words: "),
+        ({"bad_words": ["a"] * 300}, "bad_words: 300 must be at most 128 words"),
+        ({"stop_token_ids": list(range(300))}, "stop_token_ids: 301 must be at most 256 tokens"),
+        ({"n": 4_000_000_000}, "n: 4000000000 must be at least 1 and at most"),
+        ({"stop_token_ids": [5000]}, "stop_token_ids: 5000 is not a token id"),
+        ({"n": 0}, "n: 0 must be at least 1"),
+        ({"n": 1000}, "n: 1000 must be at least 1 and at most"),
+        ({"n": 2, "resume_token_ids": [5]}, "resume_token_ids: 'with n: 2' continue one completion"),
+        ({"json_schema": '{"type": "nonsense"}'}, "json_schema: "),
+        ({"json_schema": "[]"}, "json_schema: '[]' cannot be read: is not an object"),
+        ({"regex": "(a"}, "regex: '(a' cannot be compiled"),
+        ({"choice": []}, "choice: 0 must be 1 to 1024 texts"),
+        ({"grammar": "start: nothing"}, "grammar: 'start: nothing' cannot be compiled"),
+        ({"regex": "a", "ignore_eos": True}, "ignore_eos: True contradicts regex"),
         ({"prompt": []}, "prompt: '' must hold at least one token"),
         ({"prompt": [4096]}, "prompt: 4096 is not a token id"),
     ):
@@ -129,3 +151,83 @@ def test_a_request_without_a_prompt_is_refused(server: Server) -> None:
         GenerationStub(channel).Generate(pb.GenerateRequest())
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "prompt: None must be a text or token ids" in refused.value.details()
+
+
+ASKED: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 6}
+
+
+def test_several_completions_are_those_of_their_seeds(client: TriForceClient) -> None:
+    several = client.generate("def main():", **ASKED, n=3)
+    assert len({choice.text for choice in several.choices}) == 3
+    assert several.choices[0].seed == 6
+    assert several.usage.completion_tokens == 120
+    for choice in several.choices:
+        alone = client.generate("def main():", **{**ASKED, "seed": choice.seed})
+        assert (alone.token_ids, alone.text) == (choice.token_ids, choice.text)
+    chunks = list(client.stream("def main():", **ASKED, n=3))
+    for index, choice in enumerate(several.choices):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.text for chunk in own) == choice.text
+        assert own[0].seed == choice.seed
+        assert [chunk.finish_reason for chunk in own if chunk.finish_reason] == ["length"]
+
+
+def test_logprobs_go_with_their_tokens(client: TriForceClient) -> None:
+    whole = client.generate("def main():", **ASKED, logprobs=2, prompt_logprobs=1, echo=True)
+    plain = client.generate("def main():", **ASKED)
+    assert whole.text == "def main():" + plain.text
+    assert whole.token_ids == plain.token_ids
+    assert len(whole.logprobs) == len(whole.token_ids)
+    assert all(len(each.top) == 2 and each.logprob is not None and each.logprob <= 0 for each in whole.logprobs)
+    assert len(whole.prompt_logprobs) == whole.usage.prompt_tokens
+    assert whole.prompt_logprobs[0].logprob is None
+    stop = plain.text[20:23]
+    cut = client.generate("def main():", **ASKED, stop=stop, logprobs=2)
+    assert len(cut.logprobs) == len(cut.token_ids) == cut.usage.completion_tokens
+    for ours, theirs in zip(cut.logprobs, whole.logprobs, strict=False):
+        assert ours.logprob == pytest.approx(theirs.logprob, abs=1e-4)
+
+
+def test_penalties_and_biases_change_the_output_and_not_with_speculation(client: TriForceClient) -> None:
+    free = client.generate("def main():", **ASKED)
+    changes: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5},
+        {"logit_bias": {free.token_ids[3]: -100}},
+        {"bad_words": ["main"]},
+    ]
+    for change in changes:
+        changed = client.generate("def main():", **ASKED, **change)
+        plain = client.generate("def main():", **ASKED, **change, lookaheads=(0, 0))
+        assert changed.token_ids == plain.token_ids != free.token_ids
+
+
+def test_stop_tokens_and_the_least_number_of_tokens(client: TriForceClient) -> None:
+    free = client.generate("def main():", **ASKED)
+    stop = free.token_ids[5]
+    first = free.token_ids.index(stop)
+    ended = client.generate("def main():", **ASKED, stop_token_ids=[stop])
+    assert (ended.finish_reason, ended.token_ids) == ("stop", free.token_ids[:first])
+    later = client.generate("def main():", **ASKED, stop_token_ids=[stop], min_tokens=20)
+    assert later.usage.completion_tokens >= 20
+    assert stop not in later.token_ids[:20]
+
+
+def test_forms_of_the_output(client: TriForceClient) -> None:
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    schema["additionalProperties"] = False
+    assert json.loads(client.generate("x = ", **ASKED, json_schema=schema).text)["ok"] in (True, False)
+    assert re.fullmatch("[0-9]{3}-[a-c]+;", client.generate("x = ", **ASKED, regex="[0-9]{3}-[a-c]{1,9};").text)
+    assert client.generate("x = ", **ASKED, choice=["red", "green"]).text in ("red", "green")
+    assert client.generate("x = ", **ASKED, grammar='start: "f(" /[0-9]{1,4}/ ")"').text.endswith(")")
+    one = client.generate("x = ", **ASKED, choice=["red", "green"])
+    assert (one.finish_reason, one.token_ids) == ("stop", one.token_ids)
+    assert client.generate("x = ", max_tokens=5, json_object=True, seed=1).text.startswith("{")
+
+
+def test_parameters_that_exclude_every_token_end_the_request_with_an_error(client: TriForceClient) -> None:
+    asked: dict[str, Any] = {**ASKED, "choice": ["red"], "min_tokens": 30}
+    for call in (client.generate, lambda *args, **named: list(client.stream(*args, **named))):
+        with pytest.raises(InvalidRequestError, match=r"^choice: .* allows no token after \d+ output tokens"):
+            call("x = ", **asked)
+    assert client.generate("x = ", **ASKED).usage.completion_tokens == 40

@@ -19,7 +19,7 @@ from starlette.testclient import TestClient
 from actors.wire import sampling_to_proto
 from deploy import grpc_api
 from deploy.encoding import SHORT_CHARACTERS, Encoder
-from deploy.errors import DeadlineError
+from deploy.errors import DeadlineError, OverloadedError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
 from deploy.service import MAX_STOP_CHARACTERS, ClientRequest, ServedModel, Service
@@ -327,11 +327,22 @@ def generated(service: Service, **fields: Any) -> gen.GenerateResponse:
     return asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**{"text": "def", **fields})))
 
 
-SAMPLING = {"temperature": 0.5, "top_k": 7, "top_p": 0.75, "min_p": 0.25}
+SAMPLING = {
+    "temperature": 0.5,
+    "top_k": 7,
+    "top_p": 0.75,
+    "min_p": 0.25,
+    "repetition_penalty": 1.5,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "min_tokens": 3,
+    "logit_bias": {5: 1.5, 9: -100.0},
+}
 
 
 def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
-    assert SAMPLING.keys() == SamplingParams.__dataclass_fields__.keys(), "try the new field here, too"
+    fields = SamplingParams.__dataclass_fields__.keys() - {"bad_word_ids"}  # clients give these as texts
+    assert SAMPLING.keys() == fields, "try the new field here, too"
     client, service, pipelines = served(ENDED)
     asked: dict[str, Any] = {"max_tokens": 9, "seed": -3}
     assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2]}).status_code == 200
@@ -401,14 +412,14 @@ def test_a_drawn_seed_is_told_first() -> None:
 
     told = [chunk.seed if chunk.HasField("seed") else None for chunk in asyncio.run(chunks())]
     assert told == [pipelines.requests[-1].seed, None, None]
-    assert generated(service).seed == pipelines.requests[-1].seed
+    assert generated(service).choices[0].seed == pipelines.requests[-1].seed
 
 
 def test_a_negative_seed_comes_back_as_it_was_sent() -> None:
     client, service, _ = served(ENDED)
     assert ask(client, seed=-(2**63)).json()["triforce"]["seed"] == -(2**63)
     assert events_of(ask(client, seed=-1, stream=True))[0]["triforce"]["seed"] == -1
-    assert generated(service, seed=2**64 - 1).seed == 2**64 - 1
+    assert generated(service, seed=2**64 - 1).choices[0].seed == 2**64 - 1
 
 
 HUGE = 10**400  # no double is as large
@@ -495,3 +506,109 @@ def test_the_document_tells_every_status() -> None:
     error = document["components"]["schemas"]["ErrorDetails"]
     for refused in (ask(client, n=2), ask(client, prompt=5), client.get("/v1/models/x")):
         assert set(refused.json()["error"]) == set(error["properties"]) == set(error["required"])
+
+
+# -- several completions of one request, and what comes with them ------------------------------------------------------
+
+
+def chunks_of(service: Service, **fields: Any) -> list[gen.GenerateChunk]:
+    async def read() -> list[gen.GenerateChunk]:
+        async with asyncio.timeout(10):
+            request = gen.GenerateRequest(**{"text": "def", **fields})
+            return [chunk async for chunk in grpc_api.generate_stream(service, request)]
+
+    return asyncio.run(read())
+
+
+def scored(tokens: list[int], finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED) -> pb.DecodeEvent:
+    """An event whose tokens' logprobs tell the tokens."""
+    made = event(tokens, finish)
+    made.logprobs.extend(gen.TokenLogprobs(logprob=-token) for token in tokens)
+    return made
+
+
+def test_several_completions_take_a_place_each_and_give_them_back() -> None:
+    _, service, pipelines = served(event(ids("a b")), 0.01, event(ids(" c"), gen.FINISH_REASON_LENGTH))
+    chunks = chunks_of(service, n=3, seed=5)
+    assert {chunk.index for chunk in chunks} == {0, 1, 2}
+    assert pipelines.requests[0].seed == 5
+    assert len({request.seed for request in pipelines.requests}) == 3
+    assert sorted(c.seed for c in chunks if c.HasField("seed")) == sorted(r.seed for r in pipelines.requests)
+    for index in range(3):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.text for chunk in own) == "a b c"
+        assert [chunk.HasField("usage") for chunk in own] == [False, True]
+    assert (service.in_flight, pipelines.open) == (0, 0)
+
+
+def test_places_bound_the_completions_of_all_requests_together() -> None:
+    _, service, _ = served(ENDED)
+    with pytest.raises(InvalidValueError, match=rf"^n: {service.room + 1} must be at least 1 and at most"):
+        chunks_of(service, n=service.room + 1)
+    service.in_flight = service.room - 1
+    with pytest.raises(OverloadedError):
+        chunks_of(service, n=2)
+    assert len(chunks_of(service, n=1)) == 1
+    assert service.in_flight == service.room - 1
+
+
+def test_one_completion_that_fails_ends_all() -> None:
+    _, service, pipelines = served(event(ids("a")), 0.01, UnavailableError("it is gone"), 60.0)
+    with pytest.raises(UnavailableError, match="it is gone"):
+        chunks_of(service, n=3)
+    assert (service.in_flight, pipelines.open) == (0, 0)
+
+
+def test_logprobs_are_cut_with_their_tokens() -> None:
+    """The stop string begins in one event and ends in the next, inside a run of tokens."""
+    script = [scored(ids("a b")), scored(ids(" cd"), gen.FINISH_REASON_LENGTH)]
+    whole = generated(served(*script)[1], logprobs=0).choices[0]
+    cut = generated(served(*script)[1], logprobs=0, stop=["b c"])
+    choice = cut.choices[0]
+    assert choice.text == "a "
+    assert [-each.logprob for each in whole.logprobs] == list(whole.token_ids)
+    assert [-each.logprob for each in choice.logprobs] == list(choice.token_ids)
+    assert 0 < len(choice.token_ids) < len(whole.token_ids)
+    assert cut.usage.completion_tokens == len(choice.token_ids)
+
+
+def test_the_prompt_is_echoed_and_scored_once() -> None:
+    first = event([])
+    first.prompt_logprobs.extend([gen.TokenLogprobs(), gen.TokenLogprobs(logprob=-1, top_ids=[5], top_logprobs=[-1])])
+    _, service, pipelines = served(first, event(ids("a")), event(ids(" b"), gen.FINISH_REASON_LENGTH))
+    chunks = chunks_of(service, n=2, echo=True, prompt_logprobs=1)
+    for index in range(2):
+        own = [chunk for chunk in chunks if chunk.index == index]
+        assert "".join(chunk.text for chunk in own) == "defa b"
+        assert [len(chunk.prompt_logprobs) for chunk in own] == [2, 0, 0]
+    assert [request.HasField("prompt_logprobs") for request in pipelines.requests] == [True, False]
+    by_ids = chunks_of(service, token_ids=gen.TokenIds(values=ids("def")), echo=True)
+    assert "".join(chunk.text for chunk in by_ids) == "defa b"
+    resumed = chunks_of(service, echo=True, resume_token_ids=ids("x"))
+    assert not resumed[0].text.startswith("def")
+
+
+def test_parameters_that_exclude_every_token_are_named_after_the_tokens_that_came() -> None:
+    last = event(ids(" b"))
+    last.no_token = True
+    _, service, pipelines = served(event(ids("a")), last)
+    for fields, words in (
+        ({"regex": "[a-z ]{9}"}, r"^regex: '\[a-z \]\{9\}' allows no token after 2 output tokens"),
+        ({}, "^sampling: 'these parameters' allows no token after 2 output tokens"),
+    ):
+        with pytest.raises(InvalidValueError, match=words):
+            chunks_of(service, **fields)
+    assert "".join(chunk.text for chunk in chunks_of(service, stop=[" b"])) == "a"  # it ends before it fails
+    assert (service.in_flight, pipelines.open) == (0, 0)
+
+
+def test_what_a_request_adds_reaches_the_pipeline() -> None:
+    _, service, pipelines = served(ENDED)
+    generated(service, ignore_eos=True, stop_token_ids=[7], bad_words=["bad"], logprobs=2, prompt_logprobs=3)
+    [sent] = pipelines.requests
+    assert list(sent.stop_token_ids) == [7]
+    assert [list(word.values) for word in sent.sampling.bad_word_ids] == [ids("bad"), ids(" bad")]
+    assert (sent.logprobs, sent.prompt_logprobs) == (2, 3)
+    generated(service, stop_token_ids=[7], regex="[a-z]{3}")
+    assert list(pipelines.requests[-1].stop_token_ids) == [*model().stop_token_ids, 7]
+    assert "[a-z]{3}" in pipelines.requests[-1].grammar

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import re
 from pathlib import Path
 
 import pytest
@@ -213,12 +214,60 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--seed", str(2**63)], ["seed", str(2**63), "below 2**63"]),
         (["--config", "/nowhere.yaml"], ["config", "/nowhere.yaml", "No such file"]),
         (["--no-such-option"], ["--no-such-option"]),
+        (["--presence-penalty", "3"], ["presence_penalty", "3.0", "between -2 and 2"]),
+        (["--logit-bias", "five=1"], ["logit-bias", "five=1", "ID=NUMBER"]),
+        (["--logit-bias", "5000=1"], ["logit_bias", "5000", "below 4096"]),
+        (["--min-tokens", "200"], ["min_tokens", "200", "at most max_tokens, 128"]),
+        (["--stop", ""], ["stop", "''", "must not be an empty string"]),
+        (["--regex", "(?=a)"], ["regex", "(?=a)", "cannot be compiled", "look-around"]),
+        (["--regex", "a", "--choice", "b"], ["guide", "regex", "choice", "one form"]),
+        (["--regex", "a", "--ignore-eos"], ["ignore-eos", "True", "contradicts"]),
+        (
+            ["--choice", "red", "--min-tokens", "9", "--json"],
+            ["choice", "red", "allows no token after", "output tokens"],
+        ),
+        (["--json-schema", "/nowhere.json"], ["json-schema", "/nowhere.json", "No such file"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(
     refusals: Refusals, prompt: str, arguments: list[str], named: list[str]
 ) -> None:
     refusals.check(named, "generate", "--prompt-file", prompt, *arguments)
+
+
+def test_generate_obeys_a_form_and_gives_logprobs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, tmp_path: Path
+) -> None:
+    schema, arguments = tmp_path / "schema.json", ("--prompt-file", prompt, "--temperature", "0.8", "--echo")
+    schema.write_text('{"type": "object", "properties": {"on": {"type": "boolean"}}, "required": ["on"]}')
+    given = Path(prompt).read_text()
+    answer = generated(
+        monkeypatch, capsys, *arguments, "--regex", "[0-9]{3}", "--logprobs", "2", "--prompt-logprobs", "0"
+    )
+    assert re.fullmatch("[0-9]{3}", answer["text"].removeprefix(given))
+    assert len(answer["logprobs"]) == len(answer["token_ids"]) == answer["usage"]["completion_tokens"]
+    assert all(len(each["top"]) == 2 for each in answer["logprobs"])
+    assert len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+    answer = generated(monkeypatch, capsys, *arguments, "--json-schema", str(schema), "--max-tokens", "100")
+    assert answer["text"].startswith(given + '{"on": ')
+    answer = generated(monkeypatch, capsys, *arguments, "--choice", "red", "--choice", "green")
+    assert (answer["text"].removeprefix(given) in ("red", "green"), answer["finish_reason"]) == (True, "stop")
+
+
+def test_generate_writes_several_completions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
+) -> None:
+    arguments = ("--prompt-file", prompt, "--temperature", "0.8")
+    assert run(monkeypatch, "generate", *FAST, *arguments, "--n", "3", "--seed", "4") == 0
+    several = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert len({each["text"] for each in several}) == 3
+    assert several[0]["seed"] == 4
+    alone = generated(monkeypatch, capsys, *arguments, "--seed", str(several[2]["seed"]))
+    assert alone["token_ids"] == several[2]["token_ids"]
+    stop = several[0]["text"][10:13]
+    cut = generated(monkeypatch, capsys, *arguments, "--seed", "4", "--stop", stop)
+    assert cut["text"] == several[0]["text"][: several[0]["text"].find(stop)]
+    assert cut["finish_reason"] == "stop"
 
 
 def test_serve_takes_offload_too(refusals: Refusals) -> None:

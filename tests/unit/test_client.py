@@ -17,6 +17,7 @@ from triforce_core.client import (
     CallArguments,
     CallCancelledError,
     CallError,
+    Choice,
     Chunk,
     Completion,
     DeadlineExceededError,
@@ -26,6 +27,7 @@ from triforce_core.client import (
     OverloadedError,
     ServerError,
     Stats,
+    TokenLogprobs,
     TriForceClient,
     UnavailableError,
     Usage,
@@ -35,6 +37,13 @@ from triforce_core.errors import TriForceError
 USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2)
 STATS = pb.Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=pb.Acceptance(retrieval=0.75))
 THE_STATS = Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=Acceptance(None, 0.75))
+
+
+LOGPROBS = [
+    pb.TokenLogprobs(logprob=-0.5, top_ids=[7, 9], top_logprobs=[-0.5, -1.5]),
+    pb.TokenLogprobs(logprob=-2.0),
+]
+THE_LOGPROBS = (TokenLogprobs(-0.5, {7: -0.5, 9: -1.5}), TokenLogprobs(-2.0, {}))
 
 
 class ScriptedGeneration(GenerationServicer):
@@ -64,23 +73,33 @@ class ScriptedGeneration(GenerationServicer):
         if request.text == "hang":
             self.ended.wait(10)
         if request.text == "empty":
-            return pb.GenerateResponse(model="demo", stats=pb.Stats(prefill_s=0.5))
+            return pb.GenerateResponse(model="demo", choices=[pb.Choice(stats=pb.Stats(prefill_s=0.5))])
         if request.text == "long":
-            return pb.GenerateResponse(model="demo", text="a" * 5_000_000)
-        return pb.GenerateResponse(
-            model="demo",
+            return pb.GenerateResponse(model="demo", choices=[pb.Choice(text="a" * 5_000_000)])
+        choice = pb.Choice(
             text="ab",
             token_ids=[7, 8],
             origins=b"\x00\x02",
             finish_reason=pb.FINISH_REASON_STOP,
-            usage=USAGE,
             stats=STATS,
             seed=request.seed,
+            logprobs=LOGPROBS,
+        )
+        more = [pb.Choice(text=str(index)) for index in range(1, request.n)]
+        return pb.GenerateResponse(
+            model="demo", choices=[choice, *more], usage=USAGE, prompt_logprobs=[pb.TokenLogprobs()]
         )
 
     def GenerateStream(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateChunk]:
         self.note(request, context)
-        yield pb.GenerateChunk(text="a", token_ids=[7], origins=b"\x00", seed=request.seed)
+        yield pb.GenerateChunk(
+            text="a",
+            token_ids=[7],
+            origins=b"\x00",
+            seed=request.seed,
+            logprobs=LOGPROBS[:1],
+            prompt_logprobs=[pb.TokenLogprobs()],
+        )
         if request.text == "hang":
             self.ended.wait(10)
         if request.text == "break":
@@ -92,6 +111,7 @@ class ScriptedGeneration(GenerationServicer):
             finish_reason=pb.FINISH_REASON_LENGTH,
             usage=USAGE,
             stats=STATS,
+            index=1,
         )
 
     def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
@@ -126,21 +146,28 @@ def client(address: str) -> Iterator[TriForceClient]:
 
 
 def test_generate_returns_the_whole_completion(client: TriForceClient) -> None:
-    expected = Completion("demo", "ab", (7, 8), b"\x00\x02", "stop", Usage(3, 2), THE_STATS, seed=5)
-    assert client.generate("abc", seed=5) == expected
+    choice = Choice("ab", (7, 8), b"\x00\x02", "stop", THE_STATS, 5, THE_LOGPROBS)
+    completion = client.generate("abc", seed=5)
+    assert completion == Completion("demo", (choice,), Usage(3, 2), (TokenLogprobs(None, {}),))
+    for field in Choice.__dataclass_fields__:
+        assert getattr(completion, field) == getattr(choice, field)
+
+
+def test_several_completions_come_in_order(client: TriForceClient) -> None:
+    assert [choice.text for choice in client.generate("abc", n=3).choices] == ["ab", "1", "2"]
 
 
 def test_stream_returns_the_chunks_in_order(client: TriForceClient) -> None:
     assert list(client.stream("abc", seed=5)) == [
-        Chunk("a", (7,), b"\x00", seed=5),
-        Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS),
+        Chunk("a", (7,), b"\x00", seed=5, logprobs=THE_LOGPROBS[:1], prompt_logprobs=(TokenLogprobs(None, {}),)),
+        Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS, index=1),
     ]
 
 
 def test_figures_that_do_not_exist_are_none(client: TriForceClient) -> None:
     completion = client.generate("empty")
     assert completion.stats == Stats(0.5, None, None, Acceptance(None, None))
-    assert completion.seed is None
+    assert completion.logprobs == ()
 
 
 @pytest.mark.parametrize("seed", [0, 2**63 - 1, -1, -(2**63)])
@@ -158,8 +185,27 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
     expected = pb.GenerateRequest(
         model="demo",
         token_ids=pb.TokenIds(values=[5, 6]),
-        sampling=pb.Sampling(temperature=0, top_k=4, top_p=0.9, min_p=0.1),
+        sampling=pb.Sampling(
+            temperature=0,
+            top_k=4,
+            top_p=0.9,
+            min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=0,
+            frequency_penalty=-1,
+            min_tokens=2,
+            logit_bias={5: -100, 6: 0.5},
+            bad_word_ids=[pb.TokenIds(values=[1, 2])],
+        ),
         seed=0,
+        n=2,
+        ignore_eos=True,
+        stop_token_ids=[3],
+        bad_words=["bad"],
+        logprobs=0,
+        prompt_logprobs=2,
+        echo=True,
+        choice=pb.Choices(values=["yes", "no"]),
         max_tokens=9,
         stop=["\n\n", "END"],
         timeout_s=5,
@@ -174,6 +220,20 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
             top_p=0.9,
             top_k=4,
             min_p=0.1,
+            repetition_penalty=1.1,
+            presence_penalty=0,
+            frequency_penalty=-1,
+            min_tokens=2,
+            logit_bias={5: -100, 6: 0.5},
+            bad_word_ids=[(1, 2)],
+            n=2,
+            ignore_eos=True,
+            stop_token_ids=(3,),
+            bad_words=["bad"],
+            logprobs=0,
+            prompt_logprobs=2,
+            echo=True,
+            choice=["yes", "no"],
             seed=0,
             stop=["\n\n", "END"],
             model="demo",
@@ -182,6 +242,41 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
             timeout_s=5,
         )
         assert servicer.request == expected
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("json_schema", {"type": "object"}, '{"type": "object"}'),
+        ("json_schema", '{"type": "array"}', '{"type": "array"}'),
+        ("json_object", True, True),
+        ("regex", "[a-z]+", "[a-z]+"),
+        ("grammar", 'start: "a"', 'start: "a"'),
+    ],
+)
+def test_each_form_of_the_output_reaches_the_server(
+    client: TriForceClient, servicer: ScriptedGeneration, argument: str, value: object, expected: object
+) -> None:
+    client.generate("abc", **{argument: value})  # type: ignore[arg-type]
+    assert servicer.request.WhichOneof("guide") == argument
+    assert getattr(servicer.request, argument) == expected
+
+
+def test_one_text_is_not_a_list_of_letters(client: TriForceClient, servicer: ScriptedGeneration) -> None:
+    client.generate("abc", choice="red", bad_words="foo")
+    assert list(servicer.request.choice.values) == ["red"]
+    assert list(servicer.request.bad_words) == ["foo"]
+
+
+@pytest.mark.parametrize("words", [5, [1, 2], [["a"]]])
+def test_bad_words_in_tokens_are_lists_of_token_ids(client: TriForceClient, words: object) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^bad_word_ids: "):
+        client.generate("abc", bad_word_ids=words)  # type: ignore[arg-type]
+
+
+def test_two_forms_contradict_each_other(client: TriForceClient) -> None:
+    with pytest.raises(InvalidRequestError, match=r"^choice: .*contradicts regex"):
+        client.generate("abc", regex="a", choice=["a"])
 
 
 def test_every_field_of_the_service_has_its_argument() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import string
 import time
+from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 
@@ -14,6 +15,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from triforce_core.messages import TokenLogprobs
 from triforce_core.models.load import load_tokenizer
 from triforce_core.text import REPLACEMENT, OutputText, TextDelta, TokenText
 
@@ -69,7 +71,7 @@ def split(draw: st.DrawFn, tokens: list[int]) -> list[list[int]]:
 
 
 def run(output: OutputText, runs: list[list[int]]) -> list[TextDelta]:
-    pieces = [output.feed(tokens, origins_of(tokens)) for tokens in runs]
+    pieces = [output.feed(tokens, origins_of(tokens), scores_of(tokens)) for tokens in runs]
     return [*pieces, output.finish()]
 
 
@@ -77,11 +79,16 @@ def origins_of(tokens: list[int]) -> bytes:
     return bytes(token % 3 for token in tokens)
 
 
+def scores_of(tokens: Sequence[int]) -> tuple[TokenLogprobs, ...]:
+    return tuple(TokenLogprobs(-float(token)) for token in tokens)
+
+
 def joined(pieces: list[TextDelta]) -> TextDelta:
     return TextDelta(
         "".join(p.text for p in pieces),
         tuple(token for p in pieces for token in p.tokens),
         b"".join(p.origins for p in pieces),
+        tuple(score for p in pieces for score in p.logprobs),
     )
 
 
@@ -95,8 +102,8 @@ def cut_by_hand(meaning: TokenText, tokens: list[int], stops: list[str]) -> Text
             count = 0
             while count < len(tokens) and not certain(meaning, tokens[:count]).startswith(kept):
                 count += 1
-            return TextDelta(kept, tuple(tokens[:count]), origins_of(tokens[:count]))
-    return TextDelta(text, tuple(tokens), origins_of(tokens))
+            return TextDelta(kept, tuple(tokens[:count]), origins_of(tokens[:count]), scores_of(tokens[:count]))
+    return TextDelta(text, tuple(tokens), origins_of(tokens), scores_of(tokens))
 
 
 def certain(meaning: TokenText, tokens: list[int]) -> str:
@@ -110,7 +117,8 @@ def certain(meaning: TokenText, tokens: list[int]) -> str:
 def test_the_deltas_add_up_to_the_decoding_of_all(data: st.DataObject) -> None:
     kind, tokens = data.draw(outputs())
     pieces = run(OutputText(meaning(kind)), split(data.draw, tokens))
-    assert joined(pieces) == TextDelta(meaning(kind).decode(tokens), tuple(tokens), origins_of(tokens))
+    expected = TextDelta(meaning(kind).decode(tokens), tuple(tokens), origins_of(tokens), scores_of(tokens))
+    assert joined(pieces) == expected
 
 
 @given(st.data())
@@ -136,7 +144,8 @@ def test_a_resumed_output_is_the_rest_of_the_whole(data: st.DataObject) -> None:
     runs = split(data.draw, tokens)
     first = OutputText(meaning(kind), stop=stops)
     whole = joined(run(OutputText(meaning(kind), stop=stops), runs))
-    got = joined([first.feed(tokens, origins_of(tokens)) for tokens in runs[: data.draw(st.integers(0, len(runs)))]])
+    some = runs[: data.draw(st.integers(0, len(runs)))]
+    got = joined([first.feed(tokens, origins_of(tokens), scores_of(tokens)) for tokens in some])
     known = list(got.tokens)
     second = OutputText(meaning(kind), stop=stops, resumed=known)
     rest = joined(run(second, [tokens[len(known) :]]))
@@ -144,11 +153,35 @@ def test_a_resumed_output_is_the_rest_of_the_whole(data: st.DataObject) -> None:
     assert second.num_tokens == len(whole.tokens)
 
 
+def test_a_stop_string_never_leaves_fewer_than_min_tokens() -> None:
+    """Not even where the characters of the protected tokens are complete only later."""
+    tokens = ids_of("byte_level", "ab 日 日x")
+    output = OutputText(meaning("byte_level"), stop=["日"], min_tokens=4)
+    whole = joined(run(output, [[token] for token in tokens]))
+    assert output.stopped
+    assert output.num_tokens == len(whole.tokens) >= 4
+    assert whole.text == "ab 日 "
+
+
+@pytest.mark.parametrize("known", [0, 1, 3])
+def test_stop_strings_in_the_first_tokens_of_min_tokens_do_not_stop(known: int) -> None:
+    """Neither those that lie in them, nor those that begin in them; resumed tokens are output."""
+    tokens = ids_of("byte_level", "abcabcab")
+    assert len(tokens) == 8
+    output = OutputText(meaning("byte_level"), stop=["bc"], min_tokens=2, resumed=tokens[:known])
+    rest = joined(run(output, [tokens[known:]]))
+    assert rest.text == "abcabcab"[known:4]
+    assert (rest.tokens, rest.logprobs) == (tuple(tokens[known:4]), scores_of(tokens[known:4]))
+    assert (output.stopped, output.num_tokens) == (True, 4)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_end_tokens_are_no_part_of_the_output(kind: str) -> None:
     tokens = [*ids_of(kind, "a€"), EOS]
     output = OutputText(meaning(kind), stop=["€x"], end_tokens=[EOS])
-    assert joined(run(output, [tokens])) == TextDelta("a€", tuple(tokens[:-1]), origins_of(tokens[:-1]))
+    assert joined(run(output, [tokens])) == TextDelta(
+        "a€", tuple(tokens[:-1]), origins_of(tokens[:-1]), scores_of(tokens[:-1])
+    )
     assert output.num_tokens == len(tokens) - 1
 
 

@@ -10,11 +10,12 @@ import torch
 from tests.random_models import random_pair, random_tokens
 from tests.stating import geometry
 from triforce_core.attention import KERNELS
+from triforce_core.drafting import ModelProposer
 from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
-from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Verdict
-from triforce_core.models.drawing import draw_rows
+from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Verdict, Work
+from triforce_core.models.drawing import Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.noise import gumbel, row_keys
 from triforce_core.verification import judge
@@ -79,8 +80,18 @@ def test_a_token_is_drawn_with_the_noise_of_the_position_that_it_will_have(new_k
     spans = [Span(1, 80, texts[1][80:]), Span(2, 0, texts[2], specs[2]), Span(3, 30, ())]
     sampled = {1: 4, 2: 1, 3: 2}
     logits, batch = runner.forward([Forward(span, sampled[span.sequence_id]) for span in spans])
-    drawn = dict(draw_rows(runner, torch.zeros_like(logits), batch.rows))
+    drawn = Drawer(runner, wait_for_grammars=True).draw(by_sequence(torch.zeros_like(logits), batch.rows))
     for i, text in texts.items():
         # The logits of the last token are those of the one after it, which stands at position len(text).
         positions = range(len(text) - sampled[i] + 1, len(text) + 1)
         assert drawn[i] == [noise_alone(specs[i].seed, position) for position in positions], i
+
+
+def test_a_drafter_whose_parameters_exclude_every_token_proposes_none() -> None:
+    """Of two sequences, the other one is drafted for."""
+    everything = SamplingParams(bad_word_ids=tuple((token,) for token in range(256)))
+    proposer = ModelProposer(ModelRunner(PAIR.ours, FullKV(geometry(PAIR), 500, KERNELS["cpu_flash"])))
+    specs = [SequenceSpec(params, 0, 3, 50) for params in (everything, GREEDY)]
+    proposer.submit([Work(Span(i, 0, (1, 2, 3), spec), (4,)) for i, spec in enumerate(specs)])
+    found = {proposal.sequence_id: len(proposal.tokens) for proposal in proposer.collect(0)}
+    assert found == {0: 0, 1: 4}

@@ -11,6 +11,7 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import Claim, Tier, Verdict
 from triforce_core.models.runner import ModelRunner
+from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier, judge
 
 
@@ -49,9 +50,16 @@ class SyntheticVerifier(ModelVerifier):
     """
 
     def __init__(
-        self, runner: ModelRunner, tier: Tier, acceptance: SyntheticAcceptance, seed: int, *, fill: bool
+        self,
+        runner: ModelRunner,
+        tier: Tier,
+        grammars: Grammars | None = None,
+        *,
+        acceptance: SyntheticAcceptance,
+        seed: int,
+        fill: bool,
     ) -> None:
-        super().__init__(runner, tier)
+        super().__init__(runner, tier, grammars)
         self.rate, self.seed, self.fill = acceptance.by(tier), seed, fill
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,83 +18,177 @@ from rich.text import Text
 from triforce_core.cli.options import JsonOption, SeedOption, decoding_settings, sampling_params, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.messages import SamplingParams, Tier
-from triforce_core.text import OutputText, TextDelta, TokenText, joined
+from triforce_core.messages import SamplingParams, Tier, TokenLogprobs
+from triforce_core.sampling.guides import Guide, no_token
+from triforce_core.text import OutputText, StopString, TextDelta, TokenText, joined, spellings
 
 if TYPE_CHECKING:
-    from triforce_core.engine.sequence import Stats
+    from triforce_core.engine.sequence import Output, Request, Stats
 
 COLOURS = {Tier.DRAFT: "green", Tier.RETRIEVAL: "cyan", Tier.TARGET: "default"}
 
 
-@with_options_of(sampling_params, decoding_settings)
+def guide(
+    *,
+    json_schema: Annotated[Path | None, typer.Option(help="file with a JSON schema that the output obeys")] = None,
+    json_object: Annotated[bool, typer.Option(help="the output is a JSON object")] = False,
+    regex: Annotated[str | None, typer.Option(help="regular expression that the output matches")] = None,
+    choice: Annotated[list[str] | None, typer.Option(help="the output is one of these texts")] = None,
+    grammar: Annotated[Path | None, typer.Option(help="file with a grammar in EBNF that the output obeys")] = None,
+) -> Guide | None:
+    """The form of the output, from at most one of these options."""
+    forms = {
+        "json_schema": json_schema and read_text(json_schema, "json-schema"),
+        "json_object": json_object,
+        "regex": regex,
+        "choice": choice,
+        "grammar": grammar and read_text(grammar, "grammar"),
+    }
+    given = [Guide(form, value) for form, value in forms.items() if value]
+    require(len(given) < 2, "guide", [each.form for each in given], "must be one: the output has one form")
+    return given[0] if given else None
+
+
+@with_options_of(sampling_params, guide, decoding_settings)
 def generate(
     sampling: SamplingParams,
+    guide: Guide | None,
     settings: Settings,
     prompt_file: Annotated[Path, typer.Option(help="text to continue; - reads standard input")],
     max_tokens: Annotated[int, typer.Option(help="at most this many output tokens")] = 128,
     seed: SeedOption = 0,
+    n: Annotated[int, typer.Option("--n", min=1, help="independent completions, with seeds derived from --seed")] = 1,
+    stop: Annotated[list[str] | None, typer.Option(help="the output ends before this text")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="a token that ends the output")] = None,
+    ignore_eos: Annotated[bool, typer.Option(help="the model's own stop tokens do not end the output")] = False,
+    bad_word: Annotated[list[str] | None, typer.Option(help="a text that never occurs in the output")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="with --json: logprobs and so many alternatives")] = None,
+    prompt_logprobs: Annotated[int | None, typer.Option(help="the same for the prompt's tokens")] = None,
+    echo: Annotated[bool, typer.Option(help="print the prompt first")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Continue a text, with all tiers in this process. Tokens are coloured by the tier that proposed them."""
-    text = read_prompt(prompt_file)
-    require(text != "", "prompt-file", str(prompt_file), "must not be empty")
+    """Continue a text, with all tiers in this process. Tokens are coloured by the tier that proposed them.
 
+    With --json and --n, each completion is printed as one line.
+    """
+    text = read_text(prompt_file, "prompt-file")
+    require(text != "", "prompt-file", str(prompt_file), "must not be empty")
+    rule = "contradicts a form of the output, which has an end"
+    require(guide is None or not ignore_eos, "ignore-eos", ignore_eos, rule)
+
+    from triforce_core.engine.assembly import grammars_for
     from triforce_core.engine.engine import run_to_end
     from triforce_core.engine.followers import local_ranks
     from triforce_core.engine.loading import load_local_engine
     from triforce_core.engine.local_threads import choose_threads
-    from triforce_core.engine.sequence import Request
-    from triforce_core.models.load import load_tokenizer, stop_token_ids
+    from triforce_core.engine.sequence import FinishReason, Request, nth_seed
+    from triforce_core.models.files import end_token_ids, load_tokenizer, stop_token_ids
 
     tokenizer = load_tokenizer(settings.target.model)
-    prompt = tuple(tokenizer(text)["input_ids"])
-    stops = stop_token_ids(settings.target.model)
-    request = Request(prompt, max_tokens, sampling, seed, settings.speculation.effective, stops)
+    stop_strings = [StopString(text).text for text in stop or ()]  # refuses empty ones before anything is loaded
+    banned = [tuple(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in spellings(bad_word or ())]
+    stops = (*(() if ignore_eos else stop_token_ids(settings.target.model)), *(stop_token_id or ()))
+    request = Request(
+        prompt=tuple(tokenizer(text)["input_ids"]),
+        max_tokens=max_tokens,
+        sampling=replace(sampling, bad_word_ids=tuple(dict.fromkeys(banned))),
+        seed=seed,
+        lookaheads=settings.speculation.effective,
+        stop_token_ids=stops,
+        grammar=guide.grammar() if guide else "",
+        logprobs=logprobs,
+        prompt_logprobs=prompt_logprobs,
+    )
+    if guide is not None:
+        guide.check(grammars_for(settings, len(tokenizer)).compile(request.grammar).result())
+        request = replace(request, stop_token_ids=(*stops, *end_token_ids(tokenizer)))
+    meaning = TokenText(tokenizer)
     console = Console(highlight=False, soft_wrap=True)
-    output, pieces = OutputText(TokenText(tokenizer), end_tokens=stops), list[TextDelta]()
     with local_ranks(settings) as ranks:
         engine = load_local_engine(settings, ranks=ranks)
         choose_threads(engine, settings, Console(stderr=True, highlight=False).print)
-        for step in run_to_end(engine, [request]):
-            # One token at a time, so that each piece has one origin.
-            new = [output.feed([t], bytes([origin])) for t, origin in zip(step.tokens, step.origins, strict=True)]
-            if step.finish_reason is not None:
-                new.append(output.finish())
-            if not as_json:
-                show(console, new)
-            pieces += new
-    stats, completion = step.stats, joined(pieces)
-    if as_json:
-        typer.echo(
-            json.dumps(
-                {
-                    "text": completion.text,
-                    "token_ids": completion.tokens,
-                    "finish_reason": step.finish_reason,
-                    "usage": {"prompt_tokens": len(prompt), "completion_tokens": output.num_tokens},
-                    "stats": {
-                        "prefill_s": stats.prefill_s,
-                        "ms_per_token": stats.ms_per_token,
-                        "tokens_per_round": stats.tokens_per_round,
-                        "acceptance": stats.acceptance,
-                        "snapshots": stats.snapshots,
-                    },
-                }
-            )
+        for index in range(n):
+            completion = Completion(replace(request, seed=nth_seed(seed, index)), meaning, stop_strings)
+            if echo and not as_json:
+                console.print(Segments([Segment(text)]), end="")
+            for output in run_to_end(engine, [completion.request]):
+                new = completion.add(output)
+                if not as_json:
+                    show(console, new)
+                if completion.ended and not output.finish_reason:
+                    engine.cancel(output.sequence_id)
+            if completion.finish_reason is FinishReason.NO_TOKEN:
+                raise no_token(guide, completion.text.num_tokens)
+            if as_json:
+                typer.echo(json.dumps(completion.report(text if echo else "")))
+                continue
+            console.print()
+            console.print(legend(completion.stats, settings))
+
+
+class Completion:
+    """One completion as it is decoded."""
+
+    def __init__(self, request: Request, meaning: TokenText, stop: list[str]) -> None:
+        self.request = request
+        self.text = OutputText(
+            meaning, stop=stop, end_tokens=request.stop_token_ids, min_tokens=request.sampling.min_tokens
         )
-        return
-    console.print()
-    console.print(legend(stats, settings))
+        self.pieces: list[TextDelta] = []
+        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.ended = False
+
+    def add(self, output: Output) -> list[TextDelta]:
+        """Take an output of the engine; returns its text in pieces of one token each, so that each has one origin."""
+        if self.ended:
+            return []
+        self.stats = output.stats
+        self.prompt_logprobs += output.prompt_logprobs
+        scores = output.logprobs or [None] * len(output.tokens)
+        new = [
+            self.text.feed([token], bytes([origin]), [score] if score else ())
+            for token, origin, score in zip(output.tokens, output.origins, scores, strict=True)
+        ]
+        if output.finish_reason or self.text.stopped:
+            new.append(self.text.finish())
+            self.ended, self.finish_reason = True, "stop" if self.text.stopped else output.finish_reason
+        self.pieces += new
+        return new
+
+    def report(self, echoed: str) -> dict[str, Any]:
+        whole, request, stats = joined(self.pieces), self.request, self.stats
+        report: dict[str, Any] = {
+            "text": echoed + whole.text,
+            "token_ids": whole.tokens,
+            "finish_reason": self.finish_reason,
+            "seed": request.seed,
+            "usage": {"prompt_tokens": len(request.prompt), "completion_tokens": self.text.num_tokens},
+            "stats": {
+                "prefill_s": stats.prefill_s,
+                "ms_per_token": stats.ms_per_token,
+                "tokens_per_round": stats.tokens_per_round,
+                "acceptance": stats.acceptance,
+                "snapshots": stats.snapshots,
+            },
+        }
+        if request.logprobs is not None:
+            report["logprobs"] = [as_json_of(each) for each in whole.logprobs]
+        if request.prompt_logprobs is not None:
+            report["prompt_logprobs"] = [as_json_of(each) for each in self.prompt_logprobs]
+        return report
 
 
-def read_prompt(path: Path) -> str:
+def as_json_of(score: TokenLogprobs) -> dict[str, Any]:
+    return {"logprob": score.logprob, "top": dict(score.top)}
+
+
+def read_text(path: Path, option: str) -> str:
     try:
         return sys.stdin.read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except OSError as error:
-        raise InvalidValueError("prompt-file", str(path), f"cannot be read: {error.strerror}") from None
+        raise InvalidValueError(option, str(path), f"cannot be read: {error.strerror}") from None
     except UnicodeDecodeError as error:
-        raise InvalidValueError("prompt-file", str(path), f"is not UTF-8 text: {error.reason}") from None
+        raise InvalidValueError(option, str(path), f"is not UTF-8 text: {error.reason}") from None
 
 
 def show(console: Console, pieces: Iterable[TextDelta]) -> None:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from triforce_core.config import Settings, load_settings
-from triforce_core.errors import require
+from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import SamplingParams
 from triforce_core.models.precision import resolved
 
@@ -21,6 +21,10 @@ SAMPLING_HELP = {
     "top_k": "keep the k most probable tokens; 0 keeps all",
     "top_p": "keep the most probable tokens up to this probability",
     "min_p": "keep tokens this probable relative to the best",
+    "repetition_penalty": "for tokens in prompt or output: divides positive logits; 1 is off",
+    "presence_penalty": "subtracted from the logits of tokens in the output",
+    "frequency_penalty": "the same, times the number of occurrences",
+    "min_tokens": "nothing ends the output before it has so many tokens",
 }
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]
@@ -55,18 +59,36 @@ def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None
     return decorate
 
 
-def sampling_params(**given: Any) -> SamplingParams:
-    """The sampling parameters from one option per field."""
-    return SamplingParams(**given)
+def sampling_params(logit_bias: list[str], **given: Any) -> SamplingParams:
+    """The sampling parameters from one option per number, and `--logit-bias`."""
+    biases = tuple(parse_bias(text) for text in logit_bias)
+    return SamplingParams(logit_bias=biases, **given)
+
+
+def parse_bias(text: str) -> tuple[int, float]:
+    token, _, bias = text.partition("=")
+    try:
+        return int(token), float(bias)
+    except ValueError:
+        raise InvalidValueError("logit-bias", text, "must be a token id and a number: ID=NUMBER") from None
 
 
 sampling_params.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
     [
-        parameter.replace(
-            kind=inspect.Parameter.KEYWORD_ONLY,
-            annotation=Annotated[parameter.annotation, typer.Option(help=SAMPLING_HELP.get(name))],
-        )
-        for name, parameter in inspect.signature(SamplingParams, eval_str=True).parameters.items()
+        *(
+            parameter.replace(
+                kind=inspect.Parameter.KEYWORD_ONLY,
+                annotation=Annotated[parameter.annotation, typer.Option(help=SAMPLING_HELP.get(name))],
+            )
+            for name, parameter in inspect.signature(SamplingParams, eval_str=True).parameters.items()
+            if parameter.annotation in (int, float)
+        ),
+        inspect.Parameter(
+            "logit_bias",
+            inspect.Parameter.KEYWORD_ONLY,
+            default=[],
+            annotation=Annotated[list[str], typer.Option(help="ID=NUMBER: add NUMBER to the logit of a token id")],
+        ),
     ]
 )
 

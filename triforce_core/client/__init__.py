@@ -19,13 +19,24 @@ from triforce_core.client.errors import (
     UnavailableError,
 )
 from triforce_core.client.request import CallArguments
-from triforce_core.client.results import Acceptance, Chunk, Completion, FinishReason, Model, Stats, Usage
+from triforce_core.client.results import (
+    Acceptance,
+    Choice,
+    Chunk,
+    Completion,
+    FinishReason,
+    Model,
+    Stats,
+    TokenLogprobs,
+    Usage,
+)
 
 __all__ = [
     "Acceptance",
     "CallArguments",
     "CallCancelledError",
     "CallError",
+    "Choice",
     "Chunk",
     "ChunkStream",
     "Completion",
@@ -37,6 +48,7 @@ __all__ = [
     "OverloadedError",
     "ServerError",
     "Stats",
+    "TokenLogprobs",
     "TriForceClient",
     "UnavailableError",
     "Usage",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypedDict
 
 import grpc
@@ -12,6 +13,8 @@ from google.protobuf.message import Message
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.errors import InvalidRequestError
 
+LISTS = ("lookaheads", "choice")  # fields whose message holds `values`
+GUIDES = {field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["guide"].fields}
 MAX_MESSAGE_BYTES = 64 << 20  # the server's limit; prompts of millions of tokens fit
 
 
@@ -27,8 +30,27 @@ class CallArguments(TypedDict, total=False):
     top_p: float | None  # keep the most probable tokens up to this probability
     top_k: int | None  # keep the k most probable tokens; 0 keeps all
     min_p: float | None  # keep tokens at least this probable relative to the most probable one
+    repetition_penalty: float | None  # for tokens in prompt or output: divides positive logits; 1 is off
+    presence_penalty: float | None  # subtracted from the logit of each token in the output
+    frequency_penalty: float | None  # the same, times the number of its occurrences
+    logit_bias: Mapping[int, float] | None  # by token id, what to add to its logit
+    bad_words: Sequence[str]  # texts that never occur in the output
+    bad_word_ids: Sequence[Sequence[int]]  # the same in tokens
+    min_tokens: int | None  # nothing ends the output before it has so many tokens
     seed: int | None  # the same seed gives the same tokens
+    n: int | None  # independent completions, with seeds derived from `seed`
     stop: str | Sequence[str]  # the output ends before the first of these strings
+    stop_token_ids: Sequence[int]  # these tokens end the output, besides the model's own stop tokens
+    ignore_eos: bool  # the model's own stop tokens do not end the output
+    # At most one of the next five: a form that the output has.
+    json_schema: str | Mapping[str, Any] | None  # JSON that is valid under this schema
+    json_object: bool | None  # any JSON object
+    regex: str | None  # a text that matches this regular expression as a whole
+    choice: Sequence[str] | None  # one of these texts
+    grammar: str | None  # a text of this grammar in EBNF
+    logprobs: int | None  # give each output token's logprob, and so many alternatives
+    prompt_logprobs: int | None  # the same for the prompt's tokens
+    echo: bool  # the text begins with the prompt's
     model: str  # a name from `models`; empty: the default model
     lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
@@ -52,18 +74,39 @@ def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.G
             raise TypeError(f"a call has no argument {name!r}")
         if value is None:
             continue
-        if name == "lookaheads":
-            request.lookaheads.SetInParent()
-            _set(request.lookaheads, "values", value, argument=name)
-        elif name in pb.Sampling.DESCRIPTOR.fields_by_name:
-            _set(request.sampling, name, value)
-        elif name == "seed":
-            _set(request, name, _unsigned(value))
+        if name in GUIDES and request.WhichOneof("guide"):
+            raise _refusal(name, "", f"contradicts {request.WhichOneof('guide')}: the output has one form")
+        if name in LISTS:
+            values = getattr(request, name)
+            values.SetInParent()  # marks the field as present, even when empty
+            _set(values, "values", [value] if isinstance(value, str) else value, argument=name)
         else:
-            _set(request, name, [value] if name == "stop" and isinstance(value, str) else value)
+            message = request.sampling if name in pb.Sampling.DESCRIPTOR.fields_by_name else request
+            _set(message, name, CONVERSIONS[name](value) if name in CONVERSIONS else value)
     if request.ByteSize() > MAX_MESSAGE_BYTES:  # the server would refuse it without naming the reason
         raise _refusal("prompt", f"a request of {request.ByteSize()} bytes", "must be at most 64 MiB")
     return request
+
+
+def _as_json(schema: object) -> str:
+    if isinstance(schema, str):
+        return schema
+    try:
+        return json.dumps(schema)
+    except (TypeError, ValueError) as error:
+        raise _refusal("json_schema", repr(schema), f"is not JSON ({error})") from None
+
+
+def _listed(texts: object) -> object:
+    """A single text is a list of one, not of its letters."""
+    return [texts] if isinstance(texts, str) else texts
+
+
+def _token_lists(words: Any) -> list[pb.TokenIds]:
+    try:
+        return [pb.TokenIds(values=word) for word in words]
+    except (TypeError, ValueError) as error:
+        raise _refusal("bad_word_ids", repr(words), f"must be lists of token ids ({error})") from None
 
 
 def _unsigned(seed: Any) -> int:
@@ -75,6 +118,15 @@ def _unsigned(seed: Any) -> int:
     if not -(2**63) <= value < 2**63:
         raise _refusal("seed", repr(seed), "must be at least -2**63 and below 2**63")
     return value % 2**64
+
+
+CONVERSIONS: dict[str, Callable[[Any], Any]] = {
+    "seed": _unsigned,
+    "stop": _listed,
+    "bad_words": _listed,
+    "json_schema": _as_json,
+    "bad_word_ids": _token_lists,
+}
 
 
 def _refusal(argument: str, shown: str, rule: str) -> InvalidRequestError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -42,22 +43,67 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """A finished completion."""
+class TokenLogprobs:
+    """Log probabilities of one token in the model's own distribution, before any sampling parameter."""
 
-    model: str
+    logprob: float | None  # None for the first token of a prompt, which nothing predicts
+    top: dict[int, float]  # the most probable token ids with theirs, the best first
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One finished completion."""
+
     text: str
     token_ids: tuple[int, ...]
     origins: bytes  # the tier that proposed each token: 0 draft, 1 retrieval, 2 target
     finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
-    usage: Usage
     stats: Stats
-    seed: int | None = None  # the call's seed, or one drawn by the server; None: the server is too old to send it
+    seed: int  # the call's seed, drawn by the server, or derived: a call with this seed gives this completion
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """The answer to a call: a completion, or several where the call has `n`. `text` and the like are the first's."""
+
+    model: str
+    choices: tuple[Choice, ...]
+    usage: Usage  # of all choices together
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of the prompt, if asked for
+
+    @property
+    def text(self) -> str:
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> tuple[int, ...]:
+        return self.choices[0].token_ids
+
+    @property
+    def origins(self) -> bytes:
+        return self.choices[0].origins
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        return self.choices[0].finish_reason
+
+    @property
+    def stats(self) -> Stats:
+        return self.choices[0].stats
+
+    @property
+    def seed(self) -> int:
+        return self.choices[0].seed
+
+    @property
+    def logprobs(self) -> tuple[TokenLogprobs, ...]:
+        return self.choices[0].logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A part of a completion. The first chunk has the seed; the last one has finish reason, usage and stats."""
+    """A part of a completion. Its first chunk has the seed; its last one has finish reason, usage and stats."""
 
     text: str  # may be empty while `token_ids` is not, and vice versa
     token_ids: tuple[int, ...]
@@ -66,6 +112,9 @@ class Chunk:
     usage: Usage | None = None
     stats: Stats | None = None
     seed: int | None = None
+    index: int = 0  # which of the call's `n` completions it continues
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of some tokens of the prompt; in the first chunks, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,13 +126,20 @@ class Model:
 def completion_from_proto(message: pb.GenerateResponse) -> Completion:
     return Completion(
         model=message.model,
-        text=message.text,
-        token_ids=tuple(message.token_ids),
-        origins=message.origins,
-        finish_reason=FINISH_REASONS.get(message.finish_reason),
+        choices=tuple(
+            Choice(
+                text=choice.text,
+                token_ids=tuple(choice.token_ids),
+                origins=choice.origins,
+                finish_reason=FINISH_REASONS.get(choice.finish_reason),
+                stats=_stats(choice.stats),
+                seed=_signed(choice.seed),
+                logprobs=_logprobs(choice.logprobs),
+            )
+            for choice in message.choices
+        ),
         usage=_usage(message.usage),
-        stats=_stats(message.stats),
-        seed=_signed(message.seed) if message.HasField("seed") else None,
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
     )
 
 
@@ -96,6 +152,9 @@ def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
         usage=_usage(message.usage) if message.HasField("usage") else None,
         stats=_stats(message.stats) if message.HasField("stats") else None,
         seed=_signed(message.seed) if message.HasField("seed") else None,
+        index=message.index,
+        logprobs=_logprobs(message.logprobs),
+        prompt_logprobs=_logprobs(message.prompt_logprobs),
     )
 
 
@@ -106,6 +165,15 @@ def models_from_proto(message: pb.ListModelsResponse) -> tuple[Model, ...]:
 def _signed(seed: int) -> int:
     """The signed 64-bit integer with this two's complement."""
     return seed - 2**64 if seed >= 2**63 else seed
+
+
+def _logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    return tuple(
+        TokenLogprobs(
+            each.logprob if each.HasField("logprob") else None, dict(zip(each.top_ids, each.top_logprobs, strict=True))
+        )
+        for each in messages
+    )
 
 
 def _usage(message: pb.Usage) -> Usage:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache, partial
 
 from transformers import PreTrainedModel
 
@@ -25,15 +26,18 @@ from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Proposer, Tier
+from triforce_core.models.audit import Audit
 from triforce_core.models.fuse import fuse
 from triforce_core.models.graphs import shaped_passes
-from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry
+from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
+from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier
 
-VerifierFactory = Callable[[ModelRunner, Tier], ModelVerifier]  # benchmarks pass their own class
+VerifierFactory = Callable[[ModelRunner, Tier, Grammars], ModelVerifier]  # benchmarks pass their own class
+MOST_LOGITS = 1 << 25  # of a pass whose prompt tokens get logprobs: 128 MiB in float32
 MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEAD, and one token on either side
 FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
 
@@ -48,7 +52,9 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     num_bytes = geometry.bytes_per_token * window.capacity * sequences
     check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
     kv = StreamingKV(geometry, sequences, window, kernel_for(settings, geometry.head_dim))
-    return ModelProposer(runner_for(model, kv, settings, FEW_DRAFT_TOKENS))
+    return ModelProposer(
+        runner_for(model, kv, settings, FEW_DRAFT_TOKENS), grammars_for(settings, model.config.vocab_size)
+    )
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
@@ -58,6 +64,16 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
     check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")
     return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim))
+
+
+def grammars_for(settings: Settings, vocab_size: int) -> Grammars:
+    """The grammars of the target's vocabulary; tiers in one process share them."""
+    return shared_grammars(settings.target.model, vocab_size)
+
+
+@cache
+def shared_grammars(target: str, vocab_size: int) -> Grammars:
+    return Grammars(partial(load_tokenizer, target), vocab_size)
 
 
 def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
@@ -92,7 +108,8 @@ def retrieval_verifier(
     model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, make_verifier: VerifierFactory = ModelVerifier
 ) -> ModelVerifier:
     """The verifier of the retrieval tier, without the drafter below it."""
-    return make_verifier(runner_for(model, kv, settings, few_retrieval_tokens(settings)), Tier.RETRIEVAL)
+    runner = runner_for(model, kv, settings, few_retrieval_tokens(settings))
+    return make_verifier(runner, Tier.RETRIEVAL, grammars_for(settings, model.config.vocab_size))
 
 
 def retrieval_decoder(
@@ -122,9 +139,18 @@ def target_engine(
     """The engine, with the target tier on top of `below`, the tiers that propose to it. By default `kv` is created."""
     limits = target_limits(model.config, settings)
     kv = kv or full_kv(model, settings)
-    verifier = make_verifier(runner_for(model, kv, settings, few_target_tokens(settings)), Tier.TARGET)
+    runner = runner_for(model, kv, settings, few_target_tokens(settings))
+    verifier = make_verifier(runner, Tier.TARGET, grammars_for(settings, model.config.vocab_size))
+    if settings.target.audit:
+        assert isinstance(kv, FullKV), "audits are refused where the target is divided over ranks"
+        verifier.audit = Audit(runner, kv, verifier.drawer, settings.target.audit)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
-    scheduler = Scheduler(kv, max_sequences=settings.max_sequences, prefill_chunk=settings.target.prefill_chunk)
+    scheduler = Scheduler(
+        kv,
+        max_sequences=settings.max_sequences,
+        prefill_chunk=settings.target.prefill_chunk,
+        scored_chunk=max(64, MOST_LOGITS // limits.vocab_size),
+    )
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
     policy = SnapshotSchedule(kv, sink, chunks, selector, settings.retrieval.refresh_every)

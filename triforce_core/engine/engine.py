@@ -99,6 +99,9 @@ class Engine:
             prompt_length=len(request.prompt),
             max_length=len(request.prompt) + request.max_tokens,
             stop_token_ids=request.stop_token_ids,
+            grammar=request.grammar,
+            logprobs=request.logprobs,
+            prompt_logprobs=request.prompt_logprobs,
         )
         with self.lock:
             sequence = Sequence(next(self.ids), request, spec, [*request.prompt, *request.resume])
@@ -170,7 +173,7 @@ class Engine:
         if not work.sample:
             assert proposal.missing_from is None, "the target holds what it was told"
             sequence.prefilled = proposal.start
-            return None
+            return self._output(sequence, proposal, None) if proposal.prompt_logprobs else None
         if any(work.lookaheads[1:]):
             sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
         sequence.tokens += proposal.tokens
@@ -179,10 +182,22 @@ class Engine:
             stats.decode_s += sequence.lap()
             stats.decoded += len(proposal.tokens)
             stats.add(proposal.tallies)
-        reason = self._finish_reason(sequence)
+        reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
             self.due_for_snapshot[sequence.sequence_id] = proposal.snapshot_wanted
-        return Output(sequence.sequence_id, proposal.tokens, proposal.origins, reason, stats.copy())
+        return self._output(sequence, proposal, reason)
+
+    @staticmethod
+    def _output(sequence: Sequence, proposal: Proposal, reason: FinishReason | None) -> Output:
+        return Output(
+            sequence.sequence_id,
+            proposal.tokens,
+            proposal.origins,
+            reason,
+            sequence.stats.copy(),
+            proposal.logprobs,
+            proposal.prompt_logprobs,
+        )
 
     @staticmethod
     def _finish_reason(sequence: Sequence) -> FinishReason | None:

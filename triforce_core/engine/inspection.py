@@ -9,6 +9,7 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.drafters import Drafter
 from triforce_core.engine.engine import Engine
 from triforce_core.messages import Proposer, Tier
+from triforce_core.models.audit import AuditCounts
 from triforce_core.models.fuse import is_fused
 from triforce_core.models.runner import ModelRunner
 from triforce_core.verification import ModelVerifier
@@ -23,6 +24,12 @@ def levels_of(engine: Engine) -> Iterator[ModelVerifier | Drafter]:
         level = level.proposer
     if isinstance(level, Drafter):
         yield level
+
+
+def audit_of(engine: Engine) -> AuditCounts | None:
+    """What audits of the target have found so far; None where none are asked for."""
+    target = next(levels_of(engine))
+    return target.audit.counts if isinstance(target, ModelVerifier) and target.audit else None
 
 
 def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:

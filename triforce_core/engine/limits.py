@@ -11,6 +11,9 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import TooLargeError, require
 from triforce_core.models.files import context_length, kv_shape
 
+MAX_STOP_TOKENS = 256  # every tier looks for them at every position
+MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's chat completions
+
 
 @dataclass(frozen=True, slots=True)
 class Limits:
@@ -35,6 +38,16 @@ class Limits:
             raise TooLargeError("prompt", counts, f"must fit the KV pool of {self.kv_pool_tokens} tokens")
         self.check_tokens("prompt", request.prompt)  # last: their number is bounded by now
         self.check_tokens("resume_token_ids", request.resume)
+        count, rule = len(request.stop_token_ids), f"must be at most {MAX_STOP_TOKENS} tokens"
+        require(count <= MAX_STOP_TOKENS, "stop_token_ids", count, rule)
+        self.check_tokens("stop_token_ids", request.stop_token_ids)
+        self.check_tokens("logit_bias", tuple(token for token, _ in request.sampling.logit_bias))
+        self.check_tokens("bad_words", tuple(token for word in request.sampling.bad_word_ids for token in word))
+        minimum, rule = request.sampling.min_tokens, f"must be at most max_tokens, {request.max_tokens}"
+        require(minimum <= request.max_tokens, "min_tokens", minimum, rule)
+        for name, number in (("logprobs", request.logprobs), ("prompt_logprobs", request.prompt_logprobs)):
+            most = min(MAX_LOGPROBS, self.vocab_size)
+            require(number is None or 0 <= number <= most, name, number, f"must be between 0 and {most}")
 
     def longest_output(self, prompt_tokens: int) -> int:
         """The most output tokens that fit after `prompt_tokens` prompt tokens; 1 where none fit, which `check` then

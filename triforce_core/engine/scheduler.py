@@ -26,8 +26,10 @@ class Scheduler:
     A request goes live when the target's pool has room for its whole length, so no live request ever runs out of room.
     """
 
-    def __init__(self, kv: Pool, *, max_sequences: int, prefill_chunk: int) -> None:
+    def __init__(self, kv: Pool, *, max_sequences: int, prefill_chunk: int, scored_chunk: int | None = None) -> None:
+        """`scored_chunk`: most tokens of a pass that belong to prompts whose logprobs are asked for."""
         self.kv, self.max_sequences, self.prefill_chunk = kv, max_sequences, prefill_chunk
+        self.scored_chunk = scored_chunk or prefill_chunk
         self.queue: deque[Sequence] = deque()
         self.live: dict[int, Sequence] = {}
 
@@ -41,17 +43,20 @@ class Scheduler:
 
     def next_work(self) -> list[Work]:
         """Work for each live request that has none outstanding: its next prefill chunk, or a round of decoding."""
-        work, prefill_room = [], self.prefill_chunk
+        work, prefill_room, scored_room = [], self.prefill_chunk, self.scored_chunk
         for sequence in self.live.values():
             if sequence.work is not None:
                 continue
             if not sequence.prefilling:
                 sequence.work = next_round(sequence)
-            elif prefill_room:
-                sequence.work = next_chunk(sequence, prefill_room)
-                prefill_room -= len(sequence.work.span.tokens)
             else:
-                continue
+                scored = sequence.spec.prompt_logprobs is not None
+                room = min(prefill_room, scored_room) if scored else prefill_room
+                if not room:
+                    continue
+                sequence.work = next_chunk(sequence, room)
+                prefill_room -= len(sequence.work.span.tokens)
+                scored_room -= len(sequence.work.span.tokens) * scored
             work.append(sequence.work)
         return work
 

@@ -5,16 +5,18 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from hashlib import blake2b
 from itertools import zip_longest
 
 from triforce_core.kv.snapshot import CutRecord
-from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally, Work
+from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
 
 
 class FinishReason(StrEnum):
     STOP = "stop"  # a stop token, or a stop string found in the text
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
+    NO_TOKEN = "no_token"  # the sampling parameters exclude every token that could follow: an error of the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,19 @@ class Request:
     lookaheads: tuple[int, int]  # tokens drafted by the retrieval tier, and by the draft tier; 0 skips a tier
     stop_token_ids: tuple[int, ...] = ()
     resume: tuple[int, ...] = ()  # output tokens already emitted by an earlier attempt; they count as output
+    grammar: str = ""  # see SequenceSpec, for the two below as well
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+
+
+SEED_BITS = 53  # of seeds that are drawn or derived: JSON readers that use doubles keep them exact
+
+
+def nth_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request for several; the first has the request's own."""
+    if index == 0:
+        return seed
+    return int.from_bytes(blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()) >> 64 - SEED_BITS
 
 
 @dataclass(slots=True)
@@ -76,6 +91,8 @@ class Output:
     origins: bytes  # one Tier per token
     finish_reason: FinishReason | None
     stats: Stats
+    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request asks for them
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after those reported before
 
 
 @dataclass(slots=True)

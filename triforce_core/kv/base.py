@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -55,6 +56,7 @@ class Held:
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # KV is held below this position; a policy may keep only part of it
     ranges: list[Range] = field(default_factory=list)  # slots of the pool that this sequence owns
+    unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +95,17 @@ class Row:
         return self.first + len(self.placed.tokens)
 
 
+class Attending(Protocol):
+    """The part of a cache that a model's attention calls."""
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor: ...
+
+
 @dataclass(slots=True)
 class Batch:
     """A prepared forward pass. The model passes it on to `attend` as the keyword `kv`."""
 
-    cache: KVCache
+    cache: Attending
     rows: list[Row] = field(default_factory=list)
     lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
 
@@ -154,6 +162,7 @@ class KVCache(ABC):
             return Lack(missing_from=len(held.tokens))
         common = common_prefix(held.tokens, span)
         held.tokens[common:] = span.tokens[common - span.start :]
+        held.unchanged = min(held.unchanged, common)
         # A token whose logits are needed is forwarded again even if its KV is held.
         keep = min(held.cached, common, span.end - forward.num_sampled)
         return self.place(span.sequence_id, held, keep, span.end, forward.num_sampled)

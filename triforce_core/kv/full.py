@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, Placement
 from triforce_core.kv.cutting import FullHeld, SnapshotCutter
 from triforce_core.kv.ranges import Range, sliced
@@ -13,6 +14,9 @@ from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
 RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
+MOST_QUERIES = (
+    2 * MAX_LOOKAHEAD + 2
+)  # tokens of the longest block; more are sampled where a prompt's logprobs are asked
 
 
 class FullKV(KVCache):
@@ -32,7 +36,8 @@ class FullKV(KVCache):
         held.cached = end
         held.landmarked = min(held.landmarked, keep)
         if keep < end:
-            held.query_positions = range(max(keep, end - max(RECENT_QUERIES, num_sampled)), end)
+            num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)
+            held.query_positions = range(max(keep, end - num_queries), end)
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),

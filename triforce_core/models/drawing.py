@@ -1,31 +1,93 @@
-"""Drawing a model's own tokens at the sampled positions of a pass."""
+"""Drawing a model's own tokens from the logits of a pass."""
 
 from __future__ import annotations
-
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from triforce_core.kv.base import Row
 from triforce_core.models.runner import ModelRunner
-from triforce_core.sampling.draw import Draw, draw_tokens
+from triforce_core.sampling.draw import Draw, draw_tokens, perturbed_logits
+from triforce_core.sampling.edits import Edits
+from triforce_core.sampling.grammars import Grammars
+
+NO_TOKEN = -1  # in place of a token where the parameters exclude all
+LogitsOf = dict[int, Tensor]  # by sequence id: logits of its text's last positions, [positions, vocab] float32
 
 
-def draw_rows(runner: ModelRunner, logits: Tensor, rows: list[Row]) -> Iterator[tuple[int, list[int]]]:
-    """(sequence id, the model's own tokens at its sampled positions) for each row of `rows` that has any.
+class Drawer:
+    """Draws for one tier. Keeps, for each sequence whose parameters edit logits, what the edits depend on."""
 
-    `logits` are those of the sampled positions, [Σ num_sampled, vocab].
-    """
+    def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, *, wait_for_grammars: bool) -> None:
+        """`grammars`: None if this tier decodes without them. `wait_for_grammars`: wait until a grammar is compiled;
+        otherwise decode without it until then.
+        """
+        self.runner, self.grammars, self.wait_for_grammars = runner, grammars, wait_for_grammars
+        self.edits: dict[int, Edits] = {}  # by sequence id
+
+    @torch.inference_mode()
+    def draw(self, logits: LogitsOf) -> dict[int, list[int]]:
+        """The model's own tokens at these positions; `NO_TOKEN` where the parameters exclude all tokens."""
+        if not logits:
+            return {}
+        edited = self._edited(logits)
+        tokens = draw_tokens(edited, self._draws(logits))
+        if any(sequence_id in self.edits for sequence_id in logits):
+            excluded = edited.isneginf().all(-1).tolist()
+            tokens = [NO_TOKEN if none else token for token, none in zip(tokens, excluded, strict=True)]
+        drawn, taken = {}, 0
+        for sequence_id, own in logits.items():
+            drawn[sequence_id] = tokens[taken : taken + len(own)]
+            taken += len(own)
+        return drawn
+
+    @torch.inference_mode()
+    def perturbed(self, logits: LogitsOf) -> Tensor:
+        """The values of which `draw` takes each row's greatest, [Σ positions, vocab] float64."""
+        return perturbed_logits(self._edited(logits), self._draws(logits))
+
+    def _draws(self, logits: LogitsOf) -> list[Draw]:
+        draws = []
+        for sequence_id, own in logits.items():
+            held = self.runner.kv.held[sequence_id]
+            end = len(held.tokens) + 1
+            draws += [Draw(held.spec.sampling, held.spec.seed, position) for position in range(end - len(own), end)]
+        return draws
+
+    def _edited(self, logits: LogitsOf) -> Tensor:
+        """All logits, [Σ positions, vocab], after the edits of their sequences; those given stay as they are."""
+        edits = {sequence_id: self._edits_of(sequence_id) for sequence_id in logits}
+        if len(logits) == 1 and not any(edits.values()):
+            return next(iter(logits.values()))
+        edited, taken = torch.cat(list(logits.values())), 0
+        for sequence_id, own in logits.items():
+            rows = edited[taken : taken + len(own)]
+            taken += len(own)
+            if own_edits := edits[sequence_id]:
+                held = self.runner.kv.held[sequence_id]
+                own_edits.apply(rows, len(held.tokens) + 1 - len(own), held.tokens, held.unchanged)
+                held.unchanged = len(held.tokens)
+        return edited
+
+    def _edits_of(self, sequence_id: int) -> Edits | None:
+        spec = self.runner.kv.held[sequence_id].spec
+        if not spec.edits_logits:
+            return None
+        if sequence_id not in self.edits:
+            vocab_size, device = self.runner.model.config.vocab_size, self.runner.kv.geometry.device
+            self.edits[sequence_id] = Edits(spec, vocab_size, device)
+        edits = self.edits[sequence_id]
+        if spec.grammar and edits.grammar is None and self.grammars is not None:
+            edits.grammar = self.grammars.state(spec.grammar, wait=self.wait_for_grammars)
+        return edits
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.edits.pop(sequence_id, None)
+
+
+def by_sequence(logits: Tensor, rows: list[Row]) -> LogitsOf:
+    """The logits of a pass, [Σ num_sampled, vocab] in the order of its rows, by sequence id."""
     sampled = [row for row in rows if row.num_sampled]
-    draws = []
-    for row in sampled:
-        spec, end = runner.kv.held[row.sequence_id].spec, len(runner.kv.held[row.sequence_id].tokens)
-        first = end - row.num_sampled + 1
-        draws += [Draw(spec.sampling, spec.seed, position) for position in range(first, end + 1)]
-    with torch.inference_mode():
-        tokens = draw_tokens(logits, draws)
-    taken = 0
-    for row in sampled:
-        yield row.sequence_id, tokens[taken : taken + row.num_sampled]
-        taken += row.num_sampled
+    parts = logits.split([row.num_sampled for row in sampled])
+    return {row.sequence_id: part for row, part in zip(sampled, parts, strict=True)}

@@ -113,6 +113,11 @@ def stop_token_ids(name: str) -> tuple[int, ...]:
     return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
 
 
+def end_token_ids(tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end-of-sequence id, which usually is one of the model's; empty if it has none."""
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
 OR_NONE = "or set draft.model: ngram, which needs no model"
 
 

@@ -89,15 +89,15 @@ class ModelRunner:
             run_on(threads.prefill if batch.num_tokens >= MANY_TOKENS else threads.decode)
         logits = self.shaped.forward(batch) if self.shaped is not None else None
         if logits is None:
-            logits = self._forward(batch)
+            logits = self.run(batch)
         if threads is not None:  # sampling and chunk selection follow, which are small work
             run_on(threads.decode)
         self.passes += 1
         self.seconds += time.perf_counter() - started
         return logits, batch
 
-    def _forward(self, batch: Batch) -> Tensor:
-        """An ordinary pass, with tensors of the batch's own shape."""
+    def run(self, batch: Batch) -> Tensor:
+        """An ordinary pass over a prepared batch, with tensors of its own shape; returns logits as `forward` does."""
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]

@@ -36,7 +36,7 @@ def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
     numbers = [noisy, [draws[i].seed for i in noisy], [draws[i].position for i in noisy]]
     rows, seeds, positions = on_device(numbers, torch.int64, device)
     first, second = row_keys(seeds, positions)
-    if all(draws[i].sampling == SamplingParams(draws[i].sampling.temperature) for i in noisy):  # no token was excluded
+    if not any(draws[i].sampling.truncates for i in noisy):
         vocabulary = torch.arange(logits.shape[-1], device=device)
         perturbed[rows] += gumbel(first[:, None], second[:, None], vocabulary)
         return perturbed

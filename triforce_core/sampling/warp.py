@@ -21,7 +21,7 @@ def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """
     temperatures = [p.temperature or 1.0 for p in params]
     warped = logits / on_device(temperatures, logits.dtype, logits.device)[:, None]
-    truncated = [i for i, p in enumerate(params) if p.temperature and p != SamplingParams(p.temperature)]
+    truncated = [i for i, p in enumerate(params) if p.temperature and p.truncates]
     if truncated:
         rows = on_device(truncated, torch.int64, logits.device)
         warped[rows] = truncate(warped[rows], [params[i] for i in truncated])

@@ -24,39 +24,49 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriforce/v1/generation.proto\x12\x0btriforce.v1\"\xce\x02\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.triforce.v1.TokenIdsH\x00\x12\x18\n\x10resume_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.triforce.v1.Sampling\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x01\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x02\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\ttimeout_s\x18\t \x01(\x01H\x03\x88\x01\x01\x12+\n\nlookaheads\x18\n \x01(\x0b\x32\x17.triforce.v1.LookaheadsB\x08\n\x06promptB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0c\n\n_timeout_s\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\x8e\x01\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_p\"\x1c\n\nLookaheads\x12\x0e\n\x06values\x18\x01 \x03(\r\"\xe7\x01\n\x10GenerateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x0f\n\x07origins\x18\x04 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x05 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x07 \x01(\x0b\x32\x12.triforce.v1.Stats\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"\xd5\x01\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Stats\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x42\x07\n\x05_seed\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa7\x01\n\x05Stats\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x19\n\x0cms_per_token\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10tokens_per_round\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12+\n\nacceptance\x18\x04 \x01(\x0b\x32\x17.triforce.v1.AcceptanceB\x0f\n\r_ms_per_tokenB\x13\n\x11_tokens_per_round\"P\n\nAcceptance\x12\x12\n\x05\x64raft\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tretrieval\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_draftB\x0c\n\n_retrieval\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triforce.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf2\x01\n\nGeneration\x12G\n\x08Generate\x12\x1c.triforce.v1.GenerateRequest\x1a\x1d.triforce.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.triforce.v1.GenerateRequest\x1a\x1a.triforce.v1.GenerateChunk0\x01\x12M\n\nListModels\x12\x1e.triforce.v1.ListModelsRequest\x1a\x1f.triforce.v1.ListModelsResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ctriforce/v1/generation.proto\x12\x0btriforce.v1\"\x8a\x05\n\x0fGenerateRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x0e\n\x04text\x18\x02 \x01(\tH\x00\x12*\n\ttoken_ids\x18\x03 \x01(\x0b\x32\x15.triforce.v1.TokenIdsH\x00\x12\x18\n\x10resume_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.triforce.v1.Sampling\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x02\x88\x01\x01\x12\x17\n\nmax_tokens\x18\x07 \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04stop\x18\x08 \x03(\t\x12\x16\n\ttimeout_s\x18\t \x01(\x01H\x04\x88\x01\x01\x12+\n\nlookaheads\x18\n \x01(\x0b\x32\x17.triforce.v1.Lookaheads\x12\x0e\n\x01n\x18\x0b \x01(\rH\x05\x88\x01\x01\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x16\n\x0estop_token_ids\x18\r \x03(\r\x12\x11\n\tbad_words\x18\x0e \x03(\t\x12\x15\n\x08logprobs\x18\x0f \x01(\rH\x06\x88\x01\x01\x12\x1c\n\x0fprompt_logprobs\x18\x10 \x01(\rH\x07\x88\x01\x01\x12\x0c\n\x04\x65\x63ho\x18\x11 \x01(\x08\x12\x15\n\x0bjson_schema\x18\x12 \x01(\tH\x01\x12\x15\n\x0bjson_object\x18\x13 \x01(\x08H\x01\x12\x0f\n\x05regex\x18\x14 \x01(\tH\x01\x12&\n\x06\x63hoice\x18\x15 \x01(\x0b\x32\x14.triforce.v1.ChoicesH\x01\x12\x11\n\x07grammar\x18\x16 \x01(\tH\x01\x42\x08\n\x06promptB\x07\n\x05guideB\x07\n\x05_seedB\r\n\x0b_max_tokensB\x0c\n\n_timeout_sB\x04\n\x02_nB\x0b\n\t_logprobsB\x12\n\x10_prompt_logprobs\"\x19\n\x07\x43hoices\x12\x0e\n\x06values\x18\x01 \x03(\t\"\x1a\n\x08TokenIds\x12\x0e\n\x06values\x18\x01 \x03(\r\"\xf1\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x04\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x17\n\nmin_tokens\x18\x08 \x01(\rH\x07\x88\x01\x01\x12\x38\n\nlogit_bias\x18\t \x03(\x0b\x32$.triforce.v1.Sampling.LogitBiasEntry\x12+\n\x0c\x62\x61\x64_word_ids\x18\n \x03(\x0b\x32\x15.triforce.v1.TokenIds\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\r\n\x0b_min_tokens\"X\n\rTokenLogprobs\x12\x14\n\x07logprob\x18\x01 \x01(\x02H\x00\x88\x01\x01\x12\x0f\n\x07top_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\x42\n\n\x08_logprob\"\x1c\n\nLookaheads\x12\x0e\n\x06values\x18\x01 \x03(\r\"\x9f\x01\n\x10GenerateResponse\x12\r\n\x05model\x18\x01 \x01(\t\x12$\n\x07\x63hoices\x18\x02 \x03(\x0b\x32\x13.triforce.v1.Choice\x12!\n\x05usage\x18\x03 \x01(\x0b\x32\x12.triforce.v1.Usage\x12\x33\n\x0fprompt_logprobs\x18\x04 \x03(\x0b\x32\x1a.triforce.v1.TokenLogprobs\"\xd9\x01\n\x06\x43hoice\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05stats\x18\x05 \x01(\x0b\x32\x12.triforce.v1.Stats\x12\x11\n\x04seed\x18\x06 \x01(\x04H\x00\x88\x01\x01\x12,\n\x08logprobs\x18\x07 \x03(\x0b\x32\x1a.triforce.v1.TokenLogprobsB\x07\n\x05_seed\"\xc7\x02\n\rGenerateChunk\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x0f\n\x07origins\x18\x03 \x01(\x0c\x12\x30\n\rfinish_reason\x18\x04 \x01(\x0e\x32\x19.triforce.v1.FinishReason\x12!\n\x05usage\x18\x05 \x01(\x0b\x32\x12.triforce.v1.Usage\x12!\n\x05stats\x18\x06 \x01(\x0b\x32\x12.triforce.v1.Stats\x12\x11\n\x04seed\x18\x07 \x01(\x04H\x00\x88\x01\x01\x12\r\n\x05index\x18\x08 \x01(\r\x12,\n\x08logprobs\x18\t \x03(\x0b\x32\x1a.triforce.v1.TokenLogprobs\x12\x33\n\x0fprompt_logprobs\x18\n \x03(\x0b\x32\x1a.triforce.v1.TokenLogprobsB\x07\n\x05_seed\"9\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x19\n\x11\x63ompletion_tokens\x18\x02 \x01(\r\"\xa7\x01\n\x05Stats\x12\x11\n\tprefill_s\x18\x01 \x01(\x01\x12\x19\n\x0cms_per_token\x18\x02 \x01(\x01H\x00\x88\x01\x01\x12\x1d\n\x10tokens_per_round\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12+\n\nacceptance\x18\x04 \x01(\x0b\x32\x17.triforce.v1.AcceptanceB\x0f\n\r_ms_per_tokenB\x13\n\x11_tokens_per_round\"P\n\nAcceptance\x12\x12\n\x05\x64raft\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x16\n\tretrieval\x18\x02 \x01(\x01H\x01\x88\x01\x01\x42\x08\n\x06_draftB\x0c\n\n_retrieval\"\x13\n\x11ListModelsRequest\"8\n\x12ListModelsResponse\x12\"\n\x06models\x18\x01 \x03(\x0b\x32\x12.triforce.v1.Model\"+\n\x05Model\x12\n\n\x02id\x18\x01 \x01(\t\x12\x16\n\x0e\x63ontext_length\x18\x02 \x01(\r*_\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x16\n\x12\x46INISH_REASON_STOP\x10\x01\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x02\x32\xf2\x01\n\nGeneration\x12G\n\x08Generate\x12\x1c.triforce.v1.GenerateRequest\x1a\x1d.triforce.v1.GenerateResponse\x12L\n\x0eGenerateStream\x12\x1c.triforce.v1.GenerateRequest\x1a\x1a.triforce.v1.GenerateChunk0\x01\x12M\n\nListModels\x12\x1e.triforce.v1.ListModelsRequest\x1a\x1f.triforce.v1.ListModelsResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'triforce_core._gen.triforce.v1.generation_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=1470
-  _globals['_FINISHREASON']._serialized_end=1565
+  _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
+  _globals['_FINISHREASON']._serialized_start=2520
+  _globals['_FINISHREASON']._serialized_end=2615
   _globals['_GENERATEREQUEST']._serialized_start=46
-  _globals['_GENERATEREQUEST']._serialized_end=380
-  _globals['_TOKENIDS']._serialized_start=382
-  _globals['_TOKENIDS']._serialized_end=408
-  _globals['_SAMPLING']._serialized_start=411
-  _globals['_SAMPLING']._serialized_end=553
-  _globals['_LOOKAHEADS']._serialized_start=555
-  _globals['_LOOKAHEADS']._serialized_end=583
-  _globals['_GENERATERESPONSE']._serialized_start=586
-  _globals['_GENERATERESPONSE']._serialized_end=817
-  _globals['_GENERATECHUNK']._serialized_start=820
-  _globals['_GENERATECHUNK']._serialized_end=1033
-  _globals['_USAGE']._serialized_start=1035
-  _globals['_USAGE']._serialized_end=1092
-  _globals['_STATS']._serialized_start=1095
-  _globals['_STATS']._serialized_end=1262
-  _globals['_ACCEPTANCE']._serialized_start=1264
-  _globals['_ACCEPTANCE']._serialized_end=1344
-  _globals['_LISTMODELSREQUEST']._serialized_start=1346
-  _globals['_LISTMODELSREQUEST']._serialized_end=1365
-  _globals['_LISTMODELSRESPONSE']._serialized_start=1367
-  _globals['_LISTMODELSRESPONSE']._serialized_end=1423
-  _globals['_MODEL']._serialized_start=1425
-  _globals['_MODEL']._serialized_end=1468
-  _globals['_GENERATION']._serialized_start=1568
-  _globals['_GENERATION']._serialized_end=1810
+  _globals['_GENERATEREQUEST']._serialized_end=696
+  _globals['_CHOICES']._serialized_start=698
+  _globals['_CHOICES']._serialized_end=723
+  _globals['_TOKENIDS']._serialized_start=725
+  _globals['_TOKENIDS']._serialized_end=751
+  _globals['_SAMPLING']._serialized_start=754
+  _globals['_SAMPLING']._serialized_end=1251
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=1076
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=1124
+  _globals['_TOKENLOGPROBS']._serialized_start=1253
+  _globals['_TOKENLOGPROBS']._serialized_end=1341
+  _globals['_LOOKAHEADS']._serialized_start=1343
+  _globals['_LOOKAHEADS']._serialized_end=1371
+  _globals['_GENERATERESPONSE']._serialized_start=1374
+  _globals['_GENERATERESPONSE']._serialized_end=1533
+  _globals['_CHOICE']._serialized_start=1536
+  _globals['_CHOICE']._serialized_end=1753
+  _globals['_GENERATECHUNK']._serialized_start=1756
+  _globals['_GENERATECHUNK']._serialized_end=2083
+  _globals['_USAGE']._serialized_start=2085
+  _globals['_USAGE']._serialized_end=2142
+  _globals['_STATS']._serialized_start=2145
+  _globals['_STATS']._serialized_end=2312
+  _globals['_ACCEPTANCE']._serialized_start=2314
+  _globals['_ACCEPTANCE']._serialized_end=2394
+  _globals['_LISTMODELSREQUEST']._serialized_start=2396
+  _globals['_LISTMODELSREQUEST']._serialized_end=2415
+  _globals['_LISTMODELSRESPONSE']._serialized_start=2417
+  _globals['_LISTMODELSRESPONSE']._serialized_end=2473
+  _globals['_MODEL']._serialized_start=2475
+  _globals['_MODEL']._serialized_end=2518
+  _globals['_GENERATION']._serialized_start=2618
+  _globals['_GENERATION']._serialized_end=2860
 # @@protoc_insertion_point(module_scope)

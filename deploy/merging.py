@@ -1,0 +1,37 @@
+"""Merges asynchronous generators into one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import aclosing
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
+    """The items of all sources as they come. The first error ends all; so does closing the generator."""
+    if len(sources) == 1:
+        async with aclosing(sources[0]) as only:
+            async for item in only:
+                yield item
+        return
+    coming = {asyncio.ensure_future(anext(source)): source for source in sources}
+    try:
+        while coming:
+            done, _ = await asyncio.wait(coming, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                source = coming.pop(task)
+                try:
+                    item = task.result()
+                except StopAsyncIteration:
+                    continue
+                coming[asyncio.ensure_future(anext(source))] = source
+                yield item
+    finally:
+        for task in coming:
+            task.cancel()
+        await asyncio.gather(*coming, return_exceptions=True)
+        for source in sources:
+            await source.aclose()

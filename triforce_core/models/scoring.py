@@ -1,0 +1,49 @@
+"""The logprobs that requests ask for, from the logits of the target's passes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from triforce_core.messages import Claim, SequenceSpec, TokenLogprobs, Verdict
+from triforce_core.sampling.logprobs import token_logprobs
+
+
+class Scorer:
+    """Reports the logprobs of each prompt once, as its chunks are read, and those of verified tokens."""
+
+    def __init__(self) -> None:
+        self.reported: dict[int, int] = {}  # by sequence id, how many prompt tokens
+
+    def num_positions(self, claim: Claim, spec: SequenceSpec) -> int:
+        """How many of the last positions of the claim's text must have logits for its prompt tokens' logprobs."""
+        reported = self.reported.get(claim.span.sequence_id, 0)
+        if spec.prompt_logprobs is None or reported >= min(spec.prompt_length, claim.span.end):
+            return 0
+        return claim.span.end + len(claim.proposed) - max(0, reported - 1)  # logits belong to the token that follows
+
+    def scored(self, verdict: Verdict, claim: Claim, spec: SequenceSpec, logits: Tensor) -> Verdict:
+        """The verdict with the logprobs asked for. `logits` are the last ones of the claim's text."""
+        prompt = self._of_prompt(claim, spec, logits) if self.num_positions(claim, spec) else ()
+        output: tuple[TokenLogprobs, ...] = ()
+        if spec.logprobs is not None and verdict.tokens:
+            first = len(logits) - len(claim.proposed) - 1
+            output = token_logprobs(logits[first : first + len(verdict.tokens)], verdict.tokens, spec.logprobs)
+        return replace(verdict, logprobs=output, prompt_logprobs=prompt) if prompt or output else verdict
+
+    def _of_prompt(self, claim: Claim, spec: SequenceSpec, logits: Tensor) -> tuple[TokenLogprobs, ...]:
+        """Of the claim's prompt tokens that were not reported yet."""
+        assert spec.prompt_logprobs is not None
+        span = claim.span
+        first, stop = self.reported.get(span.sequence_id, 0), min(spec.prompt_length, span.end)
+        self.reported[span.sequence_id] = stop
+        unpredicted = () if first else (TokenLogprobs(None),)  # the prompt's first token
+        first = max(first, 1)
+        tokens = span.tokens[first - span.start : stop - span.start]
+        row = len(logits) - (span.end + len(claim.proposed)) + first - 1  # that of the token before
+        return unpredicted + token_logprobs(logits[row : row + len(tokens)], tokens, spec.prompt_logprobs)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        for sequence_id in sequence_ids:
+            self.reported.pop(sequence_id, None)
