@@ -120,7 +120,7 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         ({"prompt_logprobs": 99}, "prompt_logprobs: 99 must be between 0 and 20"),
         ({"bad_words": [""]}, "bad_words: "),
         ({"bad_words": ["a"] * 300}, "bad_words: 300 must be at most 128 words"),
-        ({"stop_token_ids": list(range(300))}, "stop_token_ids: 301 must be at most 256 tokens"),
+        ({"stop_token_ids": list(range(300))}, "stop_token_ids: 300 must be at most 256 tokens"),
         ({"n": 4_000_000_000}, "n: 4000000000 must be at least 1 and at most"),
         ({"stop_token_ids": [5000]}, "stop_token_ids: 5000 is not a token id"),
         ({"n": 0}, "n: 0 must be at least 1"),
