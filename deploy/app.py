@@ -40,6 +40,8 @@ ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on one machine only, Ray binds its own ports to the loopback
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # On a busy machine a proxy takes longer to start than Serve's 5 s; three checks later Serve would kill it.
+    "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
     "TOKENIZERS_PARALLELISM": "false",
 }
