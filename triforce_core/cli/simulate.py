@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from triforce_core.cli.figures import show_figures
+from triforce_core.cli.figures import check_figure, save_figure, show_figures
 from triforce_core.cli.options import JsonOption, parse_lookaheads, with_options_of
 from triforce_core.errors import require
 from triforce_core.simulate.scenario import Scenario, load_scenario
@@ -88,8 +88,6 @@ def simulate(
     goals = p95_ms_per_token, p95_request_s
     require(search or goals == (None, None), "plan", False, "must be on for a p95 to keep: add --plan")
     if figure is not None:
-        from triforce_core.simulate.figure import check_figure, draw
-
         check_figure(figure)
     if search:
         planned = plan(scenario, Goal(*goals), max_gpus)
@@ -100,5 +98,7 @@ def simulate(
         result = simulate(scenario)
         figures = result.figures()
     if figure is not None:
-        draw(figure, scenario, result)
+        from triforce_core.simulate.figure import draw
+
+        save_figure(draw(scenario, result), figure)
     show_figures(figures, as_json=as_json)

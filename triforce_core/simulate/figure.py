@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Tier
 from triforce_core.simulate.bound import bound_tokens_per_s
 from triforce_core.simulate.measures import Result
@@ -17,13 +14,6 @@ from triforce_core.simulate.scenario import Scenario
 COLOURS = {Tier.DRAFT: "#4c9f70", Tier.RETRIEVAL: "#3b8ea5", Tier.TARGET: "#5c4d7d"}
 MICRO_BATCHES = (1, 2, 3, 4)
 VERIFIES_SHOWN = 6
-FORMATS = (".svg", ".png")
-
-
-def check_figure(path: Path) -> None:
-    """Raise `InvalidValueError` for a path that cannot be drawn into; call it before the simulation."""
-    require(path.suffix in FORMATS, "figure", str(path), f"must end in one of {', '.join(FORMATS)}")
-    require(path.parent.is_dir(), "figure", str(path), "lies in no directory")
 
 
 def draw_timeline(axes: Axes, result: Result) -> None:
@@ -57,13 +47,10 @@ def draw_micro_batches(axes: Axes, scenario: Scenario) -> None:
     axes.legend()
 
 
-def draw(path: Path, scenario: Scenario, result: Result) -> None:
-    """Draw both pictures into an SVG or PNG file. Raises `InvalidValueError` if it cannot be written."""
+def draw(scenario: Scenario, result: Result) -> Figure:
+    """Both pictures in one figure."""
     figure = Figure(figsize=(9, 6), layout="constrained")
     timeline, micro_batches = figure.subplots(2, 1, height_ratios=(2, 3))
     draw_timeline(timeline, result)
     draw_micro_batches(micro_batches, scenario)
-    try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise InvalidValueError("figure", str(path), f"cannot be written: {error.strerror}") from None
+    return figure
