@@ -20,7 +20,7 @@ from actors.placement import TierActors, place_tiers
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.config import Settings
-from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.errors import DeadlineError, InvalidValueError, TooLargeError, UnavailableError
 from triforce_core.messages import Tier
 
 log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class Pipeline:
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request.
 
-        Raises `InvalidValueError` or `UnavailableError`.
+        Raises `InvalidValueError`, `DeadlineError` or `UnavailableError`.
         """
         async with aclosing(self.relay(request.SerializeToString())) as events:
             async for event in events:
@@ -97,7 +97,7 @@ class Pipeline:
         try:
             status = await TargetStub(self.channel).Status(pb.StatusRequest(), timeout=timeout_s)
         except grpc.aio.AioRpcError as error:
-            raise from_status(error) from None
+            raise unavailable(error) from None
         if not status.ready:
             raise UnavailableError("the target tier has failed, or hangs")
 
@@ -111,11 +111,17 @@ class Pipeline:
 
 
 def from_status(error: grpc.aio.AioRpcError) -> Exception:
-    """The typed error for a gRPC status of the target tier."""
+    """The typed error for the gRPC status of a request to the target tier."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidValueError.parsed(details)
     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
         return TooLargeError.parsed(details)
-    log.warning("the target tier answered %s: %s", error.code().name, details)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(details)
+    return unavailable(error)
+
+
+def unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
+    log.warning("the target tier answered %s: %s", error.code().name, error.details())
     return UnavailableError("the target tier cannot serve; try again")

@@ -144,6 +144,8 @@ class TargetServer(TargetServicer):
                 output = await outputs.get()
                 if output is None:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
+                if output.finish_reason is FinishReason.DEADLINE:
+                    await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"not done within {wanted.timeout_s:g} s")
                 yield event_to_proto(output, len(wanted.prompt))
                 if output.finish_reason:
                     return
@@ -168,6 +170,8 @@ class TargetServer(TargetServicer):
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
+            least_stall_ms=1e3 * self.engine_thread.engine.least_stall_s,
+            kv_tokens=self.engine_thread.engine.kv_tokens,
         )
 
     def stop(self) -> None:
@@ -191,6 +195,8 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
         grammar=message.grammar,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        priority=message.priority,
+        timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
     )
 
 

@@ -120,6 +120,8 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
         grammar=request.grammar,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,
+        priority=request.priority,
+        timeout_s=request.timeout_s,
     )
 
 
@@ -133,6 +135,7 @@ def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
         decoded=stats.decoded,
         tallies=tallies_to_proto(stats.tallies),
         snapshots=stats.snapshots,
+        preempted=stats.preempted,
     )
 
 
@@ -143,6 +146,7 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
         decode_s=message.decode_s,
         decoded=message.decoded,
         snapshots=message.snapshots,
+        preempted=message.preempted,
         tallies=list(tallies_from_proto(message.tallies)),
     )
 
@@ -219,7 +223,7 @@ def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
 def finish_reason_to_proto(reason: FinishReason | None) -> gen.FinishReason:
     """The wire form of a finish reason.
 
-    It is unspecified for a request that is not finished, or was cancelled and so has no reader.
+    It is unspecified for a request that is not finished, and for reasons that are reported as errors or have no reader.
     """
     unspecified = gen.FINISH_REASON_UNSPECIFIED
     return FINISH_REASONS.get(reason, unspecified) if reason else unspecified

@@ -139,7 +139,7 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
-    from deploy.directions import check_endpoint, decoding_threads, directions
+    from deploy.directions import check_endpoint, directions, tiers_found
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -157,7 +157,7 @@ def run(settings: Settings) -> None:
         with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
             check_endpoint(settings)
             took = time.monotonic() - began
-            tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, decoding_threads(settings))}\n")
+            tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, tiers_found(settings))}\n")
             while True:
                 signal.pause()
     except KeyboardInterrupt:

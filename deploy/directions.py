@@ -15,6 +15,7 @@ from triforce_core.errors import UnavailableError
 from triforce_core.models.cpu import cpu_summary
 
 ENDPOINT_TIMEOUT_S = 30.0
+Tiers = list[dict[str, Any]]  # as in the answer of /status
 
 
 def base_url(settings: Settings) -> str:
@@ -42,20 +43,30 @@ def check_endpoint(settings: Settings) -> None:
         raise UnavailableError(f"{url} answers {answer.status_code}: {answer.text[:200]}")
 
 
-def decoding_threads(settings: Settings) -> dict[str, int]:
-    """The CPU threads of each tier, as /status reports them; empty if /status does not answer in time."""
+def tiers_found(settings: Settings) -> Tiers:
+    """The tiers as /status reports them; none if /status does not answer in time."""
     try:
-        tiers = direct().get(f"{base_url(settings)}/status", timeout=10).json()["tiers"]
-        return {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
+        return list(direct().get(f"{base_url(settings)}/status", timeout=10).json()["tiers"])
     except (requests.RequestException, KeyError, ValueError):
+        return []
+
+
+def longer_stall(settings: Settings, tiers: Tiers) -> dict[str, str]:
+    """A row that says by how much prompts may delay other requests, if that is more than the settings allow."""
+    max_stall_ms = settings.target.max_stall_ms
+    least_ms = max((tier.get("least_stall_ms", 0.0) for tier in tiers), default=0.0)
+    if max_stall_ms is None or least_ms <= max_stall_ms:
         return {}
+    why = f"above target.max_stall_ms {max_stall_ms:g}, because half of a shorter pass would be fixed cost"
+    return {"stall": f"in a full context a prompt delays other requests by {least_ms:.0f} ms a pass, {why}"}
 
 
-def directions(settings: Settings, logs: Path, threads: Mapping[str, int]) -> str:
+def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     """The text: what is served, how to call it, and where the logs are."""
     server, url, name = settings.server, base_url(settings), served_name(settings)
     host = url.removeprefix("http://").rpartition(":")[0]
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
+    threads = {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
     rows = {
         "model": f"{name}, {settings.dtype}, on {device}",
@@ -64,6 +75,7 @@ def directions(settings: Settings, logs: Path, threads: Mapping[str, int]) -> st
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
         "try": f"curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'",
         "logs": str(logs),
+        **longer_stall(settings, tiers),
         "stop": "Ctrl-C",
     }
     return "\n".join(f"  {label:5}  {text}" for label, text in rows.items())

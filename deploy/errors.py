@@ -19,10 +19,6 @@ class OverloadedError(TriForceError):
     retry_after_s = 1
 
 
-class DeadlineError(TriForceError):
-    """The request did not finish within the time that the request or the server allows."""
-
-
 def entry_for(table: Mapping[type[TriForceError], Entry], error: BaseException) -> Entry | None:
     """The table's entry for the error's class or its nearest base class; None if there is none."""
     return next((table[cls] for cls in type(error).__mro__ if cls in table), None)

@@ -14,11 +14,18 @@ from actors.wire import (
     seed_from_proto,
     seed_to_proto,
 )
-from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
+from deploy.errors import OverloadedError, entry_for, internal_error
 from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
-from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError, UnknownModelError, require
+from triforce_core.errors import (
+    DeadlineError,
+    InvalidValueError,
+    TriForceError,
+    UnavailableError,
+    UnknownModelError,
+    require,
+)
 from triforce_core.sampling.guides import Guide
 
 SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationServicer_to_server"
@@ -60,6 +67,7 @@ def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
         logprobs=request.logprobs if request.HasField("logprobs") else None,
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         echo=request.echo,
+        priority=request.priority,
     )
 
 
@@ -130,6 +138,7 @@ def stats_of(stats: Stats) -> pb.Stats:
         prefill_s=stats.prefill_s,
         ms_per_token=stats.ms_per_token,
         tokens_per_round=stats.tokens_per_round,
+        preempted=stats.preempted,
         acceptance=pb.Acceptance(**stats.acceptance),
     )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import json
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
@@ -18,13 +19,20 @@ from typing import Any, Protocol
 import triforce_core
 from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_to_proto, stats_from_proto
 from deploy.encoding import Encoder
-from deploy.errors import DeadlineError, OverloadedError
+from deploy.errors import OverloadedError
 from deploy.merging import merged
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
-from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, UnknownModelError, require
+from triforce_core.errors import (
+    DeadlineError,
+    InvalidValueError,
+    TooLargeError,
+    UnavailableError,
+    UnknownModelError,
+    require,
+)
 from triforce_core.messages import GREEDY, MAX_BAD_WORDS, SamplingParams, TokenLogprobs
 from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
 from triforce_core.sampling.grammars import Grammars
@@ -73,6 +81,7 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False  # the text begins with the prompt's
+    priority: int = 0  # of the requests that wait, those with a lower number are served earlier
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +190,7 @@ class Service:
             self.check_model(asked.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
             if asked.timeout_s is not None:
-                require(asked.timeout_s > 0, "timeout_s", asked.timeout_s, "must be above 0")
+                require(0 < asked.timeout_s < math.inf, "timeout_s", asked.timeout_s, "must be above 0 and finite")
                 limit_s = min(limit_s, asked.timeout_s)
             deadline = asyncio.get_running_loop().time() + limit_s
             try:
@@ -192,7 +201,7 @@ class Service:
                     async for part in parts:
                         self.served = True
                         yield part
-            except TimeoutError:
+            except (TimeoutError, DeadlineError):  # this clock or the engine's
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
         finally:
             self.in_flight -= asked.n
@@ -229,6 +238,7 @@ class Service:
             resume=asked.resume,
             logprobs=asked.logprobs,
             prompt_logprobs=asked.prompt_logprobs,
+            priority=asked.priority,
         )
         limits.check(request)
         if asked.guide is None:
@@ -289,7 +299,11 @@ class Service:
             return
         echoed = self.prompt_text(asked, request) if asked.echo and not request.resume else ""
         scores: tuple[TokenLogprobs, ...] = ()
-        async with aclosing(self.pipelines.decode(request_to_proto(request))) as events:
+        left_s = deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise TimeoutError
+        sent = request_to_proto(replace(request, timeout_s=left_s))
+        async with aclosing(self.pipelines.decode(sent)) as events:
             while True:
                 async with asyncio.timeout_at(deadline):
                     event = await anext(events, None)

@@ -60,11 +60,32 @@ class Slots:
     def __init__(self, free: int) -> None:
         self.free = free
         self.opened: list[int] = []
+        self.owned: dict[int, int] = {}  # by sequence id
+        self.hemmed = set[int]()  # sequences that have used up their ranges, as the test says
 
-    def can_open(self, spec: SequenceSpec) -> bool:
-        return spec.max_length <= self.free
+    @property
+    def used_tokens(self) -> int:
+        return sum(self.owned.values())
 
-    def open(self, sequence_id: int, spec: SequenceSpec) -> None:
-        assert self.can_open(spec), "admitted without room"
-        self.free -= spec.max_length
+    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+        return tokens <= self.free
+
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> None:
+        assert self.can_open(spec, tokens), "admitted without room"
+        self.free -= tokens
+        self.owned[sequence_id] = tokens
         self.opened.append(sequence_id)
+
+    def grow(self, sequence_id: int, tokens: int) -> bool:
+        more = max(0, tokens - self.owned[sequence_id])
+        if more > self.free:
+            return False
+        self.free -= more
+        self.owned[sequence_id] += more
+        return True
+
+    def hemmed_in(self, sequence_id: int) -> bool:
+        return sequence_id in self.hemmed
+
+    def release(self, sequence_id: int) -> None:
+        self.free += self.owned.pop(sequence_id)

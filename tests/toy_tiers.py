@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from triforce_core.drafting import ends
-from triforce_core.kv.ranges import RangeAllocator
+from triforce_core.kv.ranges import RangeAllocator, size_of
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, in_turn
@@ -107,9 +107,13 @@ class ToyTier:
         sequence_id = claim.span.sequence_id
         held = self.held[sequence_id]
         held += claim.proposed
+        assert len(held) <= self.room(sequence_id), "stated beyond its slots"
         spec = self.specs[sequence_id]
         own = [self.law.draw(tuple(held[:end]), spec) for end in range(claim.span.end, len(held) + 1)]
         return judge(own, claim, spec)
+
+    def room(self, sequence_id: int) -> float:
+        return float("inf")
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
@@ -126,12 +130,28 @@ class ToyTarget(ToyTier):
         self.ranges: dict[int, Any] = {}
         self.cuts = itertools.count(1)
 
-    def can_open(self, spec: SequenceSpec) -> bool:
-        return spec.max_length <= self.allocator.num_free
+    @property
+    def used_tokens(self) -> int:
+        return self.allocator.num_slots - self.allocator.num_free
 
-    def open(self, sequence_id: int, spec: SequenceSpec) -> None:
-        self.ranges[sequence_id] = self.allocator.allocate(spec.max_length)
+    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+        return tokens <= self.allocator.num_free
+
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> None:
+        self.ranges[sequence_id] = self.allocator.allocate(tokens)
         assert self.ranges[sequence_id] is not None, "admitted without room"
+
+    def grow(self, sequence_id: int, tokens: int) -> bool:
+        more = self.allocator.allocate(max(0, tokens - size_of(self.ranges[sequence_id])))
+        if more is not None:
+            self.ranges[sequence_id] += more
+        return more is not None
+
+    def hemmed_in(self, sequence_id: int) -> bool:
+        return False
+
+    def room(self, sequence_id: int) -> float:
+        return size_of(self.ranges[sequence_id])
 
     def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: MeanKey, base: int) -> Snapshot:
         assert 0 < position <= len(self.held[sequence_id]), "a snapshot is cut of what is held"

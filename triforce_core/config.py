@@ -132,16 +132,29 @@ class TargetSettings(Strict):
     prefill_chunk: int = Field(
         default_factory=lambda given: 2048 if given.get("offload") == "none" else OFFLOADED_PREFILL_CHUNK,
         ge=16,
-        description="most prompt tokens of one forward pass; a smaller chunk delays other requests less; by default"
-        f" 2048, or {OFFLOADED_PREFILL_CHUNK} with offload",
+        description="most prompt tokens of one forward pass, rounded down to a multiple of 64; by default 2048, or"
+        f" {OFFLOADED_PREFILL_CHUNK} with offload",
     )
-
+    max_stall_ms: float | None = Field(
+        200.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="most milliseconds by which prompts of other requests delay the next tokens of a request; a smaller"
+        " number makes prompts slower; off: each pass takes prefill_chunk tokens of them",
+    )
     audit: float = Field(
         0.0,
         ge=0,
         le=1,
         description="share of the verified blocks that are computed again, one token at a time, and compared",
     )
+
+    @field_validator("max_stall_ms", mode="before")
+    @classmethod
+    def _off(cls, value: object) -> object:
+        if value is True:
+            raise ValueError("must be a number of milliseconds, or off")
+        return None if value is False or value == "off" else value
 
     @model_validator(mode="after")
     def _audited(self) -> TargetSettings:
@@ -346,11 +359,16 @@ class ServerSettings(Strict):
 class Settings(Strict):
     """All settings of a pipeline and of the server in front of it."""
 
-    target: TargetSettings = TargetSettings()
+    deterministic: bool = Field(
+        False,
+        description="run every pass of a request alike, in any precision and beside any other requests: one process,"
+        " one request at a time, chunks of constant size; slower",
+    )
+    target: TargetSettings = Field(TargetSettings(), validate_default=True)
     retrieval: RetrievalSettings = RetrievalSettings()
     draft: DraftSettings = DraftSettings()
     speculation: SpeculationSettings = Field(SpeculationSettings(), validate_default=True)
-    placement: PlacementSettings = PlacementSettings()
+    placement: PlacementSettings = Field(PlacementSettings(), validate_default=True)
     server: ServerSettings = ServerSettings()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
@@ -381,8 +399,37 @@ class Settings(Strict):
         " for prompts, and for decoding a number that is measured per tier at the first start and kept",
     )
     max_sequences: int = Field(
-        8, ge=1, description="most requests that a pipeline decodes at the same time; more requests need more KV memory"
+        default_factory=lambda given: 1 if given.get("deterministic") else 8,
+        ge=1,
+        description="most requests that a pipeline decodes at the same time; more requests need more KV memory;"
+        " by default 8, or 1 where deterministic",
     )
+
+    @field_validator("target")
+    @classmethod
+    def _constant_chunks(cls, given: TargetSettings, others: ValidationInfo) -> TargetSettings:
+        """Where deterministic, chunks do not depend on times."""
+        if not others.data.get("deterministic"):
+            return given
+        if "max_stall_ms" in given.model_fields_set and given.max_stall_ms is not None:
+            raise ValueError(f"max_stall_ms {given.max_stall_ms:g} must be off where deterministic is true")
+        return given.model_copy(update={"max_stall_ms": None})
+
+    @field_validator("placement")
+    @classmethod
+    def _one_process(cls, given: PlacementSettings, others: ValidationInfo) -> PlacementSettings:
+        """Where deterministic, the tiers share a process, so that they take turns in one order."""
+        if not others.data.get("deterministic"):
+            return given
+        if "colocate" in given.model_fields_set and given.colocate != "all":
+            raise ValueError(f"colocate {given.colocate} must be all where deterministic is true")
+        return given.model_copy(update={"colocate": "all"})
+
+    @model_validator(mode="after")
+    def _one_at_a_time(self) -> Settings:
+        if self.deterministic and self.max_sequences > 1:
+            raise ValueError(f"max_sequences {self.max_sequences} must be 1 where deterministic is true")
+        return self
 
     @field_validator("speculation")
     @classmethod
@@ -467,9 +514,11 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether the tiers' CPU threads are measured: on the CPU, without `threads` and tensor parallelism."""
+        """Whether the tiers' CPU threads are measured: on the CPU, without `threads` and tensor parallelism, and not
+        where deterministic, because a sum over more threads is rounded in another order.
+        """
         one_process = self.ranks(("target", "retrieval")) == 1
-        return self.device_type == "cpu" and one_process and self.threads is None
+        return self.device_type == "cpu" and one_process and self.threads is None and not self.deterministic
 
     @property
     def fused(self) -> bool:

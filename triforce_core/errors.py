@@ -45,6 +45,10 @@ class UnavailableError(TriForceError):
     """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
 
+class DeadlineError(TriForceError):
+    """The request did not finish within the time that the request or the server allows."""
+
+
 def require(condition: bool, field: str, value: object, rule: str) -> None:
     """Raise `InvalidValueError` naming `field`, `value` and `rule` unless `condition` holds (NaN fails comparisons)."""
     if not condition:

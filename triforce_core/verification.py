@@ -72,10 +72,13 @@ class ModelVerifier:
         return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim, its proposed tokens cut at `max_length` and before the first that is outside the vocabulary."""
-        spec = self._spec(claim)
-        room = max(0, spec.max_length - claim.span.end) if spec is not None else 0
+        """The claim, its proposed tokens cut where the cache or `max_length` ends, and before the first that is outside
+        the vocabulary.
+        """
+        held, spec = self.runner.kv.held.get(claim.span.sequence_id), claim.span.spec
+        longest = self.runner.kv.room(held) if held is not None else spec.max_length if spec is not None else 0
         vocab_size = self.runner.model.config.vocab_size
+        room = max(0, longest - claim.span.end)
         known = takewhile(lambda token: 0 <= token < vocab_size, claim.proposed[:room])
         return replace(claim, proposed=tuple(known))
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 class Decoded:
     """One request as its client saw it."""
 
+    prompt_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
     arrivals: list[tuple[float, int]] = field(default_factory=list)  # monotonic seconds, tokens
     stats: list[Stats] = field(default_factory=list)  # after each arrival
@@ -106,10 +107,10 @@ class Arrangement:
 
     def run(self, requests: list[pb.DecodeRequest]) -> Run:
         """Decode all requests together, each to its end."""
-        self._take_stages()
+        self.take_stages()
         decoded = [Decoded() for _ in requests]
         bytes_at_begin = self.wait(self._decode(requests, decoded))
-        return Run(decoded, self._take_stages(), self._link_bytes() - bytes_at_begin)
+        return Run(decoded, self.take_stages(), self._link_bytes() - bytes_at_begin)
 
     async def _decode(self, requests: list[pb.DecodeRequest], decoded: list[Decoded]) -> int:
         """Returns how many bytes the links had carried when the last request had its first tokens."""
@@ -137,7 +138,7 @@ class Arrangement:
     def _link_bytes(self) -> int:
         return count_bytes(self.wait(self.pipeline.status()))
 
-    def _take_stages(self) -> list[Stage]:
+    def take_stages(self) -> list[Stage]:
         actors = self.pipeline.actors.each()
         taken: list[list[Any]] = ray.get([actor.__ray_call__.remote(lambda _: take_stages()) for actor in actors])
         return [Stage(Tier(tier), *rest) for stages in taken for tier, *rest in stages]
@@ -151,7 +152,7 @@ class Arrangement:
         ray.get(actors.retrieval.__ray_call__.remote(time_handling))
         trips: list[float] = ray.get(actors.target.__ray_call__.remote(ping, count))
         handled: list[float] = ray.get(actors.retrieval.__ray_call__.remote(handling_times))
-        self._take_stages()  # the stages of the pings belong to no run
+        self.take_stages()  # the stages of the pings belong to no run
         return 1e3 * (median(trips) - median(handled))
 
     def stop(self) -> None:

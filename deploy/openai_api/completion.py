@@ -97,4 +97,5 @@ def extras(part: Part, done: Done) -> dict[str, Any]:
         "tokens_per_round": stats.tokens_per_round,
         "acceptance": stats.acceptance,
         "snapshots": stats.snapshots,
+        "preempted": stats.preempted,
     }

@@ -11,8 +11,15 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from deploy.errors import DeadlineError, OverloadedError, entry_for, internal_error
-from triforce_core.errors import InvalidValueError, TooLargeError, TriForceError, UnavailableError, UnknownModelError
+from deploy.errors import OverloadedError, entry_for, internal_error
+from triforce_core.errors import (
+    DeadlineError,
+    InvalidValueError,
+    TooLargeError,
+    TriForceError,
+    UnavailableError,
+    UnknownModelError,
+)
 
 INVALID, SERVER = "invalid_request_error", "server_error"
 

@@ -88,6 +88,7 @@ class CompletionRequest(Body):
     speculation: Speculation | None = None
     return_token_ids: bool = Field(False, description="give token_ids and their origins with each choice")
     timeout_s: float | None = Field(None, description="give up after this many seconds")
+    priority: int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
 
 
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no effect
@@ -120,6 +121,7 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
         model=body.model or "",
         lookaheads=lookaheads_from(body.speculation, defaults),
         timeout_s=body.timeout_s,
+        priority=body.priority or 0,
     )
 
 

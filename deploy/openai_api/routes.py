@@ -107,6 +107,8 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     audit = {
         name: getattr(status.audit, name) for name in pb.Audit.DESCRIPTOR.fields_by_name if status.HasField("audit")
     }
+    stall = round(status.least_stall_ms, 1)
+    kv = {"kv_tokens": status.kv_tokens} if status.tier == "target" else {}
     return {
         "tier": status.tier,
         "ready": status.ready,
@@ -114,4 +116,5 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
         "live_sequences": status.live_sequences,
         "threads": status.threads or None,
         "links": links,
-    } | {name: counted for name, counted in (("silent", silent), ("audit", audit)) if counted}
+        **kv,
+    } | {name: found for name, found in (("silent", silent), ("audit", audit), ("least_stall_ms", stall)) if found}

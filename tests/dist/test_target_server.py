@@ -17,16 +17,18 @@ from actors.links import RemoteProposer
 from actors.pipeline import Pipeline
 from actors.serving import LinkServer, TierServer
 from actors.target_server import AsyncServer, TargetServer
+from actors.wire import sampling_to_proto
 from tests.by_hand import Counting, Slots
 from tests.dist.test_links import Quiet
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.drafting import NoProposer
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.sequence import Output, Request
-from triforce_core.errors import UnavailableError
+from triforce_core.engine.sequence import FinishReason, Output, Request, Stats
+from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
 from triforce_core.messages import GREEDY, Claim, Proposer, Tier, Verdict
 
 
@@ -64,13 +66,13 @@ def served(
         target.stop()
 
 
-def check(address: str) -> None:
+def check(address: str, timeout_s: float = 5.0) -> None:
     """As the owner of a pipeline does."""
 
     async def connected() -> None:
         pipeline = Pipeline(None)  # type: ignore[arg-type]
         async with grpc.aio.insecure_channel(address) as pipeline.channel:
-            await pipeline.check(5.0)
+            await pipeline.check(timeout_s)
 
     asyncio.run(connected())
 
@@ -128,6 +130,52 @@ def test_waiting_for_the_tier_below_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
     link.close()
     below.stop(0.0)
     tier.stop()
+
+
+def stream(address: str, **fields: Any) -> list[pb.DecodeEvent]:
+    """A request as the owner of a pipeline sends it."""
+
+    async def events() -> list[pb.DecodeEvent]:
+        request = pb.DecodeRequest(prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), **fields)
+        pipeline = Pipeline(None)  # type: ignore[arg-type]
+        async with grpc.aio.insecure_channel(address) as pipeline.channel:
+            return [event async for event in pipeline.decode(request)]
+
+    return asyncio.run(events())
+
+
+def test_a_request_that_the_engine_ends_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(NoProposer(), Counting()) as (target, server):
+        assert stream(server.address, max_tokens=5, timeout_s=60, priority=-5)[-1].finish_reason
+        ended = Output(2, (), b"", FinishReason.DEADLINE, Stats())
+        monkeypatch.setattr(target.engine_thread.engine, "run_once", lambda timeout_s: [ended])
+        with pytest.raises(DeadlineError, match=r"not done within 1\.5 s"):
+            stream(server.address, max_tokens=5, timeout_s=1.5)
+        assert not target.engine_thread.callbacks
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"timeout_s": 0.0}, r"^timeout_s: 0\.0 must be above 0"),
+        ({"timeout_s": -0.25}, r"^timeout_s: -0\.25 must be above 0"),
+        ({"timeout_s": float("nan")}, "^timeout_s: nan must be above 0"),
+        ({"priority": -101}, "^priority: -101 must be at least -100"),
+    ],
+)
+def test_a_deadline_in_the_past_and_a_priority_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
+    with served(NoProposer(), Counting()) as (_, server), pytest.raises(InvalidValueError, match=message):
+        stream(server.address, max_tokens=5, **fields)
+
+
+def test_a_target_that_reports_too_late_is_unavailable() -> None:
+    """Its check has a deadline too, but that is no request's."""
+
+    with served(NoProposer(), Counting()) as (_, server):
+        check(server.address)
+        server.loop.call_soon_threadsafe(time.sleep, 1.0)
+        with pytest.raises(UnavailableError, match="the target tier cannot serve"):
+            check(server.address, 0.3)
 
 
 class Failing(Counting):

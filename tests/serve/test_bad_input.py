@@ -52,6 +52,15 @@ CASES: list[tuple[dict[str, Any], int, str, str]] = [  # what is sent, the statu
     ({"speculation": {"lookaheads": [-1, 3]}}, 400, "speculation.lookaheads", "at least 0"),
     ({"speculation": {"tiers": "draft"}}, 422, "speculation.tiers", "'draft' is refused"),
     ({"timeout_s": 0}, 400, "timeout_s", "must be above 0"),
+    ({"timeout_s": -1}, 400, "timeout_s", "-1.0 must be above 0 and finite"),
+    ({"timeout_s": float("nan")}, 400, "timeout_s", "nan must be above 0 and finite"),
+    ({"timeout_s": float("inf")}, 400, "timeout_s", "inf must be above 0 and finite"),
+    ({"timeout_s": 10**400}, 422, "timeout_s", "is refused"),
+    ({"timeout_s": "5"}, 422, "timeout_s", "'5' is refused"),
+    ({"priority": 101}, 400, "priority", "101 must be at least -100 and at most 100"),
+    ({"priority": -(2**40)}, 400, "priority", "must be at least -100 and at most 100"),
+    ({"priority": 0.5}, 422, "priority", "0.5 is refused: Input should be a valid integer"),
+    ({"priority": True}, 422, "priority", "True is refused"),
     ({"n": 2}, 400, "n", "2 is not supported: leave it out or set it to 1"),
     ({"best_of": 3}, 400, "best_of", "is not supported"),
     ({"echo": True}, 400, "echo", "True is not supported: leave it out or set it to false"),
@@ -139,6 +148,8 @@ def test_openai_s_fields_are_accepted_where_they_ask_for_nothing(server: Server)
         "max_tokens": None,
         "temperature": None,
         "stream_options": None,
+        "priority": None,
+        "timeout_s": None,
     }
     answer = server.complete(**nothing)
     assert answer.status_code == 200, answer.text

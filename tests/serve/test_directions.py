@@ -12,16 +12,21 @@ from typing import Any
 import pytest
 import requests
 
-from deploy.directions import decoding_threads, directions
+from deploy.directions import directions, tiers_found
 from tests.serve.conftest import Server
 from triforce_core.config import load_settings
 
 LOGS = Path("/tmp/ray/session/logs")
 
 
+def tiers(**threads: int) -> list[dict[str, Any]]:
+    """As /status reports them."""
+    return [{"tier": tier, "threads": number} for tier, number in threads.items()]
+
+
 def test_ten_lines_say_what_runs_where_and_how_to_call_it() -> None:
     settings = load_settings(dtype="bfloat16", server={"port": 8123})
-    said = directions(settings, LOGS, {"target": 2, "retrieval": 1, "draft": 1})
+    said = directions(settings, LOGS, tiers(target=2, retrieval=1, draft=1))
     assert len(said.splitlines()) <= 10
     assert "demo, bfloat16, on " in said
     assert "draft (1 thread); retrieval (1 thread); target (2 threads)" in said
@@ -44,19 +49,32 @@ def test_ten_lines_say_what_runs_where_and_how_to_call_it() -> None:
     ids=str,
 )
 def test_placement_and_addresses_as_they_are(settings: dict[str, Any], expected: str) -> None:
-    assert expected in directions(load_settings(**settings), LOGS, {"target": 4})
+    assert expected in directions(load_settings(**settings), LOGS, tiers(target=4))
+
+
+@pytest.mark.parametrize(
+    ("least_ms", "max_stall_ms", "told"), [(900, 200, True), (150, 200, False), (900, "off", False)]
+)
+def test_a_stall_above_the_setting_is_told(least_ms: float, max_stall_ms: float | str, told: bool) -> None:
+    settings = load_settings(target={"max_stall_ms": max_stall_ms})
+    said = directions(settings, LOGS, [{"tier": "target", "least_stall_ms": least_ms}])
+    assert ("delays other requests by 900 ms a pass, above target.max_stall_ms 200" in said) == told
 
 
 def test_a_server_that_does_not_answer_has_no_threads_to_tell() -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        assert decoding_threads(load_settings(server={"port": nobody.getsockname()[1]})) == {}
+        assert tiers_found(load_settings(server={"port": nobody.getsockname()[1]})) == []
 
 
 def test_the_request_to_try_is_one_that_works(server: Server) -> None:
     settings = load_settings(server={"port": server.port})
-    assert decoding_threads(settings) == {"draft": 1, "retrieval": 1, "target": 1}
-    line = re.search(r"curl -N .*", directions(settings, LOGS, {}))
+    assert {tier["tier"]: tier["threads"] for tier in tiers_found(settings)} == {
+        "draft": 1,
+        "retrieval": 1,
+        "target": 1,
+    }
+    line = re.search(r"curl -N .*", directions(settings, LOGS, []))
     assert line is not None
     _, _, url, _, header, _, body = shlex.split(line[0])
     kind = header.split(": ")

@@ -10,10 +10,13 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import grpc
 import pytest
 import requests
 
 from tests.serve.conftest import MAX_QUEUED, MAX_SEQUENCES, Server
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
 from triforce_core.client import DeadlineExceededError, OverloadedError, TriForceClient
 
 LONG = {"prompt": "def main():", "max_tokens": 6000, "temperature": 0.0}  # runs in circles: no early end
@@ -90,6 +93,18 @@ def test_a_grpc_stream_that_is_closed_half_way_stops(server: Server, client: Tri
         stream.close()
     del stream
     server.wait_idle(timeout_s=5)
+
+
+def test_the_deadline_of_a_grpc_call_stops_its_request(server: Server) -> None:
+    """Though the request itself has no `timeout_s`: for the proxy it is cancelled."""
+    request = pb.GenerateRequest(text="def main():", max_tokens=6000)
+    with grpc.insecure_channel(server.grpc_address) as channel:
+        stub = GenerationStub(channel)
+        for call in (stub.Generate, lambda *args, **named: list(stub.GenerateStream(*args, **named))):
+            with pytest.raises(grpc.RpcError) as late:
+                call(request, timeout=0.5)
+            assert late.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+            server.wait_idle(timeout_s=5)
 
 
 def test_a_request_ends_with_its_time(server: Server, client: TriForceClient) -> None:

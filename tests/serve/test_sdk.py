@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from typing import Any
 
@@ -123,6 +124,9 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         ({"stop_token_ids": list(range(300))}, "stop_token_ids: 300 must be at most 256 tokens"),
         ({"n": 4_000_000_000}, "n: 4000000000 must be at least 1 and at most"),
         ({"stop_token_ids": [5000]}, "stop_token_ids: 5000 is not a token id"),
+        ({"priority": -101}, "priority: -101 must be at least -100 and at most 100"),
+        ({"priority": 2**31}, "priority: 2147483648 is of the wrong type or out of range"),
+        ({"timeout_s": 0}, "timeout_s: 0 must be above 0"),
         ({"n": 0}, "n: 0 must be at least 1"),
         ({"n": 1000}, "n: 1000 must be at least 1 and at most"),
         ({"n": 2, "resume_token_ids": [5]}, "resume_token_ids: 'with n: 2' continue one completion"),
@@ -144,6 +148,23 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         assert str(whole.value) == str(streamed.value)
     with pytest.raises(NotFoundError, match="'other' is not served here"):
         client.generate("def", model="other")
+
+
+def test_a_priority_changes_no_token(server: Server, client: TriForceClient) -> None:
+    plain = client.generate("def main():", **ASKED).text
+    for priority in (-100, 100):
+        assert client.generate("def main():", **ASKED, priority=priority).text == plain
+        answer = server.complete(**ASKED, priority=priority)
+        assert answer.json()["choices"][0]["text"] == plain
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, -1.0, math.nan, math.inf])
+def test_the_server_too_refuses_a_time_that_is_none(server: Server, timeout_s: float) -> None:
+    """Other clients than the SDK may send one."""
+    with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
+        GenerationStub(channel).Generate(pb.GenerateRequest(text="def", timeout_s=timeout_s))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert f"timeout_s: {timeout_s} must be above 0 and finite" in refused.value.details()
 
 
 def test_a_request_without_a_prompt_is_refused(server: Server) -> None:

@@ -19,14 +19,14 @@ from starlette.testclient import TestClient
 from actors.wire import sampling_to_proto
 from deploy import grpc_api
 from deploy.encoding import SHORT_CHARACTERS, Encoder
-from deploy.errors import DeadlineError, OverloadedError
+from deploy.errors import OverloadedError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
 from deploy.service import MAX_STOP_CHARACTERS, ClientRequest, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
-from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
 from triforce_core.messages import SamplingParams
 
 EOS = 0
@@ -344,7 +344,7 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
     fields = SamplingParams.__dataclass_fields__.keys() - {"bad_word_ids"}  # clients give these as texts
     assert SAMPLING.keys() == fields, "try the new field here, too"
     client, service, pipelines = served(ENDED)
-    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3}
+    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7}
     assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2]}).status_code == 200
     asked["seed"] %= 2**64
     generated(service, **asked, sampling=gen.Sampling(**SAMPLING), lookaheads=gen.Lookaheads(values=[5, 2]))
@@ -355,6 +355,8 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
         lookaheads=gen.Lookaheads(values=[5, 2]),
         **asked,
     )
+    for sent in pipelines.requests:
+        sent.ClearField("timeout_s")
     assert pipelines.requests == [expected, expected]
 
 
@@ -363,7 +365,9 @@ def test_what_is_left_out_has_the_same_defaults_at_both_doors() -> None:
     assert ask(client).status_code == 200
     assert ask(client, **dict.fromkeys(SAMPLING)).status_code == 200
     generated(service)
-    assert [request.sampling for request in pipelines.requests] == [sampling_to_proto(SamplingParams())] * 3
+    assert ask(client, priority=None).status_code == 200
+    assert [request.sampling for request in pipelines.requests] == [sampling_to_proto(SamplingParams())] * 4
+    assert [request.priority for request in pipelines.requests] == [0] * 4
 
 
 @pytest.mark.parametrize(
@@ -387,6 +391,66 @@ def test_nobody_gets_more_time_than_the_server_gives() -> None:
         with pytest.raises(DeadlineError, match=r"within 0\.1 s"):
             generated(service, **fields)
     assert pipelines.open == 0
+
+
+def test_the_pipeline_gets_the_time_that_is_left() -> None:
+    client, service, pipelines = served(ENDED, server={"request_timeout_s": 100})
+    for fields, most in (({}, 100), ({"timeout_s": 500.0}, 100), ({"timeout_s": 20.0}, 20)):
+        pipelines.requests.clear()
+        assert ask(client, **fields).status_code == 200
+        generated(service, n=2, **fields)
+        for request in pipelines.requests:
+            assert most - 5 < request.timeout_s <= most
+        assert len(pipelines.requests) == 3
+
+
+def test_what_has_no_time_left_is_not_sent() -> None:
+    """The event loop may have been busy since the prompt was encoded."""
+
+    async def late() -> None:
+        _, service, pipelines = served(ENDED)
+        asked = wanted()
+        parts = service.parts(asked, await service.request(asked), 0, asyncio.get_running_loop().time())
+        with pytest.raises(TimeoutError):
+            await anext(parts)
+        assert pipelines.requests == []
+
+    asyncio.run(late())
+
+
+def test_a_request_that_the_engine_ends_is_answered_as_one_that_this_clock_ends() -> None:
+    client, service, _ = served(event(ids("a")), DeadlineError("not done within 19.9 s"))
+    answer = ask(client, timeout_s=20.0)
+    assert answer.status_code == 504
+    assert answer.json()["error"]["message"] == "the request was not done within 20 s"
+    assert events_of(ask(client, timeout_s=20.0, stream=True))[-1]["error"]["code"] == "timeout"
+    with pytest.raises(DeadlineError, match="was not done within 20 s") as late:
+        generated(service, timeout_s=20)
+    assert grpc_api.status_of(late.value)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert service.in_flight == 0
+
+
+@pytest.mark.parametrize("timeout_s", ["0", "-0.5", "NaN", "Infinity", "-Infinity", "1e400"])
+def test_a_time_that_is_none_is_refused_by_name_at_both_doors(timeout_s: str) -> None:
+    client, service, pipelines = served(ENDED)
+    body = f'{{"prompt": "def", "timeout_s": {timeout_s}}}'
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    rule = rf"^timeout_s: {float(timeout_s)} must be above 0 and finite$"
+    assert answer.status_code == 400
+    assert re.match(rule, answer.json()["error"]["message"])
+    with pytest.raises(InvalidValueError, match=rule):
+        generated(service, timeout_s=float(timeout_s))
+    assert not pipelines.requests
+
+
+@pytest.mark.parametrize("priority", [-101, 101, 2**31 - 1])
+def test_a_priority_out_of_range_is_refused_by_name_at_both_doors(priority: int) -> None:
+    client, service, pipelines = served(ENDED)
+    rule = f"priority: {priority} must be at least -100 and at most 100"
+    assert ask(client, priority=priority).json()["error"]["message"] == rule
+    with pytest.raises(InvalidValueError, match=rule):
+        generated(service, priority=priority)
+    assert not pipelines.requests
 
 
 def test_the_official_client_does_not_repeat_what_took_too_long() -> None:
@@ -426,6 +490,7 @@ HUGE = 10**400  # no double is as large
 NUMBERS: list[tuple[dict[str, Any], str]] = [
     ({"top_k": 2**31}, "top_k"),
     ({"top_k": 2**32}, "top_k"),
+    ({"priority": HUGE}, "priority"),
     *[
         ({name: HUGE}, name)
         for name in ("top_k", "seed", "temperature", "top_p", "min_p", "timeout_s", "n", "logprobs", "presence_penalty")

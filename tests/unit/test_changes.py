@@ -38,7 +38,7 @@ class Writer:
         self.generator = torch.Generator().manual_seed(seed)
         self.geometry = KVGeometry(LAYERS, kv_heads, DIM, torch.float32, torch.device("cpu"))
         self.kv = FullKV(self.geometry, 2 * LENGTH, KERNELS["cpu_flash"])
-        fragment(self.kv, 50, LENGTH)
+        fragment(self.kv, 190, LENGTH)
         held = self.kv.open(1, spec(LENGTH))
         assert isinstance(held, FullHeld)
         self.held = held

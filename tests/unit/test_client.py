@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -209,6 +210,7 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
         max_tokens=9,
         stop=["\n\n", "END"],
         timeout_s=5,
+        priority=-3,
         lookaheads=pb.Lookaheads(values=[0, 0]),
         resume_token_ids=[7, 8],
     )
@@ -240,6 +242,7 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
             lookaheads=(0, 0),
             resume_token_ids=(7, 8),
             timeout_s=5,
+            priority=-3,
         )
         assert servicer.request == expected
 
@@ -382,6 +385,14 @@ def test_the_deadline_of_the_call_ends_it(client: TriForceClient, servicer: Scri
     with pytest.raises(DeadlineExceededError):
         next(stream)
     assert servicer.ended.wait(5)
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.5, math.nan, math.inf, 1e300, 10**400])
+def test_a_time_that_is_none_is_refused_and_not_over_at_once(client: TriForceClient, timeout_s: float) -> None:
+    for call in (client.generate, client.stream):
+        with pytest.raises(InvalidRequestError, match=r"^timeout_s: .* must be above 0 and below 1e9"):
+            call("abc", timeout_s=timeout_s)
+    assert client.generate("abc", timeout_s=999_999_999).text == "ab"
 
 
 def test_the_client_s_deadline_is_the_default(client: TriForceClient, servicer: ScriptedGeneration) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from dataclasses import replace
+
 import pytest
 
 from tests.by_hand import Below, Slots
@@ -60,3 +63,58 @@ def test_cancelling_what_is_unknown_or_over_is_nothing(engine: Engine, below: Be
     assert not engine.idle
     assert engine.run_once() == []
     assert engine.idle
+
+
+def test_a_request_whose_time_is_over_ends_wherever_it_is(engine: Engine, below: Below) -> None:
+    """Two live and one queued; the clock of each begins when it is submitted."""
+    ids = [engine.submit(replace(request(), timeout_s=seconds)) for seconds in (0.01, 60.0, 0.01)]
+    below.answers = [[], []]
+    time.sleep(0.02)
+    outputs = engine.run_once()
+    assert [(o.sequence_id, o.finish_reason) for o in outputs] == [
+        (ids[0], FinishReason.DEADLINE),
+        (ids[2], FinishReason.DEADLINE),
+    ]
+    assert [w.span.sequence_id for w in below.asked] == [ids[1]]
+    engine.scheduler.live[ids[1]].deadline = 0.0
+    [output] = engine.run_once()
+    assert (output.sequence_id, output.finish_reason) == (ids[1], FinishReason.DEADLINE)
+    assert below.released == [ids[1]]
+    assert engine.idle
+
+
+def test_a_request_without_end_has_time_without_end(engine: Engine, below: Below) -> None:
+    engine.submit(replace(request(), timeout_s=float("inf")))
+    below.answers = [[]]
+    assert engine.run_once() == []
+    assert len(engine.scheduler.live) == 1
+
+
+def test_what_is_cancelled_frees_its_slots_in_the_same_turn(engine: Engine, below: Below) -> None:
+    """So that a request that waited for them goes live in that turn."""
+    slots = engine.scheduler.kv
+    assert isinstance(slots, Slots)
+    below.release = lambda ids: [slots.release(i) for i in ids]  # type: ignore[assignment]
+    first = engine.submit(request())
+    below.answers = [[], []]
+    engine.run_once()
+    slots.free = 0
+    second = engine.submit(request())
+    engine.cancel(first)
+    engine.run_once()
+    assert list(engine.scheduler.live) == [second]
+
+
+def test_a_round_begins_with_no_stall_behind_it(engine: Engine, below: Below) -> None:
+    """And what the round took by itself is known then."""
+    sequence_id = engine.submit(request(max_tokens=9))
+    below.answers = [[Proposal(sequence_id, 2, (7,), b"\2")], [], [Proposal(sequence_id, 3, (8,), b"\2")]]
+    engine.run_once()
+    engine.run_once()
+    live = engine.scheduler.live[sequence_id]
+    live.stalled_s = 0.01
+    time.sleep(0.05)
+    engine.run_once()
+    assert live.stalled_s == 0.0
+    assert 0.03 < live.round_s < 10
+    assert engine.kv_tokens == 2 + 9

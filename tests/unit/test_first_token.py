@@ -18,11 +18,19 @@ LIMITS = Limits(context_length=100, kv_pool_tokens=200, vocab_size=100)
 class Room:
     """A pool that has room for all."""
 
-    def can_open(self, spec: SequenceSpec) -> bool:
+    used_tokens = 0
+
+    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
         return True
 
-    def open(self, sequence_id: int, spec: SequenceSpec) -> None:
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> None:
         """Nothing to hold."""
+
+    def hemmed_in(self, sequence_id: int) -> bool:
+        return False
+
+    def grow(self, sequence_id: int, tokens: int) -> bool:
+        return True
 
 
 class Policy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +28,11 @@ GOOD = Request(prompt=(1, 2, 3), max_tokens=10, sampling=GREEDY, seed=0, lookahe
         ({"seed": 2**63}, f"seed: {2**63} must be at least -2**63 and below"),
         ({"resume": (1,) * 11}, "resume_token_ids: 11 must be at most max_tokens"),
         ({"resume": (99,)}, "resume_token_ids: 99 is not a token id"),
+        ({"priority": -101}, "priority: -101 must be at least -100 and at most 100"),
+        ({"priority": 101}, "priority: 101 must be at least -100 and at most 100"),
+        ({"timeout_s": 0.0}, "timeout_s: 0.0 must be above 0"),
+        ({"timeout_s": -1e-9}, "timeout_s: -1e-09 must be above 0"),
+        ({"timeout_s": math.nan}, "timeout_s: nan must be above 0"),
     ],
 )
 def test_a_bad_request(changes: dict[str, Any], message: str) -> None:
@@ -52,7 +58,10 @@ def test_what_is_too_large(prompt: int, max_tokens: int, limits: Limits, named: 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"prompt": (49,) * 70}, {"seed": 2**63 - 1}, {"seed": -1}, {"seed": -(2**63)}, {"resume": (0,) * 9}],
+    [
+        *({}, {"prompt": (49,) * 70}, {"seed": 2**63 - 1}, {"seed": -1}, {"seed": -(2**63)}, {"resume": (0,) * 9}),
+        *({"priority": -100}, {"priority": 100}, {"timeout_s": 1e-9}, {"timeout_s": math.inf}),
+    ],
     ids=str,
 )
 def test_what_fits_passes(changes: dict[str, Any]) -> None:

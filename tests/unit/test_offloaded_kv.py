@@ -100,7 +100,7 @@ def snapshot_of(kv: FullKV, rng: random.Random, sequence_id: int) -> Snapshot:
 
 
 @pytest.mark.parametrize("late", [False, True], ids="late={}".format)
-@pytest.mark.parametrize(("resident", "hole"), [(0, 7), (1, None), (3, 7), (4, None)])
+@pytest.mark.parametrize(("resident", "hole"), [(0, 21), (1, None), (3, 21), (4, None)])
 def test_any_history_gives_what_memory_gives(
     pair: Pair, directory: Path | None, resident: int, hole: int | None, late: bool
 ) -> None:

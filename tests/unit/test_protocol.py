@@ -83,6 +83,21 @@ class CountingRunAhead(RunAhead):
                 self.events[f"run-ahead: {'whole block found' if found else 'begun' if begun else 'in vain'}"] += 1
 
 
+class CountingEngine(Engine):
+    """Tells the ids under which preempted requests go on."""
+
+    def __init__(self, *args: Any, settled: Settled, events: Counter[str]) -> None:
+        super().__init__(*args)
+        self.settled, self.events = settled, events
+
+    def _make_room(self) -> None:
+        super()._make_room()
+        for sequence in self.scheduler.queue:
+            if sequence.sequence_id not in self.settled.text:
+                self.settled.text[sequence.sequence_id] = self.settled.text[sequence.request_id]
+                self.events["engine: request preempted"] += 1
+
+
 class Chain:
     """Three tiers in one of many arrangements, an engine on top, and some requests."""
 
@@ -97,15 +112,22 @@ class Chain:
         self.patience, self.tail = rng.choice([3, 30]), rng.choice([4, 25, 1000])
         self.sink = SlowSink(rng, self.faults)
         self.drafts: ToyDrafts | None = None
-        self.target = ToyTarget(self.law, self.settled, rng.choice([70, 200]))
+        self.target = ToyTarget(self.law, self.settled, rng.choice([65, 200]))
         self.top = SpeculativeDecoder(
             self.link(self.make_retrieval), CountingTier(self.target, events, lambda: None), micro_batches=micro_batches
         )
-        self.engine = Engine(
+        self.engine = CountingEngine(
             self.top,
-            Scheduler(self.target, max_sequences=rng.choice([1, 3, 8]), prefill_chunk=rng.choice([2, 5, 100])),  # type: ignore[arg-type]
+            Scheduler(
+                self.target,
+                max_sequences=rng.choice([1, 3, 8, 8]),
+                prefill_chunk=rng.choice([2, 5, 100]),
+                step_ahead=rng.choice([1, 1, 4, 256]),
+            ),
             SnapshotSchedule(self.target, self.sink, ChunkSettings(), MeanKey(), rng.choice([3, 10, 1000])),  # type: ignore[arg-type]
             Limits(64, self.target.allocator.num_slots, VOCAB),
+            settled=self.settled,
+            events=events,
         )
 
     def link(self, make_peer: Any) -> Proposer:
@@ -138,7 +160,7 @@ class Chain:
         prompt = tuple(rng.randrange(VOCAB) for _ in range(rng.choice([1, 1, 2, rng.randint(3, 24)])))
         request = Request(
             prompt,
-            max_tokens=rng.choice([1, 2, 5, 40]),
+            max_tokens=rng.choice([1, 2, 5, 40, 40]),
             sampling=SamplingParams(rng.choice([0, 0.6, 1.0, 1.3])),
             seed=rng.randrange(10**6),
             lookaheads=(rng.choice([0, 1, 4, 8]), rng.choice([0, 1, 3])),
@@ -157,7 +179,7 @@ class Chain:
         got: dict[int, Tokens] = {}
         origins: Counter[int] = Counter()
         unfinished: set[int] = set()
-        for _ in range(self.rng.randint(1, 6)):
+        for _ in range(self.rng.randint(1, 8)):
             request, text = self.request()
             sequence_id = self.engine.submit(request)
             self.settled.text[sequence_id], wanted[sequence_id], got[sequence_id] = text, (request, text), ()
@@ -178,6 +200,7 @@ class Chain:
                 so_far = request.prompt + request.resume + got[sequence_id]
                 assert so_far == text[: len(so_far)], f"request {request}"
                 assert output.stats.tallies[0].accepted == origins[sequence_id]
+                assert output.stats.preempted <= 1
                 assert output.stats.decoded == max(0, len(got[sequence_id]) - 1), "the first token is the prefill's"
                 if output.finish_reason is not None:
                     unfinished.remove(sequence_id)
@@ -216,6 +239,7 @@ EXPECTED = [
     "link: gave up waiting",
     "link: peer restarted",
     "engine: request cancelled",
+    "engine: request preempted",
 ]
 
 

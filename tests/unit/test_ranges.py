@@ -73,3 +73,39 @@ def test_freeing_twice_is_our_own_mistake() -> None:
 def test_a_slice_of_a_path_is_the_slice_of_its_slots(pieces: list[Range], start: int, stop: int) -> None:
     path = [(first, first + length) for first, length in pieces]
     assert slots(sliced(path, start, stop)) == slots(path)[start:stop]
+
+
+def test_wished_slots_are_given_last() -> None:
+    """An owner's wish moves with the end of its range, and ends with it."""
+    allocator = RangeAllocator(100)
+    [first] = allocator.allocate(10, wish=40) or []
+    assert allocator.allocate(20) == [(50, 70)]
+    assert allocator.extend(first, 10, 15) == (0, 25)
+    assert allocator.allocate(30) == [(70, 100)], "the rest of the wish, up to 50, is kept"
+    assert allocator.allocate(10) == [(40, 50)], "from its end, when nothing else is free"
+    allocator.free([(0, 25)])
+    assert not allocator.wishes
+    assert allocator.allocate(40) == [(0, 40)]
+
+
+def test_a_range_is_extended_by_what_is_free_behind_it() -> None:
+    allocator = RangeAllocator(100)
+    [first], [wall] = allocator.allocate(10) or [], allocator.allocate(10) or []
+    assert allocator.extend(first, 1, 5) is None
+    assert allocator.allocate(70) == [(20, 90)]
+    allocator.free([wall])
+    assert allocator.extend(first, 11, 20) is None
+    assert allocator.extend(first, 3, 8) == (0, 18)
+    assert allocator.extend((0, 18), 1, 8) == (0, 20)
+    assert allocator.free_ranges == [(90, 100)]
+
+
+def test_few_ranges_are_enough_or_none_are_taken() -> None:
+    allocator = RangeAllocator(50)
+    held = [allocator.allocate(10) for _ in range(5)]
+    for index in (0, 2, 4):
+        allocator.free(held[index] or [])
+    assert allocator.plan(25, most_ranges=2) is None
+    assert allocator.allocate(25, most_ranges=2) is None
+    assert allocator.num_free == 30
+    assert len(allocator.allocate(25, most_ranges=3) or []) == 3

@@ -161,11 +161,15 @@ def test_a_follower_lays_out_its_pool_as_its_leader_does(seed: int) -> None:
     leading = LeadingFullKV(mine, wire, gathered=False)  # type: ignore[arg-type]
     executor = CallExecutor(wire, theirs, None)  # type: ignore[arg-type]
     executor.runners[leading.tier] = Passes(theirs)  # type: ignore[assignment]
+    grown = 0
     for sequence_id in range(1, 80):
         wanted = spec(rng.randrange(20, 120))
-        if leading.can_open(wanted):
-            leading.open(sequence_id, wanted)
+        first = rng.randrange(20, wanted.max_length + 1)
+        if leading.can_open(wanted, first):
+            leading.open(sequence_id, wanted, first)
         live = list(leading.held)
+        for growing in live:
+            grown += leading.grow(growing, rng.randrange(20, leading.held[growing].spec.max_length + 1))
         if live and rng.random() < 0.5:
             leading.release(rng.choice(live))
         stated = [i for i in leading.held if rng.random() < 0.3]
@@ -177,3 +181,5 @@ def test_a_follower_lays_out_its_pool_as_its_leader_does(seed: int) -> None:
         i: (h.tokens, h.ranges) for i, h in mine.held.items()
     }
     assert theirs.allocator.free_ranges == mine.allocator.free_ranges != [(0, 500)]
+    assert theirs.allocator.wishes == mine.allocator.wishes
+    assert grown > 20

@@ -1,31 +1,70 @@
-"""Who goes live, and how a pass is shared: the scheduler by itself."""
+"""Who goes live, who is preempted, and how a pass is shared: the scheduler by itself."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.by_hand import Slots
-from triforce_core.engine.scheduler import Scheduler
+from triforce_core.costs import Part, PassCosts
+from triforce_core.engine.scheduler import CHUNK_AT_FIRST, CHUNK_UNIT, Scheduler
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.messages import GREEDY, SequenceSpec, Work
 
-CHUNK = 8
+CHUNK, STEP = 8, 2
 
 
-def sequence(sequence_id: int, prompt: int, *, max_tokens: int = 4, resume: int = 0) -> Sequence:
+def sequence(
+    sequence_id: int,
+    prompt: int,
+    *,
+    max_tokens: int = 4,
+    resume: int = 0,
+    priority: int = 0,
+    lookaheads: tuple[int, int] = (4, 2),
+) -> Sequence:
     tokens = list(range(prompt + resume))
     request = Request(
-        tuple(tokens[:prompt]), max_tokens, GREEDY, seed=0, lookaheads=(4, 2), resume=tuple(tokens[prompt:])
+        tuple(tokens[:prompt]), max_tokens, GREEDY, 0, lookaheads, resume=tuple(tokens[prompt:]), priority=priority
     )
     return Sequence(sequence_id, request, SequenceSpec(GREEDY, 0, prompt, prompt + max_tokens), tokens)
 
 
-def scheduler_of(*sequences: Sequence, free: int = 10_000, max_sequences: int = 8) -> Scheduler:
-    scheduler = Scheduler(Slots(free), max_sequences=max_sequences, prefill_chunk=CHUNK)
-    scheduler.queue.extend(sequences)
+def scheduler_of(
+    *sequences: Sequence,
+    free: int = 10_000,
+    max_sequences: int = 8,
+    chunk: int = CHUNK,
+    costs: PassCosts | None = None,
+    max_stall_s: float = math.inf,
+) -> Scheduler:
+    scheduler = Scheduler(
+        Slots(free),
+        max_sequences=max_sequences,
+        prefill_chunk=chunk,
+        costs=costs,
+        max_stall_s=max_stall_s,
+        step_ahead=STEP,
+    )
+    for each in sequences:
+        scheduler.add(each)
     scheduler.admit()
     return scheduler
+
+
+def slots(scheduler: Scheduler) -> Slots:
+    assert isinstance(scheduler.kv, Slots)
+    return scheduler.kv
+
+
+def end(scheduler: Scheduler, sequence_id: int) -> None:
+    """As by the engine, for a live request."""
+    scheduler.remove(scheduler.live[sequence_id])
+    slots(scheduler).release(sequence_id)
 
 
 def answered(scheduler: Scheduler, work: list[Work]) -> None:
@@ -35,22 +74,34 @@ def answered(scheduler: Scheduler, work: list[Work]) -> None:
         live.work, live.prefilled = None, w.span.end
 
 
+def decode(sequence: Sequence, num_tokens: int = 1) -> None:
+    """The request's prompt is read, and it has so many tokens more."""
+    sequence.tokens += [7] * num_tokens
+    sequence.prefilled, sequence.work = len(sequence.tokens) - 1, None
+
+
 def chunks_of(work: list[Work]) -> list[Work]:
     """Of prompts: no tier below the target is asked anything."""
     return [w for w in work if not any(w.lookaheads[1:])]
 
 
 def spans(work: list[Work]) -> list[tuple[int, int, int]]:
-    return [(w.span.sequence_id, w.span.start, w.span.end) for w in work]
+    return sorted((w.span.sequence_id, w.span.start, w.span.end) for w in work)
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
 
 
 def test_the_prompt_chunks_of_a_pass_share_one_budget() -> None:
-    """First come, first served: a budget for each request would make a pass as long as there are requests."""
-    scheduler = scheduler_of(sequence(1, 12), sequence(2, 3), sequence(3, 9))
+    """The shortest prompt comes first; a budget for each request would make a pass as long as there are requests."""
+    scheduler = scheduler_of(sequence(1, 20), sequence(2, 3), sequence(3, 9))
     expected = [
+        [(2, 0, 3)],  # the next chunk, of 8 tokens, does not fit beside it
+        [(3, 0, 8)],
+        [(3, 8, 9)],
         [(1, 0, 8)],
-        [(1, 8, 12), (2, 0, 3), (3, 0, 1)],
-        [(3, 1, 9)],
+        [(1, 8, 16)],
+        [(1, 16, 20)],
         [],
     ]
     for passed, wanted in enumerate(expected):
@@ -61,75 +112,423 @@ def test_the_prompt_chunks_of_a_pass_share_one_budget() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 30), st.integers(0, 3)), min_size=1, max_size=8))
 def test_every_prompt_is_told_once_and_in_order(lengths: list[tuple[int, int]]) -> None:
-    """Resumed output is told with the prompt. Passes take all of the budget while there is a prompt left."""
-    scheduler = scheduler_of(*(sequence(i, n, resume=r) for i, (n, r) in enumerate(lengths)))
-    told = [0] * len(lengths)
-    whole = [n + r for n, r in lengths]
+    """Resumed output is told with the prompt. While a prompt is left, no pass is without a chunk."""
+    scheduler = scheduler_of(*(sequence(i, n, resume=r) for i, (n, r) in enumerate(lengths, 1)))
+    told = [0] * (1 + len(lengths))
+    whole = [0, *(n + r for n, r in lengths)]
     while told != whole:
         chunks = chunks_of(scheduler.next_work())
         sizes = [len(w.span.tokens) for w in chunks]
-        assert sum(sizes) == min(CHUNK, sum(whole) - sum(told))
+        assert 0 < sum(sizes) <= CHUNK
         assert 0 not in sizes
         for w in chunks:
-            assert w.span.start == told[w.span.sequence_id]
+            sequence_id = w.span.sequence_id
+            assert w.span.start == told[sequence_id]
             assert (w.span.spec is not None) == (w.span.start == 0)
-            told[w.span.sequence_id] = w.span.end
-            last = w.span.end == whole[w.span.sequence_id]
+            told[sequence_id] = w.span.end
+            last = w.span.end == whole[sequence_id]
+            assert last or len(w.span.tokens) % CHUNK == 0
             assert (w.sample, w.lookaheads) == ((True, (1, 0, 0)) if last else (False, (1,)))
         answered(scheduler, chunks)
 
 
+@given(st.integers(10, 60), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 30)), max_size=12))
+def test_no_prompt_is_passed_for_ever(first: int, others: list[tuple[int, int]]) -> None:
+    """Others arrive while a prompt is read, each after so many passes. It waits only for shorter ones that went live
+    before as many tokens were handed out as it has.
+    """
+    scheduler = scheduler_of(sequence(1, first), max_sequences=100)
+    arrivals = sorted(others)
+    went_live: dict[int, int] = {}
+    for passed in range(200):
+        while arrivals and arrivals[0][0] <= passed:
+            scheduler.add(sequence(100 - len(arrivals), arrivals.pop(0)[1]))
+        scheduler.admit()
+        went_live |= {i: scheduler.told for i in scheduler.live if i not in went_live}
+        chunks = chunks_of(scheduler.next_work())
+        served = {w.span.sequence_id for w in chunks}
+        if 1 not in served:
+            assert all(went_live[i] + scheduler.live[i].given <= first for i in served)
+        answered(scheduler, chunks)
+        if not scheduler.live[1].prefilling:
+            break
+    assert not scheduler.live[1].prefilling
+
+
+def test_priority_comes_before_length() -> None:
+    scheduler = scheduler_of(sequence(1, 4), sequence(2, 20, priority=-1), sequence(3, 4, priority=1))
+    told: list[int] = []
+    while any(s.prefilling for s in scheduler.live.values()):
+        chunks = chunks_of(scheduler.next_work())
+        told += [w.span.sequence_id for w in chunks]
+        answered(scheduler, chunks)
+    assert list(dict.fromkeys(told)) == [2, 1, 3]
+
+
 def test_decoding_waits_for_no_prompt() -> None:
     """Rounds take nothing of the budget, and go out beside any number of prompt chunks."""
-    scheduler = scheduler_of(sequence(1, 20), sequence(2, 2), sequence(3, 2))
-    decoding = scheduler.live[2]
-    decoding.tokens.append(7)
-    decoding.prefilled = 2
+    scheduler = scheduler_of(sequence(1, 16), sequence(2, 2), sequence(3, 18))
+    decode(scheduler.live[2])
     work = scheduler.next_work()
     assert spans(work) == [(1, 0, 8), (2, 0, 3)], "of the third's prompt there is no room"
-    assert work[1].lookaheads == (1, 4, 2)
-    assert work[1].sample
+    [round_] = [w for w in work if w.span.sequence_id == 2]
+    assert round_.lookaheads == (1, 4, 2)
+    assert round_.sample
 
 
 def test_a_request_that_waits_for_an_answer_is_asked_nothing() -> None:
-    scheduler = scheduler_of(sequence(1, 20), sequence(2, 2))
+    scheduler = scheduler_of(sequence(1, 20), sequence(2, 30))
     first = scheduler.next_work()
     assert spans(first) == [(1, 0, 8)]
-    assert spans(scheduler.next_work()) == [(2, 0, 2)], "the budget goes to who can use it"
+    assert spans(scheduler.next_work()) == [(2, 0, 8)], "the budget goes to who can use it"
     assert scheduler.next_work() == []
     answered(scheduler, first)
     assert spans(scheduler.next_work()) == [(1, 8, 16)]
 
 
-def test_requests_go_live_in_turn_and_only_with_room_for_their_whole_length() -> None:
-    """A short one does not pass a long one by, or the long one might wait for ever."""
-    scheduler = scheduler_of(sequence(1, 50), sequence(2, 60), sequence(3, 5), free=100)
-    assert list(scheduler.live) == [1]
-    assert isinstance(scheduler.kv, Slots)
-    assert scheduler.kv.free == 100 - 54, "prompt and output"
-    scheduler.remove(1)
-    scheduler.kv.free += 54
+# -- chunks bounded in time --------------------------------------------------------------------------------------------
+
+
+def costing(fixed_ms: float, token_ms: float, pair_us: float = 0.0) -> PassCosts:
+    """Passes of many sizes at these prices."""
+    costs = PassCosts()
+    for tokens in (64, 128, 512, 2048):
+        for before in (0, 1000, 8000, 32_000):
+            pairs = tokens * (before + (tokens + 1) / 2)
+            costs.add([Part(tokens, before)], (fixed_ms + token_ms * tokens + 1e-3 * pair_us * pairs) / 1e3)
+    return costs
+
+
+def chunk_beside_decoding(prompt: int, prefilled: int, costs: PassCosts, max_stall_s: float) -> int:
+    """The tokens of the chunk that a prompt gets while another request is being decoded."""
+    both = sequence(1, 5), sequence(2, prompt)
+    scheduler = scheduler_of(*both, free=100_000, chunk=2048, costs=costs, max_stall_s=max_stall_s)
+    decode(scheduler.live[1])
+    scheduler.live[2].prefilled = prefilled
+    [chunk] = [w for w in scheduler.next_work() if w.span.sequence_id == 2]
+    return len(chunk.span.tokens)
+
+
+@pytest.mark.parametrize(
+    ("prefilled", "max_stall_s", "tokens"),
+    [
+        (0, 0.105, 960),  # 5 ms + .1 ms a token
+        (0, 0.030, 192),
+        (0, 10.0, 2048),
+        (32_000, 0.105, 256),  # and .3 ms a token for the 32,000 before it
+        (32_000, 0.001, 64),  # never less
+    ],
+)
+def test_a_chunk_takes_as_long_as_a_stall_may_last(prefilled: int, max_stall_s: float, tokens: int) -> None:
+    costs = costing(fixed_ms=5, token_ms=0.1, pair_us=0.01)
+    assert chunk_beside_decoding(50_000, prefilled, costs, max_stall_s) == pytest.approx(tokens, abs=CHUNK_UNIT)
+
+
+def test_a_chunk_is_never_mostly_fixed_cost() -> None:
+    """The pass costs 100 ms by itself, as where its KV is copied to the device: a chunk of less than 500 tokens, at
+    .2 ms each, would take more for the pass than for itself.
+    """
+    chunk = chunk_beside_decoding(50_000, 0, costing(fixed_ms=100, token_ms=0.2), max_stall_s=0.03)
+    assert chunk in (512, 576)
+
+
+def test_while_nobody_decodes_chunks_are_whole() -> None:
+    scheduler = scheduler_of(sequence(1, 5000), chunk=2048, costs=costing(5, 0.1), max_stall_s=0.01)
+    assert spans(scheduler.next_work()) == [(1, 0, 2048)]
+
+
+def test_before_the_first_pass_chunks_are_small_beside_decoding() -> None:
+    assert chunk_beside_decoding(5000, 0, PassCosts(), max_stall_s=0.5) == CHUNK_AT_FIRST
+
+
+def test_the_stall_is_that_of_a_round() -> None:
+    """A round of decoding may outlast several passes with chunks, which share its stall; the next has its own."""
+    costs = costing(fixed_ms=5, token_ms=0.1)
+    scheduler = scheduler_of(
+        sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.105
+    )
+    decoding = scheduler.live[1]
+    decode(decoding)
+    first = scheduler.next_work()
+    assert spans(chunks_of(first)) == [(2, 0, 960)]
+    answered(scheduler, chunks_of(first))
+    assert scheduler.next_work() == [], "the round is still out, and its stall is used up"
+    decoding.stalled_s = 0.050
+    later = scheduler.next_work()
+    assert spans(later) == [(2, 960, 960 + 448)]
+    answered(scheduler, later)
+    decode(decoding)
+    decoding.stalled_s = 0.0
+    assert spans(chunks_of(scheduler.next_work())) == [(2, 1408, 1408 + 960)]
+
+
+def test_a_small_rest_of_the_stall_is_not_used() -> None:
+    """For a chunk that would be mostly fixed cost; 20 ms of a pass over 200 tokens."""
+    costs = costing(fixed_ms=20, token_ms=0.1)
+    scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.1)
+    decode(scheduler.live[1])
+    scheduler.live[1].stalled_s = 0.070
+    assert chunks_of(scheduler.next_work()) == []
+    scheduler.live[1].stalled_s = 0.050
+    assert spans(scheduler.next_work()) == [(2, 0, 256)]
+
+
+def test_a_short_prompt_does_not_wait_for_a_long_one_behind_it() -> None:
+    """Two streams answer in turn, so that one of them always has a stall behind it. A pass has much fixed cost, and the
+    short prompt is smaller than the least chunk.
+    """
+    costs = costing(fixed_ms=50, token_ms=0.1)
+    scheduler = scheduler_of(
+        sequence(1, 5), sequence(2, 5), sequence(3, 90_000), free=200_000, chunk=2048, costs=costs, max_stall_s=0.3
+    )
+    for stream in (1, 2):
+        decode(scheduler.live[stream])
+    turns = 0
+    for turn in range(20):
+        if turn == 5:
+            scheduler.add(sequence(4, 200))
+            scheduler.admit()
+        work = scheduler.next_work()
+        answered(scheduler, chunks_of(work))
+        stream = scheduler.live[1 + turn % 2]
+        decode(stream)
+        stream.stalled_s = 0.0
+        if turn >= 5 and scheduler.live[4].prefilling:
+            turns += 1
+    assert turns <= 4
+
+
+def test_off_bounds_nothing() -> None:
+    scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048)
+    decode(scheduler.live[1])
+    scheduler.live[1].stalled_s = 100.0
+    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 2048)]
+
+
+def test_prompts_whose_logprobs_are_asked_share_the_room_of_their_logits() -> None:
+    scored = [sequence(i, 3000) for i in (1, 2)]
+    for each in scored:
+        each.spec = replace(each.spec, prompt_logprobs=1)
+    scheduler = Scheduler(Slots(100_000), max_sequences=8, prefill_chunk=2048, scored_chunk=640)
+    for each in (*scored, sequence(3, 3000)):
+        scheduler.add(each)
     scheduler.admit()
-    assert list(scheduler.live) == [2, 3]
-    assert not scheduler.queue
+    assert spans(scheduler.next_work()) == [(1, 0, 640), (3, 0, 1408)]
+
+
+def test_before_the_first_pass_prompts_share_a_small_chunk() -> None:
+    scheduler = scheduler_of(
+        sequence(1, 5), sequence(2, 100), sequence(3, 5000), chunk=2048, costs=PassCosts(), max_stall_s=0.5
+    )
+    decode(scheduler.live[1])
+    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 100), (3, 0, 128)]
+
+
+def test_the_least_stall_is_told() -> None:
+    """In a context of 32,000 tokens a chunk of 64 takes 5 ms, and .42 for each token."""
+    scheduler = scheduler_of(costs=costing(fixed_ms=5, token_ms=0.1, pair_us=0.01))
+    assert scheduler.least_stall_s(32_000) == pytest.approx(0.032, rel=0.1)
+    assert scheduler_of().least_stall_s(32_000) == 0
+
+
+def test_prompts_get_a_share_of_long_rounds() -> None:
+    """Rounds that take a second by themselves have half a second of chunks, however short the stall may be."""
+    costs = costing(fixed_ms=5, token_ms=0.5)
+    scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.1)
+    decode(scheduler.live[1])
+    scheduler.live[1].round_s = 1.0
+    [chunk] = chunks_of(scheduler.next_work())
+    assert len(chunk.span.tokens) == pytest.approx(990, abs=CHUNK_UNIT)
+
+
+def test_several_prompts_share_the_stall() -> None:
+    """50 ms are 450 tokens: a short prompt and as much of a long one as there is time for."""
+    costs = costing(fixed_ms=5, token_ms=0.1)
+    scheduler = scheduler_of(
+        sequence(1, 5), sequence(2, 5000), sequence(3, 100), chunk=2048, costs=costs, max_stall_s=0.050
+    )
+    decode(scheduler.live[1])
+    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 320), (3, 0, 100)]
+
+
+# -- who goes live -----------------------------------------------------------------------------------------------------
+
+
+def test_a_request_goes_live_with_room_for_its_prompt_and_a_step() -> None:
+    """Its greatest length does not matter, unless it is shorter."""
+    scheduler = scheduler_of(sequence(1, 50, max_tokens=1000), sequence(2, 40, max_tokens=1), free=100)
+    assert list(scheduler.live) == [1, 2]
+    assert slots(scheduler).free == 100 - 52 - 41
+
+
+def test_requests_go_live_by_priority_and_then_in_turn() -> None:
+    scheduler = scheduler_of(
+        sequence(1, 5), sequence(2, 5, priority=3), sequence(3, 5, priority=-1), sequence(4, 5), max_sequences=1
+    )
+    served = []
+    while scheduler.live:
+        [live] = scheduler.live
+        served.append(live)
+        end(scheduler, live)
+        scheduler.admit()
+    assert served == [3, 1, 4, 2]
+
+
+def test_smaller_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
+    """Until as many tokens have passed as it has itself; then it is the next to go live."""
+    scheduler = scheduler_of(sequence(1, 50), sequence(2, 58), free=100)
+    assert list(scheduler.live) == [1]
+    for small in range(3, 20):
+        scheduler.add(sequence(small, 10))
+    passed = []
+    for _ in range(20):
+        scheduler.admit()
+        small = [i for i in scheduler.live if i > 2]
+        passed += small
+        for each in small:
+            end(scheduler, each)
+    assert passed == [3, 4, 5, 6, 7], "60 tokens with their steps, as the one that waits"
+    end(scheduler, 1)
+    scheduler.admit()
+    assert 2 in scheduler.live
 
 
 def test_no_more_than_so_many_are_live() -> None:
-    scheduler = scheduler_of(*(sequence(i, 5) for i in range(5)), max_sequences=2)
-    assert list(scheduler.live) == [0, 1]
-    scheduler.remove(0)
-    scheduler.admit()
+    scheduler = scheduler_of(*(sequence(i, 5) for i in range(1, 6)), max_sequences=2)
     assert list(scheduler.live) == [1, 2]
+    end(scheduler, 1)
+    scheduler.admit()
+    assert list(scheduler.live) == [2, 3]
 
 
 def test_a_request_can_be_taken_out_wherever_it_is() -> None:
     """Once: what is gone, or was never there, is nobody's."""
-    live, queued, other = sequence(1, 5), sequence(2, 5), sequence(3, 5)
-    scheduler = scheduler_of(live, queued, other, max_sequences=1)
-    assert scheduler.remove(2) is queued
-    assert scheduler.remove(1) is live
-    assert [scheduler.remove(i) for i in (1, 2, 9)] == [None] * 3
+    scheduler = scheduler_of(sequence(1, 5), sequence(2, 5), sequence(3, 5), max_sequences=1)
+    for request_id in (2, 1):
+        found = scheduler.find(request_id)
+        assert found is not None
+        assert found.request_id == request_id
+        scheduler.remove(found)
+    assert [scheduler.find(i) for i in (1, 2, 9)] == [None] * 3
     scheduler.admit()
     assert list(scheduler.live) == [3]
-    assert isinstance(scheduler.kv, Slots)
-    assert scheduler.kv.opened == [1, 3], "what never went live took no room"
+    assert slots(scheduler).opened == [1, 3], "what never went live took no room"
+
+
+# -- who is preempted --------------------------------------------------------------------------------------------------
+
+
+def preempted(scheduler: Scheduler, new_id: int) -> Sequence | None:
+    """As by the engine: the request that has to go waits again."""
+    if (victim := scheduler.to_preempt()) is None:
+        return None
+    end(scheduler, victim.sequence_id)
+    scheduler.add(victim.again(new_id))
+    return victim
+
+
+def test_requests_grow_while_there_is_room() -> None:
+    scheduler = scheduler_of(sequence(1, 10, max_tokens=100, lookaheads=(4, 2)), free=30)
+    decode(scheduler.live[1], 3)
+    assert scheduler.to_preempt() is None
+    assert slots(scheduler).owned[1] == 10 + 3 + 4 + 2 + 1, "its tokens, and the longest block"
+
+
+def test_a_request_that_is_not_asked_needs_no_room() -> None:
+    scheduler = scheduler_of(sequence(1, 10, max_tokens=100), free=12)
+    scheduler.next_work()
+    assert scheduler.to_preempt() is None
+
+
+def test_the_youngest_makes_room_and_comes_back_with_room_for_all() -> None:
+    old, young = sequence(1, 10, max_tokens=60), sequence(2, 10, max_tokens=20)
+    scheduler = scheduler_of(old, young, free=30)
+    decode(young, 2)
+    decode(old, 10)
+    assert preempted(scheduler, 7) is young
+    assert preempted(scheduler, 8) is None
+    assert list(scheduler.live) == [1]
+    [waiting] = scheduler.queue
+    assert (waiting.sequence_id, waiting.request_id, waiting.stats.preempted) == (7, 2, 1)
+    assert (waiting.given, waiting.prefilled, waiting.stated) == (12, 0, 0)
+    assert waiting.prefilling
+    scheduler.admit()
+    assert list(scheduler.live) == [1], "12 tokens would fit, and 30 do not"
+    end(scheduler, 1)
+    scheduler.admit()
+    assert list(scheduler.live) == [7]
+    assert slots(scheduler).owned == {7: 30}
+
+
+def test_the_least_urgent_makes_room() -> None:
+    scheduler = scheduler_of(
+        sequence(1, 10, max_tokens=60, priority=5), sequence(2, 10, max_tokens=60), sequence(3, 10), free=37
+    )
+    decode(scheduler.live[2], 5)
+    victim = preempted(scheduler, 7)
+    assert victim is not None
+    assert victim.request_id == 1
+
+
+def test_nobody_is_preempted_twice() -> None:
+    """An older request that needs the room of one that came back makes room itself."""
+    scheduler = scheduler_of(sequence(1, 10, max_tokens=60), sequence(2, 10, max_tokens=10), free=80)
+    decode(scheduler.live[2], 1)
+    victim = scheduler.live[2]
+    end(scheduler, 2)
+    scheduler.add(victim.again(7))
+    scheduler.admit()
+    assert slots(scheduler).owned == {1: 12, 7: 20}
+    slots(scheduler).free = 0
+    decode(scheduler.live[1], 30)
+    older = preempted(scheduler, 8)
+    assert older is not None
+    assert older.request_id == 1
+
+
+def test_the_most_urgent_gets_what_is_left() -> None:
+    """Room for one more round: the request that arrived first has it, though the other went live first."""
+    scheduler = scheduler_of(sequence(2, 10, max_tokens=60), free=24)
+    scheduler.add(sequence(1, 10, max_tokens=60, priority=-1))
+    slots(scheduler).free = 12
+    scheduler.admit()
+    assert list(scheduler.live) == [2, 1]
+    slots(scheduler).free = 8
+    for each in (1, 2):
+        decode(scheduler.live[each], 1)
+    victim = scheduler.to_preempt()
+    assert victim is not None
+    assert victim.request_id == 2
+    assert slots(scheduler).owned[1] == 18
+
+
+def test_a_request_that_slots_of_others_would_not_help_makes_room_itself() -> None:
+    scheduler = scheduler_of(sequence(1, 10, max_tokens=60), sequence(2, 10, max_tokens=60), free=24)
+    slots(scheduler).hemmed.add(1)
+    for each in (1, 2):
+        decode(scheduler.live[each], 1)
+    victim = scheduler.to_preempt()
+    assert victim is not None
+    assert victim.request_id == 1
+
+
+def test_a_preempted_request_keeps_its_deadline_and_its_figures() -> None:
+    first = sequence(1, 10)
+    first.deadline, first.stats.decode_s = 123.0, 4.0
+    again = first.again(7)
+    assert (again.deadline, again.stats.decode_s, again.stats.preempted) == (123.0, 4.0, 1)
+    assert (again.clock, again.tokens) == (first.clock, first.tokens)
+
+
+def test_prompt_logprobs_reach_the_caller_once() -> None:
+    """Those of a prompt that is read again after a preemption are left out."""
+    from triforce_core.messages import TokenLogprobs
+
+    scores = tuple(TokenLogprobs(float(-i)) for i in range(10))
+    first = sequence(1, 10)
+    assert first.unreported(scores[:4]) == scores[:4]
+    again = first.again(2)
+    assert again.unreported(scores[:3]) == ()
+    assert again.unreported(scores[3:7]) == scores[4:7]
+    third = again.again(3)
+    assert third.unreported(scores) == scores[7:]

@@ -20,7 +20,7 @@ from triforce_core.attention import KERNELS
 from triforce_core.attention.ranged import gathered
 from triforce_core.kv.base import Batch, Forward, KVGeometry, joined
 from triforce_core.kv.fixed import FixedKV
-from triforce_core.kv.full import FullKV
+from triforce_core.kv.full import MOST_RANGES, FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.snapshot import Snapshot
@@ -222,8 +222,12 @@ def test_a_sequence_in_more_ranges_than_pieces_or_longer_than_is_read_does_not_f
     assert roomy.has_room(batch)
     assert not narrow.has_room(batch)
     [row] = batch.rows
-    batch.rows = [replace(row, placed=replace(row.placed, visible=[(0, 20), (30, 50), (60, 80)]))]
-    assert roomy.splits == 2
+    batch.rows = [replace(row, placed=replace(row.placed, visible=[(20 * i, 20 * i + 10) for i in range(MOST_RANGES)]))]
+    assert roomy.splits == MOST_RANGES
+    assert roomy.has_room(batch)
+    batch.rows = [
+        replace(row, placed=replace(row.placed, visible=[(20 * i, 20 * i + 9) for i in range(MOST_RANGES + 1)]))
+    ]
     assert not roomy.has_room(batch)
 
 

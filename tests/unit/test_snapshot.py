@@ -123,7 +123,7 @@ def test_a_cut_holds_the_chunks_that_the_last_query_wants_most(
     """At several positions of a growing text, the landmarks of each cut serving the next."""
     runner, text = full_runner(pair, 600), random_tokens(150, seed=chunks.chunk)
     if in_pieces:
-        fragment(runner.kv, 5, 150)
+        fragment(runner.kv, 43, 150)
     record = recorded(pair, text)
     versions = []
     for position in (1, chunks.chunk, chunks.budget, chunks.budget + 1, 97, 128, 150):

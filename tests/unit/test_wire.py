@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import wire
+from actors.target_server import request_from_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.client.results import FINISH_REASONS
-from triforce_core.engine.sequence import FinishReason
+from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import GREEDY, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
@@ -81,6 +82,29 @@ def proposals(draw: st.DrawFn) -> Proposal:
 
 
 works = st.builds(Work, spans(), st.lists(positions, max_size=3).map(tuple), st.booleans())
+
+
+REQUEST_FIELDS = {
+    "prompt": token_tuples,
+    "max_tokens": positions,
+    "sampling": samplings,
+    "seed": st.integers(-(2**63), 2**63 - 1),
+    "lookaheads": st.tuples(st.integers(0, 64), st.integers(0, 64)),
+    "stop_token_ids": token_tuples,
+    "resume": token_tuples,
+    "grammar": st.text(max_size=8),
+    "logprobs": st.none() | positions,
+    "prompt_logprobs": st.none() | positions,
+    "priority": st.integers(-(2**31), 2**31 - 1),
+    "timeout_s": st.none() | st.floats(allow_nan=False),
+}
+
+
+@given(st.builds(Request, **REQUEST_FIELDS))
+def test_requests_survive_the_wire(request: Request) -> None:
+    assert REQUEST_FIELDS.keys() == Request.__dataclass_fields__.keys()
+    sent = wire.request_to_proto(request).SerializeToString()
+    assert request_from_proto(pb.DecodeRequest.FromString(sent), (8, 3)) == request
 
 
 @given(st.lists(works, max_size=3), st.lists(ids, max_size=3))
@@ -209,7 +233,8 @@ def test_bad_proposals_are_refused_by_name(field: str, spoil: Callable[[pb.Propo
 
 def test_finish_reasons_are_the_same_words_in_the_engine_on_the_wire_and_in_the_sdk() -> None:
     assert wire.finish_reason_to_proto(None) == gen.FINISH_REASON_UNSPECIFIED
-    assert wire.finish_reason_to_proto(FinishReason.CANCELLED) == gen.FINISH_REASON_UNSPECIFIED
+    for reason in (FinishReason.CANCELLED, FinishReason.DEADLINE, FinishReason.NO_TOKEN):
+        assert wire.finish_reason_to_proto(reason) == gen.FINISH_REASON_UNSPECIFIED
     assert wire.finish_reason_from_proto(gen.FINISH_REASON_UNSPECIFIED) is None
     for value in gen.FinishReason.values():
         reason = wire.finish_reason_from_proto(value)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from triforce_core.cli.bench_serve import serve
 from triforce_core.cli.figures import show_figures
 from triforce_core.cli.options import (
     JsonOption,
@@ -26,6 +27,7 @@ MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load avera
 ForceOption = Annotated[bool, typer.Option("--force", help="run at any load average")]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within one run.")
+bench_app.command()(serve)
 
 
 @bench_app.command()
@@ -175,6 +177,32 @@ def pipeline(
     if figure is not None:
         title = f"{requests} requests in {micro_batches} micro-batches" + (" (paced: stages sleep)" if pace else "")
         draw_trace(last, figure, seconds=0.5, title=title)
+    show_figures(figures, as_json=as_json)
+
+
+@bench_app.command()
+@with_options_of(pipeline_settings)
+def stalls(
+    settings: Settings,
+    context: Annotated[int, typer.Option(min=1, help="tokens of each of the two long prompts")] = 12_000,
+    output: Annotated[int, typer.Option(min=2, help="output tokens of the running stream")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
+    max_load: MaxLoadOption = 1.0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """How long a running stream waits while two long prompts arrive, and how long a short prompt waits behind them,
+    with and without target.max_stall_ms.
+    """
+    from actors.bench.stalls import StallWorkload, bench_stalls
+    from deploy.app import prepare_environment
+    from triforce_core.bench.machine import quiet_machine
+
+    progress = Console(stderr=True, highlight=False)
+    prepare_environment()
+    with quiet_machine(max_load, force=force):
+        load = StallWorkload(context, output)
+        figures = bench_stalls(settings, load, repeats=repeats, report=progress.print)
     show_figures(figures, as_json=as_json)
 
 

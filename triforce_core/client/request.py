@@ -54,6 +54,7 @@ class CallArguments(TypedDict, total=False):
     model: str  # a name from `models`; empty: the default model
     lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
+    priority: int | None  # -100 to 100: waiting requests with a lower number are served earlier; 0 by default
     timeout_s: float | None  # by default the client's own
 
 
@@ -109,6 +110,13 @@ def _token_lists(words: Any) -> list[pb.TokenIds]:
         raise _refusal("bad_word_ids", repr(words), f"must be lists of token ids ({error})") from None
 
 
+def _seconds(timeout_s: Any) -> Any:
+    """Checked here, because gRPC ends the call at once for all other numbers, before the server can refuse them."""
+    if isinstance(timeout_s, int | float) and not 0 < timeout_s < 1e9:
+        raise _refusal("timeout_s", repr(timeout_s), "must be above 0 and below 1e9")
+    return timeout_s
+
+
 def _unsigned(seed: Any) -> int:
     """The seed, a signed 64-bit integer, as an unsigned one in two's complement."""
     try:
@@ -122,6 +130,7 @@ def _unsigned(seed: Any) -> int:
 
 CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "seed": _unsigned,
+    "timeout_s": _seconds,
     "stop": _listed,
     "bad_words": _listed,
     "json_schema": _as_json,

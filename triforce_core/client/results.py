@@ -40,6 +40,7 @@ class Stats:
     ms_per_token: float | None
     tokens_per_round: float | None  # mean output tokens per round of the target; 1 is plain decoding
     acceptance: Acceptance
+    preempted: int = 0  # how many times its KV was dropped because the server's pool was full
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,4 +191,5 @@ def _stats(message: pb.Stats) -> Stats:
             draft=acceptance.draft if acceptance.HasField("draft") else None,
             retrieval=acceptance.retrieval if acceptance.HasField("retrieval") else None,
         ),
+        preempted=message.preempted,
     )

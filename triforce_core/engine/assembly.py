@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache, partial
 
@@ -137,7 +138,7 @@ def target_engine(
     make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
     """The engine, with the target tier on top of `below`, the tiers that propose to it. By default `kv` is created."""
-    limits = target_limits(model.config, settings)
+    limits, stall_ms = target_limits(model.config, settings), settings.target.max_stall_ms
     kv = kv or full_kv(model, settings)
     runner = runner_for(model, kv, settings, few_target_tokens(settings))
     verifier = make_verifier(runner, Tier.TARGET, grammars_for(settings, model.config.vocab_size))
@@ -150,6 +151,8 @@ def target_engine(
         max_sequences=settings.max_sequences,
         prefill_chunk=settings.target.prefill_chunk,
         scored_chunk=max(64, MOST_LOGITS // limits.vocab_size),
+        costs=runner.clock.costs,
+        max_stall_s=math.inf if stall_ms is None else stall_ms / 1e3,
     )
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()

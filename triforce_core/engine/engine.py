@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
+import time
 from collections import deque
 from collections.abc import Iterator
 from typing import Protocol
@@ -86,7 +88,8 @@ class Engine:
         self.cancelled: deque[int] = deque()
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
-        self.asked_tokens = 0  # the scheduler's `asked_tokens`, for other threads to read
+        # For other threads to read: the scheduler's figures, and the tokens of the KV pool that requests own.
+        self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -103,8 +106,9 @@ class Engine:
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
         )
+        deadline = math.inf if request.timeout_s is None else time.perf_counter() + request.timeout_s
         with self.lock:
-            sequence = Sequence(next(self.ids), request, spec, [*request.prompt, *request.resume])
+            sequence = Sequence(next(self.ids), request, spec, [*request.prompt, *request.resume], deadline=deadline)
             self.arrivals.append(sequence)
         self.doorbell.ring()
         return sequence.sequence_id
@@ -129,18 +133,16 @@ class Engine:
         """One turn of the loop; blocks up to `timeout_s` seconds for the tiers below."""
         outputs = self._take_messages()
         self._update_snapshots()
+        self._make_room()
         self.scheduler.admit()
         self.decoder.submit(self.scheduler.next_work())
         self.asked_tokens = self.scheduler.asked_tokens
+        self.least_stall_s = self.scheduler.least_stall_s(self.limits.context_length)
         for proposal in self.decoder.collect(timeout_s):
             sequence = self.scheduler.live.get(proposal.sequence_id)
             if sequence is not None and (output := self._advance(sequence, proposal)):
                 outputs.append(output)
-        finished = [o.sequence_id for o in outputs if o.finish_reason]
-        for sequence_id in finished:
-            self.scheduler.remove(sequence_id)
-        if finished:
-            self.decoder.release(finished)
+        self.kv_tokens = self.scheduler.kv.used_tokens
         return outputs
 
     def _take_messages(self) -> list[Output]:
@@ -148,13 +150,35 @@ class Engine:
         while self.arrivals:
             sequence = self.arrivals.popleft()
             if sequence.request.resume and (reason := self._finish_reason(sequence)):  # the resumed output is complete
-                outputs.append(Output(sequence.sequence_id, (), b"", reason, sequence.stats))
+                outputs.append(Output(sequence.request_id, (), b"", reason, sequence.stats))
             else:
-                self.scheduler.queue.append(sequence)
+                self.scheduler.add(sequence)
         while self.cancelled:
-            if removed := self.scheduler.remove(self.cancelled.popleft()):
-                outputs.append(Output(removed.sequence_id, (), b"", FinishReason.CANCELLED, removed.stats))
+            if found := self.scheduler.find(self.cancelled.popleft()):
+                outputs.append(self._end(found, FinishReason.CANCELLED))
+        now = time.perf_counter()
+        for sequence in [*self.scheduler.live.values(), *self.scheduler.queue]:
+            if sequence.deadline < now:
+                outputs.append(self._end(sequence, FinishReason.DEADLINE))
         return outputs
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
+        """End a request before its output is complete."""
+        self._drop(sequence)
+        return Output(sequence.request_id, (), b"", reason, sequence.stats)
+
+    def _drop(self, sequence: Sequence) -> None:
+        """Forget a request here and at every tier. Its slots are free at once."""
+        live = sequence.sequence_id in self.scheduler.live
+        self.scheduler.remove(sequence)
+        if live:
+            self.decoder.release([sequence.sequence_id])
+
+    def _make_room(self) -> None:
+        """Preempt requests until those that remain have room for their next round."""
+        while sequence := self.scheduler.to_preempt():
+            self._drop(sequence)
+            self.scheduler.add(sequence.again(next(self.ids)))
 
     def _update_snapshots(self) -> None:
         """Update snapshots for the tokens that the last turn committed: only now, so that users get these first."""
@@ -176,27 +200,33 @@ class Engine:
             return self._output(sequence, proposal, None) if proposal.prompt_logprobs else None
         if any(work.lookaheads[1:]):
             sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
+        if sequence.has_output:
+            stats.decoded += len(proposal.tokens)
         sequence.tokens += proposal.tokens
         sequence.prefilled = len(sequence.tokens) - 1
         if not prefilling:
-            stats.decode_s += sequence.lap()
-            stats.decoded += len(proposal.tokens)
+            round_s = sequence.lap()
+            stats.decode_s += round_s
             stats.add(proposal.tallies)
+            sequence.round_s = max(0.0, round_s - sequence.stalled_s)
+        sequence.stalled_s = 0.0
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
             self.due_for_snapshot[sequence.sequence_id] = proposal.snapshot_wanted
+        else:
+            self._drop(sequence)
         return self._output(sequence, proposal, reason)
 
     @staticmethod
     def _output(sequence: Sequence, proposal: Proposal, reason: FinishReason | None) -> Output:
         return Output(
-            sequence.sequence_id,
+            sequence.request_id,
             proposal.tokens,
             proposal.origins,
             reason,
             sequence.stats.copy(),
             proposal.logprobs,
-            proposal.prompt_logprobs,
+            sequence.unreported(proposal.prompt_logprobs),
         )
 
     @staticmethod

@@ -13,6 +13,7 @@ from triforce_core.models.files import context_length, kv_shape
 
 MAX_STOP_TOKENS = 256  # every tier looks for them at every position
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's chat completions
+MAX_PRIORITY = 100  # the latest served; the earliest served is -100
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,10 @@ class Limits:
         num_resumed = len(request.resume)
         require(num_resumed <= request.max_tokens, "resume_token_ids", num_resumed, "must be at most max_tokens")
         require(-(2**63) <= request.seed < 2**63, "seed", request.seed, "must be at least -2**63 and below 2**63")
+        rule = f"must be at least {-MAX_PRIORITY} and at most {MAX_PRIORITY}"
+        require(-MAX_PRIORITY <= request.priority <= MAX_PRIORITY, "priority", request.priority, rule)
+        in_time = request.timeout_s is None or request.timeout_s > 0
+        require(in_time, "timeout_s", request.timeout_s, "must be above 0")
         length = len(request.prompt) + request.max_tokens
         counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
         if length > self.context_length:

@@ -1,64 +1,193 @@
-"""The scheduler decides which requests go live, and how they share one forward pass."""
+"""The scheduler decides which requests go live, how they share the KV pool, and how they share one forward pass."""
 
 from __future__ import annotations
 
-from collections import deque
+import math
+from bisect import bisect_left, bisect_right, insort
 from typing import Protocol
 
+from triforce_core.costs import Part, PassCosts
 from triforce_core.engine.sequence import Sequence
 from triforce_core.messages import SequenceSpec, Work
 
 
 class Pool(Protocol):
-    """The part of the target's KV cache that admission needs."""
+    """The part of the target's KV cache that scheduling needs. Sizes are in tokens."""
 
-    def can_open(self, spec: SequenceSpec) -> bool: ...
+    @property
+    def used_tokens(self) -> int:
+        """How many tokens' slots sequences own."""
+        ...
 
-    def open(self, sequence_id: int, spec: SequenceSpec) -> object: ...
+    def can_open(self, spec: SequenceSpec, tokens: int) -> bool: ...
+
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> object: ...
+
+    def grow(self, sequence_id: int, tokens: int) -> bool: ...
+
+    def hemmed_in(self, sequence_id: int) -> bool:
+        """Whether a sequence can grow in place only."""
+        ...
 
 
 FIRST_TOKEN = (1, 0, 0)  # lookaheads: the target draws one token, and no tier below is asked
+CHUNK_UNIT = 64  # tokens, unless a pass may have fewer
+CHUNK_AT_FIRST = 256  # while no pass has shown yet what a chunk costs
+STEP_AHEAD = 256  # tokens for which a new request reserves slots besides those of its prompt
 
 
 class Scheduler:
-    """First come, first served. All prefill chunks of a pass together have at most `prefill_chunk` tokens.
+    """Serves requests by priority, then in the order of their arrival.
 
-    A request goes live when the target's pool has room for its whole length, so no live request ever runs out of room.
+    A request goes live when the target's pool has room for its prompt and a step ahead; it grows as it is decoded. When
+    the pool is full, the youngest request is preempted. It waits until its greatest length fits, so that it is
+    preempted once at most.
+
+    A waiting request lets others pass that fit when it does not, until they have as many tokens as it has itself. In
+    the same way a long prompt lets shorter ones pass that go live before as many tokens have been prefilled as it has.
     """
 
-    def __init__(self, kv: Pool, *, max_sequences: int, prefill_chunk: int, scored_chunk: int | None = None) -> None:
-        """`scored_chunk`: most tokens of a pass that belong to prompts whose logprobs are asked for."""
+    def __init__(
+        self,
+        kv: Pool,
+        *,
+        max_sequences: int,
+        prefill_chunk: int,
+        scored_chunk: int | None = None,
+        costs: PassCosts | None = None,
+        max_stall_s: float = math.inf,
+        step_ahead: int = STEP_AHEAD,
+    ) -> None:
+        """`prefill_chunk`: most prompt tokens of a pass; `scored_chunk`: most of them whose logprobs are asked for.
+
+        `max_stall_s`: most seconds of prompt chunks during any round of decoding, by `costs`, which are those of the
+        target's passes. Rounds that take longer than twice that have chunks of half their own time, so that prompts do
+        not starve under load. No chunk is so small that more than half of its pass is fixed cost.
+        """
         self.kv, self.max_sequences, self.prefill_chunk = kv, max_sequences, prefill_chunk
         self.scored_chunk = scored_chunk or prefill_chunk
-        self.queue: deque[Sequence] = deque()
-        self.live: dict[int, Sequence] = {}
+        self.costs, self.max_stall_s = costs or PassCosts(), max_stall_s
+        self.step_ahead = step_ahead
+        self.queue: list[Sequence] = []  # in the order in which they are served
+        self.live: dict[int, Sequence] = {}  # by sequence id
+        self.told = 0  # prompt tokens handed out so far
+
+    @property
+    def chunk_unit(self) -> int:
+        """Chunks are multiples of so many tokens, except the last of a prompt."""
+        return min(CHUNK_UNIT, self.prefill_chunk, self.scored_chunk)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a request."""
+        insort(self.queue, sequence, key=urgency)
 
     def admit(self) -> None:
         """Move requests from the queue to the live ones while there is room."""
-        while self.queue and len(self.live) < self.max_sequences and self.kv.can_open(self.queue[0].spec):
-            sequence = self.queue.popleft()
-            self.kv.open(sequence.sequence_id, sequence.spec)
-            sequence.stats.queued_s = sequence.lap()
-            self.live[sequence.sequence_id] = sequence
+        passed: list[Sequence] = []
+        for sequence in [*self.queue]:
+            enough = any(waiting.passed_by >= self._reserved(waiting) for waiting in passed)
+            if len(self.live) >= self.max_sequences or enough:
+                return
+            tokens = self._reserved(sequence)
+            if self.kv.can_open(sequence.spec, tokens):
+                self.queue.remove(sequence)
+                self.kv.open(sequence.sequence_id, sequence.spec, tokens)
+                sequence.stats.queued_s += sequence.lap()
+                sequence.due = self.told + sequence.given
+                self.live[sequence.sequence_id] = sequence
+                for waiting in passed:
+                    waiting.passed_by += tokens
+            else:
+                passed.append(sequence)
+
+    def _reserved(self, sequence: Sequence) -> int:
+        """The tokens for which a request reserves slots when it goes live: all, if it was preempted before."""
+        greatest = sequence.spec.max_length
+        return greatest if sequence.stats.preempted else min(greatest, sequence.given + self.step_ahead)
+
+    def to_preempt(self) -> Sequence | None:
+        """Give the requests that are decoded room for their next round, the most urgent first.
+
+        None if all have it. Otherwise the request to preempt: the least urgent that was not preempted before, or the
+        one that lacks room if slots of others would not help it. Call again when it is gone.
+        """
+        for sequence in sorted(self.live.values(), key=urgency):
+            if sequence.work is None and not sequence.prefilling and not self._grow(sequence):
+                if self.kv.hemmed_in(sequence.sequence_id):
+                    return sequence
+                return max((s for s in self.live.values() if not s.stats.preempted), key=urgency)
+        return None
+
+    def _grow(self, sequence: Sequence) -> bool:
+        longest_block = sum(sequence.request.lookaheads) + 1
+        tokens = min(len(sequence.tokens) + longest_block, sequence.spec.max_length)
+        return self.kv.grow(sequence.sequence_id, tokens)
 
     def next_work(self) -> list[Work]:
-        """Work for each live request that has none outstanding: its next prefill chunk, or a round of decoding."""
-        work, prefill_room, scored_room = [], self.prefill_chunk, self.scored_chunk
-        for sequence in self.live.values():
-            if sequence.work is not None:
-                continue
+        """Work for each live request that has none outstanding: a round of decoding, or its next prefill chunk."""
+        idle = [sequence for sequence in self.live.values() if sequence.work is None]
+        for sequence in idle:
             if not sequence.prefilling:
                 sequence.work = next_round(sequence)
-            else:
-                scored = sequence.spec.prompt_logprobs is not None
-                room = min(prefill_room, scored_room) if scored else prefill_room
-                if not room:
-                    continue
-                sequence.work = next_chunk(sequence, room)
-                prefill_room -= len(sequence.work.span.tokens)
-                scored_room -= len(sequence.work.span.tokens) * scored
-            work.append(sequence.work)
-        return work
+        self._share_chunks([sequence for sequence in idle if sequence.prefilling])
+        return [sequence.work for sequence in idle if sequence.work is not None]
+
+    def _share_chunks(self, sequences: list[Sequence]) -> None:
+        """Give these requests, whose prompts are prefilled, their shares of this turn's chunk.
+
+        The first that is due gets what it can use. A prompt is due when as many tokens have been handed out since its
+        request went live as it has. So of prompts that go live together the shortest comes first, and none waits for
+        ever, except for more urgent ones.
+        """
+        shares: list[Part] = []
+        room, scored_room = self.prefill_chunk, self.scored_chunk
+        for sequence in sorted(sequences, key=lambda s: (s.request.priority, s.due)):
+            scored = sequence.spec.prompt_logprobs is not None
+            tokens = self._share(sequence, shares, min(room, scored_room) if scored else room)
+            if not tokens and not shares:
+                return  # the others wait too, or they would use up what the first one waits for
+            if not tokens:
+                continue
+            sequence.work = next_chunk(sequence, tokens)
+            shares.append(Part(tokens, sequence.prefilled))
+            self.told += tokens
+            room -= tokens
+            scored_room -= tokens * scored
+        if shares:
+            seconds = self.costs.seconds(shares)
+            for sequence in self.live.values():
+                sequence.stalled_s += seconds  # begins afresh with each round
+
+    def _share(self, sequence: Sequence, shares: list[Part], room: int) -> int:
+        """The tokens of this request's next chunk, beside these shares of others: as many as `room` and `max_stall_s`
+        allow.
+        """
+        left, before = sequence.given - sequence.prefilled, sequence.prefilled
+        decoding = [other for other in self.live.values() if not other.prefilling]
+        hurried = bool(decoding) and self.max_stall_s < math.inf
+        if hurried and not self.costs.known:
+            room = min(room, CHUNK_AT_FIRST - sum(share.tokens for share in shares))
+        sizes = [*range(self.chunk_unit, min(room, left) + 1, self.chunk_unit)]
+        if left <= room and left % self.chunk_unit:
+            sizes.append(left)
+        if not hurried:
+            return sizes[-1] if sizes else 0
+
+        def cost(tokens: int) -> float:
+            return self.costs.seconds([*shares, Part(tokens, before)])
+
+        seconds = min(max(self.max_stall_s, other.round_s / 2) - other.stalled_s for other in decoding)
+        allowed = bisect_right(sizes, seconds, key=cost)
+        if not shares:
+            least = min(bisect_left(sizes, self.costs.least_chunk(before)) + 1, len(sizes))
+            fresh = not any(other.stalled_s for other in decoding)
+            allowed = max(allowed, least) if fresh else allowed if allowed >= least else 0
+        return sizes[min(allowed, len(sizes)) - 1] if allowed else 0
+
+    def least_stall_s(self, context: int) -> float:
+        """The seconds of a pass over the smallest chunk at the end of such a context; 0 while unknown."""
+        least = max(CHUNK_UNIT, math.ceil(self.costs.least_chunk(context)))
+        return self.costs.seconds([Part(least, context)])
 
     @property
     def asked_tokens(self) -> int:
@@ -66,18 +195,25 @@ class Scheduler:
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
         return sum(w.span.end - prefilled + max(w.lookaheads[1:], default=0) for w, prefilled in asked)
 
-    def remove(self, sequence_id: int) -> Sequence | None:
+    def find(self, request_id: int) -> Sequence | None:
+        """The record of a request, live or queued."""
+        return next((s for s in (*self.live.values(), *self.queue) if s.request_id == request_id), None)
+
+    def remove(self, sequence: Sequence) -> None:
         """Take a request out, live or queued."""
-        for queued in self.queue:
-            if queued.sequence_id == sequence_id:
-                self.queue.remove(queued)
-                return queued
-        return self.live.pop(sequence_id, None)
+        if sequence in self.queue:
+            self.queue.remove(sequence)
+        self.live.pop(sequence.sequence_id, None)
 
 
-def next_chunk(sequence: Sequence, most_tokens: int) -> Work:
+def urgency(sequence: Sequence) -> tuple[int, int]:
+    """Requests are served in ascending order of this: by priority, then by arrival."""
+    return sequence.request.priority, sequence.request_id
+
+
+def next_chunk(sequence: Sequence, tokens: int) -> Work:
     """The work for the next prefill chunk. The last chunk also yields the first token, from the target alone."""
-    stop = min(sequence.prefilled + most_tokens, len(sequence.tokens))
+    stop = sequence.prefilled + tokens
     span = sequence.span(sequence.prefilled, stop)
     return Work(span, FIRST_TOKEN) if stop == len(sequence.tokens) else Work(span, (1,), sample=False)
 

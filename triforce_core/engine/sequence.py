@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -16,6 +17,7 @@ class FinishReason(StrEnum):
     STOP = "stop"  # a stop token, or a stop string found in the text
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
+    DEADLINE = "deadline"  # the request's time is over: an error of the request
     NO_TOKEN = "no_token"  # the sampling parameters exclude every token that could follow: an error of the request
 
 
@@ -33,6 +35,8 @@ class Request:
     grammar: str = ""  # see SequenceSpec, for the two below as well
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    priority: int = 0  # requests with a lower number are served first
+    timeout_s: float | None = None  # seconds after its submission in which the request must end
 
 
 SEED_BITS = 53  # of seeds that are drawn or derived: JSON readers that use doubles keep them exact
@@ -50,7 +54,9 @@ class Stats:
     """Times and counts of one request, measured by the engine."""
 
     queued_s: float = 0.0
-    prefill_s: float = 0.0  # until the first token, which comes from the pass over the last prefill chunk
+    preempted: int = 0  # how many times its KV was dropped because the pool was full
+    # Until the first token, which comes from the pass over the last prefill chunk; after a preemption once more.
+    prefill_s: float = 0.0
     decode_s: float = 0.0
     decoded: int = 0  # tokens after the first
     snapshots: int = 0
@@ -86,7 +92,7 @@ class Stats:
 class Output:
     """Newly committed tokens of one request; the last one of a request carries `finish_reason`."""
 
-    sequence_id: int
+    sequence_id: int  # as returned by `Engine.submit`
     tokens: tuple[int, ...]
     origins: bytes  # one Tier per token
     finish_reason: FinishReason | None
@@ -97,23 +103,66 @@ class Output:
 
 @dataclass(slots=True)
 class Sequence:
-    """The engine's record of one live request."""
+    """The engine's record of one request. A request that is preempted goes on in a new record."""
 
-    sequence_id: int
+    sequence_id: int  # among the tiers
     request: Request
     spec: SequenceSpec
     tokens: list[int]
+    request_id: int = 0  # for the caller: the sequence id of the request's first record
+    given: int = 0  # tokens to prefill: the prompt, and output that is already there
+    deadline: float = math.inf  # in the seconds of `clock`
+    due: int = 0  # see Scheduler._share_chunks
+    stalled_s: float = 0.0  # seconds of prompt chunks of others since its last tokens
+    round_s: float = 0.0  # seconds of its last round, without such chunks
+    passed_by: int = 0  # tokens for which later requests reserved slots while this one waited
     prefilled: int = 0  # the target holds KV up to here
     stated: int = 0  # the tiers below the target are believed to know the tokens up to here
     work: Work | None = None  # submitted and not answered
     last_cut: CutRecord | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)
+    scored: int = 0  # prompt tokens whose logprobs the target has reported
+    reported: int = 0  # prompt tokens whose logprobs the caller has
+
+    def __post_init__(self) -> None:
+        self.request_id = self.request_id or self.sequence_id
+        self.given = len(self.tokens)
+
+    def again(self, sequence_id: int) -> Sequence:
+        """The record in which this request goes on after it was preempted: its tokens so far are prefilled again.
+
+        It has another id, so that nothing that the tiers still hold or send for the old one is taken for the new one.
+        """
+        self.stats.preempted += 1
+        return Sequence(
+            sequence_id,
+            self.request,
+            self.spec,
+            self.tokens,
+            self.request_id,
+            deadline=self.deadline,
+            stats=self.stats,
+            clock=self.clock,
+            reported=self.reported,
+        )
 
     @property
     def prefilling(self) -> bool:
-        """Whether the target still lacks tokens of the prompt or of the resumed output."""
-        return self.prefilled < len(self.request.prompt) + len(self.request.resume)
+        """Whether the target still lacks tokens of the prompt or of the output that was already there."""
+        return self.prefilled < self.given
+
+    @property
+    def has_output(self) -> bool:
+        """Whether the target has drawn a token of this request."""
+        return len(self.tokens) > len(self.request.prompt) + len(self.request.resume)
+
+    def unreported(self, scores: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
+        """Those of the next prompt tokens' logprobs that the caller does not have from before a preemption."""
+        first = self.reported - self.scored
+        self.scored += len(scores)
+        self.reported = max(self.reported, self.scored)
+        return scores[max(0, first) :]
 
     def span(self, start: int, stop: int) -> Span:
         return Span(self.sequence_id, start, tuple(self.tokens[start:stop]), self.spec if start == 0 else None)

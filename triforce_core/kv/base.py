@@ -180,8 +180,14 @@ class KVCache(ABC):
         if held := self.held.pop(sequence_id, None):
             self.allocator.free(held.ranges)
 
-    def can_open(self, spec: SequenceSpec) -> bool:
-        return self.slots_for(spec) <= self.allocator.num_free
+    @property
+    def used_tokens(self) -> int:
+        """How many slots sequences own."""
+        return self.allocator.num_slots - self.allocator.num_free
+
+    def room(self, held: Held) -> int:
+        """The most tokens that a statement of this sequence may have."""
+        return held.spec.max_length
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> Held:
         return Held(spec, ranges=ranges)

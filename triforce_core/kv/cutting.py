@@ -27,8 +27,11 @@ class Layout:
 
 @dataclass(slots=True)
 class FullHeld(Held):
-    """Adds the inputs of chunk selection: queries of the last pass and landmarks of the complete chunks."""
+    """Adds the size of its next growth, and the inputs of chunk selection: queries of the last pass and landmarks of
+    the complete chunks.
+    """
 
+    next_growth: int = 0  # tokens
     query_positions: range = range(0)
     queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
     # per layer: [kv_heads, chunks, …], on the device of its pool

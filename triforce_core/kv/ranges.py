@@ -6,34 +6,71 @@ Range = tuple[int, int]  # [start, stop)
 
 
 class RangeAllocator:
-    """Allocates ranges of `num_slots` slots: one range if one fits, several if the pool is fragmented."""
+    """Allocates ranges of `num_slots` slots: one range if one fits, several if the pool is fragmented.
+
+    The owner of a range may wish for the slots behind it, so that the range can grow in place. Wished slots are
+    allocated to others only when the remaining ones do not suffice.
+    """
 
     def __init__(self, num_slots: int) -> None:
         self.num_slots = num_slots
         self.free_ranges: list[Range] = [(0, num_slots)] if num_slots else []  # sorted, never adjacent
+        self.wishes: dict[int, int] = {}  # by the end of an owned range, how many slots behind it its owner wishes for
 
     @property
     def num_free(self) -> int:
         return sum(stop - start for start, stop in self.free_ranges)
 
-    def allocate(self, count: int) -> list[Range] | None:
-        """`count` slots, or None if fewer are free; from the smallest range that fits, otherwise the largest ranges."""
-        if count > self.num_free:
-            return None
-        fitting = min((r for r in self.free_ranges if r[1] - r[0] >= count), key=lambda r: r[1] - r[0], default=None)
-        by_size = [fitting] if fitting else sorted(self.free_ranges, key=lambda r: r[0] - r[1])
+    def plan(self, count: int, most_ranges: int | None = None, wish: int = 0) -> list[Range] | None:
+        """What `allocate` would return."""
+        if not count:
+            return []
+        unwished = [(min(stop, start + self.wishes.get(start, 0)), stop) for start, stop in self.free_ranges]
+        for size in (count + wish, count):
+            if (fitting := smallest(unwished, size)) is not None:
+                return [(fitting[0], fitting[0] + count)]
+        if (fitting := smallest(self.free_ranges, count)) is not None:
+            return [
+                (fitting[1] - count, fitting[1])
+            ]  # its end, so that the wish at its start loses as little as possible
         taken: list[Range] = []
-        for start, stop in by_size:
+        for start, stop in sorted(self.free_ranges, key=lambda r: r[0] - r[1])[:most_ranges]:
             size = min(count, stop - start)
-            if not size:
-                break
             taken.append((start, start + size))
-            self.free_ranges.remove((start, stop))
-            if start + size < stop:
-                self.free_ranges.append((start + size, stop))
             count -= size
+            if not count:
+                return taken
+        return None
+
+    def allocate(self, count: int, most_ranges: int | None = None, wish: int = 0) -> list[Range] | None:
+        """`count` slots in at most `most_ranges` ranges, with a wish for `wish` more behind the last; None if there is
+        no room. From the smallest range that fits, otherwise from the largest ranges.
+        """
+        planned = self.plan(count, most_ranges, wish)
+        for taken in planned or []:
+            self._take(taken)
+        if planned and wish:
+            self.wishes[planned[-1][1]] = wish
+        return planned
+
+    def extend(self, owned: Range, least: int, most: int) -> Range | None:
+        """The range `owned` with `least` to `most` of the slots behind it; None if fewer are free there."""
+        start, stop = owned
+        room = next((last - first for first, last in self.free_ranges if first == stop), 0)
+        if room < least:
+            return None
+        size, wish = min(room, most), self.wishes.pop(stop, 0)
+        self._take((stop, stop + size))
+        if wish > size:
+            self.wishes[stop + size] = wish - size
+        return start, stop + size
+
+    def _take(self, taken: Range) -> None:
+        """Remove a range of free slots from the free ranges."""
+        around = next(r for r in self.free_ranges if r[0] <= taken[0] and taken[1] <= r[1])
+        self.free_ranges.remove(around)
+        self.free_ranges += [r for r in ((around[0], taken[0]), (taken[1], around[1])) if r[0] < r[1]]
         self.free_ranges.sort()
-        return taken
 
     def free(self, ranges: list[Range]) -> None:
         """Return ranges to the pool; adjacent free ranges are merged."""
@@ -45,6 +82,18 @@ class RangeAllocator:
                 assert not merged or merged[-1][1] < start, "a slot was freed twice"
                 merged.append((start, stop))
         self.free_ranges = merged
+        for _, stop in ranges:
+            self.wishes.pop(stop, None)
+
+
+def smallest(ranges: list[Range], count: int) -> Range | None:
+    """The smallest of the ranges with at least `count` slots; None if none has."""
+    return min((r for r in ranges if r[1] - r[0] >= count), key=lambda r: r[1] - r[0], default=None)
+
+
+def size_of(ranges: list[Range]) -> int:
+    """The number of slots in the ranges."""
+    return sum(stop - start for start, stop in ranges)
 
 
 def sliced(ranges: list[Range], start: int, stop: int) -> list[Range]:

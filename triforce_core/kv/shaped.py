@@ -16,7 +16,7 @@ from torch import Tensor
 from triforce_core.attention import Ranged
 from triforce_core.attention.ranged import Join, WorkItems, attend, cut, joined_with_own, num_splits
 from triforce_core.kv.base import Batch, KVCache, joined
-from triforce_core.kv.full import FullKV
+from triforce_core.kv.full import MOST_RANGES, FullKV
 from triforce_core.transfer import staged
 
 
@@ -38,13 +38,16 @@ class ShapedBatch:
     padding token has id 0 and position 0, and its KV is written to the dump slot.
     """
 
+    LEAST_SPLITS = 1  # ranges of visible slots for which a sequence has room at least
+
     def __init__(self, kv: KVCache, shape: PassShape, longest: int, ranged: Ranged, workers: int) -> None:
         """`longest`: most slots of earlier KV that a sequence's tokens may see. `workers`: see `num_splits`."""
         self.cache = self
         self.kv, self.shape, self.longest, self.ranged = kv, shape, longest, ranged
         self.join: Join = joined_with_own
         geometry = kv.geometry
-        self.splits = num_splits(workers, shape.sequences, geometry.num_kv_heads, longest)
+        splits = num_splits(workers, shape.sequences, geometry.num_kv_heads, longest)
+        self.splits = max(self.LEAST_SPLITS, splits)
         items = shape.sequences * self.splits
         self.inputs = torch.zeros(4 * shape.tokens + 2 * items + 1, dtype=torch.int32, device=geometry.device)
         self.narrow, self.starts, self.lengths = self.inputs.split([4 * shape.tokens, items + 1, items])
@@ -113,6 +116,8 @@ class ShapedBatch:
 
 class VerifyBatch(ShapedBatch):
     """A pass of the target. Its queries are kept, because they select the chunks of the next snapshot."""
+
+    LEAST_SPLITS = MOST_RANGES
 
     def __init__(
         self, kv: FullKV, shape: PassShape, longest: int, ranged: Ranged, workers: int, queries: Tensor

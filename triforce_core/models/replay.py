@@ -27,9 +27,19 @@ from triforce_core.models.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    tier: Tier
+    """Of the target's cache; the retrieval tier's opens its sequences by itself."""
+
     sequence_id: int
     spec: SequenceSpec
+    tokens: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grow:
+    """Of the target's cache."""
+
+    sequence_id: int
+    tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Deliver:
     """Every rank puts the share that it cut last into its own retrieval cache."""
 
 
-Command = Open | RunPass | Release | CutSnapshot | Take | Deliver
+Command = Open | Grow | RunPass | Release | CutSnapshot | Take | Deliver
 
 
 class LeadingKV:
@@ -87,13 +97,8 @@ class LeadingKV:
     def held(self) -> Mapping[int, Held]:
         return self.kv.held
 
-    def can_open(self, spec: SequenceSpec) -> bool:
-        return self.kv.can_open(spec)
-
-    def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
-        with self.order:
-            self.broadcast(Open(self.tier, sequence_id, spec))
-            return self.kv.open(sequence_id, spec)
+    def room(self, held: Held) -> int:
+        return self.kv.room(held)
 
     def prepare(self, forwards: list[Forward]) -> Batch:
         with self.order:
@@ -119,6 +124,27 @@ class LeadingFullKV(LeadingKV):
     def __init__(self, kv: FullKV, ranks: Leader, *, gathered: bool) -> None:
         super().__init__(kv, Tier.TARGET, ranks)
         self.full, self.gathered = kv, gathered
+
+    @property
+    def used_tokens(self) -> int:
+        return self.full.used_tokens
+
+    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+        return self.full.can_open(spec, tokens)
+
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None) -> Held | None:
+        with self.order:
+            self.broadcast(Open(sequence_id, spec, tokens))
+            return self.full.open(sequence_id, spec, tokens)
+
+    def hemmed_in(self, sequence_id: int) -> bool:
+        return self.full.hemmed_in(sequence_id)
+
+    def grow(self, sequence_id: int, tokens: int) -> bool:
+        with self.order:
+            if tokens > self.full.room(self.full.held[sequence_id]):  # else nothing changes
+                self.broadcast(Grow(sequence_id, tokens))
+            return self.full.grow(sequence_id, tokens)
 
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
@@ -199,8 +225,12 @@ class CallExecutor:
         match command:
             case RunPass(tier, forwards):
                 self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
-            case Open(tier, sequence_id, spec):
-                self.cache(tier).open(sequence_id, spec)
+            case Open(sequence_id, spec, tokens):
+                assert self.full is not None
+                self.full.open(sequence_id, spec, tokens)
+            case Grow(sequence_id, tokens):
+                assert self.full is not None
+                self.full.grow(sequence_id, tokens)
             case Release(tier, sequence_id):
                 self.cache(tier).release(sequence_id)
             case CutSnapshot(sequence_id, position, chunks, selector, base, gathered):

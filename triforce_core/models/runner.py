@@ -11,11 +11,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
+from triforce_core.costs import MANY_TOKENS, Part
 from triforce_core.kv.base import Batch, Forward, Held, KVGeometry
+from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
+from triforce_core.models.pass_clock import PassClock
 from triforce_core.transfer import on_device
 
-MANY_TOKENS = 64  # passes over this many tokens or more run on the prefill threads
 ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
 
 
@@ -53,6 +55,8 @@ class Cache(Protocol):
 
     def prepare(self, forwards: list[Forward]) -> Batch: ...
 
+    def room(self, held: Held) -> int: ...
+
     def release(self, sequence_id: int) -> None: ...
 
 
@@ -66,6 +70,7 @@ class ModelRunner:
     ) -> None:
         self.model, self.kv, self.shaped = model, kv, shaped
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
+        self.clock = PassClock(kv.geometry.device)
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
     def decode_on(self, threads: int) -> None:
@@ -80,7 +85,7 @@ class ModelRunner:
         Returns the sampled rows' logits, [Σ num_sampled, vocab] float32 in the order of `batch.rows`, and the batch,
         whose `lacking` names the sequences that could not take part.
         """
-        started = time.perf_counter()
+        started, began = time.perf_counter(), self.clock.now()
         batch = self.kv.prepare(forwards)
         if not batch.rows:
             return torch.empty(0, self.model.config.vocab_size), batch
@@ -92,6 +97,7 @@ class ModelRunner:
             logits = self.run(batch)
         if threads is not None:  # sampling and chunk selection follow, which are small work
             run_on(threads.decode)
+        self.clock.passed([Part(len(row.placed.tokens), size_of(row.placed.visible)) for row in batch.rows], began)
         self.passes += 1
         self.seconds += time.perf_counter() - started
         return logits, batch

@@ -90,7 +90,7 @@ class Tally(_message.Message):
     def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs")
+    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -102,6 +102,8 @@ class DecodeRequest(_message.Message):
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -113,7 +115,9 @@ class DecodeRequest(_message.Message):
     grammar: str
     logprobs: int
     prompt_logprobs: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
+    priority: int
+    timeout_s: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("token_ids", "origins", "finish_reason", "stats", "logprobs", "prompt_logprobs", "no_token")
@@ -134,7 +138,7 @@ class DecodeEvent(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., no_token: _Optional[bool] = ...) -> None: ...
 
 class DecodeStats(_message.Message):
-    __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies")
+    __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies", "preempted")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
@@ -143,6 +147,7 @@ class DecodeStats(_message.Message):
     DECODED_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TALLIES_FIELD_NUMBER: _ClassVar[int]
+    PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     queued_s: float
     prefill_s: float
@@ -151,14 +156,15 @@ class DecodeStats(_message.Message):
     decoded: int
     snapshots: int
     tallies: _containers.RepeatedCompositeFieldContainer[Tally]
-    def __init__(self, prompt_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., decoded: _Optional[int] = ..., snapshots: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ...) -> None: ...
+    preempted: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., decoded: _Optional[int] = ..., snapshots: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., preempted: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -167,6 +173,8 @@ class TierStatus(_message.Message):
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     SILENT_FIELD_NUMBER: _ClassVar[int]
     AUDIT_FIELD_NUMBER: _ClassVar[int]
+    LEAST_STALL_MS_FIELD_NUMBER: _ClassVar[int]
+    KV_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
@@ -175,7 +183,9 @@ class TierStatus(_message.Message):
     address: str
     silent: SilentPeer
     audit: Audit
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ...) -> None: ...
+    least_stall_ms: float
+    kv_tokens: int
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ...) -> None: ...
 
 class Audit(_message.Message):
     __slots__ = ("rounding", "blocks", "tokens", "ties", "mismatches", "skipped", "largest_difference")

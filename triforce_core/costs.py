@@ -1,0 +1,97 @@
+"""What a tier's passes cost: seconds as a linear function of their size, fitted to the passes as they happen.
+
+A pass costs something by itself, something for each sequence and token in it, something for each key that attention
+reads, and something for each pair of a query and a key. The five prices are refitted after each pass by least squares
+over relative errors, in which older passes count less and less. An error is relative to the geometric mean of what the
+pass took and what was foretold, so that neither a slow pass by itself nor fast passes of the past weigh too much. No
+price is negative. Where passes do not tell two prices apart, the one for tokens is preferred, so that nothing is taken
+for a fixed cost without evidence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MANY_TOKENS = 64  # a CPU runs passes over so many tokens on other threads than smaller ones: they have other prices
+REMEMBERED = 0.96  # weight of a pass relative to the one after it
+DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])  # pull of each price towards 0, relative to the evidence for it
+
+
+class Part(NamedTuple):
+    """One sequence's part of a pass."""
+
+    tokens: int
+    before: int  # keys that its tokens see besides one another
+
+
+def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
+    """The size of a pass, [5]: itself, its sequences, their tokens, the keys read, and the pairs of query and key."""
+    size = np.array([1.0, 0.0, 0.0, 0.0, 0.0])
+    for tokens, before in parts:
+        size += (0.0, 1.0, tokens, before + tokens, tokens * (before + (tokens + 1) / 2))
+    return size
+
+
+@dataclass(slots=True)
+class Fit:
+    """The prices of one kind of pass."""
+
+    squares: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 5)))  # Σ weight · size ⊗ size
+    products: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))  # Σ weight · size · seconds
+    prices: NDArray[np.float64] | None = None  # None: to be fitted
+
+    def add(self, size: NDArray[np.float64], seconds: float) -> None:
+        foretold = float(self.fitted() @ size) or seconds
+        weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
+        self.squares = REMEMBERED * self.squares + weight * np.outer(size, size)
+        self.products = REMEMBERED * self.products + weight * seconds * size
+        self.prices = None
+
+    def fitted(self) -> NDArray[np.float64]:
+        """The prices, [5]. Prices that come out negative are set to 0, the most negative one first."""
+        if self.prices is None:
+            scale = np.sqrt(np.maximum(self.squares.diagonal(), 1e-12))
+            evidence = self.squares / np.outer(scale, scale) + np.diag(DOUBT)
+            answers, kept = self.products / scale, np.arange(5)
+            while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
+                kept = np.delete(kept, solved.argmin())
+            self.prices = np.zeros(5)
+            self.prices[kept] = solved / scale[kept]
+        return self.prices
+
+
+class PassCosts:
+    """The passes of one tier. One thread adds and asks."""
+
+    def __init__(self) -> None:
+        self.few, self.many = Fit(), Fit()
+
+    def add(self, parts: list[Part], seconds: float) -> None:
+        """A pass over these parts has taken so many seconds."""
+        if seconds > 0:
+            self._of(parts).add(size_of(parts), seconds)
+
+    @property
+    def known(self) -> bool:
+        """Whether a pass over many tokens has shown what such passes cost."""
+        return bool(self.many.products[0])
+
+    def seconds(self, parts: list[Part]) -> float:
+        """What a pass over these parts will take; 0 before the first pass of its kind."""
+        return float(self._of(parts).fitted() @ size_of(parts))
+
+    def least_chunk(self, before: int) -> float:
+        """The tokens of a prompt chunk after `before` others that make up half of the cost of a pass over them: in a
+        pass over fewer, more than half is fixed cost. 0 before the first pass over many tokens.
+        """
+        prices = self.many.fitted()
+        each = prices[2] + prices[4] * before
+        return float(prices @ size_of([Part(0, before)]) / each) if each else 0.0
+
+    def _of(self, parts: list[Part]) -> Fit:
+        return self.many if sum(part.tokens for part in parts) >= MANY_TOKENS else self.few
