@@ -1,11 +1,11 @@
 """What a tier's passes cost: seconds as a linear function of their size, fitted to the passes as they happen.
 
 A pass costs something by itself, something for each sequence and token in it, something for each key that attention
-reads, and something for each pair of a query and a key. The five prices are refitted after each pass by least squares
-over relative errors, in which older passes count less and less. An error is relative to the geometric mean of what the
-pass took and what was foretold, so that neither a slow pass by itself nor fast passes of the past weigh too much. No
-price is negative. Where passes do not tell two prices apart, the one for tokens is preferred, so that nothing is taken
-for a fixed cost without evidence.
+reads, and something for each pair of a query and a key. The five prices are fitted to the passes so far by least
+squares over relative errors, in which older passes count less and less. An error is relative to the geometric mean of
+what the pass took and what was foretold, so that neither a slow pass by itself nor fast passes of the past weigh too
+much. No price is negative. Where passes do not tell two prices apart, the one for tokens is preferred, so that nothing
+is taken for a fixed cost without evidence.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MANY_TOKENS = 64  # a CPU runs passes over so many tokens on other threads than smaller ones: they have other prices
+MOST_WAITING = 16  # passes
 REMEMBERED = 0.96  # weight of a pass relative to the one after it
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])  # pull of each price towards 0, relative to the evidence for it
 
@@ -39,29 +40,43 @@ def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
 
 @dataclass(slots=True)
 class Fit:
-    """The prices of one kind of pass."""
+    """The prices of one kind of pass. Passes wait until prices are asked for, or many wait, so that a pass costs next
+    to nothing here.
+    """
 
     squares: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 5)))  # Σ weight · size ⊗ size
     products: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))  # Σ weight · size · seconds
-    prices: NDArray[np.float64] | None = None  # None: to be fitted
+    prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
+    waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that the prices do not know yet
 
-    def add(self, size: NDArray[np.float64], seconds: float) -> None:
-        foretold = float(self.fitted() @ size) or seconds
-        weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
-        self.squares = REMEMBERED * self.squares + weight * np.outer(size, size)
-        self.products = REMEMBERED * self.products + weight * seconds * size
-        self.prices = None
+    @property
+    def known(self) -> bool:
+        """Whether there was any pass."""
+        return bool(self.waiting) or bool(self.products[0])
+
+    def add(self, parts: list[Part], seconds: float) -> None:
+        self.waiting.append((parts, seconds))
+        if len(self.waiting) == MOST_WAITING:
+            self.fitted()
 
     def fitted(self) -> NDArray[np.float64]:
         """The prices, [5]. Prices that come out negative are set to 0, the most negative one first."""
-        if self.prices is None:
-            scale = np.sqrt(np.maximum(self.squares.diagonal(), 1e-12))
-            evidence = self.squares / np.outer(scale, scale) + np.diag(DOUBT)
-            answers, kept = self.products / scale, np.arange(5)
-            while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
-                kept = np.delete(kept, solved.argmin())
-            self.prices = np.zeros(5)
-            self.prices[kept] = solved / scale[kept]
+        if not self.waiting:
+            return self.prices
+        for parts, seconds in self.waiting:
+            size = size_of(parts)
+            foretold = float(self.prices @ size) or seconds
+            weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
+            self.squares = REMEMBERED * self.squares + weight * np.outer(size, size)
+            self.products = REMEMBERED * self.products + weight * seconds * size
+        self.waiting.clear()
+        scale = np.sqrt(np.maximum(self.squares.diagonal(), 1e-12))
+        evidence = self.squares / np.outer(scale, scale) + np.diag(DOUBT)
+        answers, kept = self.products / scale, np.arange(5)
+        while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
+            kept = np.delete(kept, solved.argmin())
+        self.prices = np.zeros(5)
+        self.prices[kept] = solved / scale[kept]
         return self.prices
 
 
@@ -74,12 +89,12 @@ class PassCosts:
     def add(self, parts: list[Part], seconds: float) -> None:
         """A pass over these parts has taken so many seconds."""
         if seconds > 0:
-            self._of(parts).add(size_of(parts), seconds)
+            self._of(parts).add(parts, seconds)
 
     @property
     def known(self) -> bool:
         """Whether a pass over many tokens has shown what such passes cost."""
-        return bool(self.many.products[0])
+        return self.many.known
 
     def seconds(self, parts: list[Part]) -> float:
         """What a pass over these parts will take; 0 before the first pass of its kind."""
