@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 MANY_TOKENS = 64  # a CPU runs passes over so many tokens on other threads than smaller ones: they have other prices
+LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005  # the same for passes of long ago, and their weight beside the latest
 MOST_WAITING = 16  # passes
 REMEMBERED = 0.96  # weight of a pass relative to the one after it
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])  # pull of each price towards 0, relative to the evidence for it
@@ -44,15 +45,17 @@ class Fit:
     to nothing here.
     """
 
-    squares: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 5)))  # Σ weight · size ⊗ size
-    products: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))  # Σ weight · size · seconds
+    # [5, 6] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Long ago, passes of other sizes than of late may
+    # have shown prices that the latest ones do not show, such as those of a long context.
+    lately: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
+    ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
     prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
     waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that the prices do not know yet
 
     @property
     def known(self) -> bool:
         """Whether there was any pass."""
-        return bool(self.waiting) or bool(self.products[0])
+        return bool(self.waiting) or bool(self.ever[0, 0])
 
     def add(self, parts: list[Part], seconds: float) -> None:
         self.waiting.append((parts, seconds))
@@ -67,12 +70,14 @@ class Fit:
             size = size_of(parts)
             foretold = float(self.prices @ size) or seconds
             weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
-            self.squares = REMEMBERED * self.squares + weight * np.outer(size, size)
-            self.products = REMEMBERED * self.products + weight * seconds * size
+            evidence = np.column_stack([weight * np.outer(size, size), weight * seconds * size])
+            self.lately = REMEMBERED * self.lately + evidence
+            self.ever = LONG_REMEMBERED * self.ever + evidence
         self.waiting.clear()
-        scale = np.sqrt(np.maximum(self.squares.diagonal(), 1e-12))
-        evidence = self.squares / np.outer(scale, scale) + np.diag(DOUBT)
-        answers, kept = self.products / scale, np.arange(5)
+        squares, products = np.hsplit(self.lately + LONG_SHARE * self.ever, [5])
+        scale = np.sqrt(np.maximum(squares.diagonal(), 1e-12))
+        evidence = squares / np.outer(scale, scale) + np.diag(DOUBT)
+        answers, kept = products[:, 0] / scale, np.arange(5)
         while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
             kept = np.delete(kept, solved.argmin())
         self.prices = np.zeros(5)

@@ -57,6 +57,15 @@ def test_half_of_a_pass_over_the_least_chunk_is_fixed_cost() -> None:
         assert costs.least_chunk(before) == pytest.approx(fixed / (TOKEN + PAIR * before), rel=0.5)
 
 
+def test_short_prompts_do_not_make_long_ones_forgotten() -> None:
+    """Otherwise the first chunk of a long prompt would be of any size after many short ones."""
+    short = [[Part(64 + 7 * (n % 50), 0)] for n in range(300)]
+    costs = costs_of([*WARM_UP, *MIXED, *short], noise=0.1)
+    long = [Part(256, 12_000)]
+    assert costs.seconds(long) == pytest.approx(seconds_of(long), rel=0.25)
+    assert costs.least_chunk(12_000) < 64
+
+
 def test_small_passes_have_prices_of_their_own() -> None:
     costs = PassCosts()
     for _ in range(10):
