@@ -45,8 +45,8 @@ class Fit:
     to nothing here.
     """
 
-    # [5, 6] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Long ago, passes of other sizes than of late may
-    # have shown prices that the latest ones do not show, such as those of a long context.
+    # [5, 6] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Passes of long ago may have shown prices that
+    # the latest ones do not show, such as those of a long context.
     lately: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
     ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
     prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
