@@ -532,3 +532,11 @@ def test_prompt_logprobs_reach_the_caller_once() -> None:
     assert again.unreported(scores[3:7]) == scores[4:7]
     third = again.again(3)
     assert third.unreported(scores) == scores[7:]
+
+
+def test_a_rest_smaller_than_the_least_chunk_fits_what_is_left_of_the_stall() -> None:
+    costs = costing(fixed_ms=50, token_ms=0.1)
+    scheduler = scheduler_of(sequence(1, 5), sequence(2, 200), chunk=2048, costs=costs, max_stall_s=0.3)
+    decode(scheduler.live[1])
+    scheduler.live[1].stalled_s = 0.1
+    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 200)]
