@@ -15,6 +15,7 @@ import grpc.aio
 from actors.links import CHANNEL_OPTIONS
 from actors.pass_times import PassTimes
 from actors.wire import (
+    drafting_from_proto,
     finish_reason_to_proto,
     logprobs_to_proto,
     sampling_from_proto,
@@ -111,7 +112,7 @@ class TargetServer(TargetServicer):
     def __init__(
         self,
         engine: Engine,
-        default_lookaheads: tuple[int, int],
+        default_lookaheads: tuple[int, int] | None,
         grammars: Grammars | None = None,
         audit: AuditCounts | None = None,
     ) -> None:
@@ -178,19 +179,23 @@ class TargetServer(TargetServicer):
         self.engine_thread.stop()
 
 
-def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int]) -> Request:
+def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int] | None) -> Request:
     """The engine's form of a request. Raises `InvalidValueError` naming the field."""
-    lookaheads = tuple(message.lookaheads.values) if message.HasField("lookaheads") else default_lookaheads
-    require(len(lookaheads) == 2, "lookaheads", lookaheads, "must hold two numbers: retrieval and draft")
-    bounded = all(n <= MAX_LOOKAHEAD for n in lookaheads)
-    require(bounded, "lookaheads", lookaheads, f"must each be at most {MAX_LOOKAHEAD}")
+    lookaheads = default_lookaheads
+    if message.HasField("lookaheads"):
+        given = tuple(message.lookaheads.values)
+        require(len(given) == 2, "lookaheads", given, "must hold two numbers: retrieval and draft")
+        bounded = all(n <= MAX_LOOKAHEAD for n in given)
+        require(bounded, "lookaheads", given, f"must each be at most {MAX_LOOKAHEAD}")
+        lookaheads = given[0], given[1]
     return Request(
         prompt=tuple(message.prompt_token_ids),
         resume=tuple(message.resume_token_ids),
         max_tokens=message.max_tokens,
         sampling=sampling_from_proto(message.sampling),
         seed=seed_from_proto(message.seed),
-        lookaheads=(lookaheads[0], lookaheads[1]),
+        lookaheads=lookaheads,
+        drafting=drafting_from_proto(message.drafting, "request"),
         stop_token_ids=tuple(message.stop_token_ids),
         grammar=message.grammar,
         logprobs=message.logprobs if message.HasField("logprobs") else None,

@@ -8,16 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import fields
+from math import inf
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.messages import Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, TokenLogprobs, Work
+from triforce_core.messages import (
+    Drafting,
+    Origin,
+    Proposal,
+    SamplingParams,
+    SequenceSpec,
+    Span,
+    Tally,
+    TokenLogprobs,
+    Work,
+)
 
 NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
 SEED_VALUES = 2**64
-TIER_VALUES = [*map(int, Tier)]
+ORIGINS, DRAFTINGS = [*map(int, Origin)], [*map(int, Drafting)]
 FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
     FinishReason.STOP: gen.FINISH_REASON_STOP,
     FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
@@ -101,10 +112,13 @@ def tallies_to_proto(tallies: Iterable[Tally]) -> list[pb.Tally]:
 
 
 def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies") -> tuple[Tally, ...]:
-    tallies = tuple(Tally(each.rounds, each.proposed, each.accepted, each.rejected) for each in messages)
+    tallies = tuple(Tally(*(getattr(each, name) for name in Tally._fields)) for each in messages)
     for index, each in enumerate(tallies):
         judged = each.accepted + each.rejected
         require(judged <= each.proposed, f"{where}[{index}]", each, "judged more tokens than were proposed")
+        looked_up = each.lookup_accepted <= each.accepted and each.lookup_rejected <= each.rejected
+        require(looked_up, f"{where}[{index}]", each, "judged more tokens of prompt lookup than it judged in all")
+        require(0 <= each.busy_s < inf, f"{where}[{index}].busy_s", each.busy_s, "must be 0 or more seconds")
     return tallies
 
 
@@ -116,7 +130,8 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
         seed=seed_to_proto(request.seed),
         max_tokens=request.max_tokens,
         stop_token_ids=request.stop_token_ids,
-        lookaheads=gen.Lookaheads(values=request.lookaheads),
+        lookaheads=None if request.lookaheads is None else gen.Lookaheads(values=request.lookaheads),
+        drafting=int(request.drafting),
         grammar=request.grammar,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,
@@ -136,6 +151,7 @@ def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
         tallies=tallies_to_proto(stats.tallies),
         snapshots=stats.snapshots,
         preempted=stats.preempted,
+        speculative_rounds=stats.speculative_rounds,
     )
 
 
@@ -147,6 +163,7 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
         decoded=message.decoded,
         snapshots=message.snapshots,
         preempted=message.preempted,
+        speculative_rounds=message.speculative_rounds,
         tallies=list(tallies_from_proto(message.tallies)),
     )
 
@@ -159,8 +176,8 @@ def tokens_from_proto(values: Iterable[int], where: str) -> tuple[int, ...]:
 
 
 def origins_from_proto(origins: bytes, num_tokens: int, where: str) -> bytes:
-    require(len(origins) == num_tokens, where, origins, f"must hold one tier for each of {num_tokens} tokens")
-    require(max(origins, default=0) <= max(TIER_VALUES), where, origins, f"must hold values of {TIER_VALUES}")
+    require(len(origins) == num_tokens, where, origins, f"must hold one origin for each of {num_tokens} tokens")
+    require(max(origins, default=0) <= max(ORIGINS), where, origins, f"must hold values of {ORIGINS}")
     return origins
 
 
@@ -173,13 +190,21 @@ def seed_from_proto(seed: int) -> int:
     return seed - SEED_VALUES if seed >= SEED_VALUES // 2 else seed
 
 
+def drafting_from_proto(value: int, where: str) -> Drafting:
+    require(value in DRAFTINGS, f"{where}.drafting", value, f"must be one of {DRAFTINGS}")
+    return Drafting(value)
+
+
 def _work_to_proto(work: Work) -> pb.Work:
-    return pb.Work(span=_span_to_proto(work.span), lookaheads=work.lookaheads, sample=work.sample)
+    return pb.Work(
+        span=_span_to_proto(work.span), lookaheads=work.lookaheads, sample=work.sample, drafting=int(work.drafting)
+    )
 
 
 def _work_from_proto(message: pb.Work, where: str) -> Work:
     require(message.HasField("span"), f"{where}.span", None, "must be present")
-    return Work(_span_from_proto(message.span, f"{where}.span"), tuple(message.lookaheads), message.sample)
+    span, drafting = _span_from_proto(message.span, f"{where}.span"), drafting_from_proto(message.drafting, where)
+    return Work(span, tuple(message.lookaheads), message.sample, drafting)
 
 
 def _span_to_proto(span: Span) -> pb.Span:

@@ -7,9 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
+from time import perf_counter
 from typing import Protocol
 
-from triforce_core.messages import Claim, Proposal, Proposer, Span, Tally, Tier, TokenLogprobs, Verdict, Work
+from triforce_core.messages import Claim, Origin, Proposal, Proposer, Span, Tally, Tier, TokenLogprobs, Verdict, Work
 
 
 class Verifier(Protocol):
@@ -119,7 +120,8 @@ class Block:
         whole = bool(self.tokens) and lookahead > 0 and not self.ended and self.missing_from is None
         text = Span(given.sequence_id, given.end, self.tokens)
         return Block(
-            Work(text, (lookahead + 1, *below), self.work.sample),  # one more: the token that the level above adds
+            # One more: the token that the level above adds.
+            Work(text, (lookahead + 1, *below), self.work.sample, self.work.drafting),
             owed=False,
             state=State.TO_ASK if whole else State.DONE,
             model_holds=self.model_holds,
@@ -181,9 +183,11 @@ class SpeculativeDecoder:
             else:
                 verified.append((block, proposal))
         claims = [block.claim(proposal) for block, proposal in verified]
+        began = perf_counter()
         verdicts = self.verifier.verify(claims) if claims else []
+        seconds = perf_counter() - began
         for (block, proposal), verdict in zip(verified, verdicts, strict=True):
-            self._extend(block, proposal, verdict)
+            self._extend(block, proposal, verdict, seconds)
 
     def _ask(self, blocks: Iterable[Block]) -> None:
         """Ask the level below to continue these blocks; where it is skipped, the proposal is empty at once."""
@@ -192,7 +196,9 @@ class SpeculativeDecoder:
         for block in to_ask:
             if block.asks_below:
                 block.state = State.ASKED
-                work.append(Work(block.statement(block.below_holds), block.work.lookaheads[1:]))
+                work.append(
+                    Work(block.statement(block.below_holds), block.work.lookaheads[1:], drafting=block.work.drafting)
+                )
             else:
                 self._ready(block, Proposal(block.sequence_id, block.end))
         if work:
@@ -250,8 +256,8 @@ class SpeculativeDecoder:
         block.missing_from, block.snapshot_wanted = proposal.missing_from, proposal.snapshot_wanted
         block.add_tallies([Tally(), *proposal.tallies])
 
-    def _extend(self, block: Block, proposal: Proposal, verdict: Verdict) -> None:
-        """Add the tokens and tallies of one verified round to the block."""
+    def _extend(self, block: Block, proposal: Proposal, verdict: Verdict, seconds: float) -> None:
+        """Add the tokens and tallies of one verified round, which took so many seconds, to the block."""
         own = bytes([self.verifier.tier]) * (len(verdict.tokens) - verdict.num_accepted)
         block.tokens += verdict.tokens
         block.origins += proposal.origins[: verdict.num_accepted] + own
@@ -265,7 +271,17 @@ class SpeculativeDecoder:
         block.prompt_logprobs += verdict.prompt_logprobs
         block.no_token |= verdict.no_token
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
-        tally = Tally(int(block.work.sample), len(proposal.tokens), verdict.num_accepted, int(rejected))
+        looked_up = bool(proposal.origins) and set(proposal.origins) == {Origin.LOOKUP}
+        tally = Tally(
+            int(block.work.sample),
+            len(proposal.tokens),
+            verdict.num_accepted,
+            int(rejected),
+            verdict.num_accepted * looked_up,
+            rejected * looked_up,
+            passes=1,
+            busy_s=seconds,
+        )
         block.add_tallies([tally, *proposal.tallies])
         # A prefill chunk, or this tier lacks tokens or a snapshot, or no token can follow: the level above must act.
         stuck = not verdict.tokens or verdict.no_token

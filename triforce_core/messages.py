@@ -15,11 +15,30 @@ from triforce_core.errors import require
 
 
 class Tier(IntEnum):
-    """The tier that drew a token. These values are used on the wire and in `Proposal.origins`."""
+    """A tier of a pipeline."""
 
     DRAFT = 0
     RETRIEVAL = 1
     TARGET = 2
+
+
+class Origin(IntEnum):
+    """Where a token of the text comes from: the tier that drew it, or prompt lookup. These values are used on the wire
+    and in `Proposal.origins`.
+    """
+
+    DRAFT = 0
+    RETRIEVAL = 1
+    TARGET = 2
+    LOOKUP = 3
+
+
+class Drafting(IntEnum):
+    """How the lowest tier drafts. These values are used on the wire. Without a model it always looks up."""
+
+    MODEL = 0  # its model drafts
+    LOOKUP = 1  # prompt lookup drafts; where it finds nothing, nothing is drafted
+    BOTH = 2  # prompt lookup drafts; where it finds nothing, the model does
 
 
 MAX_BIASED_TOKENS = 1024  # more would make every message between tiers long
@@ -152,15 +171,23 @@ class Work:
     span: Span
     lookaheads: tuple[int, ...]
     sample: bool = True  # False: a prefill chunk, whose logits are not needed
+    drafting: Drafting = Drafting.MODEL
 
 
 class Tally(NamedTuple):
-    """How many of the tokens proposed to one verifying level it accepted."""
+    """What one level did for one sequence. A verifying level counts what became of the tokens proposed to it; the
+    lowest level counts what became of the tokens that prompt lookup finds, whether or not it proposes them.
+    """
 
     rounds: int = 0
     proposed: int = 0  # tokens
     accepted: int = 0  # tokens, out of `proposed`
     rejected: int = 0  # rounds that ended at a rejected token; the tokens after it were not verified
+    # Of `accepted` and `rejected`, those of proposals that prompt lookup made.
+    lookup_accepted: int = 0
+    lookup_rejected: int = 0
+    passes: int = 0  # passes of this level's model in which the sequence took part
+    busy_s: float = 0.0  # seconds that these passes took, with the drawing of their tokens
 
     @property
     def acceptance(self) -> float | None:
@@ -168,8 +195,8 @@ class Tally(NamedTuple):
         judged = self.accepted + self.rejected
         return self.accepted / judged if judged else None
 
-    def __add__(self, other: tuple[int, ...]) -> Tally:  # type: ignore[override]
-        return Tally(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: tuple[float, ...]) -> Tally:  # type: ignore[override]
+        return Tally(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
 
 
 def wait_in_turn(waiting: dict[int, Work], work: list[Work]) -> None:
@@ -195,7 +222,7 @@ class Proposal:
     sequence_id: int
     start: int  # absolute position of tokens[0]
     tokens: tuple[int, ...] = ()
-    origins: bytes = b""  # one Tier per token
+    origins: bytes = b""  # one Origin per token
     missing_from: int | None = None  # the tier lacks tokens of this sequence: state it again from here
     snapshot_wanted: bool = False  # the tier lacks the sparse KV of this sequence and needs a snapshot
     tallies: tuple[Tally, ...] = ()  # of this proposal: the answering level first, then the levels below

@@ -147,7 +147,7 @@ class TextDelta:
 
     text: str
     tokens: tuple[int, ...]
-    origins: bytes  # one Tier per token
+    origins: bytes  # one Origin per token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
 
 

@@ -13,7 +13,7 @@ from deploy.openai_api.errors import answer_to
 from deploy.openai_api.requests import CompletionRequest
 from deploy.openai_api.streaming import event
 from deploy.service import Done, Part, Service
-from triforce_core.messages import Tier
+from triforce_core.messages import Origin
 from triforce_core.text import joined
 
 
@@ -40,7 +40,7 @@ class Completion:
         }
         if self.body.return_token_ids:
             choice["token_ids"] = part.piece.tokens
-            choice["origins"] = [Tier(origin).name.lower() for origin in part.piece.origins]
+            choice["origins"] = [Origin(origin).name.lower() for origin in part.piece.origins]
         return {**self.frame, "choices": [choice], **({"triforce": extras(part, part.done)} if part.done else {})}
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:

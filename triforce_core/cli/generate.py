@@ -18,14 +18,14 @@ from rich.text import Text
 from triforce_core.cli.options import JsonOption, SeedOption, decoding_settings, sampling_params, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.messages import SamplingParams, Tier, TokenLogprobs
+from triforce_core.messages import Origin, SamplingParams, TokenLogprobs
 from triforce_core.sampling.guides import Guide, no_token
 from triforce_core.text import OutputText, StopString, TextDelta, TokenText, joined, spellings
 
 if TYPE_CHECKING:
     from triforce_core.engine.sequence import Output, Request, Stats
 
-COLOURS = {Tier.DRAFT: "green", Tier.RETRIEVAL: "cyan", Tier.TARGET: "default"}
+COLOURS = {Origin.DRAFT: "green", Origin.RETRIEVAL: "cyan", Origin.TARGET: "default", Origin.LOOKUP: "yellow"}
 
 
 def guide(
@@ -192,19 +192,19 @@ def read_text(path: Path, option: str) -> str:
 
 
 def show(console: Console, pieces: Iterable[TextDelta]) -> None:
-    """Print pieces of one token each in the colours of their tiers; text without a token has no colour.
+    """Print pieces of one token each in the colours of their origins; text without a token has no colour.
 
     The pieces are printed as segments, because `rich.text.Text` would replace tabs and drop control characters.
     """
-    styles = {tier: Style.parse(colour) for tier, colour in COLOURS.items()}
-    segments = [Segment(piece.text, styles[Tier(piece.origins[0])] if piece.origins else None) for piece in pieces]
+    styles = {origin: Style.parse(colour) for origin, colour in COLOURS.items()}
+    segments = [Segment(piece.text, styles[Origin(piece.origins[0])] if piece.origins else None) for piece in pieces]
     console.print(Segments(segments), end="")
 
 
 def legend(stats: Stats, settings: Settings) -> Text:
-    """A line with each tier's name in its colour, the dtype, and the times of the output."""
+    """A line with each origin's name in its colour, the dtype, and the times of the output."""
     costs = [f"prefill {stats.prefill_s:.2f} s"]
     if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: only the prefill ran
         costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
-    names = ((f"{tier.name.lower()} ", COLOURS[tier]) for tier in Tier)
+    names = ((f"{origin.name.lower()} ", COLOURS[origin]) for origin in Origin)
     return Text.assemble(*names, (f"| {settings.dtype} | {', '.join(costs)}", "dim"))

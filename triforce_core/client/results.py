@@ -57,7 +57,7 @@ class Choice:
 
     text: str
     token_ids: tuple[int, ...]
-    origins: bytes  # the tier that proposed each token: 0 draft, 1 retrieval, 2 target
+    origins: bytes  # where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
     finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
     stats: Stats
     seed: int  # the call's seed, drawn by the server, or derived: a call with this seed gives this completion
@@ -108,7 +108,7 @@ class Chunk:
 
     text: str  # may be empty while `token_ids` is not, and vice versa
     token_ids: tuple[int, ...]
-    origins: bytes  # the tier that proposed each token: 0 draft, 1 retrieval, 2 target
+    origins: bytes  # where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     stats: Stats | None = None

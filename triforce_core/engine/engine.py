@@ -49,7 +49,7 @@ class SnapshotSchedule:
         `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence.
         """
         sequence_id, last = sequence.sequence_id, sequence.last_cut
-        if not sequence.request.lookaheads[0] or self.sink.busy(sequence_id):
+        if not sequence.plan.retrieval or self.sink.busy(sequence_id):
             return
         position = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
@@ -208,6 +208,7 @@ class Engine:
             round_s = sequence.lap()
             stats.decode_s += round_s
             stats.add(proposal.tallies)
+            stats.speculative_rounds += proposal.tallies[0].proposed > 0
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
         sequence.stalled_s = 0.0
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)

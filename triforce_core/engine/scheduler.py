@@ -119,7 +119,7 @@ class Scheduler:
         return None
 
     def _grow(self, sequence: Sequence) -> bool:
-        longest_block = sum(sequence.request.lookaheads) + 1
+        longest_block = sum(sequence.plan.lookaheads) + 1
         tokens = min(len(sequence.tokens) + longest_block, sequence.spec.max_length)
         return self.kv.grow(sequence.sequence_id, tokens)
 
@@ -220,6 +220,6 @@ def next_chunk(sequence: Sequence, tokens: int) -> Work:
 
 def next_round(sequence: Sequence) -> Work:
     """The work for one round of decoding. With lookaheads of 0 it states only the tokens that the target lacks."""
-    lookaheads = sequence.request.lookaheads
-    start = sequence.stated if any(lookaheads) else sequence.prefilled
-    return Work(sequence.span(start, len(sequence.tokens)), (1, *lookaheads))
+    plan = sequence.plan
+    start = sequence.stated if plan.speculates else sequence.prefilled
+    return Work(sequence.span(start, len(sequence.tokens)), (1, *plan.lookaheads), drafting=plan.drafting)

@@ -10,7 +10,8 @@ from hashlib import blake2b
 from itertools import zip_longest
 
 from triforce_core.kv.snapshot import CutRecord
-from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
+from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
+from triforce_core.plans import PLAIN, Plan
 
 
 class FinishReason(StrEnum):
@@ -29,7 +30,8 @@ class Request:
     max_tokens: int
     sampling: SamplingParams
     seed: int
-    lookaheads: tuple[int, int]  # tokens drafted by the retrieval tier, and by the draft tier; 0 skips a tier
+    # Tokens drafted by the retrieval tier, and by the draft tier; 0 skips a tier. None: the controller decides.
+    lookaheads: tuple[int, int] | None
     stop_token_ids: tuple[int, ...] = ()
     resume: tuple[int, ...] = ()  # output tokens already emitted by an earlier attempt; they count as output
     grammar: str = ""  # see SequenceSpec, for the two below as well
@@ -37,6 +39,7 @@ class Request:
     prompt_logprobs: int | None = None
     priority: int = 0  # requests with a lower number are served first
     timeout_s: float | None = None  # seconds after its submission in which the request must end
+    drafting: Drafting = Drafting.MODEL  # where `lookaheads` are given
 
 
 SEED_BITS = 53  # of seeds that are drawn or derived: JSON readers that use doubles keep them exact
@@ -60,6 +63,7 @@ class Stats:
     decode_s: float = 0.0
     decoded: int = 0  # tokens after the first
     snapshots: int = 0
+    speculative_rounds: int = 0  # rounds of the target with a draft to verify
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
 
     def add(self, tallies: tuple[Tally, ...]) -> None:
@@ -94,7 +98,7 @@ class Output:
 
     sequence_id: int  # as returned by `Engine.submit`
     tokens: tuple[int, ...]
-    origins: bytes  # one Tier per token
+    origins: bytes  # one Origin per token
     finish_reason: FinishReason | None
     stats: Stats
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if the request asks for them
@@ -119,6 +123,7 @@ class Sequence:
     prefilled: int = 0  # the target holds KV up to here
     stated: int = 0  # the tiers below the target are believed to know the tokens up to here
     work: Work | None = None  # submitted and not answered
+    plan: Plan = PLAIN  # of its next round
     last_cut: CutRecord | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)
@@ -128,6 +133,8 @@ class Sequence:
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.sequence_id
         self.given = len(self.tokens)
+        if self.request.lookaheads is not None:
+            self.plan = Plan(*self.request.lookaheads, self.request.drafting)
 
     def again(self, sequence_id: int) -> Sequence:
         """The record in which this request goes on after it was preempted: its tokens so far are prefilled again.

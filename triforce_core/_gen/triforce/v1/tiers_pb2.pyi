@@ -16,14 +16,16 @@ class WorkBatch(_message.Message):
     def __init__(self, work: _Optional[_Iterable[_Union[Work, _Mapping]]] = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("span", "lookaheads", "sample")
+    __slots__ = ("span", "lookaheads", "sample", "drafting")
     SPAN_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEADS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     span: Span
     lookaheads: _containers.RepeatedScalarFieldContainer[int]
     sample: bool
-    def __init__(self, span: _Optional[_Union[Span, _Mapping]] = ..., lookaheads: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ...) -> None: ...
+    drafting: int
+    def __init__(self, span: _Optional[_Union[Span, _Mapping]] = ..., lookaheads: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ..., drafting: _Optional[int] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("sequence_id", "start", "tokens", "spec")
@@ -78,19 +80,27 @@ class Proposal(_message.Message):
     def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., missing_from: _Optional[int] = ..., snapshot_wanted: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ...) -> None: ...
 
 class Tally(_message.Message):
-    __slots__ = ("rounds", "proposed", "accepted", "rejected")
+    __slots__ = ("rounds", "proposed", "accepted", "rejected", "lookup_accepted", "lookup_rejected", "passes", "busy_s")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     REJECTED_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_REJECTED_FIELD_NUMBER: _ClassVar[int]
+    PASSES_FIELD_NUMBER: _ClassVar[int]
+    BUSY_S_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     proposed: int
     accepted: int
     rejected: int
-    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ...) -> None: ...
+    lookup_accepted: int
+    lookup_rejected: int
+    passes: int
+    busy_s: float
+    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ..., lookup_accepted: _Optional[int] = ..., lookup_rejected: _Optional[int] = ..., passes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s")
+    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -104,6 +114,7 @@ class DecodeRequest(_message.Message):
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFTING_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -117,7 +128,8 @@ class DecodeRequest(_message.Message):
     prompt_logprobs: int
     priority: int
     timeout_s: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ...) -> None: ...
+    drafting: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("token_ids", "origins", "finish_reason", "stats", "logprobs", "prompt_logprobs", "no_token")
@@ -138,7 +150,7 @@ class DecodeEvent(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., no_token: _Optional[bool] = ...) -> None: ...
 
 class DecodeStats(_message.Message):
-    __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies", "preempted")
+    __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies", "preempted", "speculative_rounds")
     PROMPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_S_FIELD_NUMBER: _ClassVar[int]
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
@@ -148,6 +160,7 @@ class DecodeStats(_message.Message):
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     TALLIES_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    SPECULATIVE_ROUNDS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     queued_s: float
     prefill_s: float
@@ -157,7 +170,8 @@ class DecodeStats(_message.Message):
     snapshots: int
     tallies: _containers.RepeatedCompositeFieldContainer[Tally]
     preempted: int
-    def __init__(self, prompt_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., decoded: _Optional[int] = ..., snapshots: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., preempted: _Optional[int] = ...) -> None: ...
+    speculative_rounds: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., decoded: _Optional[int] = ..., snapshots: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., preempted: _Optional[int] = ..., speculative_rounds: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
