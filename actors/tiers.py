@@ -296,7 +296,7 @@ class TargetActor(TierActor):
 
         engine = self.engine()
         grammars = grammars_for(self.settings, engine.limits.vocab_size)
-        lookaheads = self.settings.speculation.effective
+        lookaheads = None if self.settings.controlled else self.settings.speculation.effective
         target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine))
         self.undo.callback(target_server.stop)
         server = AsyncServer(host, target_server)

@@ -70,7 +70,7 @@ class ClientRequest:
     seed: int | None = None  # None: the service draws a seed
     stop: tuple[str, ...] = ()
     model: str = ""  # empty: the default model
-    lookaheads: tuple[int, ...] | None = None  # None: those of the settings
+    lookaheads: tuple[int, ...] | None = None  # None: the target decides
     resume: tuple[int, ...] = ()  # output tokens that the client already has
     timeout_s: float | None = None
     n: int = 1  # independent completions
@@ -224,8 +224,10 @@ class Service:
         require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
         whole = asked.n == 1 or not asked.resume
         require(whole, "resume_token_ids", f"with n: {asked.n}", "continue one completion: ask with its own seed")
-        lookaheads = self.settings.speculation.effective if asked.lookaheads is None else asked.lookaheads
-        check_lookaheads("lookaheads", lookaheads)
+        lookaheads = None  # the target decides
+        if asked.lookaheads is not None:
+            check_lookaheads("lookaheads", asked.lookaheads)
+            lookaheads = asked.lookaheads[0], asked.lookaheads[1]
         prompt = await self.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         limits, own_stops = self.model.limits, () if asked.ignore_eos else self.model.stop_token_ids
         request = Request(
@@ -233,7 +235,7 @@ class Service:
             max_tokens=limits.longest_output(len(prompt)) if asked.max_tokens is None else asked.max_tokens,
             sampling=await self.sampling(asked),
             seed=secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed,
-            lookaheads=(lookaheads[0], lookaheads[1]),
+            lookaheads=lookaheads,
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
             resume=asked.resume,
             logprobs=asked.logprobs,

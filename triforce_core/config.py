@@ -174,7 +174,7 @@ class TargetSettings(Strict):
 
 
 class SpeculationSettings(Strict):
-    """Which tiers take part, and the lookaheads of requests that set none."""
+    """Which tiers take part, and how far they draft for requests that do not say."""
 
     tiers: TierSet = Field(
         "draft,retrieval,target",
@@ -182,8 +182,13 @@ class SpeculationSettings(Strict):
     )
     lookaheads: tuple[int, int] = Field(
         (8, 3),
-        description="tokens that the retrieval tier and the draft tier draft ahead; raise them when acceptance is high;"
+        description="most tokens that the retrieval tier and the draft tier draft ahead;"
         f" by default (8, 3), or {OFFLOADED_LOOKAHEADS} when the target's KV is offloaded",
+    )
+    controller: bool = Field(
+        True,
+        description="choose for each round whether, how and how far to draft, by what passes take and what is accepted;"
+        " off: always draft as far as the lookaheads say",
     )
     micro_batches: int | None = Field(
         None,
@@ -524,6 +529,23 @@ class Settings(Strict):
     def fused(self) -> bool:
         """Whether models should run fused kernels."""
         return self.compile == "on" or (self.compile == "auto" and self.device_type == "cuda")
+
+    @property
+    def controlled(self) -> bool:
+        """Whether the lookaheads of requests that set none are chosen for each round; not where deterministic, because
+        the choice depends on times.
+        """
+        return self.speculation.controller and not self.deterministic
+
+    @property
+    def overlapping(self) -> bool:
+        """Whether the pipeline's processes have devices of their own, so that they work at the same time."""
+        groups = self.placement.groups
+        cores = [core for group in groups for core in group.cores or ()]
+        own_cores = all(group.cores for group in groups) and len(set(cores)) == len(cores)
+        return len(groups) > 1 and (
+            own_cores if self.device_type == "cpu" else all(group.gpus >= 1 for group in groups)
+        )
 
     @property
     def micro_batches(self) -> int:

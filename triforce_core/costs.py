@@ -10,7 +10,7 @@ is taken for a fixed cost without evidence.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,14 +21,16 @@ MANY_TOKENS = 64  # a CPU runs passes over so many tokens on other threads than 
 LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005  # the same for passes of long ago, and their weight beside the latest
 MOST_WAITING = 16  # passes
 REMEMBERED = 0.96  # weight of a pass relative to the one after it
-DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])  # pull of each price towards 0, relative to the evidence for it
+# The pull of each price towards 0, relative to the evidence for it: the price with the least is preferred.
+DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])
+DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 1e-2, 1e-4, 1e-2])
 
 
 class Part(NamedTuple):
     """One sequence's part of a pass."""
 
-    tokens: int
-    before: int  # keys that its tokens see besides one another
+    tokens: float  # a mean, where a pass stands for several
+    before: float  # keys that its tokens see besides one another
 
 
 def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
@@ -51,6 +53,7 @@ class Fit:
     ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
     prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
     waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that the prices do not know yet
+    doubt: NDArray[np.float64] = field(default_factory=lambda: DOUBT)
 
     @property
     def known(self) -> bool:
@@ -76,7 +79,7 @@ class Fit:
         self.waiting.clear()
         squares, products = np.hsplit(self.lately + LONG_SHARE * self.ever, [5])
         scale = np.sqrt(np.maximum(squares.diagonal(), 1e-12))
-        evidence = squares / np.outer(scale, scale) + np.diag(DOUBT)
+        evidence = squares / np.outer(scale, scale) + np.diag(self.doubt)
         answers, kept = products[:, 0] / scale, np.arange(5)
         while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
             kept = np.delete(kept, solved.argmin())
@@ -88,8 +91,8 @@ class Fit:
 class PassCosts:
     """The passes of one tier. One thread adds and asks."""
 
-    def __init__(self) -> None:
-        self.few, self.many = Fit(), Fit()
+    def __init__(self, doubt: NDArray[np.float64] = DOUBT) -> None:
+        self.few, self.many = Fit(doubt=doubt), Fit(doubt=doubt)
 
     def add(self, parts: list[Part], seconds: float) -> None:
         """A pass over these parts has taken so many seconds."""
@@ -104,6 +107,20 @@ class PassCosts:
     def seconds(self, parts: list[Part]) -> float:
         """What a pass over these parts will take; 0 before the first pass of its kind."""
         return float(self._of(parts).fitted() @ size_of(parts))
+
+    def alike(self, batch: int, before: float) -> Callable[[float], float]:
+        """By number of tokens, what a pass takes over so many sequences that have as many tokens each after `before`
+        others; 0 before the first pass.
+        """
+        few, many = self.few.fitted().tolist(), (self.many if self.many.known else self.few).fitted().tolist()
+
+        def seconds(tokens: float) -> float:
+            a_pass, a_sequence, a_token, a_key, a_pair = many if batch * tokens >= MANY_TOKENS else few
+            pairs = tokens * (before + (tokens + 1) / 2)
+            each: float = a_sequence + tokens * a_token + (before + tokens) * a_key + pairs * a_pair
+            return float(a_pass + batch * each)
+
+        return seconds
 
     def least_chunk(self, before: int) -> float:
         """The tokens of a prompt chunk after `before` others that make up half of the cost of a pass over them: in a

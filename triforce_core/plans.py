@@ -1,7 +1,14 @@
-"""How one request is drafted: the plan of its rounds."""
+"""How far to draft: the plan of a request's next round, chosen from what passes cost and what is accepted.
+
+Everything here is pure. The expected number of tokens of a round follows from the chances that drafted tokens are
+accepted (Leviathan et al. 2023, eq. 1, with a level in between); its time from the passes that it takes.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
+from itertools import pairwise
 from typing import NamedTuple
 
 from triforce_core.messages import Drafting
@@ -23,10 +30,179 @@ class Plan(NamedTuple):
         return any(self.lookaheads)
 
     @property
-    def name(self) -> str:
-        """Such as `8,3 model`, or `plain`."""
-        drafter = f" {self.drafting.name.lower()}" if self.draft else ""
-        return f"{self.retrieval},{self.draft}{drafter}" if self.speculates else "plain"
+    def kind(self) -> str:
+        """The plan without its numbers, such as `retrieval+model`; `plain` where nothing is drafted."""
+        tiers = [*["retrieval"] * bool(self.retrieval), *[self.drafting.name.lower()] * bool(self.draft)]
+        return "+".join(tiers) or "plain"
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.retrieval},{self.draft}" if self.speculates else self.kind
 
 
 PLAIN = Plan(0, 0)
+
+
+class Acceptance(NamedTuple):
+    """The chances that a drafted token is accepted if those before it were."""
+
+    retrieval: float  # a token of the retrieval tier, by the target
+    model: float  # a token of the drafting model, by the target
+    model_below: float  # the same, by the retrieval tier
+    lookup: float  # a token of prompt lookup, by either
+    found: float  # the share of drafts for which prompt lookup finds something
+
+
+class Round(NamedTuple):
+    """What a round of a plan is expected to be, for one sequence."""
+
+    tokens: float  # committed
+    proposed: float  # tokens that the target verifies; its pass is over one more
+    passes: float  # of the retrieval tier
+    verified: float  # tokens that each of these passes verifies; it is over one more
+    steps: float  # passes of the drafting model
+
+
+# What a pass takes, in seconds: of the tier, over so many tokens of each sequence.
+Pass = Callable[[float], float]
+
+
+class Costs(NamedTuple):
+    """Under the present load: the seconds of a pass of each tier over so many tokens of each of its sequences, and how
+    passes make up a round.
+    """
+
+    target: Pass
+    retrieval: Pass
+    draft: Pass
+    groups: int = 1  # micro-batches that the sequences are divided into
+    overlapping: bool = False  # whether tiers have devices of their own, and so work at the same time
+
+    def round_s(self, expected: Round) -> float:
+        """The seconds from one answer of the target for a sequence to the next."""
+        tiers = [self.target(1 + expected.proposed)]
+        if expected.passes:
+            tiers.append(expected.passes * self.retrieval(1 + expected.verified))
+        if expected.steps:
+            tiers.append(expected.steps * self.draft(1))
+        if self.overlapping:  # the tiers are busy with other groups meanwhile; the slowest sets the pace
+            return max(sum(tiers), self.groups * max(tiers))
+        return self.groups * sum(tiers)
+
+
+def plans(most: tuple[int, int], draftings: Sequence[Drafting]) -> Iterator[Plan]:
+    """All plans within these lookaheads. Without the retrieval tier, the lowest tier may draft a whole block."""
+    retrieval, draft = most
+    yield PLAIN
+    for drafting in draftings if draft else ():
+        for direct in steps(retrieval + draft):
+            yield Plan(0, direct, drafting)
+        for block in steps(retrieval):
+            for below in steps(draft):
+                yield Plan(block, below, drafting)
+    for block in steps(retrieval):
+        yield Plan(block, 0)
+
+
+def steps(most: int) -> list[int]:
+    """The lookaheads that are tried, up to `most`: all small ones, and larger ones at growing distances."""
+    tried = [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 40, 48, 64, 96, 128]
+    return sorted({*(n for n in tried if n < most), most} - {0})
+
+
+def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
+    """What a round of this plan is expected to be."""
+    if not plan.speculates:
+        return Round(1, 0, 0, 0, 0)
+    model = acceptance.model_below if plan.retrieval else acceptance.model
+    # Acceptances are rounded, so that their blocks are computed once.
+    draft = expected_draft(
+        plan.draft, plan.drafting, *(round(x, 2) for x in (model, acceptance.lookup, acceptance.found))
+    )
+    if not plan.retrieval:
+        return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps)
+    passes = expected_passes(plan.retrieval, draft.accepted)
+    block = passes * (1 + sum(draft.accepted))  # Wald's equation: tokens per pass are drawn alike
+    return Round(1 + run(acceptance.retrieval, block), block, passes, draft.proposed, passes * draft.steps)
+
+
+class Draft(NamedTuple):
+    """What the lowest tier is expected to draft at a time."""
+
+    accepted: tuple[float, ...]  # the chance that at least 1, 2, … tokens are accepted
+    proposed: float  # tokens
+    steps: float  # passes of the drafting model
+
+
+@lru_cache(maxsize=4096)
+def expected_draft(count: int, drafting: Drafting, model: float, lookup: float, found: float) -> Draft:
+    """The draft of up to `count` tokens, of which each is accepted with the chance of who drafted it."""
+    found = {Drafting.MODEL: 0.0, Drafting.LOOKUP: found, Drafting.BOTH: found}[drafting]
+    modelled = 0.0 if drafting is Drafting.LOOKUP else 1 - found
+    accepted = tuple(found * lookup**n + modelled * model**n for n in range(1, count + 1))
+    return Draft(accepted, (found + modelled) * count, modelled * count)
+
+
+@lru_cache(maxsize=4096)
+def expected_passes(block: int, accepted: tuple[float, ...]) -> float:
+    """Passes until a block has so many tokens. A pass adds one token more than it accepts, and the chances that it
+    accepts at least 1, 2, … are given.
+    """
+    at_least = [1.0, *accepted, 0.0]
+    chance = [more - less for more, less in pairwise(at_least)]  # of 1, 2, … tokens in all
+    left = [0.0]  # by number of tokens that are missing: the passes until none is
+    for missing in range(1, block + 1):
+        left.append(1 + sum(p * left[missing - n] for n, p in enumerate(chance[:missing], 1)))
+    return left[block]
+
+
+def run(chance: float, length: float) -> float:
+    """The expected number of accepted tokens out of `length`, if each is accepted with this chance while all are."""
+    return length if chance > 0.9999 else chance * (1 - chance**length) / (1 - chance)
+
+
+class Situation(NamedTuple):
+    """What a plan is chosen for."""
+
+    costs: Costs
+    acceptance: Acceptance
+    correction: Callable[[str], float]  # by kind of plan: what rounds took, relative to what was expected of them
+    cut_s: float  # for a request without a usable snapshot: the seconds that the engine takes to cut one
+    renewal_s: float  # seconds per token for later snapshots
+    remaining: int  # tokens until the request ends, or until so many that the future is unknown
+
+    def seconds(self, plan: Plan) -> float:
+        """The expected seconds per token."""
+        expected = expected_round(plan, self.acceptance)
+        each = self.correction(plan.kind) * self.costs.round_s(expected) / expected.tokens
+        return each + (self.cut_s / self.remaining + self.renewal_s if plan.retrieval else 0.0)
+
+
+class Choice(NamedTuple):
+    """A plan, and why it was chosen."""
+
+    plan: Plan
+    seconds: float  # expected per token
+    plain_s: float  # the same of plain decoding
+
+    @property
+    def gain(self) -> float:
+        """How many times as fast as plain decoding."""
+        return self.plain_s / self.seconds if self.seconds else 1.0
+
+    def __str__(self) -> str:
+        return f"{self.plan}, {1e3 * self.seconds:.1f} ms a token expected, {1e3 * self.plain_s:.1f} if plain"
+
+
+WORTHWHILE = 0.97  # a plan must take less than this part of the time of plain decoding
+CHANGE = 0.95  # and less than this part of the time of the plan that it replaces
+
+
+def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLAIN) -> Choice:
+    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better."""
+    plain_s = situation.seconds(PLAIN)
+    best_s, best = min((situation.seconds(plan), plan) for plan in candidates)
+    if present.speculates and (present_s := situation.seconds(present)) * CHANGE <= best_s:
+        best_s, best = present_s, present
+    if best_s > plain_s * WORTHWHILE:
+        best_s, best = plain_s, PLAIN
+    return Choice(best, best_s, plain_s)

@@ -173,8 +173,9 @@ class NoSnapshots(SnapshotSchedule):
     def __init__(self) -> None:
         """Needs nothing."""
 
-    def update(self, sequence: Sequence, *, wanted: bool) -> None:
+    def update(self, sequence: Sequence, *, wanted: bool) -> bool:
         """Nothing to do."""
+        return False
 
 
 def paced_engine(pace: Pace, settings: Settings, below: Proposer, doorbell: Doorbell) -> Engine:

@@ -93,7 +93,7 @@ def generate(
         max_tokens=max_tokens,
         sampling=replace(sampling, bad_word_ids=tuple(dict.fromkeys(banned))),
         seed=seed,
-        lookaheads=settings.speculation.effective,
+        lookaheads=None if settings.controlled else settings.speculation.effective,
         stop_token_ids=stops,
         grammar=guide.grammar() if guide else "",
         logprobs=logprobs,

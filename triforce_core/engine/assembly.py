@@ -13,7 +13,8 @@ from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.drafting import ModelProposer
-from triforce_core.engine.drafters import drafter_for
+from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.drafters import drafter_for, drafter_weights
 from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
@@ -26,7 +27,7 @@ from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
-from triforce_core.messages import Proposer, Tier
+from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
 from triforce_core.models.fuse import fuse
 from triforce_core.models.graphs import shaped_passes
@@ -157,7 +158,21 @@ def target_engine(
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()
     policy = SnapshotSchedule(kv, sink, chunks, selector, settings.retrieval.refresh_every)
-    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell)
+    controller = Controller(tiers_of(settings, micro_batches)) if settings.controlled else None
+    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)
+
+
+def tiers_of(settings: Settings, micro_batches: int) -> Tiers:
+    """What the controller must know of the pipeline."""
+    own_drafter = Drafting.LOOKUP if settings.draft.model == "ngram" else Drafting.MODEL
+    return Tiers(
+        settings.speculation.effective,
+        tuple(Drafting) if drafter_weights(settings) else (own_drafter,),
+        sparse_tokens=settings.retrieval.budget + settings.retrieval.refresh_every,
+        window_tokens=settings.draft.window,
+        micro_batches=micro_batches,
+        overlapping=settings.overlapping,
+    )
 
 
 def local_caches(

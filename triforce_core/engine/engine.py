@@ -11,12 +11,14 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from triforce_core.doorbell import Doorbell
+from triforce_core.engine.controller import Controller
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec
+from triforce_core.plans import Plan
 
 
 class SnapshotSource(Protocol):
@@ -43,14 +45,16 @@ class SnapshotSchedule:
         self.kv, self.sink, self.chunks, self.selector = kv, sink, chunks, selector
         self.refresh_every = refresh_every
 
-    def update(self, sequence: Sequence, *, wanted: bool) -> None:
-        """Cut and send a snapshot if the sequence has none, its last is old or was refused, or one is wanted.
+    def update(self, sequence: Sequence, *, wanted: bool) -> bool:
+        """Cut and send a snapshot if the sequence has none, its last is old or was refused, or one is wanted. Returns
+        whether it did.
 
-        `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence.
+        `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
+        and while its plan leaves the retrieval tier out.
         """
         sequence_id, last = sequence.sequence_id, sequence.last_cut
         if not sequence.plan.retrieval or self.sink.busy(sequence_id):
-            return
+            return False
         position = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
         # Lost or refused, because the tier lacks the version to which its changes apply.
@@ -61,6 +65,18 @@ class SnapshotSchedule:
             sequence.last_cut = snapshot.record
             sequence.stats.snapshots += 1
             self.sink.deliver(snapshot)
+            return True
+        return False
+
+    def recent(self, sequence: Sequence) -> bool:
+        """Whether the latest snapshot is recent enough for the retrieval tier's cache."""
+        last = sequence.last_cut
+        return last is not None and len(sequence.tokens) - last.position < 2 * self.refresh_every
+
+    def arrived(self, sequence: Sequence) -> bool:
+        """Whether the retrieval tier has the latest snapshot."""
+        last = sequence.last_cut
+        return last is not None and self.sink.confirmed(sequence.sequence_id) == last.version
 
 
 class Engine:
@@ -80,8 +96,11 @@ class Engine:
         limits: Limits,
         first_sequence_id: int = 1,
         doorbell: Doorbell | None = None,
+        controller: Controller | None = None,
     ) -> None:
+        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly."""
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
+        self.controller = controller
         self.ids = itertools.count(first_sequence_id)
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()
@@ -138,10 +157,11 @@ class Engine:
         self.decoder.submit(self.scheduler.next_work())
         self.asked_tokens = self.scheduler.asked_tokens
         self.least_stall_s = self.scheduler.least_stall_s(self.limits.context_length)
-        for proposal in self.decoder.collect(timeout_s):
-            sequence = self.scheduler.live.get(proposal.sequence_id)
-            if sequence is not None and (output := self._advance(sequence, proposal)):
-                outputs.append(output)
+        proposals = self.decoder.collect(timeout_s)
+        answers = [(live, p) for p in proposals if (live := self.scheduler.live.get(p.sequence_id))]
+        if self.controller is not None:
+            self.controller.passed(answers, self.scheduler.decoding)
+        outputs += [output for answer in answers if (output := self._advance(*answer))]
         self.kv_tokens = self.scheduler.kv.used_tokens
         return outputs
 
@@ -184,8 +204,22 @@ class Engine:
         """Update snapshots for the tokens that the last turn committed: only now, so that users get these first."""
         for sequence_id, wanted in self.due_for_snapshot.items():
             if sequence := self.scheduler.live.get(sequence_id):
-                self.snapshots.update(sequence, wanted=wanted)
+                self._update_snapshot(sequence, wanted=wanted)
         self.due_for_snapshot.clear()
+
+    def _update_snapshot(self, sequence: Sequence, *, wanted: bool) -> None:
+        """Cut a snapshot if one is due. A request whose plan begins to need one waits for it, decoding plainly."""
+        controlled = self.controller is not None and sequence.request.lookaheads is None
+        first = controlled and sequence.plan.retrieval > 0 and not self.snapshots.recent(sequence)
+        began = time.perf_counter()
+        cut = self.snapshots.update(sequence, wanted=wanted)
+        seconds = time.perf_counter() - began
+        if cut:
+            for live in self.scheduler.live.values():
+                live.cut_s += seconds
+            if self.controller is not None:
+                self.controller.was_cut(sequence, seconds, first=first)
+        sequence.plan_waits = (sequence.plan_waits or first) and not self.snapshots.arrived(sequence)
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
         """Apply the target's answer: a prefill chunk is done, or tokens are committed."""
@@ -210,9 +244,18 @@ class Engine:
             stats.add(proposal.tallies)
             stats.speculative_rounds += proposal.tallies[0].proposed > 0
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
-        sequence.stalled_s = 0.0
+            _, retrieval, draft = work.lookaheads
+            plan = Plan(retrieval, draft, work.drafting)
+            stats.plan = str(plan)
+            if self.controller is not None:
+                undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.cut_s
+                self.controller.learn(sequence, proposal, plan, undisturbed_s, self.scheduler.decoding)
+        sequence.stalled_s = sequence.cut_s = 0.0
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
+            if self.controller is not None and sequence.request.lookaheads is None:
+                decoding, every = self.scheduler.decoding, self.snapshots.refresh_every
+                sequence.plan = self.controller.plan(sequence, decoding, every)
             self.due_for_snapshot[sequence.sequence_id] = proposal.snapshot_wanted
         else:
             self._drop(sequence)

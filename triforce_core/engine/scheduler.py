@@ -9,6 +9,7 @@ from typing import Protocol
 from triforce_core.costs import Part, PassCosts
 from triforce_core.engine.sequence import Sequence
 from triforce_core.messages import SequenceSpec, Work
+from triforce_core.plans import PLAIN
 
 
 class Pool(Protocol):
@@ -163,10 +164,10 @@ class Scheduler:
         allow.
         """
         left, before = sequence.given - sequence.prefilled, sequence.prefilled
-        decoding = [other for other in self.live.values() if not other.prefilling]
+        decoding = self.decoding
         hurried = bool(decoding) and self.max_stall_s < math.inf
         if hurried and not self.costs.known:
-            room = min(room, CHUNK_AT_FIRST - sum(share.tokens for share in shares))
+            room = min(room, CHUNK_AT_FIRST - int(sum(share.tokens for share in shares)))
         sizes = [*range(self.chunk_unit, min(room, left) + 1, self.chunk_unit)]
         if left <= room and left % self.chunk_unit:
             sizes.append(left)
@@ -195,6 +196,11 @@ class Scheduler:
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
         return sum(w.span.end - prefilled + max(w.lookaheads[1:], default=0) for w, prefilled in asked)
 
+    @property
+    def decoding(self) -> list[Sequence]:
+        """The live requests whose prompts are prefilled."""
+        return [sequence for sequence in self.live.values() if not sequence.prefilling]
+
     def find(self, request_id: int) -> Sequence | None:
         """The record of a request, live or queued."""
         return next((s for s in (*self.live.values(), *self.queue) if s.request_id == request_id), None)
@@ -220,6 +226,6 @@ def next_chunk(sequence: Sequence, tokens: int) -> Work:
 
 def next_round(sequence: Sequence) -> Work:
     """The work for one round of decoding. With lookaheads of 0 it states only the tokens that the target lacks."""
-    plan = sequence.plan
+    plan = PLAIN if sequence.plan_waits else sequence.plan
     start = sequence.stated if plan.speculates else sequence.prefilled
     return Work(sequence.span(start, len(sequence.tokens)), (1, *plan.lookaheads), drafting=plan.drafting)

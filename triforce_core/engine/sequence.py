@@ -9,6 +9,7 @@ from enum import StrEnum
 from hashlib import blake2b
 from itertools import zip_longest
 
+from triforce_core.engine.acceptances import Drafted
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
 from triforce_core.plans import PLAIN, Plan
@@ -64,6 +65,8 @@ class Stats:
     decoded: int = 0  # tokens after the first
     snapshots: int = 0
     speculative_rounds: int = 0  # rounds of the target with a draft to verify
+    plan: str = ""  # of the latest round
+    plan_changes: int = 0  # how often the controller changed the kind of plan
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
 
     def add(self, tallies: tuple[Tally, ...]) -> None:
@@ -123,7 +126,10 @@ class Sequence:
     prefilled: int = 0  # the target holds KV up to here
     stated: int = 0  # the tiers below the target are believed to know the tokens up to here
     work: Work | None = None  # submitted and not answered
-    plan: Plan = PLAIN  # of its next round
+    plan: Plan = PLAIN  # of its next rounds
+    plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
+    drafted: Drafted = field(default_factory=Drafted)
+    cut_s: float = 0.0  # seconds for snapshots of any request since its last tokens
     last_cut: CutRecord | None = None  # the latest snapshot
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)
@@ -151,6 +157,7 @@ class Sequence:
             deadline=self.deadline,
             stats=self.stats,
             clock=self.clock,
+            drafted=self.drafted,
             reported=self.reported,
         )
 

@@ -1,0 +1,191 @@
+"""The controller on imagined machines: never slower than plain decoding, and close to the best plan there is."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+from statistics import fmean
+
+import pytest
+
+from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.kv.snapshot import CutRecord
+from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
+from triforce_core.plans import PLAIN, Plan, plans
+
+LOOKAHEADS = (8, 3)
+TIERS = Tiers(LOOKAHEADS, tuple(Drafting), sparse_tokens=1088, window_tokens=252)
+REFRESH = 64
+PROMPT = 8000
+Trace = list[tuple[int, Plan]]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What passes take, in seconds, and what is accepted. The defaults are like two CPU cores at 8K tokens."""
+
+    target: float = 8e-3  # a pass
+    target_token: float = 1.1e-3  # each token in it
+    retrieval: float = 6e-3
+    retrieval_token: float = 0.5e-3
+    draft: float = 1.2e-3
+    round_s: float = 0.2e-3  # of any round, such as a link
+    speculative_s: float = 0.0  # of a round in which the tiers below take part
+    cut: float = 0.05
+    renewal: float = 4e-3
+    by_target: float = 0.95  # a token of retrieval
+    model: float = 0.55
+    lookup: float = 0.6
+    found: float = 0.3
+
+
+@dataclass
+class Decoding:
+    """Requests decoded one after another on a machine, as the engine drives the controller."""
+
+    machine: Machine
+    controller: Controller = field(default_factory=lambda: Controller(TIERS))
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    clock: float = 0.0
+    ids: int = 0
+
+    def accepted(self, chance: float, proposed: int) -> tuple[int, int]:
+        """How many of the proposed tokens are accepted, and whether one is rejected."""
+        count = 0
+        while count < proposed and self.rng.random() < chance:
+            count += 1
+        return count, int(count < proposed)
+
+    def draft(self, plan: Plan) -> tuple[int, bool, float]:
+        """A draft: its tokens, whether prompt lookup made it, and the seconds it took."""
+        found = plan.drafting is not Drafting.MODEL and self.rng.random() < self.machine.found
+        if found or plan.drafting is Drafting.LOOKUP:
+            return plan.draft * found, found, 0.0
+        return plan.draft, False, plan.draft * self.machine.draft
+
+    def below(self, plan: Plan, chance: float, verify_s: float) -> tuple[int, Tally, Tally, float]:
+        """One round of drafting and verifying: the tokens added, the tallies of the two levels, the seconds."""
+        proposed, looked_up, seconds = self.draft(plan) if plan.draft else (0, False, 0.0)
+        accepted, rejected = self.accepted(self.machine.lookup if looked_up else chance, proposed)
+        pass_s = verify_s + proposed * (self.machine.retrieval_token if plan.retrieval else self.machine.target_token)
+        tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s)
+        guess, wrong = self.accepted(self.machine.lookup, 4)
+        found = self.rng.random() < self.machine.found and bool(plan.draft)
+        steps = 0 if looked_up or plan.drafting is Drafting.LOOKUP else plan.draft
+        leaf = Tally(int(plan.draft > 0), 4 * found, guess * found, wrong * found, passes=steps, busy_s=seconds)
+        return accepted + 1, tally, leaf, seconds + pass_s
+
+    def round(self, plan: Plan) -> tuple[int, tuple[Tally, ...], float]:
+        """A round of a plan: its tokens, its tallies, the seconds."""
+        machine = self.machine
+        if not plan.retrieval:
+            tokens, tally, leaf, seconds = self.below(plan, machine.model, machine.target + machine.target_token)
+            extra = machine.round_s + machine.speculative_s * plan.speculates
+            return tokens, (tally, Tally(), leaf), seconds + extra
+        block, below, leaf, seconds = 0, Tally(), Tally(), 0.0
+        while block < plan.retrieval:
+            more, tally, drafts, took = self.below(plan, machine.model, machine.retrieval + machine.retrieval_token)
+            block, below, leaf, seconds = block + more, below + tally, leaf + drafts, seconds + took
+        accepted, rejected = self.accepted(machine.by_target, block)
+        pass_s = machine.target + (block + 1) * machine.target_token
+        target = Tally(1, block, accepted, rejected, 0, 0, 1, pass_s)
+        return accepted + 1, (target, below, leaf), seconds + pass_s + machine.round_s + machine.speculative_s
+
+    def request(self, output: int, fixed: Plan | None = None, turns: Machine | None = None) -> tuple[float, Trace]:
+        """The seconds that a request takes, planned by the controller or with a fixed plan, and its plans by tokens of
+        output. In the middle the machine becomes `turns`.
+        """
+        self.ids += 1
+        request = Request((1,) * PROMPT, output, SamplingParams(1.0), 0, fixed.lookaheads if fixed else None)
+        spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + output)
+        sequence = Sequence(self.ids, request, spec, [1] * (PROMPT + 1), clock=self.clock)
+        sequence.plan, trace = fixed or PLAIN, Trace()
+        began = self.clock
+        while (done := len(sequence.tokens) - PROMPT) < output:
+            if turns and done >= output / 2:
+                self.machine = turns
+            trace.append((done, sequence.plan))
+            self.clock += self.cut(sequence)
+            self.commit(sequence, *self.round(sequence.plan))
+        return self.clock - began, trace
+
+    def commit(self, sequence: Sequence, tokens: int, tallies: tuple[Tally, ...], seconds: float) -> None:
+        """What the engine does with an answer of the target."""
+        self.clock += seconds
+        sequence.clock = self.clock
+        proposal = Proposal(sequence.sequence_id, len(sequence.tokens), (1,) * tokens, b"", tallies=tallies)
+        sequence.work = Work(Span(sequence.sequence_id, len(sequence.tokens) - 1, (1,)), (1, *sequence.plan.lookaheads))
+        self.controller.passed([(sequence, proposal)], [sequence])
+        sequence.work = None
+        sequence.tokens += [1] * tokens
+        sequence.stats.decoded += tokens
+        sequence.stats.decode_s += seconds
+        if sequence.request.lookaheads is None:
+            self.controller.learn(sequence, proposal, sequence.plan, seconds, [sequence])
+            sequence.plan = self.controller.plan(sequence, [sequence], REFRESH)
+
+    def cut(self, sequence: Sequence) -> float:
+        """The seconds for a snapshot, if one is due."""
+        position, last = len(sequence.tokens) - 1, sequence.last_cut
+        if not sequence.plan.retrieval or (last and position - last.position < REFRESH):
+            return 0.0
+        first = last is None or position - last.position >= 2 * REFRESH
+        sequence.last_cut = CutRecord(1, position, False)
+        seconds = self.machine.cut if first else self.machine.renewal
+        self.controller.was_cut(sequence, seconds, first=first)
+        return seconds
+
+
+MACHINES = {
+    "like two cores": Machine(),
+    "unpredictable": Machine(by_target=0.4, model=0.05, lookup=0.1, found=0.05),
+    "short context": Machine(target=4e-3, target_token=0.8e-3),
+    "slow links": Machine(speculative_s=30e-3),
+    "long context": Machine(target=40e-3, target_token=2e-3, cut=0.3),
+    "a GPU at 128K": Machine(30e-3, 0.05e-3, 8e-3, 0.05e-3, 0.5e-3, cut=0.05, by_target=0.92),
+    "offloaded": Machine(target=1.0, target_token=1e-3, by_target=0.9),
+    "repetitive": Machine(by_target=0.97, model=0.9, lookup=0.97, found=0.95),
+    "a costly first snapshot": Machine(cut=2.0),
+}
+
+
+@pytest.mark.parametrize("name", MACHINES)
+def test_speculation_pays_or_is_off(name: str) -> None:
+    """Close to the best plan there is, which may be plain decoding, when a few requests have shown what to expect."""
+    machine, server = MACHINES[name], Decoding(MACHINES[name])
+    took = [server.request(256)[0] for _ in range(10)]
+
+    def fixed_s(plan: Plan) -> float:
+        return fmean(Decoding(machine, rng=random.Random(i)).request(256, plan)[0] for i in range(4))
+
+    best_s = min(map(fixed_s, plans(LOOKAHEADS, tuple(Drafting))))
+    assert fmean(took[2:]) <= best_s / 0.93
+    assert max(took[2:]) <= fixed_s(PLAIN) / 0.95
+
+
+def test_an_unlucky_beginning_is_cut_short() -> None:
+    """A server that expects much and gets little stops speculating within the loss that is allowed."""
+    machine = MACHINES["unpredictable"]
+    first = Decoding(machine).request(256)[0]
+    assert first <= Decoding(machine).request(256, PLAIN)[0] / 0.85
+
+
+def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
+    server = Decoding(MACHINES["unpredictable"])
+    for _ in range(3):
+        server.request(256)
+    trace = server.request(512, turns=MACHINES["repetitive"])[1]
+    assert fmean(plan.speculates for done, plan in trace if 128 <= done < 256) < 0.1
+    assert all(plan.draft > 4 for done, plan in trace if 256 + 64 <= done)
+
+
+def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
+    """From 64 tokens on, decoding takes as long as plain decoding."""
+    server = Decoding(MACHINES["repetitive"])
+    for _ in range(3):
+        server.request(256)
+    trace = server.request(1024, turns=MACHINES["unpredictable"])[1]
+    after = [plan for done, plan in trace if done >= 512 + 64]
+    plain_s = Decoding(server.machine).request(448, PLAIN)[0]
+    assert fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) <= 1.05 * plain_s

@@ -1,0 +1,84 @@
+"""How many drafted tokens were accepted lately, by where they came from: of one request, or of many."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from triforce_core.messages import Tally
+from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
+
+SCORED = 4
+
+UNDECIDED = Choice(PLAIN, 0.0, 0.0)
+TRUST = 10.0  # tokens: the weight of what was known before, beside what is learned
+
+
+@dataclass(slots=True)
+class Chance:
+    """How often something happened lately."""
+
+    happened: float = 0.0
+    times: float = 0.0
+    trust: float = TRUST  # in what was thought before: the times that it counts as much as
+
+    def add(self, yes: float, no: float, memory: float) -> None:
+        """`memory`: the weight that everything earlier keeps for each of these times."""
+        kept = memory ** (yes + no)
+        self.happened = kept * self.happened + yes
+        self.times = kept * self.times + yes + no
+        self.trust *= kept
+
+    def fade(self, kept: float) -> None:
+        """Forget a part, so that this part is kept, and trust what was thought before again."""
+        self.happened *= kept
+        self.times *= kept
+        self.trust = TRUST + kept * (self.trust - TRUST)
+
+    def given(self, before: float) -> float:
+        """The chance, if it was thought to be `before`."""
+        return (self.happened + self.trust * before) / (self.times + self.trust)
+
+
+@dataclass(slots=True)
+class Acceptances:
+    """The chances of `Acceptance`, as the tallies of rounds show them."""
+
+    chances: dict[str, Chance] = field(default_factory=lambda: {name: Chance() for name in Acceptance._fields})
+
+    def add(self, plan: Plan, tallies: tuple[Tally, ...], memory: float) -> None:
+        """Add what became of the tokens of one round. `tallies`: of the target and the levels below it."""
+        target, below, leaf = (*tallies, Tally(), Tally(), Tally())[:3]
+        if plan.retrieval:
+            self.chances["retrieval"].add(target.accepted, target.rejected, memory)
+            self._add_model("model_below", below, memory)
+        else:
+            self._add_model("model", target, memory)
+        self.chances["lookup"].add(leaf.accepted, leaf.rejected, memory)
+        found = min(leaf.rounds, leaf.proposed / SCORED)
+        self.chances["found"].add(found, leaf.rounds - found, memory)
+
+    def _add_model(self, name: str, tally: Tally, memory: float) -> None:
+        accepted, rejected = tally.accepted - tally.lookup_accepted, tally.rejected - tally.lookup_rejected
+        self.chances[name].add(accepted, rejected, memory)
+
+    def fade(self, kept: float) -> None:
+        """Forget a part, so that it keeps this weight."""
+        for chance in self.chances.values():
+            chance.fade(kept)
+
+    def given(self, before: Acceptance) -> Acceptance:
+        """The chances, if they were thought to be `before`."""
+        return Acceptance(*(self.chances[name].given(getattr(before, name)) for name in Acceptance._fields))
+
+
+@dataclass(slots=True)
+class Drafted:
+    """What the controller knows of one request."""
+
+    acceptances: Acceptances = field(default_factory=Acceptances)
+    choice: Choice = UNDECIDED  # the latest
+    chosen_at: int = 0  # tokens of the text at that time
+    probe_at: int = 0  # tokens of the text at which prompt lookup is tried next, where decoding is plain
+    latest: str = ""  # the kind of plan of the latest round
+    unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
+    saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more

@@ -1,0 +1,248 @@
+"""The controller chooses how far each request drafts in its next round, so that speculation never costs more than none.
+
+It learns what passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the
+plans. What no pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of
+plan: what rounds took, relative to what was expected of them. Everything that was learned is slowly forgotten, so that
+plans which did not pay are tried again now and then. What a request may lose by such trials is bounded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence as Several
+from dataclasses import dataclass
+from math import ceil, isnan
+from statistics import fmean
+
+from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
+from triforce_core.engine.acceptances import SCORED, Acceptances, Drafted
+from triforce_core.engine.sequence import Sequence
+from triforce_core.messages import Drafting, Proposal, Tally
+from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Situation, choose, expected_round, plans
+
+log = logging.getLogger(__name__)
+
+UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup=0.6, found=0.3)  # before anything is learned
+REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
+FADING = 0.9995  # weight that what the server knows keeps for each token that is committed
+ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
+FIRST_TOKENS = 2  # tokens that a request decodes plainly at first, which shows what that costs at its length
+PROBE = 32  # tokens of plain decoding, at least, after which prompt lookup is tried
+REPLAN = 16  # tokens after which a plan is chosen again
+HORIZON = 256  # tokens over which a first snapshot must pay
+PAID_OVER = 128  # tokens over which the cost of beginning to speculate is charged to what that has saved
+CREDIT = 16  # plain tokens: savings beyond this do not make up for later losses
+MOST_LOST = 3  # tokens: the most that one round may be taken to have cost, for slow moments come with any plan
+LOSS_SHARE, LOSS_TOKENS = 0.02, 4  # most that speculation may cost a request: of its decoding time, and tokens besides
+TRIAL_EVERY, TRIAL = 256, 3  # tokens per request: plain decoding is measured again after so many, for so many
+SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
+CLEAR = 1.5  # speculation that is so much faster than plain decoding needs no such trials
+
+
+@dataclass(frozen=True, slots=True)
+class Tiers:
+    """What the controller must know of a pipeline."""
+
+    lookaheads: tuple[int, int]  # most tokens that the retrieval tier and the lowest tier draft; 0: it does not
+    draftings: tuple[Drafting, ...]  # how the lowest tier can draft
+    sparse_tokens: int  # most keys that the retrieval tier reads
+    window_tokens: int  # most keys that the drafting model reads
+    micro_batches: int = 1
+    overlapping: bool = False  # whether tiers have devices of their own
+
+
+@dataclass(slots=True)
+class Recent:
+    """A mean in which older values count less and less."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def add(self, value: float) -> None:
+        self.total = ROUND_MEMORY * self.total + value
+        self.weight = ROUND_MEMORY * self.weight + 1
+
+    def fade(self, kept: float) -> None:
+        self.total *= kept
+        self.weight *= kept
+
+    def mean(self, before: float, trust: float = 0.5) -> float:
+        """The mean, if it was thought to be `before`, which counts as much as `trust` values."""
+        return (self.total + trust * before) / (self.weight + trust)
+
+
+class Controller:
+    """Plans the rounds of requests that set no lookaheads. The engine's thread calls it.
+
+    `decoding` in its methods are the live requests whose prompts are prefilled, those with lookaheads included.
+    """
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
+        looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1]
+        self.probe = Plan(0, min(SCORED, sum(tiers.lookaheads)), Drafting.LOOKUP) if looks_up else PLAIN
+        self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
+        self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
+        self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
+        self.cut_s, self.renewal_s = Recent(), Recent()  # per token of text, and per snapshot
+        self.committed = 0  # tokens, of all requests
+        self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured
+        self.trial_until = 0  # all requests decode plainly until so many tokens are committed
+        self.mix: tuple[int, set[str]] = (0, set())  # the requests being decoded, and the kinds of their plans
+        self.mixed_at = 0.0  # when that last changed
+
+    # -- learning ------------------------------------------------------------------------------------------------------
+
+    def passed(self, answers: list[tuple[Sequence, Proposal]], decoding: Several[Sequence]) -> None:
+        """Learn what passes take. `answers`: those that one pass of the target gave."""
+        if not answers or not all(sequence.work and sequence.work.sample for sequence, _ in answers):
+            return  # a pass over a part of a prompt is another matter
+        levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
+        parts = [Part(levels[i][0].proposed + 1, p.start) for i, (_, p) in enumerate(answers)]
+        self.target.add(parts, levels[0][0].busy_s)
+        batch, _ = self._batches(decoding)
+        for (sequence, _), (_, below, leaf) in zip(answers, levels, strict=True):
+            length = len(sequence.tokens)
+            if below.passes:
+                part = Part(1 + below.proposed / max(1, below.rounds), min(self.tiers.sparse_tokens, length))
+                self.retrieval.add([part] * batch, below.busy_s / below.passes)
+            if leaf.passes:
+                self.draft.add([Part(1, min(self.tiers.window_tokens, length))] * batch, leaf.busy_s / leaf.passes)
+
+    def learn(
+        self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float, decoding: Several[Sequence]
+    ) -> None:
+        """Learn from a round of this request, which had this plan and took so many seconds. NaN: other work on the
+        engine's thread was in the way.
+        """
+        count, drafted = len(proposal.tokens), sequence.drafted
+        self.committed += count
+        known = self._known(sequence)
+        known.fade(FADING**count)
+        for correction in self.corrections.values():
+            correction.fade(FADING**count)
+        known.add(plan, proposal.tallies, SERVER_MEMORY)
+        drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
+        paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
+        drafted.unpaid_s -= paid_s
+        drafted.saved_s -= paid_s
+        if plan.speculates and drafted.choice.plain_s and not isnan(round_s):
+            gained_s = count * drafted.choice.plain_s - round_s
+            if plan.kind == drafted.latest:
+                gained_s = max(gained_s, -MOST_LOST * drafted.choice.plain_s)
+                drafted.saved_s = min(drafted.saved_s + gained_s, CREDIT * drafted.choice.plain_s)
+            else:  # tiers that did not take part until now had to catch up
+                drafted.unpaid_s -= min(gained_s, 0)
+        drafted.latest = plan.kind
+        mix = len(decoding), {s.plan.kind for s in decoding}
+        if mix != self.mix:
+            self.mix, self.mixed_at = mix, sequence.clock
+        if plan == self.probe:
+            loss = 0.0 if isnan(round_s) else round_s / (drafted.choice.plain_s or round_s) - count
+            failed = proposal.tallies[0].accepted < plan.draft
+            drafted.probe_at = proposal.start + count + failed * int(max(PROBE, loss / LOSS_SHARE))
+        unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
+        if len(mix[1]) == 1 and sequence.clock - round_s >= self.mixed_at and not unanswered:
+            expected = expected_round(plan, self._acceptance(sequence, decoding))
+            if expected_s := self._costs(decoding).round_s(expected):
+                ratio = min(max(round_s / expected_s, 0.1), 10.0)
+                for kind in {plan.kind, SPECULATIVE if plan.speculates else plan.kind}:
+                    self.corrections.setdefault((kind, load(decoding)), Recent()).add(ratio)
+            if not plan.speculates:
+                self.plain_at[load(decoding)] = self.committed
+
+    def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
+        """Learn what a snapshot of this request took on the engine's thread. `first`: it had none that is of use."""
+        sequence.drafted.unpaid_s += seconds
+        if first:
+            self.cut_s.add(seconds / len(sequence.tokens))
+        else:
+            self.renewal_s.add(seconds)
+
+    # -- planning ------------------------------------------------------------------------------------------------------
+
+    def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
+        """The plan of this request's next round."""
+        drafted, length = sequence.drafted, len(sequence.tokens)
+        if sequence.stats.decoded < FIRST_TOKENS or self.committed < self.trial_until:
+            return PLAIN
+        if length - drafted.chosen_at >= REPLAN:
+            before, drafted.chosen_at = drafted.choice.plan, length
+            situation = self._situation(sequence, decoding, refresh_every)
+            drafted.choice = choice = choose(self.candidates, situation, before)
+            if choice.plan.kind != before.kind:
+                sequence.stats.plan_changes += 1
+                log.info("request %d after %d tokens: %s", sequence.request_id, length, choice)
+            due = self.committed - self.plain_at.get(load(decoding), -TRIAL_EVERY * len(decoding))
+            if choice.plan.speculates and due >= TRIAL_EVERY * len(decoding) and choice.gain < CLEAR:
+                self.trial_until = self.committed + TRIAL * len(decoding)
+                return PLAIN
+        if self._lost_too_much(sequence, decoding):
+            return PLAIN
+        plan = drafted.choice.plan
+        return plan if plan.speculates else self._probe(drafted, length)
+
+    def _probe(self, drafted: Drafted, length: int) -> Plan:
+        """Plain decoding, but now and then a round with prompt lookup, which needs no pass: a text may begin to repeat
+        itself. While such rounds succeed, each is followed by another.
+        """
+        return self.probe if length >= drafted.probe_at else PLAIN
+
+    def _situation(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Situation:
+        length, remaining = len(sequence.tokens), sequence.spec.max_length - len(sequence.tokens)
+        current = sequence.last_cut is not None and length - sequence.last_cut.position < 2 * refresh_every
+        return Situation(
+            self._costs(decoding),
+            self._acceptance(sequence, decoding),
+            lambda kind: self._corrected(kind, load(decoding)),
+            cut_s=0.0 if current else self.cut_s.mean(0, 1e-3) * length,
+            renewal_s=self.renewal_s.mean(0, 1e-3) / refresh_every,
+            remaining=max(1, min(HORIZON, remaining)),
+        )
+
+    def _lost_too_much(self, sequence: Sequence, decoding: Several[Sequence]) -> bool:
+        together = self._together(sequence, decoding)
+        allowed = sum(LOSS_SHARE * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
+        return sum(s.drafted.saved_s for s in together) < -allowed
+
+    def _acceptance(self, sequence: Sequence, decoding: Several[Sequence]) -> Acceptance:
+        each = [s.drafted.acceptances.given(self._known(s).given(UNKNOWN)) for s in self._together(sequence, decoding)]
+        return Acceptance(*map(fmean, zip(*each, strict=True)))
+
+    def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
+        """The requests that get the same plan as this one: all, where tiers take turns, because all of them then wait
+        for the drafts of any.
+        """
+        if self.tiers.micro_batches > 1:
+            return [sequence]
+        return [s for s in decoding if s.request.lookaheads is None] or [sequence]
+
+    def _known(self, sequence: Sequence) -> Acceptances:
+        return self.known.setdefault(round(4 * sequence.spec.sampling.temperature), Acceptances())
+
+    def _corrected(self, kind: str, at_load: int) -> float:
+        """The correction for a kind of plan; where it is not known, that for all speculation, or else none."""
+        before = 1.0 if kind in (SPECULATIVE, PLAIN.kind) else self._corrected(SPECULATIVE, at_load)
+        return self.corrections.get((kind, at_load), Recent()).mean(before)
+
+    def _batches(self, decoding: Several[Sequence]) -> tuple[int, int]:
+        """The requests in a pass, and the number of such groups."""
+        number = max(1, len(decoding))
+        batch = ceil(number / self.tiers.micro_batches)
+        return batch, ceil(number / batch)
+
+    def _costs(self, decoding: Several[Sequence]) -> Costs:
+        (batch, groups), tiers = self._batches(decoding), self.tiers
+        length = fmean(len(s.tokens) for s in decoding) if decoding else 0.0
+        return Costs(
+            self.target.alike(batch, length),
+            self.retrieval.alike(batch, min(tiers.sparse_tokens, length)),
+            self.draft.alike(batch, min(tiers.window_tokens, length)),
+            groups,
+            tiers.overlapping,
+        )
+
+
+def load(decoding: Several[Sequence]) -> int:
+    """A class of loads: 1, 2 to 3, 4 to 7, … requests."""
+    return len(decoding).bit_length()
