@@ -15,6 +15,7 @@ import grpc.aio
 from actors.links import CHANNEL_OPTIONS
 from actors.pass_times import PassTimes
 from actors.wire import (
+    controller_to_proto,
     drafting_from_proto,
     finish_reason_to_proto,
     logprobs_to_proto,
@@ -166,6 +167,7 @@ class TargetServer(TargetServicer):
         return self.status()
 
     def status(self) -> pb.TierStatus:
+        controller = self.engine_thread.engine.controller
         return pb.TierStatus(
             tier="target",
             ready=self.engine_thread.ready,
@@ -173,6 +175,7 @@ class TargetServer(TargetServicer):
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
             least_stall_ms=1e3 * self.engine_thread.engine.least_stall_s,
             kv_tokens=self.engine_thread.engine.kv_tokens,
+            controller=controller and controller_to_proto(controller.figures()),
         )
 
     def stop(self) -> None:

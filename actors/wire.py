@@ -12,6 +12,7 @@ from math import inf
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.engine.controller import Figures
 from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import (
@@ -151,7 +152,12 @@ def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
         tallies=tallies_to_proto(stats.tallies),
         snapshots=stats.snapshots,
         preempted=stats.preempted,
-        speculative_rounds=stats.speculative_rounds,
+        plan=stats.plan,
+        plans=stats.plans,
+        plan_changes=stats.plan_changes,
+        expected_ms=stats.expected_ms,
+        plain_ms=stats.plain_ms,
+        direct=tallies_to_proto([stats.direct])[0],
     )
 
 
@@ -163,8 +169,23 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
         decoded=message.decoded,
         snapshots=message.snapshots,
         preempted=message.preempted,
-        speculative_rounds=message.speculative_rounds,
+        plan=message.plan,
+        plans=dict(message.plans),
+        plan_changes=message.plan_changes,
+        expected_ms=message.expected_ms if message.HasField("expected_ms") else None,
+        plain_ms=message.plain_ms if message.HasField("plain_ms") else None,
+        direct=tallies_from_proto([message.direct])[0],
         tallies=list(tallies_from_proto(message.tallies)),
+    )
+
+
+def controller_to_proto(figures: Figures) -> pb.ControllerStatus:
+    known = figures.acceptance.items()
+    return pb.ControllerStatus(
+        latest=figures.latest,
+        plans=figures.rounds,
+        corrections=figures.corrections,
+        acceptance=[pb.KnownAcceptance(temperature=at, **chances._asdict()) for at, chances in sorted(known)],
     )
 
 

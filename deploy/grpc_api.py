@@ -68,6 +68,7 @@ def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
         prompt_logprobs=request.prompt_logprobs if request.HasField("prompt_logprobs") else None,
         echo=request.echo,
         priority=request.priority,
+        drafter=request.drafter or None,
     )
 
 
@@ -140,6 +141,13 @@ def stats_of(stats: Stats) -> pb.Stats:
         tokens_per_round=stats.tokens_per_round,
         preempted=stats.preempted,
         acceptance=pb.Acceptance(**stats.acceptance),
+        controller=pb.Controller(
+            plan=stats.plan,
+            rounds=stats.plans,
+            changes=stats.plan_changes,
+            expected_ms_per_token=stats.expected_ms,
+            plain_ms_per_token=stats.plain_ms,
+        ),
     )
 
 

@@ -33,7 +33,7 @@ from triforce_core.errors import (
     UnknownModelError,
     require,
 )
-from triforce_core.messages import GREEDY, MAX_BAD_WORDS, SamplingParams, TokenLogprobs
+from triforce_core.messages import GREEDY, MAX_BAD_WORDS, Drafting, SamplingParams, TokenLogprobs
 from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.sampling.guides import Guide, no_token
@@ -60,6 +60,9 @@ class Pipelines(Protocol):
         ...
 
 
+DRAFTERS = {drafting.name.lower(): drafting for drafting in Drafting}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClientRequest:
     """A client's request, in the form common to all APIs."""
@@ -81,6 +84,7 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False  # the text begins with the prompt's
+    drafter: str | None = None  # a key of DRAFTERS; None: the target decides, or the model where `lookaheads` are given
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
 
 
@@ -224,10 +228,7 @@ class Service:
         require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
         whole = asked.n == 1 or not asked.resume
         require(whole, "resume_token_ids", f"with n: {asked.n}", "continue one completion: ask with its own seed")
-        lookaheads = None  # the target decides
-        if asked.lookaheads is not None:
-            check_lookaheads("lookaheads", asked.lookaheads)
-            lookaheads = asked.lookaheads[0], asked.lookaheads[1]
+        lookaheads, drafting = self.plan(asked)
         prompt = await self.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
         limits, own_stops = self.model.limits, () if asked.ignore_eos else self.model.stop_token_ids
         request = Request(
@@ -236,6 +237,7 @@ class Service:
             sampling=await self.sampling(asked),
             seed=secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed,
             lookaheads=lookaheads,
+            drafting=drafting,
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
             resume=asked.resume,
             logprobs=asked.logprobs,
@@ -329,6 +331,17 @@ class Service:
 
     def prompt_text(self, asked: ClientRequest, request: Request) -> str:
         return asked.prompt if isinstance(asked.prompt, str) else self.meaning.decode([*request.prompt])
+
+    def plan(self, asked: ClientRequest) -> tuple[tuple[int, int] | None, Drafting]:
+        """The lookaheads that the request pins, None if it leaves them to the target, and who drafts."""
+        if asked.drafter is not None:
+            names = ", ".join(DRAFTERS)
+            require(asked.drafter in DRAFTERS, "drafter", asked.drafter, f"must be one of {names}")
+        drafting = DRAFTERS.get(asked.drafter or "model", Drafting.MODEL)
+        if asked.lookaheads is not None:
+            check_lookaheads("lookaheads", asked.lookaheads)
+            return (asked.lookaheads[0], asked.lookaheads[1]), drafting
+        return None if asked.drafter is None else self.settings.speculation.effective, drafting
 
 
 def check_lookaheads(field: str, lookaheads: Sequence[int]) -> None:

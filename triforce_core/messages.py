@@ -195,6 +195,9 @@ class Tally(NamedTuple):
         judged = self.accepted + self.rejected
         return self.accepted / judged if judged else None
 
+    def __sub__(self, other: Tally) -> Tally:
+        return Tally(*(a - b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
+
     def __add__(self, other: tuple[float, ...]) -> Tally:  # type: ignore[override]
         return Tally(*(a + b for a, b in zip(self, other, strict=True)))  # type: ignore[arg-type]
 

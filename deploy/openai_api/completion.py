@@ -98,4 +98,11 @@ def extras(part: Part, done: Done) -> dict[str, Any]:
         "acceptance": stats.acceptance,
         "snapshots": stats.snapshots,
         "preempted": stats.preempted,
+        "controller": {
+            "plan": stats.plan,
+            "rounds": stats.plans,
+            "changes": stats.plan_changes,
+            "expected_ms_per_token": stats.expected_ms,
+            "plain_ms_per_token": stats.plain_ms,
+        },
     }

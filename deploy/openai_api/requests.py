@@ -49,6 +49,7 @@ class Speculation(Body):
     lookaheads: list[int] | None = Field(
         None, description="tokens drafted by the retrieval tier, and by the draft tier"
     )
+    drafter: str | None = Field(None, description="who drafts at the lowest tier: model, lookup or both")
 
 
 Prompt = Annotated[
@@ -122,6 +123,7 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
         lookaheads=lookaheads_from(body.speculation, defaults),
         timeout_s=body.timeout_s,
         priority=body.priority or 0,
+        drafter=body.speculation.drafter if body.speculation else None,
     )
 
 

@@ -109,6 +109,8 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     }
     stall = round(status.least_stall_ms, 1)
     kv = {"kv_tokens": status.kv_tokens} if status.tier == "target" else {}
+    controller = controller_status(status.controller) if status.HasField("controller") else None
+    found = {"silent": silent, "audit": audit, "least_stall_ms": stall, "controller": controller}
     return {
         "tier": status.tier,
         "ready": status.ready,
@@ -117,4 +119,16 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
         "threads": status.threads or None,
         "links": links,
         **kv,
-    } | {name: found for name, found in (("silent", silent), ("audit", audit), ("least_stall_ms", stall)) if found}
+    } | {name: value for name, value in found.items() if value}
+
+
+def controller_status(status: pb.ControllerStatus) -> dict[str, Any]:
+    return {
+        "latest": status.latest,
+        "rounds": dict(status.plans),
+        "corrections": {kind: round(factor, 3) for kind, factor in status.corrections.items()},
+        "acceptance": [
+            {field.name: round(getattr(each, field.name), 3) for field in each.DESCRIPTOR.fields}
+            for each in status.acceptance
+        ],
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
@@ -33,6 +33,18 @@ class Acceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class Controller:
+    """How the completion was drafted."""
+
+    plan: str = ""  # of the latest round, such as `retrieval+model 8,3`, or `plain`
+    rounds: dict[str, int] = field(default_factory=dict)  # rounds of the target by kind of plan
+    changes: int = 0  # how often the server changed the kind of plan
+    # As expected with the latest plan, and with plain decoding; None where the call set its lookaheads.
+    expected_ms_per_token: float | None = None
+    plain_ms_per_token: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Stats:
     """Speed of the decoding; the fields that may be None are None if no token was decoded after the first."""
 
@@ -41,6 +53,7 @@ class Stats:
     tokens_per_round: float | None  # mean output tokens per round of the target; 1 is plain decoding
     acceptance: Acceptance
     preempted: int = 0  # how many times its KV was dropped because the server's pool was full
+    controller: Controller = field(default_factory=Controller)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,4 +205,15 @@ def _stats(message: pb.Stats) -> Stats:
             retrieval=acceptance.retrieval if acceptance.HasField("retrieval") else None,
         ),
         preempted=message.preempted,
+        controller=_controller(message.controller),
+    )
+
+
+def _controller(message: pb.Controller) -> Controller:
+    return Controller(
+        plan=message.plan,
+        rounds=dict(message.rounds),
+        changes=message.changes,
+        expected_ms_per_token=message.expected_ms_per_token if message.HasField("expected_ms_per_token") else None,
+        plain_ms_per_token=message.plain_ms_per_token if message.HasField("plain_ms_per_token") else None,
     )

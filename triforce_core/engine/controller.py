@@ -71,6 +71,16 @@ class Recent:
         return (self.total + trust * before) / (self.weight + trust)
 
 
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """What a controller has planned and learned."""
+
+    latest: str  # the latest choice, with the reason
+    rounds: dict[str, int]  # by kind of plan
+    corrections: dict[str, float]  # by kind of plan, under the latest load
+    acceptance: dict[float, Acceptance]  # by temperature
+
+
 class Controller:
     """Plans the rounds of requests that set no lookaheads. The engine's thread calls it.
 
@@ -88,8 +98,19 @@ class Controller:
         self.committed = 0  # tokens, of all requests
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured
         self.trial_until = 0  # all requests decode plainly until so many tokens are committed
+        self.latest, self.load = "", 0  # the latest choice in words, and the load
+        self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
         self.mix: tuple[int, set[str]] = (0, set())  # the requests being decoded, and the kinds of their plans
         self.mixed_at = 0.0  # when that last changed
+
+    def figures(self) -> Figures:
+        """What it has planned and learned so far. Any thread may call this."""
+        return Figures(
+            self.latest,
+            dict(self.rounds),
+            {kind: found.mean(1.0) for (kind, at_load), found in [*self.corrections.items()] if at_load == self.load},
+            {bucket / 4: known.given(UNKNOWN) for bucket, known in [*self.known.items()]},
+        )
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
@@ -117,6 +138,9 @@ class Controller:
         """
         count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count
+        self.load = load(decoding)
+        if sequence.request.lookaheads is None:
+            self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
         known = self._known(sequence)
         known.fade(FADING**count)
         for correction in self.corrections.values():
@@ -170,9 +194,11 @@ class Controller:
             before, drafted.chosen_at = drafted.choice.plan, length
             situation = self._situation(sequence, decoding, refresh_every)
             drafted.choice = choice = choose(self.candidates, situation, before)
+            sequence.stats.expected_ms, sequence.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             if choice.plan.kind != before.kind:
                 sequence.stats.plan_changes += 1
-                log.info("request %d after %d tokens: %s", sequence.request_id, length, choice)
+                self.latest = f"request {sequence.request_id} after {length} tokens: {choice}"
+                log.info(self.latest)
             due = self.committed - self.plain_at.get(load(decoding), -TRIAL_EVERY * len(decoding))
             if choice.plan.speculates and due >= TRIAL_EVERY * len(decoding) and choice.gain < CLEAR:
                 self.trial_until = self.committed + TRIAL * len(decoding)

@@ -241,12 +241,10 @@ class Engine:
         if not prefilling:
             round_s = sequence.lap()
             stats.decode_s += round_s
-            stats.add(proposal.tallies)
-            stats.speculative_rounds += proposal.tallies[0].proposed > 0
-            sequence.round_s = max(0.0, round_s - sequence.stalled_s)
             _, retrieval, draft = work.lookaheads
             plan = Plan(retrieval, draft, work.drafting)
-            stats.plan = str(plan)
+            stats.add(plan, proposal.tallies)
+            sequence.round_s = max(0.0, round_s - sequence.stalled_s)
             if self.controller is not None:
                 undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.cut_s
                 self.controller.learn(sequence, proposal, plan, undisturbed_s, self.scheduler.decoding)

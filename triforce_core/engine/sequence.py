@@ -64,18 +64,31 @@ class Stats:
     decode_s: float = 0.0
     decoded: int = 0  # tokens after the first
     snapshots: int = 0
-    speculative_rounds: int = 0  # rounds of the target with a draft to verify
     plan: str = ""  # of the latest round
+    plans: dict[str, int] = field(default_factory=dict)  # rounds of the target by kind of plan
     plan_changes: int = 0  # how often the controller changed the kind of plan
+    # Where the controller plans: milliseconds per token as expected with its latest choice, and of plain decoding.
+    expected_ms: float | None = None
+    plain_ms: float | None = None
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
+    direct: Tally = Tally()  # the target's part of `tallies` in rounds without the retrieval tier
 
-    def add(self, tallies: tuple[Tally, ...]) -> None:
-        """Add the tallies of one answer of the target; entries beyond the three levels are ignored."""
+    def add(self, plan: Plan, tallies: tuple[Tally, ...]) -> None:
+        """Add a round of the target with its tallies; entries beyond the three levels are ignored."""
         self.tallies = [mine + more for mine, more in zip_longest(self.tallies, tallies[:3], fillvalue=Tally())]
+        if not plan.retrieval:
+            self.direct += tallies[0]
+        self.plan = str(plan)
+        self.plans[plan.kind] = self.plans.get(plan.kind, 0) + 1
 
     def copy(self) -> Stats:
         """A copy of the present figures, which later rounds do not change."""
-        return replace(self, tallies=list(self.tallies))
+        return replace(self, tallies=list(self.tallies), plans=dict(self.plans))
+
+    @property
+    def speculative_rounds(self) -> int:
+        """Rounds in which something was to be drafted."""
+        return sum(rounds for kind, rounds in self.plans.items() if kind != PLAIN.kind)
 
     @property
     def tokens_per_round(self) -> float | None:
@@ -89,10 +102,8 @@ class Stats:
     @property
     def acceptance(self) -> dict[str, float | None]:
         """Share of each drafting tier's verified tokens that the tier above accepted; None where none were verified."""
-        target, retrieval = self.tallies[0], self.tallies[1]
-        if not retrieval.rounds:  # no retrieval tier: the target verified the draft tier's tokens
-            return {"retrieval": None, "draft": target.acceptance}
-        return {"retrieval": target.acceptance, "draft": retrieval.acceptance}
+        target, retrieval, _ = self.tallies
+        return {"retrieval": (target - self.direct).acceptance, "draft": (retrieval + self.direct).acceptance}
 
 
 @dataclass(frozen=True, slots=True)

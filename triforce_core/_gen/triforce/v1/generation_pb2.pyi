@@ -17,7 +17,7 @@ FINISH_REASON_STOP: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("model", "text", "token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop", "timeout_s", "lookaheads", "n", "ignore_eos", "stop_token_ids", "bad_words", "logprobs", "prompt_logprobs", "echo", "json_schema", "json_object", "regex", "choice", "grammar", "priority")
+    __slots__ = ("model", "text", "token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop", "timeout_s", "lookaheads", "n", "ignore_eos", "stop_token_ids", "bad_words", "logprobs", "prompt_logprobs", "echo", "json_schema", "json_object", "regex", "choice", "grammar", "priority", "drafter")
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -41,6 +41,7 @@ class GenerateRequest(_message.Message):
     CHOICE_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     PRIORITY_FIELD_NUMBER: _ClassVar[int]
+    DRAFTER_FIELD_NUMBER: _ClassVar[int]
     model: str
     text: str
     token_ids: TokenIds
@@ -64,7 +65,8 @@ class GenerateRequest(_message.Message):
     choice: Choices
     grammar: str
     priority: int
-    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., lookaheads: _Optional[_Union[Lookaheads, _Mapping]] = ..., n: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ...) -> None: ...
+    drafter: str
+    def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop: _Optional[_Iterable[str]] = ..., timeout_s: _Optional[float] = ..., lookaheads: _Optional[_Union[Lookaheads, _Mapping]] = ..., n: _Optional[int] = ..., ignore_eos: _Optional[bool] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., bad_words: _Optional[_Iterable[str]] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., echo: _Optional[bool] = ..., json_schema: _Optional[str] = ..., json_object: _Optional[bool] = ..., regex: _Optional[str] = ..., choice: _Optional[_Union[Choices, _Mapping]] = ..., grammar: _Optional[str] = ..., priority: _Optional[int] = ..., drafter: _Optional[str] = ...) -> None: ...
 
 class Choices(_message.Message):
     __slots__ = ("values",)
@@ -188,18 +190,41 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("prefill_s", "ms_per_token", "tokens_per_round", "acceptance", "preempted")
+    __slots__ = ("prefill_s", "ms_per_token", "tokens_per_round", "acceptance", "preempted", "controller")
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
+    CONTROLLER_FIELD_NUMBER: _ClassVar[int]
     prefill_s: float
     ms_per_token: float
     tokens_per_round: float
     acceptance: Acceptance
     preempted: int
-    def __init__(self, prefill_s: _Optional[float] = ..., ms_per_token: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., preempted: _Optional[int] = ...) -> None: ...
+    controller: Controller
+    def __init__(self, prefill_s: _Optional[float] = ..., ms_per_token: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., preempted: _Optional[int] = ..., controller: _Optional[_Union[Controller, _Mapping]] = ...) -> None: ...
+
+class Controller(_message.Message):
+    __slots__ = ("plan", "rounds", "changes", "expected_ms_per_token", "plain_ms_per_token")
+    class RoundsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    PLAN_FIELD_NUMBER: _ClassVar[int]
+    ROUNDS_FIELD_NUMBER: _ClassVar[int]
+    CHANGES_FIELD_NUMBER: _ClassVar[int]
+    EXPECTED_MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    PLAIN_MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    plan: str
+    rounds: _containers.ScalarMap[str, int]
+    changes: int
+    expected_ms_per_token: float
+    plain_ms_per_token: float
+    def __init__(self, plan: _Optional[str] = ..., rounds: _Optional[_Mapping[str, int]] = ..., changes: _Optional[int] = ..., expected_ms_per_token: _Optional[float] = ..., plain_ms_per_token: _Optional[float] = ...) -> None: ...
 
 class Acceptance(_message.Message):
     __slots__ = ("draft", "retrieval")
