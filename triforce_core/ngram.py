@@ -6,6 +6,8 @@ themselves, such as edits of a given source or answers that quote a document; ot
 
 from __future__ import annotations
 
+from array import array
+
 from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, wait_in_turn
 
 LONGEST = 3  # three repeated tokens predict well what follows; longer runs are seldom repeated
@@ -13,24 +15,28 @@ SHORTEST = 2  # a single token is repeated too often to predict what follows
 
 
 class Occurrences:
-    """Where each run of `n` tokens of a growing text last ended. The cost of an update depends on the change alone."""
+    """Where each run of `n` tokens of a growing text last ended. The cost of an update depends on the change alone.
+
+    A run is known by its hash, which takes half the memory of the run itself. Two runs of one text hardly ever have the
+    same 64-bit hash, and if they did, only a draft would be wrong.
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.latest: dict[tuple[int, ...], int] = {}  # by run: the position after its latest occurrence
-        self.earlier: list[int] = [0] * n  # by end position: where the same run ended before; 0: nowhere
+        self.latest: dict[int, int] = {}  # by hash of a run: the position after its latest occurrence
+        self.earlier = array("i", [0] * n)  # by end position: where the same run ended before; 0: nowhere
 
     def grow(self, tokens: list[int]) -> None:
         """Add the runs that end in the new part of `tokens`."""
         for end in range(len(self.earlier), len(tokens) + 1):
-            run = tuple(tokens[end - self.n : end])
+            run = hash(tuple(tokens[end - self.n : end]))
             self.earlier.append(self.latest.get(run, 0))
             self.latest[run] = end
 
     def shrink(self, tokens: list[int], length: int) -> None:
         """Forget the runs that end beyond `length`; `tokens` is the text before it is cut."""
         for end in range(len(self.earlier) - 1, max(length, self.n - 1), -1):
-            before, run = self.earlier.pop(), tuple(tokens[end - self.n : end])
+            before, run = self.earlier.pop(), hash(tuple(tokens[end - self.n : end]))
             if before:
                 self.latest[run] = before
             else:
