@@ -175,7 +175,7 @@ class TargetServer(TargetServicer):
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
             least_stall_ms=1e3 * self.engine_thread.engine.least_stall_s,
             kv_tokens=self.engine_thread.engine.kv_tokens,
-            controller=controller and controller_to_proto(controller.figures()),
+            controller=controller_to_proto(controller.figures()) if controller else None,
         )
 
     def stop(self) -> None:

@@ -31,6 +31,23 @@ class Below:
         self.released += sequence_ids
 
 
+class NoProposer:
+    """A proposer of which every proposal is empty."""
+
+    def __init__(self) -> None:
+        self.waiting: list[Work] = []
+
+    def submit(self, work: list[Work]) -> None:
+        self.waiting += work
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        work, self.waiting = self.waiting, []
+        return [Proposal(w.span.sequence_id, w.span.end) for w in work]
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.waiting = [w for w in self.waiting if w.span.sequence_id not in sequence_ids]
+
+
 class Counting:
     """A verifier whose own next token is always the position that it stands at."""
 

@@ -1,11 +1,11 @@
-"""The leaf of the chain: drafting by a model, or no drafting at all. Prompt lookup is in ngram.py."""
+"""Drafting by a model: the half of the lowest tier (leaf.py) that needs one. Prompt lookup is in ngram.py."""
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from time import perf_counter
 
 from triforce_core.kv.base import Forward, Lack
-from triforce_core.messages import Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
+from triforce_core.messages import Origin, Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
 from triforce_core.models.drawing import NO_TOKEN, Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.grammars import Grammars
@@ -13,18 +13,13 @@ from triforce_core.timeline import TIMELINE
 
 
 class ModelProposer:
-    """The leaf of the chain: a model drafts one token after another, for all waiting sequences in one batch."""
+    """A model drafts one token after another, for all waiting sequences in one batch."""
 
     tier = Tier.DRAFT
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None) -> None:
         self.runner, self.drawer = runner, Drawer(runner, grammars, wait_for_grammars=False)
         self.waiting: dict[int, Work] = {}
-
-    @property
-    def held(self) -> Sized:
-        """The sequences that its cache holds."""
-        return self.runner.kv.held
 
     def submit(self, work: list[Work]) -> None:
         wait_in_turn(self.waiting, work)
@@ -33,17 +28,22 @@ class ModelProposer:
         """Draft for all waiting work. Takes as long as the model needs; `timeout_s` is not used."""
         work, self.waiting = list(self.waiting.values()), {}
         drafted: list[tuple[int, ...]] = [()] * len(work)
+        tallies = [Tally()] * len(work)
         lacks: dict[int, Lack] = {}
         active = [i for i, w in enumerate(work) if w.lookaheads[0]]
         while active:
             forwards = [Forward(statement(work[i].span, drafted[i]), num_sampled=1) for i in active]
+            began = perf_counter()
             with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
                 logits, batch = self.runner.forward(forwards)
                 tokens = self.drawer.draw(by_sequence(logits, batch.rows))
+            this_pass = Tally(passes=1, busy_s=perf_counter() - began)
             lacks.update(batch.lacking)
             unfinished = []
             for i in active:
                 span = work[i].span
+                if span.sequence_id in tokens:
+                    tallies[i] += this_pass
                 if tokens.get(span.sequence_id, [NO_TOKEN]) == [NO_TOKEN]:
                     continue
                 drafted[i] += tuple(tokens[span.sequence_id])
@@ -56,16 +56,19 @@ class ModelProposer:
                 ):
                     unfinished.append(i)
             active = unfinished
-        return [self._answer(w, tokens, lacks.get(w.span.sequence_id)) for w, tokens in zip(work, drafted, strict=True)]
+        return [
+            self._answer(w, tokens, lacks.get(w.span.sequence_id), tally)
+            for w, tokens, tally in zip(work, drafted, tallies, strict=True)
+        ]
 
-    def _answer(self, work: Work, tokens: tuple[int, ...], lack: Lack | None) -> Proposal:
+    def _answer(self, work: Work, tokens: tuple[int, ...], lack: Lack | None, tally: Tally) -> Proposal:
         return Proposal(
             sequence_id=work.span.sequence_id,
             start=work.span.end,
             tokens=tokens,
-            origins=bytes([self.tier]) * len(tokens),
+            origins=bytes([Origin.DRAFT]) * len(tokens),
             missing_from=lack.missing_from if lack else None,
-            tallies=(Tally(),),
+            tallies=(tally,),
         )
 
     def release(self, sequence_ids: list[int]) -> None:
@@ -73,27 +76,6 @@ class ModelProposer:
             self.waiting.pop(sequence_id, None)
         self.runner.release(sequence_ids)
         self.drawer.release(sequence_ids)
-
-
-class NoProposer:
-    """The leaf of a chain without a drafter: every proposal is empty."""
-
-    tier = Tier.DRAFT
-    runner = None  # no model
-    held: Sized = ()
-
-    def __init__(self) -> None:
-        self.waiting: list[Work] = []
-
-    def submit(self, work: list[Work]) -> None:
-        self.waiting += work
-
-    def collect(self, timeout_s: float) -> list[Proposal]:
-        work, self.waiting = self.waiting, []
-        return [Proposal(w.span.sequence_id, w.span.end) for w in work]
-
-    def release(self, sequence_ids: list[int]) -> None:
-        self.waiting = [w for w in self.waiting if w.span.sequence_id not in sequence_ids]
 
 
 def statement(span: Span, drafted: tuple[int, ...]) -> Span:

@@ -1,36 +1,45 @@
-"""Prompt lookup: drafts the tokens that followed the most recent earlier occurrence of the sequence's last tokens.
+"""Prompt lookup: finds the tokens that followed the most recent earlier occurrence of the sequence's last tokens.
 
-This leaf of the chain needs no model (Saxena 2023, "Prompt Lookup Decoding"). Acceptance is high in texts that repeat
-themselves, such as edits of a given source or answers that quote a document; other texts get few drafts, at no cost.
+It needs no model (Saxena 2023, "Prompt Lookup Decoding"). Acceptance is high in texts that repeat themselves, such as
+edits of a given source or answers that quote a document; other texts get few drafts, at no cost. The lowest tier
+(leaf.py) drafts with it.
 """
 
 from __future__ import annotations
 
-from triforce_core.messages import Proposal, SequenceSpec, Tally, Tier, Work, wait_in_turn
+from array import array
+from collections.abc import Sequence
+
+from triforce_core.messages import SequenceSpec, Tally
 
 LONGEST = 3  # three repeated tokens predict well what follows; longer runs are seldom repeated
 SHORTEST = 2  # a single token is repeated too often to predict what follows
+SCORED = 4  # tokens of a guess that is scored: about as many as the draft tier is asked for
 
 
 class Occurrences:
-    """Where each run of `n` tokens of a growing text last ended. The cost of an update depends on the change alone."""
+    """Where each run of `n` tokens of a growing text last ended. The cost of an update depends on the change alone.
+
+    A run is known by its hash, which takes half the memory of the run itself. Two runs of one text hardly ever have the
+    same 64-bit hash, and if they did, only a draft would be wrong.
+    """
 
     def __init__(self, n: int) -> None:
         self.n = n
-        self.latest: dict[tuple[int, ...], int] = {}  # by run: the position after its latest occurrence
-        self.earlier: list[int] = [0] * n  # by end position: where the same run ended before; 0: nowhere
+        self.latest: dict[int, int] = {}  # by hash of a run: the position after its latest occurrence
+        self.earlier = array("i", [0] * n)  # by end position: where the same run ended before; 0: nowhere
 
     def grow(self, tokens: list[int]) -> None:
         """Add the runs that end in the new part of `tokens`."""
         for end in range(len(self.earlier), len(tokens) + 1):
-            run = tuple(tokens[end - self.n : end])
+            run = hash(tuple(tokens[end - self.n : end]))
             self.earlier.append(self.latest.get(run, 0))
             self.latest[run] = end
 
     def shrink(self, tokens: list[int], length: int) -> None:
         """Forget the runs that end beyond `length`; `tokens` is the text before it is cut."""
         for end in range(len(self.earlier) - 1, max(length, self.n - 1), -1):
-            before, run = self.earlier.pop(), tuple(tokens[end - self.n : end])
+            before, run = self.earlier.pop(), hash(tuple(tokens[end - self.n : end]))
             if before:
                 self.latest[run] = before
             else:
@@ -49,15 +58,18 @@ class Text:
         self.tokens: list[int] = []
         self.occurrences = [Occurrences(n) for n in range(longest, SHORTEST - 1, -1)]
 
-    def state(self, start: int, tokens: tuple[int, ...]) -> None:
-        """The align rule: keep the text that agrees, replace the rest. `start` must not be beyond the text's end."""
-        held = self.tokens[start : start + len(tokens)]
-        common = start + next((i for i, (a, b) in enumerate(zip(held, tokens, strict=False)) if a != b), len(held))
+    def state(self, start: int, tokens: tuple[int, ...]) -> int:
+        """The align rule: keep the text that agrees, replace the rest. `start` must not be beyond the text's end.
+
+        Returns the position below which the text stays as it was.
+        """
+        common = start + agreeing(self.tokens[start : start + len(tokens)], tokens)
         for occurrences in self.occurrences:
             occurrences.shrink(self.tokens, common)
         self.tokens[common:] = tokens[common - start :]
         for occurrences in self.occurrences:
             occurrences.grow(self.tokens)
+        return common
 
     def continued(self, count: int) -> tuple[int, ...]:
         """At most `count` tokens that followed the longest repeated run at its earlier occurrence, up to a stop token.
@@ -74,41 +86,35 @@ class Text:
         return tuple(drafted)
 
 
-class NgramProposer:
-    """The leaf of the chain in place of a drafting model. Looks up runs of `longest` tokens, then shorter ones."""
+class Trial:
+    """Scores prompt lookup on a text that grows, whether or not lookup drafts it.
 
-    tier = Tier.DRAFT
-    runner = None  # no model
+    Lookup guesses the `SCORED` tokens after the end of the text. When the text has grown by that many, the guess is
+    compared with them, and the next guess is made from the end that the text has then. A guess that found nothing, or
+    is already known to be wrong, waits as long as any other. So no kind of guess is made more often than another.
 
-    def __init__(self, longest: int = LONGEST) -> None:
-        assert longest >= SHORTEST
-        self.longest = longest
-        self.held: dict[int, Text] = {}
-        self.waiting: dict[int, Work] = {}
+    A guess is compared with the text as it is stated at that moment. The end of it may be the next tier's own and may
+    be replaced later, but it is the text on which that tier judges drafts too.
+    """
 
-    def submit(self, work: list[Work]) -> None:
-        wait_in_turn(self.waiting, work)
+    def __init__(self) -> None:
+        self.start = 0  # position of the guess's first token
+        self.guess: tuple[int, ...] | None = None  # empty: lookup found nothing; None: no guess was made yet
 
-    def collect(self, timeout_s: float) -> list[Proposal]:
-        """Answer all waiting work; never block."""
-        work, self.waiting = list(self.waiting.values()), {}
-        return [self._answer(w) for w in work]
+    def score(self, text: Text, unchanged: int) -> Tally:
+        """Counts the guess if `text` now covers it. Call this after each statement; `unchanged` is what it returned."""
+        tally = Tally()
+        # If the text before the guess was replaced, nothing can be said of the guess, and another takes its place.
+        if self.guess is not None and unchanged >= self.start:
+            if len(text.tokens) < self.start + SCORED:
+                return tally
+            right = agreeing(self.guess, text.tokens[self.start : self.start + SCORED])
+            tally = Tally(rounds=1, proposed=len(self.guess), accepted=right, rejected=int(right < len(self.guess)))
+        self.start, self.guess = len(text.tokens), text.continued(SCORED)
+        return tally
 
-    def _answer(self, work: Work) -> Proposal:
-        span = work.span
-        text = self.held.get(span.sequence_id)
-        if text is None and span.start == 0:
-            assert span.spec is not None, "a span from 0 carries the spec"
-            text = self.held[span.sequence_id] = Text(span.spec, self.longest)
-        if text is None or span.start > len(text.tokens):
-            missing_from = 0 if text is None else len(text.tokens)
-            return Proposal(span.sequence_id, span.end, missing_from=missing_from, tallies=(Tally(),))
-        text.state(span.start, span.tokens)
-        room = text.spec.max_length - 1 - span.end  # the target draws the last token itself
-        tokens = text.continued(min(work.lookaheads[0], room))
-        return Proposal(span.sequence_id, span.end, tokens, bytes([self.tier]) * len(tokens), tallies=(Tally(),))
 
-    def release(self, sequence_ids: list[int]) -> None:
-        for sequence_id in sequence_ids:
-            self.waiting.pop(sequence_id, None)
-            self.held.pop(sequence_id, None)
+def agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = enumerate(zip(ours, theirs, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))

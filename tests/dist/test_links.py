@@ -21,10 +21,10 @@ from actors import links
 from actors.links import CHANNEL_OPTIONS, RETRY_S, RemoteProposer
 from actors.serving import LinkServer, TierServer
 from actors.wire import proposal_batch_to_proto
+from tests.by_hand import NoProposer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
 from triforce_core.doorbell import Doorbell
-from triforce_core.drafting import NoProposer
 from triforce_core.messages import GREEDY, Proposal, SequenceSpec, Span, Tier, Work
 
 SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=100)

@@ -11,7 +11,7 @@ from tests.dist.decoding import Tiers
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
-from triforce_core.messages import SamplingParams, Tier
+from triforce_core.messages import Origin, SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -42,6 +42,6 @@ def test_prompt_lookup_serves_as_the_draft_tier(
         [plain] = tiers.decode(request((0, 0)))
         lookups = tiers.decode(request((8, 3)), request((0, 5)))
         assert [decoded.tokens for decoded in lookups] == [plain.tokens] * 2
-        assert all(Tier.DRAFT in decoded.origins for decoded in lookups)
+        assert all(Origin.LOOKUP in decoded.origins for decoded in lookups)
         assert set(tiers.live()) == {"draft", "retrieval", "target"}
         tiers.wait_idle()

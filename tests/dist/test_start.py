@@ -18,7 +18,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine import kept_threads
 from triforce_core.errors import UnavailableError
-from triforce_core.ngram import NgramProposer
+from triforce_core.leaf import Leaf
 
 ELSEWHERE = "192.0.2.77"  # of no machine
 
@@ -92,7 +92,7 @@ def test_a_start_that_takes_long_is_not_waited_for_longer_than_asked(monkeypatch
     """The tier above asks again and again: each call takes a thread of the actor's, of which there are few."""
     actor = DraftActor(settings("none"))
     go_on = threading.Event()
-    monkeypatch.setattr(actor, "proposer", lambda: go_on.wait(30) and NgramProposer(3))
+    monkeypatch.setattr(actor, "proposer", lambda: go_on.wait(30) and Leaf())
     loading = threading.Thread(target=actor.start)
     loading.start()
     while not actor.starting.locked():

@@ -18,12 +18,11 @@ from actors.pipeline import Pipeline
 from actors.serving import LinkServer, TierServer
 from actors.target_server import AsyncServer, TargetServer
 from actors.wire import sampling_to_proto
-from tests.by_hand import Counting, Slots
+from tests.by_hand import Counting, NoProposer, Slots
 from tests.dist.test_links import Quiet
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
-from triforce_core.drafting import NoProposer
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.drafting import ModelProposer
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import KVCache
+from triforce_core.leaf import Leaf
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import load_model, load_tokenizer
 from triforce_core.verification import ModelVerifier
@@ -39,7 +39,8 @@ def caches(decoder: SpeculativeDecoder) -> list[KVCache]:
     below = decoder.proposer
     if isinstance(below, SpeculativeDecoder):
         return [decoder.verifier.runner.kv, *caches(below)]
-    assert isinstance(below, ModelProposer)
+    assert isinstance(below, Leaf)
+    assert below.runner is not None
     return [decoder.verifier.runner.kv, below.runner.kv]
 
 

@@ -16,6 +16,7 @@ from triforce_core.drafting import ModelProposer
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import FinishReason, Request
+from triforce_core.leaf import Leaf
 from triforce_core.messages import SamplingParams
 from triforce_core.models.load import ATTENTION, load_tokenizer, stop_token_ids
 from triforce_core.sampling.guides import Guide
@@ -76,8 +77,9 @@ def test_masks_in_all_tiers_raise_acceptance_and_change_no_token() -> None:
     inner = only_target.decoder.proposer  # type: ignore[attr-defined]
     assert isinstance(inner, SpeculativeDecoder)
     assert isinstance(inner.verifier, ModelVerifier)
-    assert isinstance(inner.proposer, ModelProposer)
-    inner.verifier.drawer.grammars = inner.proposer.drawer.grammars = None
+    assert isinstance(inner.proposer, Leaf)
+    assert isinstance(inner.proposer.model, ModelProposer)
+    inner.verifier.drawer.grammars = inner.proposer.model.drawer.grammars = None
     both = [finish(each, requests()[:20]) for each in (masked, only_target)]
     assert both[0].tokens == both[1].tokens
     acceptance = [

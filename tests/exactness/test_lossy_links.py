@@ -14,15 +14,14 @@ from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.drafting import ModelProposer
 from triforce_core.engine.assembly import draft_proposer, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.snapshot import Snapshot
-from triforce_core.messages import Proposal, Proposer, SamplingParams, Tally, Tier, Work
+from triforce_core.leaf import Leaf
+from triforce_core.messages import Drafting, Proposal, Proposer, SamplingParams, Tally, Tier, Work
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
-from triforce_core.ngram import NgramProposer
 from triforce_core.run_ahead import RunAhead
 from triforce_core.verification import ModelVerifier
 
@@ -69,7 +68,7 @@ class LossyChain:
         self.on_the_way: dict[int, tuple[int, Snapshot]] = {}
         self.versions: dict[int, int] = {}  # that the target knows to have arrived
         self.kv: CountingRetrievalKV
-        self.drafts: ModelProposer | NgramProposer
+        self.drafts: Leaf
         below = self.link(self.make_retrieval)
         retrieval = SETTINGS.retrieval.model_copy(update={"refresh_every": rng.choice([10, 1, 4])})
         settings = SETTINGS.model_copy(update={"retrieval": retrieval})
@@ -88,7 +87,7 @@ class LossyChain:
         return RunAhead(decoder, self.micro_batches)
 
     def make_drafts(self) -> Proposer:
-        self.drafts = NgramProposer(3) if self.by_lookup else draft_proposer(self.drafter, SETTINGS)
+        self.drafts = Leaf() if self.by_lookup else draft_proposer(self.drafter, SETTINGS)
         return self.drafts
 
     def deliver(self, snapshot: Snapshot) -> None:
@@ -121,6 +120,7 @@ class LossyChain:
                 sampling=SamplingParams(rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([0.9, 1.0])),
                 seed=rng.randrange(1000),
                 lookaheads=(rng.choice([0, 1, 4, 8, 8]), rng.choice([0, 1, 3])),
+                drafting=rng.choice([*Drafting]),
             )
             for _ in range(rng.randint(1, 4))
         ]
@@ -141,7 +141,8 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
         outcome = finish(chain.engine, requests)
         assert outcome.tokens == [plain(chain.engine, r) for r in requests], f"run {run}"
         accepted += sum(levels[0].accepted for levels in outcome.tallies)
-        assert isinstance(chain.drafts, ModelProposer)
+        assert chain.drafts.runner is not None
+        assert not chain.drafts.held, "the draft tier keeps a sequence that has ended"
         caches = [chain.engine.scheduler.kv, chain.kv, chain.drafts.runner.kv]
         assert not any(kv.held for kv in caches), "a tier keeps a sequence that has ended"
         assert all(kv.allocator.num_free == kv.allocator.num_slots for kv in caches)
@@ -169,7 +170,6 @@ def test_faults_change_no_token_of_prompt_lookup() -> None:
         requests = chain.requests()
         outcome = finish(chain.engine, requests)
         assert outcome.tokens == [plain(chain.engine, r) for r in requests], f"run {run}"
-        assert isinstance(chain.drafts, NgramProposer)
         assert not chain.drafts.held, "the draft tier keeps a sequence that has ended"
         drafted += sum(levels[1].accepted for levels in outcome.tallies)
     assert drafted > 100

@@ -8,7 +8,6 @@ from transformers import PreTrainedModel
 from actors.tiers import DraftActor
 from tests.conftest import HeldOut
 from triforce_core.config import Settings, load_settings
-from triforce_core.drafting import ModelProposer, NoProposer
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.drafters import DRAFTERS, Drafter, drafter_for, drafter_weights
 from triforce_core.engine.engine import run_to_end
@@ -16,9 +15,9 @@ from triforce_core.engine.inspection import held_of, runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import TriForceError
-from triforce_core.messages import GREEDY, SamplingParams, SequenceSpec, Span, Tier, Work
+from triforce_core.leaf import Leaf
+from triforce_core.messages import GREEDY, Origin, SamplingParams, SequenceSpec, Span, Tier, Work
 from triforce_core.models.load import load_model
-from triforce_core.ngram import NgramProposer
 
 NAMES = ["demo", *DRAFTERS]
 TEXT = tuple(b"the cat and the dog and the cat and the ")
@@ -43,14 +42,16 @@ def target() -> PreTrainedModel:
 
 def test_a_name_that_is_no_drafter_s_is_a_model_s() -> None:
     assert {name: drafter_weights(settings_with(name)) for name in NAMES} == {"demo": "demo"} | dict.fromkeys(DRAFTERS)
-    assert isinstance(made("demo"), ModelProposer)
-    assert isinstance(made("ngram"), NgramProposer)
+    assert made("demo").runner is not None
+    assert made("ngram").runner is None
     with pytest.raises(TriForceError, match="nosuch"):
         load_local_engine(settings_with("nosuch"))
 
 
-def test_without_its_weights_a_model_drafts_nothing() -> None:
-    assert isinstance(drafter_for(settings_with("demo"), None), NoProposer)
+def test_without_its_weights_a_model_leaves_drafting_to_prompt_lookup() -> None:
+    drafter = drafter_for(settings_with("demo"), None)
+    assert isinstance(drafter, Leaf)
+    assert drafter.runner is None
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -64,7 +65,8 @@ def test_every_work_gets_one_answer_of_at_most_the_tokens_asked_for(name: str) -
         for answer in answers:
             assert answer.start == len(TEXT)
             assert len(answer.tokens) <= lookahead
-            assert answer.origins == bytes([Tier.DRAFT]) * len(answer.tokens)
+            origin = Origin.LOOKUP if name == "ngram" else Origin.DRAFT
+            assert answer.origins == bytes([origin]) * len(answer.tokens)
     drafter.release([1, 2, 3])
     assert len(drafter.held) == 0
     assert not drafter.collect(0.0)
@@ -89,7 +91,7 @@ def test_no_drafter_changes_a_token(target: PreTrainedModel, held_out: HeldOut, 
 
 def test_a_new_entry_is_all_that_a_new_drafter_needs(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, in the draft actor, and inside another tier's."""
-    new = NgramProposer(2)
+    new = Leaf(longest=2)
     monkeypatch.setitem(DRAFTERS, "new", lambda: new)
     settings = settings_with("new")
     engine = local_engine(target, None, settings)

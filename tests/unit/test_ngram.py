@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triforce_core.messages import GREEDY, Proposal, SequenceSpec, Span, Tally, Tier, Work
-from triforce_core.ngram import NgramProposer
+from triforce_core.leaf import Leaf
+from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Work
 
 Tokens = tuple[int, ...]
 STOP = 9
@@ -17,7 +17,7 @@ SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=1000, stop_token
 
 
 def ask(
-    proposer: NgramProposer,
+    proposer: Leaf,
     tokens: Tokens,
     lookahead: int = 4,
     *,
@@ -29,8 +29,8 @@ def ask(
     proposer.submit([Work(Span(sequence_id, start, tokens, None if start else spec), (lookahead,))])
     [answer] = proposer.collect(0.0)
     assert (answer.sequence_id, answer.start) == (sequence_id, start + len(tokens))
-    assert answer.origins == bytes([Tier.DRAFT]) * len(answer.tokens)
-    assert answer.tallies == (Tally(),)
+    assert answer.origins == bytes([Origin.LOOKUP]) * len(answer.tokens)
+    assert len(answer.tallies) == 1
     return answer
 
 
@@ -52,17 +52,17 @@ def ask(
     ],
 )
 def test_what_followed_the_last_tokens_before(text: Tokens, lookahead: int, expected: Tokens) -> None:
-    assert ask(NgramProposer(3), text, lookahead).tokens == expected
+    assert ask(Leaf(), text, lookahead).tokens == expected
 
 
 @pytest.mark.parametrize(("max_length", "count"), [(12, 4), (11, 3), (9, 1), (8, 0), (7, 0)])
 def test_the_last_token_is_left_to_the_target(max_length: int, count: int) -> None:
     text = (1, 2, 3, 4, 5, 1, 2)
-    assert len(ask(NgramProposer(3), text, 4, spec=replace(SPEC, max_length=max_length)).tokens) == count
+    assert len(ask(Leaf(), text, 4, spec=replace(SPEC, max_length=max_length)).tokens) == count
 
 
 def test_a_statement_beyond_what_is_held_is_answered_by_what_is_missing() -> None:
-    proposer = NgramProposer(3)
+    proposer = Leaf()
     assert ask(proposer, (1, 2), start=5).missing_from == 0
     assert not proposer.held
     assert ask(proposer, (1, 2, 3)).missing_from is None
@@ -72,7 +72,7 @@ def test_a_statement_beyond_what_is_held_is_answered_by_what_is_missing() -> Non
 
 
 def test_work_that_is_replaced_still_states_what_it_stated() -> None:
-    proposer = NgramProposer(3)
+    proposer = Leaf()
     proposer.submit([Work(Span(1, 0, (1, 2, 3), SPEC), (4,))])
     proposer.submit([Work(Span(1, 3, (1, 2)), (1,))])
     assert [p.tokens for p in proposer.collect(0.0)] == [(3,)]
@@ -80,7 +80,7 @@ def test_work_that_is_replaced_still_states_what_it_stated() -> None:
 
 
 def test_release_is_idempotent_and_forgets() -> None:
-    proposer = NgramProposer(3)
+    proposer = Leaf()
     ask(proposer, (1, 2, 3, 1, 2))
     ask(proposer, (1, 2, 4, 1, 2), sequence_id=2)
     proposer.submit([Work(Span(1, 5, (3,)), (1,))])
@@ -116,7 +116,7 @@ statements = st.lists(st.tuples(st.integers(0, 15), tokens, st.integers(0, 6)), 
 def test_any_statements_find_what_a_search_finds(
     first: Tokens, statements: list[tuple[int, Tokens, int]], longest: int, max_length: int
 ) -> None:
-    proposer, spec = NgramProposer(longest), replace(SPEC, max_length=max_length)
+    proposer, spec = Leaf(longest=longest), replace(SPEC, max_length=max_length)
     text = first
     assert ask(proposer, text, 3, spec=spec).tokens == searched(text, longest, 3, spec)
     for back, said, lookahead in statements:
@@ -126,7 +126,7 @@ def test_any_statements_find_what_a_search_finds(
         assert found.missing_from is None
         assert found.tokens == searched(text, longest, lookahead, spec)
     ask(proposer, (), 1, start=0, spec=spec)  # back to nothing
-    assert not any(occurrences.latest for occurrences in proposer.held[1].occurrences), "runs of no text are kept"
+    assert not any(occurrences.latest for occurrences in proposer.held[1].text.occurrences), "runs of no text are kept"
 
 
 class Counted(int):
@@ -141,7 +141,7 @@ class Counted(int):
 
 @pytest.mark.parametrize("context", [100, 10_000])
 def test_a_step_looks_up_what_is_new_whatever_the_context(context: int) -> None:
-    proposer = NgramProposer(3)
+    proposer = Leaf()
     ask(proposer, tuple(Counted(i * i % 97) for i in range(context)))
     before = Counted.lookups
     ask(proposer, tuple(map(Counted, (1, 2, 3))), start=context)

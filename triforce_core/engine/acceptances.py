@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from triforce_core.messages import Tally
+from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
-
-SCORED = 4
 
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 TRUST = 10.0  # tokens: the weight of what was known before, beside what is learned

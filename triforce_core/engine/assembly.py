@@ -27,6 +27,7 @@ from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
 from triforce_core.models.fuse import fuse
@@ -44,8 +45,8 @@ MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEA
 FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
 
 
-def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
-    """The draft tier that runs `model`."""
+def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
+    """The draft tier that runs `model`, and looks up too where it is asked to."""
     window = WindowSettings(window=settings.draft.window, slack=settings.draft.slack)
     positions = context_length(model.config)
     rule = f"makes a cache of {window.capacity} tokens, which must fit the drafter's {positions} positions"
@@ -54,9 +55,8 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> ModelProposer:
     num_bytes = geometry.bytes_per_token * window.capacity * sequences
     check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
     kv = StreamingKV(geometry, sequences, window, kernel_for(settings, geometry.head_dim))
-    return ModelProposer(
-        runner_for(model, kv, settings, FEW_DRAFT_TOKENS), grammars_for(settings, model.config.vocab_size)
-    )
+    runner = runner_for(model, kv, settings, FEW_DRAFT_TOKENS)
+    return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
@@ -196,7 +196,8 @@ def local_engine(
     """The engine of a whole chain in this process.
 
     Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the settings name a
-    model for it, the draft tier proposes nothing. With `ranks`, target and retrieval tier are divided over the ranks.
+    model for it, drafts come from prompt lookup alone. With `ranks`, target and retrieval tier are divided over the
+    ranks.
     """
     own = target if self_drafter is None else self_drafter
     full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)

@@ -15,9 +15,10 @@ from math import ceil, isnan
 from statistics import fmean
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
-from triforce_core.engine.acceptances import SCORED, Acceptances, Drafted
+from triforce_core.engine.acceptances import Acceptances, Drafted
 from triforce_core.engine.sequence import Sequence
 from triforce_core.messages import Drafting, Proposal, Tally
+from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Situation, choose, expected_round, plans
 
 log = logging.getLogger(__name__)

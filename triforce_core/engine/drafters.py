@@ -10,8 +10,8 @@ from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from triforce_core.config import Settings
+from triforce_core.leaf import Leaf
 from triforce_core.messages import Proposer, Tier
-from triforce_core.ngram import NgramProposer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -37,7 +37,7 @@ class Drafter(Proposer, Protocol):
         ...
 
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NgramProposer}
+DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": Leaf}
 
 
 def drafter_weights(settings: Settings) -> str | None:
@@ -47,12 +47,13 @@ def drafter_weights(settings: Settings) -> str | None:
 
 def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
     """The draft tier. `model` is the loaded model that `drafter_weights` names. If it names one and `model` is None,
-    nothing is drafted.
+    drafts come from prompt lookup alone.
     """
     if make := DRAFTERS.get(settings.draft.model):
         return make()
+    if model is None:
+        return Leaf()
     # Imported late: engine.assembly imports this module, and drafters without a model should not load transformers.
-    from triforce_core.drafting import NoProposer
     from triforce_core.engine.assembly import draft_proposer
 
-    return NoProposer() if model is None else draft_proposer(model, settings)
+    return draft_proposer(model, settings)

@@ -71,7 +71,7 @@ class Stats:
     expected_ms: float | None = None
     plain_ms: float | None = None
     tallies: list[Tally] = field(default_factory=lambda: [Tally(), Tally(), Tally()])  # target, retrieval, draft level
-    direct: Tally = Tally()  # the target's part of `tallies` in rounds without the retrieval tier
+    direct: Tally = field(default_factory=Tally)  # the target's part of `tallies` in rounds without the retrieval tier
 
     def add(self, plan: Plan, tallies: tuple[Tally, ...]) -> None:
         """Add a round of the target with its tallies; entries beyond the three levels are ignored."""
