@@ -45,7 +45,7 @@ def decode(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Plain decoding against TriForce on the same held-out text, in alternating order."""
+    """Plain decoding against TriForce and the controller on the same held-out text, in alternating order."""
     from triforce_core.bench.decode import bench_decode
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.engine.followers import local_ranks
