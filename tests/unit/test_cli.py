@@ -348,7 +348,10 @@ def test_bench_decode_reports_what_it_promises(
     assert run(monkeypatch, "bench", "decode", *small) == 0
     result = json.loads(capsys.readouterr().out)
     assert result["identical"] is True
-    assert result["speedup"] == pytest.approx(result["autoregressive_ms_per_token"] / result["triforce_ms_per_token"])
+    for mode, speedup in (("triforce", "speedup"), ("controller", "controller_speedup")):
+        ratio = result["autoregressive_ms_per_token"] / result[f"{mode}_ms_per_token"]
+        assert result[speedup] == pytest.approx(ratio)
+    assert 0 <= result["controller_speculative_share"] <= 1
     assert set(result["step_ms"]) == {"draft", "retrieval", "target", "plain"}
     assert all(ms > 0 for ms in result["step_ms"].values())
     assert result["tokens_per_round"] > 1

@@ -1,4 +1,6 @@
-"""`triforce bench decode`: plain decoding against TriForce on the same held-out text, in one process and one run."""
+"""`triforce bench decode`: plain decoding against TriForce on the same held-out text, in one process and one run. The
+controller, which chooses between the two and other plans, takes its turn as well.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from triforce_core.bench.pairs import pooled, speculative_share
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine, run_to_end
@@ -82,7 +85,7 @@ def bench_decode(
     report: Report,
     ranks: Leader | None = None,
 ) -> dict[str, Any]:
-    """Run the benchmark and return its figures. Every run has its own prefill; the two modes alternate."""
+    """Run the benchmark and return its figures. Every run has its own prefill; the modes alternate."""
     load_before = os.getloadavg()[0]
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
     engine = load_local_engine(settings, ranks=ranks)
@@ -90,20 +93,26 @@ def bench_decode(
     choose_threads(engine, settings, report)
     threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(engine).items()}
 
-    def run(lookaheads: tuple[int, int], max_tokens: int = output) -> Measurement:
+    def run(lookaheads: tuple[int, int] | None, max_tokens: int = output) -> Measurement:
         return Measurement(engine, Request(prompt, max_tokens, sampling, seed, lookaheads))
 
     run(settings.speculation.effective, min(output, 32))  # warm-up: memory, threads, caches
     plain: list[Measurement] = []
     speculative: list[Measurement] = []
+    controlled: list[Measurement] = []
     for repeat in range(repeats):
-        modes = [(plain, (0, 0), "plain"), (speculative, settings.speculation.effective, "TriForce")]
+        modes = [
+            (plain, (0, 0), "plain"),
+            (speculative, settings.speculation.effective, "TriForce"),
+            (controlled, None, "controller"),
+        ]
         for runs, lookaheads, name in modes if repeat % 2 == 0 else reversed(modes):
             runs.append(run(lookaheads))
             report(f"{name} {repeat + 1}/{repeats}: {runs[-1].ms_per_token:.2f} ms a token")
     last = speculative[-1].stats
     plain_ms = statistics.median(r.ms_per_token for r in plain)
     triforce_ms = statistics.median(r.ms_per_token for r in speculative)
+    controller_ms = statistics.median(r.ms_per_token for r in controlled)
     result: dict[str, Any] = {
         "context": context,
         "output": output,
@@ -120,8 +129,11 @@ def bench_decode(
         "autoregressive_ms_per_token": plain_ms,
         "triforce_ms_per_token": triforce_ms,
         "speedup": plain_ms / triforce_ms,
+        "controller_ms_per_token": controller_ms,
+        "controller_speedup": plain_ms / controller_ms,
+        "controller_speculative_share": speculative_share(pooled(r.stats for r in controlled)),
         "noise": (max(r.ms_per_token for r in plain) - min(r.ms_per_token for r in plain)) / plain_ms,
-        "identical": all(r.tokens == plain[0].tokens for r in [*plain, *speculative]),
+        "identical": all(r.tokens == plain[0].tokens for r in [*plain, *speculative, *controlled]),
         "tokens_per_round": last.tokens_per_round,
         "acceptance": last.acceptance,
         "repeated_16gram_share": repeated_share(plain[0].tokens),
@@ -131,7 +143,7 @@ def bench_decode(
             "target": step_ms(speculative, "target"),
             "plain": step_ms(plain, "target"),
         },
-        "prefill_s": statistics.median(r.stats.prefill_s for r in [*plain, *speculative]),
+        "prefill_s": statistics.median(r.stats.prefill_s for r in [*plain, *speculative, *controlled]),
     }
     if with_transformers:
         result["transformers"] = transformers_decode(settings, list(prompt), output, report)

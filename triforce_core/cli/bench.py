@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 
 from triforce_core.cli.bench_serve import serve
+from triforce_core.cli.bench_sweep import sweep
 from triforce_core.cli.figures import show_figures
 from triforce_core.cli.options import (
     JsonOption,
@@ -28,6 +29,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="run at any load aver
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within one run.")
 bench_app.command()(serve)
+bench_app.command()(sweep)
 
 
 @bench_app.command()
@@ -45,7 +47,7 @@ def decode(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Plain decoding against TriForce on the same held-out text, in alternating order."""
+    """Plain decoding against TriForce and the controller on the same held-out text, in alternating order."""
     from triforce_core.bench.decode import bench_decode
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.engine.followers import local_ranks
