@@ -108,11 +108,16 @@ class PassCosts:
         """What a pass over these parts will take; 0 before the first pass of its kind."""
         return float(self._of(parts).fitted() @ size_of(parts))
 
+    def fit(self) -> None:
+        """Take in the passes that wait."""
+        self.few.fitted()
+        self.many.fitted()
+
     def alike(self, batch: int, before: float) -> Callable[[float], float]:
         """By number of tokens, what a pass takes over so many sequences that have as many tokens each after `before`
-        others; 0 before the first pass.
+        others, as known when `fit` was last called; 0 before the first pass.
         """
-        few, many = self.few.fitted().tolist(), (self.many if self.many.known else self.few).fitted().tolist()
+        few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 
         def seconds(tokens: float) -> float:
             a_pass, a_sequence, a_token, a_key, a_pair = many if batch * tokens >= MANY_TOKENS else few

@@ -135,8 +135,8 @@ def test_plain_decoding_may_be_the_best_fixed_plan() -> None:
 
 def test_counts_are_those_of_all_runs() -> None:
     level = (Tally(rounds=2, proposed=8, accepted=6, rejected=1), Tally(), Tally())
-    speculative = Stats(decoded=8, speculative_rounds=2, tallies=list(level))
-    plain = Stats(decoded=4, tallies=[Tally(rounds=4), Tally(), Tally()])
+    speculative = Stats(decoded=8, plans={"model": 2}, tallies=list(level), direct=level[0])
+    plain = Stats(decoded=4, plans={"plain": 4}, tallies=[Tally(rounds=4), Tally(), Tally()], direct=Tally(rounds=4))
     auto = figures_of({"plain": [one(1), one(1)], "auto": [one(1, stats=speculative), one(1, stats=plain)]})["modes"][
         "auto"
     ]

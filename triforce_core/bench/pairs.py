@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -29,8 +30,9 @@ def pooled(stats: Iterable[Stats]) -> Stats:
     total = Stats()
     for each in stats:
         total.decoded += each.decoded
-        total.speculative_rounds += each.speculative_rounds
-        total.add(tuple(each.tallies))
+        total.plans = dict(Counter(total.plans) + Counter(each.plans))
+        total.tallies = [a + b for a, b in zip(total.tallies, each.tallies, strict=True)]
+        total.direct += each.direct
     return total
 
 

@@ -193,6 +193,8 @@ class Controller:
             return PLAIN
         if length - drafted.chosen_at >= REPLAN:
             before, drafted.chosen_at = drafted.choice.plan, length
+            for costs in (self.target, self.retrieval, self.draft):
+                costs.fit()
             situation = self._situation(sequence, decoding, refresh_every)
             drafted.choice = choice = choose(self.candidates, situation, before)
             sequence.stats.expected_ms, sequence.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s

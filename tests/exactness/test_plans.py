@@ -1,0 +1,100 @@
+"""The tokens do not depend on the controller: whatever plans it draws, they are those of plain decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Several
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.exactness.cases import Case, models
+from tests.random_models import random_tokens
+from triforce_core.engine.assembly import local_engine
+from triforce_core.engine.controller import Controller
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.messages import Drafting, Origin, SamplingParams
+from triforce_core.plans import Plan
+
+CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
+REQUESTS, MOST = 4, 60
+
+
+class AnyPlan(Controller):
+    """Draws plans at random, and may keep one for a few rounds."""
+
+    rng = random.Random(0)
+
+    def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
+        super().plan(sequence, decoding, refresh_every)  # what it would do must not raise
+        if self.rng.random() < 0.4:
+            return sequence.plan
+        return Plan(self.rng.choice((0, 0, 1, 4, 6)), self.rng.choice((0, 1, 3)), self.rng.choice(list(Drafting)))
+
+
+def engine(controller: type[Controller] | None) -> Engine:
+    of_target, of_retrieval, drafter = models(CASE)
+    it = local_engine(of_target, drafter, CASE.settings, of_retrieval)
+    assert it.controller is not None
+    it.controller = controller(it.controller.tiers) if controller else None
+    return it
+
+
+def requests(seed: int, lookaheads: tuple[int, int] | None) -> list[Request]:
+    """Half of the prompts repeat themselves, so that prompt lookup finds something."""
+    return [
+        Request(
+            random_tokens(40, seed=seed + n) * 4 if n % 2 else random_tokens(150 + 60 * n, seed=seed + n),
+            MOST,
+            SamplingParams((0.0, 0.7, 1.0, 0.7)[n], repetition_penalty=1.0),
+            seed=seed + n,
+            lookaheads=lookaheads,
+        )
+        for n in range(REQUESTS)
+    ]
+
+
+def run(it: Engine, asked: list[Request]) -> tuple[list[tuple[int, ...]], set[int], set[str]]:
+    """The tokens of each request, where tokens came from, and the kinds of plans."""
+    tokens: dict[int, list[int]] = {it.submit(request): [] for request in asked}
+    origins: set[int] = set()
+    kinds: set[str] = set()
+    while not it.idle:
+        for output in it.run_once():
+            tokens[output.sequence_id] += output.tokens
+            origins |= set(output.origins)
+            kinds |= set(output.stats.plans)
+    return [tuple(each) for each in tokens.values()], origins, kinds
+
+
+@pytest.fixture(scope="module")
+def engines() -> tuple[Engine, Engine, Engine]:
+    return engine(None), engine(AnyPlan), engine(Controller)
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(seed=st.integers(0, 2**20))
+def test_any_plans_give_the_tokens_of_plain_decoding(engines: tuple[Engine, Engine, Engine], seed: int) -> None:
+    plain, any_plan, own = engines
+    AnyPlan.rng.seed(seed)
+    expected = [run(plain, [request])[0][0] for request in requests(seed, (0, 0))]
+    assert run(any_plan, requests(seed, None))[0] == expected
+    assert run(own, requests(seed, None))[0] == expected
+
+
+def test_all_kinds_of_plans_were_drawn(engines: tuple[Engine, Engine, Engine]) -> None:
+    AnyPlan.rng.seed(0)
+    _, origins, kinds = run(engines[1], requests(1, None))
+    assert origins == set(map(int, Origin))
+    assert kinds == {"plain", "retrieval"} | {
+        f"{above}{drafter}" for above in ("", "retrieval+") for drafter in ("model", "lookup", "both")
+    }
+
+
+def test_a_request_may_pin_its_plan(engines: tuple[Engine, Engine, Engine]) -> None:
+    [request] = requests(3, (4, 2))[1:2]
+    _, _, kinds = run(engines[2], [replace(request, drafting=Drafting.LOOKUP)])
+    assert kinds == {"retrieval+lookup"}
