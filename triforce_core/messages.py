@@ -190,6 +190,11 @@ class Tally(NamedTuple):
     busy_s: float = 0.0  # seconds that these passes took, with the drawing of their tokens
 
     @property
+    def counts(self) -> Tally:
+        """The same without seconds: equal where the same was done."""
+        return self._replace(busy_s=0.0)
+
+    @property
     def acceptance(self) -> float | None:
         """The chance that a token is accepted if all before it were (alpha in docs/simulate.md). None without data."""
         judged = self.accepted + self.rejected

@@ -201,7 +201,7 @@ def finish(engine: Engine, requests: list[Request]) -> Outcome:
     tallies: dict[int, list[Tally]] = {}
     for output in run_to_end(engine, requests):
         got[output.sequence_id] = got.get(output.sequence_id, ()) + output.tokens
-        tallies[output.sequence_id] = output.stats.tallies
+        tallies[output.sequence_id] = [tally.counts for tally in output.stats.tallies]
     return Outcome([got[i] for i in sorted(got)], [tallies[i] for i in sorted(got)])
 
 

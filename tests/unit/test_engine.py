@@ -12,7 +12,7 @@ from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Request
-from triforce_core.messages import GREEDY, Proposal
+from triforce_core.messages import GREEDY, Proposal, Tally
 
 
 class NoSnapshots:
@@ -108,7 +108,11 @@ def test_what_is_cancelled_frees_its_slots_in_the_same_turn(engine: Engine, belo
 def test_a_round_begins_with_no_stall_behind_it(engine: Engine, below: Below) -> None:
     """And what the round took by itself is known then."""
     sequence_id = engine.submit(request(max_tokens=9))
-    below.answers = [[Proposal(sequence_id, 2, (7,), b"\2")], [], [Proposal(sequence_id, 3, (8,), b"\2")]]
+    below.answers = [
+        [Proposal(sequence_id, 2, (7,), b"\2")],
+        [],
+        [Proposal(sequence_id, 3, (8,), b"\2", tallies=(Tally(1),))],
+    ]
     engine.run_once()
     engine.run_once()
     live = engine.scheduler.live[sequence_id]

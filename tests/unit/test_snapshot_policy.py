@@ -9,6 +9,7 @@ from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
 from triforce_core.messages import GREEDY, SequenceSpec
+from triforce_core.plans import Plan
 
 Sent = tuple[int, int]  # position, base
 
@@ -79,5 +80,5 @@ def test_lost_changes_are_followed_by_a_whole_snapshot_once() -> None:
 
 def test_whoever_does_not_draft_gets_none() -> None:
     it = Recorder(refresh_every=1)
-    it.sequence.request = Request((1,), 5, GREEDY, 0, (0, 3))
+    it.sequence.plan = Plan(0, 3)
     assert it.grow(5, wanted=True) == []

@@ -17,7 +17,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.client.results import FINISH_REASONS
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.errors import InvalidValueError
-from triforce_core.messages import GREEDY, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
+from triforce_core.messages import GREEDY, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
 ids = st.integers(0, 2**64 - 1)
 positions = st.integers(0, 2**32 - 1)
@@ -81,7 +81,7 @@ def proposals(draw: st.DrawFn) -> Proposal:
     )
 
 
-works = st.builds(Work, spans(), st.lists(positions, max_size=3).map(tuple), st.booleans())
+works = st.builds(Work, spans(), st.lists(positions, max_size=3).map(tuple), st.booleans(), st.sampled_from(Drafting))
 
 
 REQUEST_FIELDS = {
@@ -89,7 +89,7 @@ REQUEST_FIELDS = {
     "max_tokens": positions,
     "sampling": samplings,
     "seed": st.integers(-(2**63), 2**63 - 1),
-    "lookaheads": st.tuples(st.integers(0, 64), st.integers(0, 64)),
+    "lookaheads": st.none() | st.tuples(st.integers(0, 64), st.integers(0, 64)),
     "stop_token_ids": token_tuples,
     "resume": token_tuples,
     "grammar": st.text(max_size=8),
@@ -97,6 +97,7 @@ REQUEST_FIELDS = {
     "prompt_logprobs": st.none() | positions,
     "priority": st.integers(-(2**31), 2**31 - 1),
     "timeout_s": st.none() | st.floats(allow_nan=False),
+    "drafting": st.sampled_from(Drafting),
 }
 
 
@@ -104,7 +105,7 @@ REQUEST_FIELDS = {
 def test_requests_survive_the_wire(request: Request) -> None:
     assert REQUEST_FIELDS.keys() == Request.__dataclass_fields__.keys()
     sent = wire.request_to_proto(request).SerializeToString()
-    assert request_from_proto(pb.DecodeRequest.FromString(sent), (8, 3)) == request
+    assert request_from_proto(pb.DecodeRequest.FromString(sent), None) == request
 
 
 @given(st.lists(works, max_size=3), st.lists(ids, max_size=3))
@@ -208,7 +209,7 @@ BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
 BAD_PROPOSALS: list[tuple[str, Callable[[pb.Proposal], object]]] = [
     ("tokens", lambda proposal: proposal.tokens.append(2**31)),
     ("origins", lambda proposal: proposal.ClearField("origins")),
-    ("origins", lambda proposal: setattr(proposal, "origins", b"\x00\x03")),
+    ("origins", lambda proposal: setattr(proposal, "origins", b"\x00\x04")),
     ("tallies[0]", lambda proposal: setattr(proposal.tallies[0], "accepted", 2)),
 ]
 

@@ -19,7 +19,7 @@ from triforce_core.engine.acceptances import Acceptances, Drafted
 from triforce_core.engine.sequence import Sequence
 from triforce_core.messages import Drafting, Proposal, Tally
 from triforce_core.ngram import SCORED
-from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Situation, choose, expected_round, plans
+from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, expected_round, plans
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +96,8 @@ class Controller:
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         self.cut_s, self.renewal_s = Recent(), Recent()  # per token of text, and per snapshot
+        # Rounds that no correction knows yet: kind of plan, load, what was expected, seconds.
+        self.rounds_s: list[tuple[str, int, Round, float]] = []
         self.committed = 0  # tokens, of all requests
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured
         self.trial_until = 0  # all requests decode plainly until so many tokens are committed
@@ -169,10 +171,7 @@ class Controller:
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if len(mix[1]) == 1 and sequence.clock - round_s >= self.mixed_at and not unanswered:
             expected = expected_round(plan, self._acceptance(sequence, decoding))
-            if expected_s := self._costs(decoding).round_s(expected):
-                ratio = min(max(round_s / expected_s, 0.1), 10.0)
-                for kind in {plan.kind, SPECULATIVE if plan.speculates else plan.kind}:
-                    self.corrections.setdefault((kind, load(decoding)), Recent()).add(ratio)
+            self.rounds_s.append((plan.kind, self.load, expected, round_s))
             if not plan.speculates:
                 self.plain_at[load(decoding)] = self.committed
 
@@ -193,8 +192,7 @@ class Controller:
             return PLAIN
         if length - drafted.chosen_at >= REPLAN:
             before, drafted.chosen_at = drafted.choice.plan, length
-            for costs in (self.target, self.retrieval, self.draft):
-                costs.fit()
+            self._correct(decoding)
             situation = self._situation(sequence, decoding, refresh_every)
             drafted.choice = choice = choose(self.candidates, situation, before)
             sequence.stats.expected_ms, sequence.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
@@ -216,6 +214,18 @@ class Controller:
         itself. While such rounds succeed, each is followed by another.
         """
         return self.probe if length >= drafted.probe_at else PLAIN
+
+    def _correct(self, decoding: Several[Sequence]) -> None:
+        """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
+        for tier in (self.target, self.retrieval, self.draft):
+            tier.fit()
+        costs = self._costs(decoding)
+        for kind, at_load, expected, round_s in self.rounds_s:
+            if at_load == load(decoding) and (expected_s := costs.round_s(expected)):
+                ratio = min(max(round_s / expected_s, 0.1), 10.0)
+                for each in {kind, kind if kind == PLAIN.kind else SPECULATIVE}:
+                    self.corrections.setdefault((each, at_load), Recent()).add(ratio)
+        self.rounds_s.clear()
 
     def _situation(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Situation:
         length, remaining = len(sequence.tokens), sequence.spec.max_length - len(sequence.tokens)
