@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from tests.by_hand import Below, Counting
@@ -21,3 +23,9 @@ def verifier() -> Counting:
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusals:
     return Refusals(monkeypatch, capsys)
+
+
+@pytest.fixture(autouse=True)
+def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tests that run benchmarks time nothing, so they need not wait for those of other processes."""
+    monkeypatch.setattr("triforce_core.bench.machine.LOCK", tmp_path / "bench.lock")

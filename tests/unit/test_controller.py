@@ -181,11 +181,11 @@ def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
 
 
 def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
-    """From 64 tokens on, decoding takes as long as plain decoding."""
+    """From 64 tokens on, decoding takes about as long as plain decoding."""
     server = Decoding(MACHINES["repetitive"])
     for _ in range(3):
         server.request(256)
     trace = server.request(1024, turns=MACHINES["unpredictable"])[1]
     after = [plan for done, plan in trace if done >= 512 + 64]
     plain_s = Decoding(server.machine).request(448, PLAIN)[0]
-    assert fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) <= 1.05 * plain_s
+    assert fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) <= 1.1 * plain_s
