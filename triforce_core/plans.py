@@ -71,14 +71,17 @@ class Costs(NamedTuple):
     passes make up a round.
     """
 
+    plain_s: float  # a pass of the target over one token of every sequence
     target: Pass
     retrieval: Pass
     draft: Pass
-    groups: int = 1  # micro-batches that the sequences are divided into
+    groups: int = 1  # micro-batches that sequences with drafts are divided into
     overlapping: bool = False  # whether tiers have devices of their own, and so work at the same time
 
     def round_s(self, expected: Round) -> float:
         """The seconds from one answer of the target for a sequence to the next."""
+        if not expected.proposed:
+            return self.plain_s
         tiers = [self.target(1 + expected.proposed)]
         if expected.passes:
             tiers.append(expected.passes * self.retrieval(1 + expected.verified))
@@ -166,7 +169,7 @@ class Situation(NamedTuple):
     costs: Costs
     acceptance: Acceptance
     correction: Callable[[str], float]  # by kind of plan: what rounds took, relative to what was expected of them
-    cut_s: float  # for a request without a usable snapshot: the seconds that the engine takes to cut one
+    cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until the request ends, or until so many that the future is unknown
 
@@ -193,7 +196,7 @@ class Choice(NamedTuple):
         return f"{self.plan}, {1e3 * self.seconds:.1f} ms a token expected, {1e3 * self.plain_s:.1f} if plain"
 
 
-WORTHWHILE = 0.97  # a plan must take less than this part of the time of plain decoding
+WORTHWHILE = 0.95  # a plan must take less than this part of the time of plain decoding
 CHANGE = 0.95  # and less than this part of the time of the plan that it replaces
 
 

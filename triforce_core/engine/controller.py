@@ -161,7 +161,7 @@ class Controller:
             else:  # tiers that did not take part until now had to catch up
                 drafted.unpaid_s -= min(gained_s, 0)
         drafted.latest = plan.kind
-        mix = len(decoding), {s.plan.kind for s in decoding}
+        mix = len(decoding), {settled_kind(s) for s in decoding}
         if mix != self.mix:
             self.mix, self.mixed_at = mix, sequence.clock
         if plan == self.probe:
@@ -169,7 +169,7 @@ class Controller:
             failed = proposal.tallies[0].accepted < plan.draft
             drafted.probe_at = proposal.start + count + failed * int(max(PROBE, loss / LOSS_SHARE))
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
-        if len(mix[1]) == 1 and sequence.clock - round_s >= self.mixed_at and not unanswered:
+        if mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             expected = expected_round(plan, self._acceptance(sequence, decoding))
             self.rounds_s.append((plan.kind, self.load, expected, round_s))
             if not plan.speculates:
@@ -191,15 +191,16 @@ class Controller:
         if sequence.stats.decoded < FIRST_TOKENS or self.committed < self.trial_until:
             return PLAIN
         if length - drafted.chosen_at >= REPLAN:
-            before, drafted.chosen_at = drafted.choice.plan, length
+            before = drafted.choice.plan
             self._correct(decoding)
-            situation = self._situation(sequence, decoding, refresh_every)
-            drafted.choice = choice = choose(self.candidates, situation, before)
-            sequence.stats.expected_ms, sequence.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
+            choice = choose(self.candidates, self._situation(sequence, decoding, refresh_every), before)
+            for each in self._together(sequence, decoding):
+                each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
+                each.drafted.choice, each.drafted.chosen_at = choice, len(each.tokens)
+                each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
+            self.latest = f"{len(decoding)} requests, {length} tokens: {choice}"
             if choice.plan.kind != before.kind:
-                sequence.stats.plan_changes += 1
-                self.latest = f"request {sequence.request_id} after {length} tokens: {choice}"
-                log.info(self.latest)
+                log.info("request %d of %s", sequence.request_id, self.latest)
             due = self.committed - self.plain_at.get(load(decoding), -TRIAL_EVERY * len(decoding))
             if choice.plan.speculates and due >= TRIAL_EVERY * len(decoding) and choice.gain < CLEAR:
                 self.trial_until = self.committed + TRIAL * len(decoding)
@@ -230,12 +231,13 @@ class Controller:
     def _situation(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Situation:
         length, remaining = len(sequence.tokens), sequence.spec.max_length - len(sequence.tokens)
         current = sequence.last_cut is not None and length - sequence.last_cut.position < 2 * refresh_every
+        together = len(self._together(sequence, decoding))  # the engine cuts the snapshots of all of them
         return Situation(
             self._costs(decoding),
             self._acceptance(sequence, decoding),
             lambda kind: self._corrected(kind, load(decoding)),
-            cut_s=0.0 if current else self.cut_s.mean(0, 1e-3) * length,
-            renewal_s=self.renewal_s.mean(0, 1e-3) / refresh_every,
+            cut_s=0.0 if current else together * self.cut_s.mean(0, 1e-3) * length,
+            renewal_s=together * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, remaining)),
         )
 
@@ -249,10 +251,10 @@ class Controller:
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
-        """The requests that get the same plan as this one: all, where tiers take turns, because all of them then wait
-        for the drafts of any.
+        """The requests that get the same plan as this one: all, unless tiers have devices of their own, because the
+        drafts of any then take time from all.
         """
-        if self.tiers.micro_batches > 1:
+        if self.tiers.overlapping:
             return [sequence]
         return [s for s in decoding if s.request.lookaheads is None] or [sequence]
 
@@ -274,12 +276,19 @@ class Controller:
         (batch, groups), tiers = self._batches(decoding), self.tiers
         length = fmean(len(s.tokens) for s in decoding) if decoding else 0.0
         return Costs(
+            self.target.alike(len(decoding), length)(1),
             self.target.alike(batch, length),
             self.retrieval.alike(batch, min(tiers.sparse_tokens, length)),
             self.draft.alike(batch, min(tiers.window_tokens, length)),
             groups,
             tiers.overlapping,
         )
+
+
+def settled_kind(sequence: Sequence) -> str:
+    """The kind of a request's plan; plain where it decodes plainly but for single rounds that try prompt lookup."""
+    plain = sequence.request.lookaheads is None and not sequence.drafted.choice.plan.speculates
+    return PLAIN.kind if plain else sequence.plan.kind
 
 
 def load(decoding: Several[Sequence]) -> int:

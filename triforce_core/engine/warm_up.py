@@ -42,29 +42,33 @@ class WarmUp:
 
     def requests(self) -> Iterator[Request]:
         """Two requests with a short prompt, one with a whole prefill chunk, and one with a long context. The last one
-        is decoded long enough for two snapshots, the second of which is sent as changes.
+        is decoded long enough for two snapshots, the second of which is sent as changes. All tiers take part in the
+        first and the last; the others are decoded plainly, and without the retrieval tier.
         """
-        plan = (
-            (SHORT_PROMPT, FEW_OUTPUT_TOKENS),
-            (SHORT_PROMPT, FEW_OUTPUT_TOKENS),  # again, for the prefill rate of a warm pipeline
-            (self.settings.target.prefill_chunk, FEW_OUTPUT_TOKENS),
-            (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1),
+        given = self.settings.speculation
+        whole = given.effective if any(given.effective) else given.lookaheads
+        stages = (
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS, whole),
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS, (0, 0)),  # again, for the prefill rate of a warm pipeline
+            (self.settings.target.prefill_chunk, FEW_OUTPUT_TOKENS, (0, whole[1])),
+            (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1, whole),
         )
-        for index, (prompt_tokens, enough) in enumerate(plan):
-            self.enough, self.long = enough, index == len(plan) - 1
+        for index, (prompt_tokens, enough, lookaheads) in enumerate(stages):
+            self.enough, self.long = enough, index == len(stages) - 1
             self.num_committed, self.moment = 0, time.perf_counter()
             sampling = GREEDY if self.long else SAMPLED
-            request = self._request(prompt_tokens, MOST_OUTPUT if self.long else self.enough, sampling)
+            most = MOST_OUTPUT if self.long else self.enough
+            request = self._request(prompt_tokens, most, sampling, lookaheads)
             self.prompt_tokens = len(request.prompt)
             yield request
 
-    def _request(self, prompt_tokens: int, max_tokens: int, sampling: SamplingParams) -> Request:
-        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits; all tiers take part."""
+    def _request(
+        self, prompt_tokens: int, max_tokens: int, sampling: SamplingParams, lookaheads: tuple[int, int]
+    ) -> Request:
+        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits."""
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))
         prompt = tuple((1 + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))
-        given = self.settings.speculation
-        lookaheads = given.effective if any(given.effective) else given.lookaheads
         return Request(prompt, min(max_tokens, room - prompt_tokens), sampling, 0, lookaheads)
 
     def round_ended(self, num_tokens: int) -> bool:
