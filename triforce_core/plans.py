@@ -6,8 +6,8 @@ accepted (Leviathan et al. 2023, eq. 1, with a level in between); its time from 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -32,11 +32,16 @@ class Plan(NamedTuple):
     @property
     def kind(self) -> str:
         """The plan without its numbers, such as `retrieval+model`; `plain` where nothing is drafted."""
-        tiers = [*["retrieval"] * bool(self.retrieval), *[self.drafting.name.lower()] * bool(self.draft)]
-        return "+".join(tiers) or "plain"
+        return kind_of(bool(self.retrieval), self.drafting if self.draft else None)
 
     def __str__(self) -> str:
         return f"{self.kind} {self.retrieval},{self.draft}" if self.speculates else self.kind
+
+
+@cache
+def kind_of(retrieval: bool, drafting: Drafting | None) -> str:
+    tiers = ["retrieval"] * retrieval + ([] if drafting is None else [drafting.name.lower()])
+    return "+".join(tiers) or "plain"
 
 
 PLAIN = Plan(0, 0)
@@ -168,7 +173,7 @@ class Situation(NamedTuple):
 
     costs: Costs
     acceptance: Acceptance
-    correction: Callable[[str], float]  # by kind of plan: what rounds took, relative to what was expected of them
+    corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what was expected of them
     cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until the request ends, or until so many that the future is unknown
@@ -176,7 +181,7 @@ class Situation(NamedTuple):
     def seconds(self, plan: Plan) -> float:
         """The expected seconds per token."""
         expected = expected_round(plan, self.acceptance)
-        each = self.correction(plan.kind) * self.costs.round_s(expected) / expected.tokens
+        each = self.corrections[plan.kind] * self.costs.round_s(expected) / expected.tokens
         return each + (self.cut_s / self.remaining + self.renewal_s if plan.retrieval else 0.0)
 
 

@@ -77,6 +77,7 @@ class Drafted:
     acceptances: Acceptances = field(default_factory=Acceptances)
     choice: Choice = UNDECIDED  # the latest
     chosen_at: int = 0  # tokens of the text at that time
+    rounds: int = 1 << 30  # since then
     probe_at: int = 0  # tokens of the text at which prompt lookup is tried next, where decoding is plain
     latest: str = ""  # the kind of plan of the latest round
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`

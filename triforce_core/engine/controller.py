@@ -27,9 +27,9 @@ UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup=0.6, foun
 REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
 FADING = 0.9995  # weight that what the server knows keeps for each token that is committed
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
-FIRST_TOKENS = 2  # tokens that a request decodes plainly at first, which shows what that costs at its length
+FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 PROBE = 32  # tokens of plain decoding, at least, after which prompt lookup is tried
-REPLAN = 16  # tokens after which a plan is chosen again
+REPLAN, REPLAN_ROUNDS = 16, 3  # a plan is chosen again after so many tokens and so many rounds
 HORIZON = 256  # tokens over which a first snapshot must pay
 PAID_OVER = 128  # tokens over which the cost of beginning to speculate is charged to what that has saved
 CREDIT = 16  # plain tokens: savings beyond this do not make up for later losses
@@ -90,6 +90,7 @@ class Controller:
 
     def __init__(self, tiers: Tiers) -> None:
         self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
+        self.kinds = {plan.kind for plan in self.candidates}
         looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1]
         self.probe = Plan(0, min(SCORED, sum(tiers.lookaheads)), Drafting.LOOKUP) if looks_up else PLAIN
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
@@ -161,6 +162,7 @@ class Controller:
             else:  # tiers that did not take part until now had to catch up
                 drafted.unpaid_s -= min(gained_s, 0)
         drafted.latest = plan.kind
+        drafted.rounds += 1
         mix = len(decoding), {settled_kind(s) for s in decoding}
         if mix != self.mix:
             self.mix, self.mixed_at = mix, sequence.clock
@@ -188,15 +190,15 @@ class Controller:
     def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
         """The plan of this request's next round."""
         drafted, length = sequence.drafted, len(sequence.tokens)
-        if sequence.stats.decoded < FIRST_TOKENS or self.committed < self.trial_until:
+        if self.committed < self.trial_until:
             return PLAIN
-        if length - drafted.chosen_at >= REPLAN:
+        if length - drafted.chosen_at >= REPLAN and drafted.rounds >= REPLAN_ROUNDS:
             before = drafted.choice.plan
             self._correct(decoding)
             choice = choose(self.candidates, self._situation(sequence, decoding, refresh_every), before)
             for each in self._together(sequence, decoding):
                 each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
-                each.drafted.choice, each.drafted.chosen_at = choice, len(each.tokens)
+                each.drafted.choice, each.drafted.chosen_at, each.drafted.rounds = choice, len(each.tokens), 0
                 each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             self.latest = f"{len(decoding)} requests, {length} tokens: {choice}"
             if choice.plan.kind != before.kind:
@@ -205,7 +207,8 @@ class Controller:
             if choice.plan.speculates and due >= TRIAL_EVERY * len(decoding) and choice.gain < CLEAR:
                 self.trial_until = self.committed + TRIAL * len(decoding)
                 return PLAIN
-        if self._lost_too_much(sequence, decoding):
+        new = sequence.stats.decoded < FIRST_TOKENS and drafted.choice.gain < CLEAR
+        if new or self._lost_too_much(sequence, decoding):
             return PLAIN
         plan = drafted.choice.plan
         return plan if plan.speculates else self._probe(drafted, length)
@@ -235,7 +238,7 @@ class Controller:
         return Situation(
             self._costs(decoding),
             self._acceptance(sequence, decoding),
-            lambda kind: self._corrected(kind, load(decoding)),
+            {kind: self._corrected(kind, load(decoding)) for kind in self.kinds},
             cut_s=0.0 if current else together * self.cut_s.mean(0, 1e-3) * length,
             renewal_s=together * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, remaining)),
