@@ -60,7 +60,7 @@ class Pipelines(Protocol):
         ...
 
 
-DRAFTERS = {drafting.name.lower(): drafting for drafting in Drafting}
+DRAFTINGS = {drafting.name.lower(): drafting for drafting in Drafting}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,9 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     echo: bool = False  # the text begins with the prompt's
-    drafter: str | None = None  # a key of DRAFTERS; None: the target decides, or the model where `lookaheads` are given
+    drafter: str | None = (
+        None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
+    )
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
 
 
@@ -334,14 +336,17 @@ class Service:
 
     def plan(self, asked: ClientRequest) -> tuple[tuple[int, int] | None, Drafting]:
         """The lookaheads that the request pins, None if it leaves them to the target, and who drafts."""
-        if asked.drafter is not None:
-            names = ", ".join(DRAFTERS)
-            require(asked.drafter in DRAFTERS, "drafter", asked.drafter, f"must be one of {names}")
-        drafting = DRAFTERS.get(asked.drafter or "model", Drafting.MODEL)
+        check_drafter("drafter", asked.drafter)
+        drafting = DRAFTINGS[asked.drafter or "model"]
         if asked.lookaheads is not None:
             check_lookaheads("lookaheads", asked.lookaheads)
             return (asked.lookaheads[0], asked.lookaheads[1]), drafting
         return None if asked.drafter is None else self.settings.speculation.effective, drafting
+
+
+def check_drafter(field: str, drafter: str | None) -> None:
+    rule = f"must be one of {', '.join(DRAFTINGS)}"
+    require(drafter is None or drafter in DRAFTINGS, field, drafter, rule)
 
 
 def check_lookaheads(field: str, lookaheads: Sequence[int]) -> None:

@@ -535,7 +535,7 @@ class Settings(Strict):
         """Whether the lookaheads of requests that set none are chosen for each round; not where deterministic, because
         the choice depends on times.
         """
-        return self.speculation.controller and not self.deterministic
+        return self.speculation.controller and any(self.speculation.effective) and not self.deterministic
 
     @property
     def overlapping(self) -> bool:

@@ -171,7 +171,8 @@ class NoSnapshots(SnapshotSchedule):
     """A schedule without snapshots, because there is no KV to hand over."""
 
     def __init__(self) -> None:
-        """Needs nothing."""
+        """Needs nothing but the interval that others ask for."""
+        self.refresh_every = 1
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
         """Nothing to do."""

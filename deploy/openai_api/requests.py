@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from deploy.service import ClientRequest, check_lookaheads
+from deploy.service import ClientRequest, check_drafter, check_lookaheads
 from triforce_core.config import TIER_SETS, SpeculationSettings, TierSet
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
@@ -43,13 +43,18 @@ class StreamOptions(Body):
 
 
 class Speculation(Body):
-    """Which tiers draft for this request, and how many tokens. It changes the speed and never the output."""
+    """How this request is drafted, in place of what the server would decide for each round. It changes the speed and
+    never the output.
+    """
 
     tiers: TierSet | None = None
     lookaheads: list[int] | None = Field(
         None, description="tokens drafted by the retrieval tier, and by the draft tier"
     )
-    drafter: str | None = Field(None, description="who drafts at the lowest tier: model, lookup or both")
+    drafter: str | None = Field(
+        None,
+        description="who drafts at the lowest tier: model, lookup or both; without lookaheads, those of the settings",
+    )
 
 
 Prompt = Annotated[
@@ -110,6 +115,8 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
     if body.stream_options is not None:
         require(bool(body.stream), "stream_options", body.stream_options.model_dump(), "needs stream: true")
 
+    drafter = body.speculation.drafter if body.speculation else None
+    check_drafter("speculation.drafter", drafter)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return ClientRequest(
         prompt=prompt_from(body.prompt),
@@ -123,7 +130,7 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
         lookaheads=lookaheads_from(body.speculation, defaults),
         timeout_s=body.timeout_s,
         priority=body.priority or 0,
-        drafter=body.speculation.drafter if body.speculation else None,
+        drafter=drafter,
     )
 
 

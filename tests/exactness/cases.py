@@ -5,7 +5,9 @@ Cases are data: they may be run in one process, as here, or by three actors.
 
 from __future__ import annotations
 
+import random
 from collections import Counter
+from collections.abc import Sequence as Several
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,12 +19,14 @@ from triforce_core.attention import KERNELS
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, target_engine
+from triforce_core.engine.controller import Controller, Tiers
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.sequence import Request
+from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
-from triforce_core.messages import GREEDY, Claim, Proposer, SamplingParams, Tally, Tier, Verdict
+from triforce_core.messages import GREEDY, Claim, Drafting, Proposer, SamplingParams, Tally, Tier, Verdict
 from triforce_core.models.load import ATTENTION, kv_geometry, load_model
+from triforce_core.plans import Plan
 
 Tokens = tuple[int, ...]
 
@@ -235,3 +239,18 @@ def mixed_requests(temperature: float, longer: int, more: int) -> list[Request]:
 
 def random_prompts(case: Case) -> Tokens:
     return random_tokens(3 * case.budget + 100, seed=case.seed % 1000)
+
+
+class AnyPlan(Controller):
+    """Draws plans at random, and may keep one for a few rounds."""
+
+    def __init__(self, tiers: Tiers, seed: int = 0) -> None:
+        super().__init__(tiers)
+        self.rng = random.Random(seed)
+
+    def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
+        super().plan(sequence, decoding, refresh_every)  # what it would do must not raise
+        if self.rng.random() < 0.4:
+            return sequence.plan
+        (retrieval, draft), choice = self.tiers.lookaheads, self.rng.choice
+        return Plan(choice((0, 0, 1, retrieval // 2, retrieval)), choice((0, 1, draft)), choice([*Drafting]))

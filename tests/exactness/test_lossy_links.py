@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from transformers import PreTrainedModel
 
-from tests.exactness.cases import CountingRetrievalKV, Tokens, finish
+from tests.exactness.cases import AnyPlan, CountingRetrievalKV, Tokens, finish
 from tests.lossy_link import LossyLink
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
@@ -73,6 +73,8 @@ class LossyChain:
         retrieval = SETTINGS.retrieval.model_copy(update={"refresh_every": rng.choice([10, 1, 4])})
         settings = SETTINGS.model_copy(update={"retrieval": retrieval})
         self.engine = target_engine(target, settings, below, self, micro_batches=micro_batches)
+        assert self.engine.controller is not None
+        self.engine.controller = AnyPlan(self.engine.controller.tiers, rng.randrange(1000))
 
     def link(self, make_peer) -> LossyLink:  # type: ignore[no-untyped-def]
         return LossyLink(make_peer, self.rng, self.events, faults=self.faults, patience=self.patience)
@@ -119,7 +121,7 @@ class LossyChain:
                 max_tokens=rng.choice([3, 50, 50]),
                 sampling=SamplingParams(rng.choice([0.0, 0.7, 1.0]), top_p=rng.choice([0.9, 1.0])),
                 seed=rng.randrange(1000),
-                lookaheads=(rng.choice([0, 1, 4, 8, 8]), rng.choice([0, 1, 3])),
+                lookaheads=rng.choice([None, (rng.choice([0, 1, 4, 8, 8]), rng.choice([0, 1, 3]))]),
                 drafting=rng.choice([*Drafting]),
             )
             for _ in range(rng.randint(1, 4))

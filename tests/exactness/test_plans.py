@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Sequence as Several
 from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.exactness.cases import Case, models
+from tests.exactness.cases import AnyPlan, Case, models
 from tests.random_models import random_tokens
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY, Drafting, Origin, SamplingParams
-from triforce_core.plans import Plan
 
 CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
 REQUESTS, MOST = 4, 60
-
-
-class AnyPlan(Controller):
-    """Draws plans at random, and may keep one for a few rounds."""
-
-    rng = random.Random(0)
-
-    def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
-        super().plan(sequence, decoding, refresh_every)  # what it would do must not raise
-        if self.rng.random() < 0.4:
-            return sequence.plan
-        return Plan(self.rng.choice((0, 0, 1, 4, 6)), self.rng.choice((0, 1, 3)), self.rng.choice(list(Drafting)))
 
 
 def engine(controller: type[Controller] | None) -> Engine:
@@ -74,18 +59,24 @@ def engines() -> tuple[Engine, Engine, Engine]:
     return engine(None), engine(AnyPlan), engine(Controller)
 
 
+def any_plan_of(engines: tuple[Engine, Engine, Engine]) -> AnyPlan:
+    controller = engines[1].controller
+    assert isinstance(controller, AnyPlan)
+    return controller
+
+
 @settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**20))
 def test_any_plans_give_the_tokens_of_plain_decoding(engines: tuple[Engine, Engine, Engine], seed: int) -> None:
     plain, any_plan, own = engines
-    AnyPlan.rng.seed(seed)
+    any_plan_of(engines).rng.seed(seed)
     expected = [run(plain, [request])[0][0] for request in requests(seed, (0, 0))]
     assert run(any_plan, requests(seed, None))[0] == expected
     assert run(own, requests(seed, None))[0] == expected
 
 
 def test_all_kinds_of_plans_were_drawn(engines: tuple[Engine, Engine, Engine]) -> None:
-    AnyPlan.rng.seed(0)
+    any_plan_of(engines).rng.seed(0)
     looping = [replace(request, sampling=GREEDY, max_tokens=200) for request in requests(1, None)]
     _, origins, kinds = run(engines[1], looping)
     assert origins == set(map(int, Origin))

@@ -75,7 +75,9 @@ def test_an_unset_maximum_is_openai_s(server: Server) -> None:
 )
 def test_speculation_changes_who_proposes_and_never_what_comes_out(server: Server, speculation: dict[str, Any]) -> None:
     asked = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "return_token_ids": True}
-    default, chosen = server.complete(**asked).json(), server.complete(**asked, speculation=speculation).json()
+    default, chosen = (
+        server.complete(**asked, speculation=each).json() for each in ({"lookaheads": [8, 3]}, speculation)
+    )
     assert chosen["choices"][0]["token_ids"] == default["choices"][0]["token_ids"]
     assert chosen["choices"][0]["text"] == default["choices"][0]["text"]
     assert set(default["choices"][0]["origins"]) == {"draft", "retrieval", "target"}
@@ -92,6 +94,30 @@ def test_speculation_changes_who_proposes_and_never_what_comes_out(server: Serve
     assert default["triforce"]["tokens_per_round"] > 2
 
 
+def test_a_request_may_name_the_drafter_alone(server: Server) -> None:
+    asked = {"max_tokens": 40, "temperature": 0.8, "seed": 11, "return_token_ids": True}
+    default, by_lookup = (
+        server.complete("[1, 2, 3], [1, 2, 3], [1, 2,", **asked, speculation=each).json()
+        for each in (None, {"drafter": "lookup"})
+    )
+    assert by_lookup["choices"][0]["token_ids"] == default["choices"][0]["token_ids"]
+    assert [*by_lookup["triforce"]["controller"]["rounds"]] == ["retrieval+lookup"]
+    assert by_lookup["triforce"]["controller"]["plan"] == "retrieval+lookup 8,3"
+    assert by_lookup["triforce"]["controller"]["expected_ms_per_token"] is None
+    assert "draft" not in by_lookup["choices"][0]["origins"]
+
+
+def test_the_controller_says_what_it_planned(server: Server) -> None:
+    controller = server.complete(max_tokens=60, temperature=0).json()["triforce"]["controller"]
+    assert sum(controller["rounds"].values()) > 0
+    assert controller["plain_ms_per_token"] > 0
+    [target] = [tier for each in server.status()["pipelines"] for tier in each["tiers"] if tier["tier"] == "target"]
+    assert target["controller"]["latest"]
+    assert {"temperature", "retrieval", "model", "model_below", "lookup", "found"} == set(
+        target["controller"]["acceptance"][0]
+    )
+
+
 def test_token_ids_and_origins_come_with_the_text_that_they_make(server: Server) -> None:
     asked = {"max_tokens": 40, "temperature": 0.8, "seed": 3, "return_token_ids": True}
     whole = server.complete(**asked).json()["choices"][0]
@@ -100,7 +126,7 @@ def test_token_ids_and_origins_come_with_the_text_that_they_make(server: Server)
     assert [token for chunk in chunks for token in chunk["token_ids"]] == whole["token_ids"]
     for answer in (*chunks, whole):  # who proposed a token depends on timing: on when a snapshot came, for one
         assert len(answer["origins"]) == len(answer["token_ids"])
-        assert set(answer["origins"]) <= {"draft", "retrieval", "target"}
+        assert set(answer["origins"]) <= {"draft", "retrieval", "target", "lookup"}
     assert "".join(chunk["text"] for chunk in chunks) == whole["text"]
     assert load_tokenizer("demo").decode(whole["token_ids"]) == whole["text"]
     assert len(whole["origins"]) == len(whole["token_ids"]) == 40

@@ -112,6 +112,7 @@ def test_mistakes_are_named(client: TriForceClient) -> None:
         ({"top_k": 2**31}, "top_k: 2147483648 must be 0 (off) or more, and below 2**31"),
         ({"stop": ["a" * 1025]}, "stop: 1025 must be at most 1024 characters"),
         ({"lookaheads": []}, "lookaheads: "),
+        ({"drafter": "human"}, "drafter: "),
         ({"prompt": ""}, "prompt: '' must not be empty"),
         ({"repetition_penalty": 0}, "repetition_penalty: 0.0 must be at least 0.01"),
         ({"presence_penalty": 3}, "presence_penalty: 3.0 must be between -2 and 2"),

@@ -99,7 +99,7 @@ class Decoding:
         self.ids += 1
         request = Request((1,) * PROMPT, output, SamplingParams(1.0), 0, fixed.lookaheads if fixed else None)
         spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + output)
-        sequence = Sequence(self.ids, request, spec, [1] * (PROMPT + 1), clock=self.clock)
+        sequence = Sequence(self.ids, request, spec, [1] * (PROMPT + 1), clock=self.clock, prefilled=PROMPT + 1)
         sequence.plan, trace = fixed or PLAIN, Trace()
         began = self.clock
         while (done := len(sequence.tokens) - PROMPT) < output:
@@ -115,8 +115,9 @@ class Decoding:
         self.clock += seconds
         sequence.clock = self.clock
         proposal = Proposal(sequence.sequence_id, len(sequence.tokens), (1,) * tokens, b"", tallies=tallies)
-        sequence.work = Work(Span(sequence.sequence_id, len(sequence.tokens) - 1, (1,)), (1, *sequence.plan.lookaheads))
-        self.controller.passed([(sequence, proposal)], [sequence])
+        span, plan = Span(sequence.sequence_id, len(sequence.tokens) - 1, (1,)), sequence.plan
+        sequence.work = Work(span, (1, *plan.lookaheads), drafting=plan.drafting)
+        self.controller.passed([(sequence, proposal)], [sequence], self.clock)
         sequence.work = None
         sequence.tokens += [1] * tokens
         sequence.stats.decoded += tokens

@@ -41,6 +41,7 @@ def scheduler_of(
     chunk: int = CHUNK,
     costs: PassCosts | None = None,
     max_stall_s: float = math.inf,
+    longest_block: int = 0,
 ) -> Scheduler:
     scheduler = Scheduler(
         Slots(free),
@@ -49,6 +50,7 @@ def scheduler_of(
         costs=costs,
         max_stall_s=max_stall_s,
         step_ahead=STEP,
+        longest_block=longest_block,
     )
     for each in sequences:
         scheduler.add(each)
@@ -432,6 +434,26 @@ def test_requests_grow_while_there_is_room() -> None:
     decode(scheduler.live[1], 3)
     assert scheduler.to_preempt() is None
     assert slots(scheduler).owned[1] == 10 + 3 + 4 + 2 + 1, "its tokens, and the longest block"
+
+
+def test_there_is_room_for_drafts_of_an_earlier_plan() -> None:
+    """The retrieval tier runs ahead with the plan that it knows, and the next one may be shorter."""
+    scheduler = scheduler_of(sequence(1, 10, max_tokens=100, lookaheads=(0, 0)), free=30, longest_block=11)
+    decode(scheduler.live[1], 3)
+    assert scheduler.to_preempt() is None
+    assert slots(scheduler).owned[1] == 10 + 3 + 11 + 1
+
+
+def test_a_request_that_waits_for_its_snapshot_decodes_plainly() -> None:
+    scheduler = scheduler_of(sequence(1, 10, max_tokens=100))
+    live = scheduler.live[1]
+    decode(live, 1)
+    live.plan_waits = True
+    [work] = scheduler.next_work()
+    assert work.lookaheads == (1, 0, 0)
+    live.work, live.plan_waits = None, False
+    [work] = scheduler.next_work()
+    assert work.lookaheads == (1, 4, 2)
 
 
 def test_a_request_that_is_not_asked_needs_no_room() -> None:

@@ -60,7 +60,7 @@ def identical_share(runs: Sequence[Measured], reference: Measured) -> float:
 
 
 def speculative_share(stats: Stats) -> float:
-    """The share of the target's rounds that had a draft to verify."""
+    """The share of the target's rounds whose plan was not plain decoding."""
     return stats.speculative_rounds / stats.tallies[0].rounds if stats.tallies[0].rounds else 0.0
 
 

@@ -53,7 +53,7 @@ class CallArguments(TypedDict, total=False):
     echo: bool  # the text begins with the prompt's
     model: str  # a name from `models`; empty: the default model
     lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
-    drafter: str | None  # who drafts at the lowest tier: model, lookup or both
+    drafter: str | None  # at the lowest tier: model, lookup or both; without `lookaheads`, the server's are used
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
     priority: int | None  # -100 to 100: waiting requests with a lower number are served earlier; 0 by default
     timeout_s: float | None  # by default the client's own

@@ -8,6 +8,7 @@ from triforce_core.messages import Tally
 from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 
+UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup=0.6, found=0.3)  # before anything is learned
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 TRUST = 10.0  # tokens: the weight of what was known before, beside what is learned
 
@@ -76,9 +77,11 @@ class Drafted:
 
     acceptances: Acceptances = field(default_factory=Acceptances)
     choice: Choice = UNDECIDED  # the latest
+    acceptance: Acceptance = UNKNOWN  # with which it was made
+    trial: int = 0  # plain rounds that are still to be run, to measure them
     chosen_at: int = 0  # tokens of the text at that time
     rounds: int = 1 << 30  # since then
     probe_at: int = 0  # tokens of the text at which prompt lookup is tried next, where decoding is plain
-    latest: str = ""  # the kind of plan of the latest round
+    kind: str = ""  # of the plan of the latest round
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more

@@ -154,6 +154,7 @@ def target_engine(
         scored_chunk=max(64, MOST_LOGITS // limits.vocab_size),
         costs=runner.clock.costs,
         max_stall_s=math.inf if stall_ms is None else stall_ms / 1e3,
+        longest_block=sum(settings.speculation.effective),
     )
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
     selector = SELECTORS[settings.retrieval.selector]()

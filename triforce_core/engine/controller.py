@@ -9,21 +9,21 @@ plans which did not pay are tried again now and then. What a request may lose by
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from math import ceil, isnan
 from statistics import fmean
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
-from triforce_core.engine.acceptances import Acceptances, Drafted
+from triforce_core.engine.acceptances import UNKNOWN, Acceptances, Drafted
 from triforce_core.engine.sequence import Sequence
-from triforce_core.messages import Drafting, Proposal, Tally
+from triforce_core.messages import Drafting, Proposal, Tally, Work
 from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, expected_round, plans
 
 log = logging.getLogger(__name__)
 
-UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup=0.6, found=0.3)  # before anything is learned
 REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
 FADING = 0.9995  # weight that what the server knows keeps for each token that is committed
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
@@ -35,9 +35,10 @@ PAID_OVER = 128  # tokens over which the cost of beginning to speculate is charg
 CREDIT = 16  # plain tokens: savings beyond this do not make up for later losses
 MOST_LOST = 3  # tokens: the most that one round may be taken to have cost, for slow moments come with any plan
 LOSS_SHARE, LOSS_TOKENS = 0.02, 4  # most that speculation may cost a request: of its decoding time, and tokens besides
-TRIAL_EVERY, TRIAL = 256, 3  # tokens per request: plain decoding is measured again after so many, for so many
+TRIAL_EVERY, TRIAL = 256, 3  # plain decoding is measured again after so many tokens per request, for so many rounds
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
-CLEAR = 1.5  # speculation that is so much faster than plain decoding needs no such trials
+CLEAR = 1.5  # speculation that is so much faster than plain decoding is clearly worthwhile:
+CLEAR_TRIALS = 4  # plain decoding is measured so many times less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,13 +99,13 @@ class Controller:
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         self.cut_s, self.renewal_s = Recent(), Recent()  # per token of text, and per snapshot
         # Rounds that no correction knows yet: kind of plan, load, what was expected, seconds.
-        self.rounds_s: list[tuple[str, int, Round, float]] = []
+        self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
         self.committed = 0  # tokens, of all requests
-        self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured
-        self.trial_until = 0  # all requests decode plainly until so many tokens are committed
+        self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
         self.latest, self.load = "", 0  # the latest choice in words, and the load
         self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
-        self.mix: tuple[int, set[str]] = (0, set())  # the requests being decoded, and the kinds of their plans
+        # At the end of the last pass: how many requests were being decoded, and the kinds of plans of their rounds.
+        self.mix: tuple[int, set[str]] = (0, set())
         self.mixed_at = 0.0  # when that last changed
 
     def figures(self) -> Figures:
@@ -118,9 +119,15 @@ class Controller:
 
     # -- learning ------------------------------------------------------------------------------------------------------
 
-    def passed(self, answers: list[tuple[Sequence, Proposal]], decoding: Several[Sequence]) -> None:
-        """Learn what passes take. `answers`: those that one pass of the target gave."""
-        if not answers or not all(sequence.work and sequence.work.sample for sequence, _ in answers):
+    def passed(self, answers: list[tuple[Sequence, Proposal]], decoding: Several[Sequence], now: float) -> None:
+        """Learn what passes take, once for each pass of the target. `answers`: those that it gave, at `now` seconds."""
+        kinds = {plan_of(s.work).kind for s in decoding if s.work}
+        if (mix := (len(decoding), kinds)) != self.mix:
+            self.mix, self.mixed_at = mix, now
+        self.barred = not self.tiers.overlapping and lost_too_much(
+            [s for s in decoding if s.request.lookaheads is None]
+        )
+        if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
         parts = [Part(levels[i][0].proposed + 1, p.start) for i, (_, p) in enumerate(answers)]
@@ -137,45 +144,47 @@ class Controller:
     def learn(
         self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float, decoding: Several[Sequence]
     ) -> None:
-        """Learn from a round of this request, which had this plan and took so many seconds. NaN: other work on the
-        engine's thread was in the way.
+        """Learn from a round of a request that is planned here. It had this plan and took so many seconds; NaN: other
+        work on the engine's thread was in the way.
         """
-        count, drafted = len(proposal.tokens), sequence.drafted
+        count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
         self.load = load(decoding)
-        if sequence.request.lookaheads is None:
-            self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
-        known = self._known(sequence)
+        self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
         known.fade(FADING**count)
         for correction in self.corrections.values():
             correction.fade(FADING**count)
         known.add(plan, proposal.tallies, SERVER_MEMORY)
         drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
+        self._account(drafted, plan, round_s, count)
+        if plan == self.probe:
+            accepted = proposal.tallies[0].accepted == plan.draft
+            self._probed(drafted, round_s, count, proposal.start + count, accepted, len(decoding))
+        unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
+        if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
+            self.measured.append((plan.kind, self.load, expected_round(plan, drafted.acceptance), round_s))
+            if not plan.speculates:
+                self.plain_at[self.load] = self.committed
+
+    def _account(self, drafted: Drafted, plan: Plan, round_s: float, count: int) -> None:
+        """Add what a round has saved or cost, against plain decoding of its `count` tokens."""
+        plain_s = drafted.choice.plain_s
         paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
         drafted.unpaid_s -= paid_s
         drafted.saved_s -= paid_s
-        if plan.speculates and drafted.choice.plain_s and not isnan(round_s):
-            gained_s = count * drafted.choice.plain_s - round_s
-            if plan.kind == drafted.latest:
-                gained_s = max(gained_s, -MOST_LOST * drafted.choice.plain_s)
-                drafted.saved_s = min(drafted.saved_s + gained_s, CREDIT * drafted.choice.plain_s)
+        if plan.speculates and plain_s and not isnan(round_s):
+            gained_s = count * plain_s - round_s
+            if plan.kind == drafted.kind:
+                drafted.saved_s = min(drafted.saved_s + max(gained_s, -MOST_LOST * plain_s), CREDIT * plain_s)
             else:  # tiers that did not take part until now had to catch up
                 drafted.unpaid_s -= min(gained_s, 0)
-        drafted.latest = plan.kind
+        drafted.kind = plan.kind
         drafted.rounds += 1
-        mix = len(decoding), {settled_kind(s) for s in decoding}
-        if mix != self.mix:
-            self.mix, self.mixed_at = mix, sequence.clock
-        if plan == self.probe:
-            loss = 0.0 if isnan(round_s) else round_s / (drafted.choice.plain_s or round_s) - count
-            failed = proposal.tallies[0].accepted < plan.draft
-            drafted.probe_at = proposal.start + count + failed * int(max(PROBE, loss / LOSS_SHARE))
-        unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
-        if mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
-            expected = expected_round(plan, self._acceptance(sequence, decoding))
-            self.rounds_s.append((plan.kind, self.load, expected, round_s))
-            if not plan.speculates:
-                self.plain_at[load(decoding)] = self.committed
+
+    def _probed(self, drafted: Drafted, round_s: float, count: int, length: int, accepted: bool, requests: int) -> None:
+        """Decide when prompt lookup is tried again: at once where it was right, else when it costs little enough."""
+        loss = 0.0 if isnan(round_s) else round_s / (drafted.choice.plain_s or round_s) - count
+        drafted.probe_at = length if accepted else length + int(max(PROBE, requests * loss / LOSS_SHARE))
 
     def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
         """Learn what a snapshot of this request took on the engine's thread. `first`: it had none that is of use."""
@@ -190,28 +199,47 @@ class Controller:
     def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
         """The plan of this request's next round."""
         drafted, length = sequence.drafted, len(sequence.tokens)
-        if self.committed < self.trial_until:
+        if not drafted.chosen_at:
+            self._join(sequence, decoding)
+        if drafted.trial:
+            drafted.trial -= 1
             return PLAIN
         if length - drafted.chosen_at >= REPLAN and drafted.rounds >= REPLAN_ROUNDS:
-            before = drafted.choice.plan
-            self._correct(decoding)
-            choice = choose(self.candidates, self._situation(sequence, decoding, refresh_every), before)
-            for each in self._together(sequence, decoding):
-                each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
-                each.drafted.choice, each.drafted.chosen_at, each.drafted.rounds = choice, len(each.tokens), 0
-                each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
-            self.latest = f"{len(decoding)} requests, {length} tokens: {choice}"
-            if choice.plan.kind != before.kind:
-                log.info("request %d of %s", sequence.request_id, self.latest)
-            due = self.committed - self.plain_at.get(load(decoding), -TRIAL_EVERY * len(decoding))
-            if choice.plan.speculates and due >= TRIAL_EVERY * len(decoding) and choice.gain < CLEAR:
-                self.trial_until = self.committed + TRIAL * len(decoding)
-                return PLAIN
+            self._choose(sequence, decoding, refresh_every)
         new = sequence.stats.decoded < FIRST_TOKENS and drafted.choice.gain < CLEAR
-        if new or self._lost_too_much(sequence, decoding):
+        if new or drafted.trial or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
         plan = drafted.choice.plan
         return plan if plan.speculates else self._probe(drafted, length)
+
+    def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
+        """Take over the plan of the requests that are planned together with this one."""
+        for other in self._together(sequence, decoding):
+            if other is not sequence and other.drafted.chosen_at:
+                sequence.drafted.choice, sequence.drafted.acceptance = other.drafted.choice, other.drafted.acceptance
+                sequence.drafted.chosen_at, sequence.drafted.rounds = len(sequence.tokens), 0
+                return
+
+    def _choose(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> None:
+        """Choose a plan for this request and those that are planned together with it."""
+        self._correct(decoding)
+        together, before = self._together(sequence, decoding), sequence.drafted.choice.plan
+        situation = self._situation(together, decoding, refresh_every)
+        choice = choose(self.candidates, situation, before)
+        for each in together:
+            each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
+            each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
+            each.drafted.choice, each.drafted.acceptance = choice, situation.acceptance
+            each.drafted.chosen_at, each.drafted.rounds = len(each.tokens), 0
+        self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
+        if choice.plan.kind != before.kind:
+            log.info("request %d of %s", sequence.request_id, self.latest)
+        interval = len(decoding) * TRIAL_EVERY * (1 if choice.gain < CLEAR else CLEAR_TRIALS)
+        at_load = load(decoding)
+        if choice.plan.speculates and self.committed - self.plain_at.get(at_load, -interval) >= interval:
+            self.plain_at[at_load] = self.committed  # even if requests that pin their plans make it fail
+            for each in together:
+                each.drafted.trial = TRIAL
 
     def _probe(self, drafted: Drafted, length: int) -> Plan:
         """Plain decoding, but now and then a round with prompt lookup, which needs no pass: a text may begin to repeat
@@ -224,33 +252,28 @@ class Controller:
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
         costs = self._costs(decoding)
-        for kind, at_load, expected, round_s in self.rounds_s:
+        for kind, at_load, expected, round_s in self.measured:
             if at_load == load(decoding) and (expected_s := costs.round_s(expected)):
                 ratio = min(max(round_s / expected_s, 0.1), 10.0)
                 for each in {kind, kind if kind == PLAIN.kind else SPECULATIVE}:
                     self.corrections.setdefault((each, at_load), Recent()).add(ratio)
-        self.rounds_s.clear()
+        self.measured.clear()
 
-    def _situation(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Situation:
-        length, remaining = len(sequence.tokens), sequence.spec.max_length - len(sequence.tokens)
-        current = sequence.last_cut is not None and length - sequence.last_cut.position < 2 * refresh_every
-        together = len(self._together(sequence, decoding))  # the engine cuts the snapshots of all of them
+    def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
+        """What is known where these requests are to get one plan. The engine cuts the snapshots of all of them."""
+        cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
+        remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
         return Situation(
             self._costs(decoding),
-            self._acceptance(sequence, decoding),
+            self._acceptance(together),
             {kind: self._corrected(kind, load(decoding)) for kind in self.kinds},
-            cut_s=0.0 if current else together * self.cut_s.mean(0, 1e-3) * length,
-            renewal_s=together * self.renewal_s.mean(0, 1e-3) / refresh_every,
-            remaining=max(1, min(HORIZON, remaining)),
+            cut_s,
+            renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
+            remaining=max(1, min(HORIZON, int(remaining))),
         )
 
-    def _lost_too_much(self, sequence: Sequence, decoding: Several[Sequence]) -> bool:
-        together = self._together(sequence, decoding)
-        allowed = sum(LOSS_SHARE * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
-        return sum(s.drafted.saved_s for s in together) < -allowed
-
-    def _acceptance(self, sequence: Sequence, decoding: Several[Sequence]) -> Acceptance:
-        each = [s.drafted.acceptances.given(self._known(s).given(UNKNOWN)) for s in self._together(sequence, decoding)]
+    def _acceptance(self, together: Several[Sequence]) -> Acceptance:
+        each = [s.drafted.acceptances.given(self._known(s).given(UNKNOWN)) for s in together]
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
@@ -288,10 +311,22 @@ class Controller:
         )
 
 
-def settled_kind(sequence: Sequence) -> str:
-    """The kind of a request's plan; plain where it decodes plainly but for single rounds that try prompt lookup."""
-    plain = sequence.request.lookaheads is None and not sequence.drafted.choice.plan.speculates
-    return PLAIN.kind if plain else sequence.plan.kind
+def plan_of(work: Work) -> Plan:
+    """The plan of a round of decoding."""
+    _, retrieval, draft = work.lookaheads if len(work.lookaheads) == 3 else (1, 0, 0)
+    return Plan(retrieval, draft, work.drafting)
+
+
+def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
+    """Whether the latest snapshot is recent enough for the retrieval tier's cache."""
+    last = sequence.last_cut
+    return last is not None and len(sequence.tokens) - last.position < 2 * refresh_every
+
+
+def lost_too_much(together: Several[Sequence]) -> bool:
+    """Whether speculation has cost these requests more than it may."""
+    allowed = sum(LOSS_SHARE * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
+    return sum(s.drafted.saved_s for s in together) < -allowed
 
 
 def load(decoding: Several[Sequence]) -> int:

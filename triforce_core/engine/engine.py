@@ -11,14 +11,13 @@ from collections.abc import Iterator
 from typing import Protocol
 
 from triforce_core.doorbell import Doorbell
-from triforce_core.engine.controller import Controller
+from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec
-from triforce_core.plans import Plan
 
 
 class SnapshotSource(Protocol):
@@ -67,11 +66,6 @@ class SnapshotSchedule:
             self.sink.deliver(snapshot)
             return True
         return False
-
-    def recent(self, sequence: Sequence) -> bool:
-        """Whether the latest snapshot is recent enough for the retrieval tier's cache."""
-        last = sequence.last_cut
-        return last is not None and len(sequence.tokens) - last.position < 2 * self.refresh_every
 
     def arrived(self, sequence: Sequence) -> bool:
         """Whether the retrieval tier has the latest snapshot."""
@@ -160,7 +154,7 @@ class Engine:
         proposals = self.decoder.collect(timeout_s)
         answers = [(live, p) for p in proposals if (live := self.scheduler.live.get(p.sequence_id))]
         if self.controller is not None:
-            self.controller.passed(answers, self.scheduler.decoding)
+            self.controller.passed(answers, self.scheduler.decoding, time.perf_counter())
         outputs += [output for answer in answers if (output := self._advance(*answer))]
         self.kv_tokens = self.scheduler.kv.used_tokens
         return outputs
@@ -209,8 +203,7 @@ class Engine:
 
     def _update_snapshot(self, sequence: Sequence, *, wanted: bool) -> None:
         """Cut a snapshot if one is due. A request whose plan begins to need one waits for it, decoding plainly."""
-        controlled = self.controller is not None and sequence.request.lookaheads is None
-        first = controlled and sequence.plan.retrieval > 0 and not self.snapshots.recent(sequence)
+        first = sequence.plan.retrieval > 0 and not recent_cut(sequence, self.snapshots.refresh_every)
         began = time.perf_counter()
         cut = self.snapshots.update(sequence, wanted=wanted)
         seconds = time.perf_counter() - began
@@ -219,7 +212,8 @@ class Engine:
                 live.cut_s += seconds
             if self.controller is not None:
                 self.controller.was_cut(sequence, seconds, first=first)
-        sequence.plan_waits = (sequence.plan_waits or first) and not self.snapshots.arrived(sequence)
+        needs = sequence.plan.retrieval > 0 and (first or sequence.plan_waits)
+        sequence.plan_waits = needs and sequence.request.lookaheads is None and not self.snapshots.arrived(sequence)
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
         """Apply the target's answer: a prefill chunk is done, or tokens are committed."""
@@ -241,11 +235,10 @@ class Engine:
         if not prefilling:
             round_s = sequence.lap()
             stats.decode_s += round_s
-            _, retrieval, draft = work.lookaheads
-            plan = Plan(retrieval, draft, work.drafting)
+            plan = plan_of(work)
             stats.add(plan, proposal.tallies)
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
-            if self.controller is not None:
+            if self.controller is not None and sequence.request.lookaheads is None:
                 undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.cut_s
                 self.controller.learn(sequence, proposal, plan, undisturbed_s, self.scheduler.decoding)
         sequence.stalled_s = sequence.cut_s = 0.0

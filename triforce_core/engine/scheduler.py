@@ -58,9 +58,11 @@ class Scheduler:
         costs: PassCosts | None = None,
         max_stall_s: float = math.inf,
         step_ahead: int = STEP_AHEAD,
+        longest_block: int = 0,
     ) -> None:
         """`prefill_chunk`: most prompt tokens of a pass; `scored_chunk`: most of them whose logprobs are asked for.
 
+        `longest_block`: most tokens that requests without lookaheads of their own may get to verify at once.
         `max_stall_s`: most seconds of prompt chunks during any round of decoding, by `costs`, which are those of the
         target's passes. Rounds that take longer than twice that have chunks of half their own time, so that prompts do
         not starve under load. No chunk is so small that more than half of its pass is fixed cost.
@@ -68,7 +70,7 @@ class Scheduler:
         self.kv, self.max_sequences, self.prefill_chunk = kv, max_sequences, prefill_chunk
         self.scored_chunk = scored_chunk or prefill_chunk
         self.costs, self.max_stall_s = costs or PassCosts(), max_stall_s
-        self.step_ahead = step_ahead
+        self.step_ahead, self.longest_block = step_ahead, longest_block
         self.queue: list[Sequence] = []  # in the order in which they are served
         self.live: dict[int, Sequence] = {}  # by sequence id
         self.told = 0  # prompt tokens handed out so far
@@ -120,8 +122,9 @@ class Scheduler:
         return None
 
     def _grow(self, sequence: Sequence) -> bool:
-        longest_block = sum(sequence.plan.lookaheads) + 1
-        tokens = min(len(sequence.tokens) + longest_block, sequence.spec.max_length)
+        # A draft may still be of an earlier, longer plan: the retrieval tier runs ahead.
+        longest_block = max(self.longest_block, sum(sequence.plan.lookaheads))
+        tokens = min(len(sequence.tokens) + longest_block + 1, sequence.spec.max_length)
         return self.kv.grow(sequence.sequence_id, tokens)
 
     def next_work(self) -> list[Work]:

@@ -1,0 +1,125 @@
+"""What a round of a plan is expected to be, against rounds that are played; and the choice between plans."""
+
+from __future__ import annotations
+
+import random
+from statistics import fmean
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from triforce_core.messages import Drafting
+from triforce_core.plans import (
+    CHANGE,
+    PLAIN,
+    WORTHWHILE,
+    Acceptance,
+    Costs,
+    Plan,
+    Situation,
+    choose,
+    expected_round,
+    plans,
+)
+
+ACCEPTANCE = Acceptance(retrieval=0.9, model=0.5, model_below=0.6, lookup=0.8, found=0.4)
+PLANS = [PLAIN, Plan(0, 3), Plan(0, 8, Drafting.LOOKUP), Plan(0, 2, Drafting.BOTH), Plan(8, 0), Plan(1, 1)]
+PLANS += [Plan(8, 3, drafting) for drafting in Drafting]
+
+
+def accepted(rng: random.Random, chance: float, proposed: int) -> int:
+    return next((n for n in range(proposed) if rng.random() >= chance), proposed)
+
+
+def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
+    """A round as the tiers run it: tokens, proposed to the target, passes of retrieval, steps of the model."""
+
+    def drafted(model: float) -> tuple[int, int, int]:
+        """Accepted and proposed tokens, and the model's steps."""
+        found = plan.drafting is not Drafting.MODEL and rng.random() < ACCEPTANCE.found
+        if found:
+            return accepted(rng, ACCEPTANCE.lookup, plan.draft), plan.draft, 0
+        if plan.drafting is Drafting.LOOKUP:
+            return 0, 0, 0
+        return accepted(rng, model, plan.draft), plan.draft, plan.draft
+
+    if not plan.retrieval:
+        right, proposed, steps = drafted(ACCEPTANCE.model)
+        return right + 1, proposed, 0, steps
+    block = passes = steps = 0
+    while block < plan.retrieval:
+        right, _, more = drafted(ACCEPTANCE.model_below)
+        block, passes, steps = block + right + 1, passes + 1, steps + more
+    return accepted(rng, ACCEPTANCE.retrieval, block) + 1, block, passes, steps
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_expected_rounds_are_the_means_of_rounds(plan: Plan) -> None:
+    rng = random.Random(0)
+    means = [fmean(values) for values in zip(*(played(plan, rng) for _ in range(20_000)), strict=True)]
+    expected = expected_round(plan, ACCEPTANCE)
+    found = (expected.tokens, expected.proposed, expected.passes, expected.steps)
+    assert found == pytest.approx(means, rel=0.03)
+
+
+def costs(*, groups: int = 1, overlapping: bool = False) -> Costs:
+    return Costs(10.0, lambda tokens: 8 + 2 * tokens, lambda tokens: 3 + tokens, lambda _: 1.0, groups, overlapping)
+
+
+def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> None:
+    expected = expected_round(Plan(4, 0), Acceptance(1, 0, 0, 0, 0))  # four passes of 4, then one over five tokens
+    assert costs().round_s(expected) == 4 * 4 + 18
+    assert costs(groups=3).round_s(expected) == 3 * (4 * 4 + 18), "groups take turns on the same cores"
+    assert costs(groups=3, overlapping=True).round_s(expected) == 3 * 18, "the target is never idle"
+    assert costs(groups=1, overlapping=True).round_s(expected) == 4 * 4 + 18, "nothing else is there to do"
+    assert costs(groups=3).round_s(expected_round(PLAIN, ACCEPTANCE)) == 10, "all plain requests are in one pass"
+
+
+chances = st.floats(0, 1)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    st.builds(Acceptance, chances, chances, chances, chances, chances),
+    st.floats(1e-3, 1),
+    st.floats(0, 0.2),
+    st.floats(1e-3, 1),
+    st.sampled_from([PLAIN, Plan(8, 3), Plan(0, 2, Drafting.LOOKUP)]),
+)
+def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
+    acceptance: Acceptance, target: float, token: float, retrieval: float, present: Plan
+) -> None:
+    known = Costs(target + token, lambda n: target + token * n, lambda n: retrieval + 0.01 * n, lambda _: 0.1)
+    candidates = [*plans((8, 3), tuple(Drafting))]
+    corrections = {plan.kind: 1.0 for plan in candidates}
+    situation = Situation(known, acceptance, corrections, cut_s=1.0, renewal_s=0.001, remaining=100)
+    choice = choose(candidates, situation, present)
+    assert choice.plain_s == situation.seconds(PLAIN)
+    assert choice.seconds == situation.seconds(choice.plan)
+    assert choice.plan == PLAIN or choice.seconds <= WORTHWHILE * choice.plain_s
+    best = min(situation.seconds(plan) for plan in candidates)
+    assert choice.seconds * min(CHANGE, WORTHWHILE) <= best
+
+
+def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:
+    candidates = [PLAIN, Plan(8, 0)]
+    acceptance, corrections = Acceptance(0.95, 0, 0, 0, 0), {"plain": 1.0, "retrieval": 1.0}
+    cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
+
+    def plan(cut_s: float, remaining: int) -> Plan:
+        return choose(candidates, Situation(cheap, acceptance, corrections, cut_s, 0.0, remaining)).plan
+
+    assert plan(0.0, 10).retrieval
+    assert plan(50.0, 200).retrieval
+    assert plan(50.0, 10) == PLAIN, "too few tokens are left"
+
+
+def test_plans_keep_to_the_lookaheads_and_tiers() -> None:
+    every = [*plans((8, 3), tuple(Drafting))]
+    assert len(set(every)) == len(every)
+    assert max(sum(plan.lookaheads) for plan in every) == 11, "what a pass of the target is made for"
+    assert max(plan.draft for plan in every if plan.retrieval) == 3
+    assert {plan.drafting for plan in plans((8, 3), (Drafting.LOOKUP,)) if plan.draft} == {Drafting.LOOKUP}
+    assert {plan.draft for plan in plans((8, 0), tuple(Drafting))} == {0}
+    assert [*plans((0, 0), tuple(Drafting))] == [PLAIN]
