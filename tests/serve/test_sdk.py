@@ -22,7 +22,7 @@ def test_models(client: TriForceClient) -> None:
 
 def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForceClient, source: str) -> None:
     prompt = source[:4000]
-    whole = client.generate(prompt, max_tokens=40, temperature=0.8, top_p=0.95, seed=4)
+    whole = client.generate(prompt, max_tokens=40, temperature=0.8, top_p=0.95, seed=4, lookaheads=(8, 3))
     chunks = list(client.stream(prompt, max_tokens=40, temperature=0.8, top_p=0.95, seed=4))
     http = server.complete(prompt, max_tokens=40, temperature=0.8, top_p=0.95, seed=4, return_token_ids=True).json()
     assert len(chunks) > 2
@@ -38,6 +38,11 @@ def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForce
     assert whole.stats.prefill_s > 0
     assert whole.stats.tokens_per_round is not None
     assert whole.stats.tokens_per_round > 1
+    assert whole.stats.controller.plan == "retrieval+model 8,3"
+    assert whole.stats.controller.expected_ms_per_token is None
+    last = chunks[-1].stats
+    assert last is not None
+    assert sum(last.controller.rounds.values()) > 0
 
 
 @pytest.mark.slow
