@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import pytest
@@ -190,3 +190,62 @@ def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
     after = [plan for done, plan in trace if done >= 512 + 64]
     plain_s = Decoding(server.machine).request(448, PLAIN)[0]
     assert fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) <= 1.1 * plain_s
+
+
+def two_requests(controller: Controller) -> list[Sequence]:
+    """Two requests beside one another whose prompts were just read."""
+    request = Request((1,) * PROMPT, 256, SamplingParams(1.0), 0, None)
+    spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + 256)
+    return [Sequence(n, request, spec, [1] * (PROMPT + 1), prefilled=PROMPT + 1) for n in (1, 2)]
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
+    controller = Controller(replace(TIERS, micro_batches=3, overlapping=overlapping))
+    one, other = two_requests(controller)
+    controller.plan(one, [one, other], REFRESH)
+    assert one.drafted.chosen_at == len(one.tokens)
+    assert (other.drafted.choice is one.drafted.choice) is not overlapping
+    assert bool(other.drafted.chosen_at) is not overlapping
+
+
+@pytest.mark.parametrize("beside", [Plan(0, 2), Plan(8, 3), PLAIN], ids=str)
+def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> None:
+    """A plain round is longer beside one that drafts."""
+    controller = Controller(TIERS)
+    one, other = sequences = two_requests(controller)
+    for each, plan in ((one, Plan(0, 3)), (other, beside)):
+        each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads))
+    tally = Tally(1, 3, 1, 1, 0, 0, 1, 0.02)
+    answers = [(each, Proposal(each.sequence_id, PROMPT + 1, (1, 1), b"", tallies=(tally,))) for each in sequences]
+    for now in (1.0, 2.0):
+        controller.passed(answers, sequences, now)
+    one.clock = 2.0
+    controller.learn(one, answers[0][1], Plan(0, 3), 0.5, sequences)
+    assert bool(controller.measured) is (beside == Plan(0, 2))
+
+
+def test_a_pass_that_reads_a_prompt_teaches_nothing() -> None:
+    controller = Controller(TIERS)
+    _, other = sequences = two_requests(controller)
+    other.prefilled = 0
+    answers = [
+        (each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(Tally(1, busy_s=1),))) for each in sequences
+    ]
+    for each in sequences:
+        each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, 0, 0))
+    controller.passed(answers, sequences, 1.0)
+    assert not controller.target.few.known
+    controller.passed(answers[:1], sequences, 2.0)
+    assert controller.target.few.known
+
+
+def test_requests_that_pin_their_plans_leave_nothing_behind() -> None:
+    server = Decoding(Machine())
+    for _ in range(3):
+        server.request(64, Plan(8, 3))
+    controller = server.controller
+    assert not controller.known
+    assert not controller.measured
+    assert not controller.rounds
+    assert controller.target.few.known, "but what passes take is known"
