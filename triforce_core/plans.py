@@ -209,8 +209,10 @@ def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLA
     """The plan with the least expected seconds per token. The present plan stays unless another is clearly better."""
     plain_s = situation.seconds(PLAIN)
     best_s, best = min((situation.seconds(plan), plan) for plan in candidates)
-    if present.speculates and (present_s := situation.seconds(present)) * CHANGE <= best_s:
-        best_s, best = present_s, present
     if best_s > plain_s * WORTHWHILE:
         best_s, best = plain_s, PLAIN
+    elif present.speculates:
+        present_s = situation.seconds(present)
+        if present_s * CHANGE <= best_s and present_s <= plain_s * WORTHWHILE:
+            best_s, best = present_s, present
     return Choice(best, best_s, plain_s)

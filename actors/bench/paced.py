@@ -171,8 +171,7 @@ class NoSnapshots(SnapshotSchedule):
     """A schedule without snapshots, because there is no KV to hand over."""
 
     def __init__(self) -> None:
-        """Needs nothing but the interval that others ask for."""
-        self.refresh_every = 1
+        """Needs nothing."""
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
         """Nothing to do."""

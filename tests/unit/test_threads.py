@@ -75,10 +75,10 @@ LIMITS = Limits(context_length=16384, kv_pool_tokens=32768, vocab_size=4096)
 def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
     settings = load_settings(retrieval={"refresh_every": 10})
     warming = WarmUp(settings, LIMITS, {})
-    prompts = []
+    prompts, lookaheads = [], []
     for request in warming.requests():
         LIMITS.check(request)
-        assert request.lookaheads == (8, 3)
+        lookaheads.append(request.lookaheads)
         prompts.append(len(request.prompt))
         taken = 1
         while warming.round_ended(4):
@@ -86,6 +86,7 @@ def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
         assert 4 * taken >= 21, "two snapshots were cut, or more"
         assert request.sampling.temperature == (0.0 if len(prompts) == 4 else 1.0), "both kinds of draws"
     assert prompts == [64, 64, 2048, LONG_PROMPT]
+    assert lookaheads == [(8, 3), (0, 0), (0, 3), (8, 3)], "all tiers, the target alone, without the retrieval tier"
 
 
 def test_a_slow_machine_s_prompts_are_shorter(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -203,7 +203,8 @@ class Engine:
 
     def _update_snapshot(self, sequence: Sequence, *, wanted: bool) -> None:
         """Cut a snapshot if one is due. A request whose plan begins to need one waits for it, decoding plainly."""
-        first = sequence.plan.retrieval > 0 and not recent_cut(sequence, self.snapshots.refresh_every)
+        needs = self.controller is not None and sequence.plan.retrieval > 0
+        first = needs and not recent_cut(sequence, self.snapshots.refresh_every)
         began = time.perf_counter()
         cut = self.snapshots.update(sequence, wanted=wanted)
         seconds = time.perf_counter() - began
@@ -212,8 +213,8 @@ class Engine:
                 live.cut_s += seconds
             if self.controller is not None:
                 self.controller.was_cut(sequence, seconds, first=first)
-        needs = sequence.plan.retrieval > 0 and (first or sequence.plan_waits)
-        sequence.plan_waits = needs and sequence.request.lookaheads is None and not self.snapshots.arrived(sequence)
+        waits = needs and sequence.request.lookaheads is None and (first or sequence.plan_waits)
+        sequence.plan_waits = waits and not self.snapshots.arrived(sequence)
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
         """Apply the target's answer: a prefill chunk is done, or tokens are committed."""
