@@ -124,9 +124,6 @@ class Controller:
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
-        self.barred = not self.tiers.overlapping and lost_too_much(
-            [s for s in decoding if s.request.lookaheads is None]
-        )
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
