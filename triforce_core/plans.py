@@ -201,7 +201,7 @@ class Choice(NamedTuple):
         return f"{self.plan}, {1e3 * self.seconds:.1f} ms a token expected, {1e3 * self.plain_s:.1f} if plain"
 
 
-WORTHWHILE = 0.95  # a plan must take less than this part of the time of plain decoding
+WORTHWHILE = 0.92  # a plan must take less than this part of the time of plain decoding
 CHANGE = 0.95  # and less than this part of the time of the plan that it replaces
 
 

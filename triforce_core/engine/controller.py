@@ -100,7 +100,7 @@ class Controller:
         self.cut_s, self.renewal_s = Recent(), Recent()  # per token of text, and per snapshot
         # Rounds that no correction knows yet: kind of plan, load, what was expected, seconds.
         self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
-        self.committed = 0  # tokens, of all requests
+        self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
         self.latest, self.load = "", 0  # the latest choice in words, and the load
         self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
@@ -148,9 +148,6 @@ class Controller:
         self.committed += count
         self.load = load(decoding)
         self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
-        known.fade(FADING**count)
-        for correction in self.corrections.values():
-            correction.fade(FADING**count)
         known.add(plan, proposal.tallies, SERVER_MEMORY)
         drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
         self._account(drafted, plan, round_s, count)
@@ -219,6 +216,7 @@ class Controller:
 
     def _choose(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> None:
         """Choose a plan for this request and those that are planned together with it."""
+        self._fade()
         self._correct(decoding)
         together, before = self._together(sequence, decoding), sequence.drafted.choice.plan
         situation = self._situation(together, decoding, refresh_every)
@@ -243,6 +241,13 @@ class Controller:
         itself. While such rounds succeed, each is followed by another.
         """
         return self.probe if length >= drafted.probe_at else PLAIN
+
+    def _fade(self) -> None:
+        """Forget a little of everything, for the tokens since the last time."""
+        kept = FADING ** (self.committed - self.faded_at)
+        self.faded_at = self.committed
+        for fading in (*self.known.values(), *self.corrections.values()):
+            fading.fade(kept)
 
     def _correct(self, decoding: Several[Sequence]) -> None:
         """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
