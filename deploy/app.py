@@ -90,7 +90,8 @@ def build_app(args: Settings) -> Application:
     gateway: Any = serve.deployment(
         serve.ingress()(Gateway),
         name="gateway",
-        ray_actor_options=options,
+        # On a node for targets, where pods have a proxy of Serve and live as long as their requests.
+        ray_actor_options={**options, "label_selector": dict(args.placement.groups[0].labels)},
         max_ongoing_requests=2 * places + SPARE_CALLS,
         # outer limit; a short burst stays below it and gets the gateway's own error
         max_queued_requests=places + SPARE_CALLS,

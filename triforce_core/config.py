@@ -5,10 +5,19 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from triforce_core.errors import InvalidValueError
 
@@ -26,6 +35,14 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 OFFLOADED_PREFILL_CHUNK = 32_768
 OFFLOADED_LOOKAHEADS = (16, 3)
 LABEL_SELECTOR = re.compile(r"!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)")
+
+
+def on_or_off(value: object) -> object:
+    """Restore on and off, which YAML reads as booleans unless quoted."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
+MillisecondsOrOff = Annotated[float, Field(gt=0)] | Literal["off", False] | None
 
 
 class Strict(BaseModel):
@@ -149,7 +166,7 @@ class TargetSettings(Strict):
         description="share of the verified blocks that are computed again, one token at a time, and compared",
     )
 
-    @field_validator("max_stall_ms", mode="before")
+    @field_validator("max_stall_ms", mode="before", json_schema_input_type=MillisecondsOrOff)
     @classmethod
     def _off(cls, value: object) -> object:
         if value is True:
@@ -387,12 +404,18 @@ class Settings(Strict):
         description="name of the attention kernel, such as blocked, which fits every head size; by default chosen by"
         " device and dtype",
     )
-    graphs: Literal["auto", "on", "eager", "off"] = Field(
+    graphs: Annotated[
+        Literal["auto", "on", "eager", "off"],
+        BeforeValidator(on_or_off, json_schema_input_type=Literal["auto", "on", "eager", "off", True, False]),
+    ] = Field(
         "auto",
         description="how passes over few tokens run: on captures them as CUDA graphs, eager runs the same code without"
         " capture, off treats them like other passes; auto is on for CUDA and off for the CPU",
     )
-    compile: Literal["auto", "on", "off"] = Field(
+    compile: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(on_or_off, json_schema_input_type=Literal["auto", "on", "off", True, False]),
+    ] = Field(
         "auto",
         description="fuse norms, rotary embeddings and activations with torch.compile at start; auto is on for CUDA if"
         " a compiler works, and off for the CPU; models on several ranks are not fused",
@@ -458,12 +481,6 @@ class Settings(Strict):
         if not DEVICE.fullmatch(value):
             raise ValueError("must be cpu, cuda or cuda:N")
         return value
-
-    @field_validator("graphs", "compile", mode="before")
-    @classmethod
-    def _on_and_off(cls, value: object) -> object:
-        """Restore on and off, which YAML reads as booleans unless quoted."""
-        return ("on" if value else "off") if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _graphs_need_cuda(self) -> Settings:

@@ -1,0 +1,112 @@
+{{/*
+The pod template of Ray's head, or of a group of workers. Takes a dict: root; component (head or a group's name); pod (the
+options); gpus.
+*/}}
+{{- define "triforce.pod" -}}
+{{- $root := .root -}}
+{{- $values := $root.Values -}}
+{{- $head := eq .component "head" -}}
+{{- $server := $values.settings.server | default dict -}}
+{{- $offload := ($values.settings.target | default dict).offload_path -}}
+{{- $claim := include "triforce.claim" $root -}}
+metadata:
+  labels:
+    {{- include "triforce.selector" $root | nindent 4 }}
+    app.kubernetes.io/component: {{ .component }}
+  {{- with .pod.annotations }}
+  annotations: {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  serviceAccountName: {{ include "triforce.serviceAccount" $root }}
+  automountServiceAccountToken: {{ and $head (include "triforce.scales" $root | eq "true") }}
+  terminationGracePeriodSeconds: {{ include "triforce.grace" $root }}
+  securityContext:
+    runAsNonRoot: true
+    runAsUser: 1000
+    runAsGroup: 1000
+    fsGroup: 1000
+    fsGroupChangePolicy: OnRootMismatch
+    seccompProfile: {type: RuntimeDefault}
+  {{- with $values.image.pullSecrets }}
+  imagePullSecrets:
+    {{- range . }}
+    - name: {{ . }}
+    {{- end }}
+  {{- end }}
+  {{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "runtimeClassName" "priorityClassName" }}
+  {{- with get $.pod $field }}
+  {{ $field }}: {{- if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- end }}
+  {{- end }}
+  containers:
+    - name: ray-{{ ternary "head" "worker" $head }}
+      image: {{ include "triforce.image" $root }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext: {{- include "triforce.restricted" . | nindent 8 }}
+      env: {{- include "triforce.env" $root | nindent 8 }}
+      ports:
+        {{- if $head }}
+        - {name: gcs-server, containerPort: 6379}
+        - {name: dashboard, containerPort: 8265}
+        {{- end }}
+        - {name: metrics, containerPort: 8080}
+        - {name: serve, containerPort: {{ $server.port | default 8000 | int }}}
+        - {name: serve-grpc, containerPort: {{ $server.grpc_port | default 9000 | int }}}
+      resources:
+        {{- $limits := deepCopy (.pod.resources.limits | default dict) }}
+        {{- if .gpus }}{{ $_ := set $limits "nvidia.com/gpu" (.gpus | int) }}{{ end }}
+        {{- if and (not $head) $values.workers.cpuLatencyResource }}{{ $_ := set $limits $values.workers.cpuLatencyResource 1 }}{{ end }}
+        requests: {{- toYaml .pod.resources.requests | nindent 10 }}
+        limits: {{- toYaml $limits | nindent 10 }}
+      {{- if not $head }}
+      lifecycle:
+        preStop:
+          exec:
+            command: [python, -m, deploy.leave, {{ include "triforce.drain" $root | quote }}]
+      {{- end }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        - {name: home, mountPath: /home/triforce}
+        {{- if or $claim $values.models.image.reference }}
+        - {name: models, mountPath: /models, readOnly: true}
+        {{- end }}
+        {{- if and $offload (not $head) }}
+        - {name: offload, mountPath: {{ $offload }}}
+        {{- end }}
+  volumes:
+    - {name: tmp, emptyDir: {}}
+    - {name: home, emptyDir: {}}
+    {{- if $claim }}
+    - {name: models, persistentVolumeClaim: {claimName: {{ $claim }}, readOnly: true}}
+    {{- else if $values.models.image.reference }}
+    - {name: models, image: {reference: {{ $values.models.image.reference }}, pullPolicy: {{ $values.models.image.pullPolicy }}}}
+    {{- end }}
+    {{- if and $offload (not $head) }}
+    - {name: offload, emptyDir: {}}
+    {{- end }}
+{{- end -}}
+
+{{- define "triforce.restricted" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities: {drop: [ALL]}
+{{- end -}}
+
+{{/* Whether Ray's autoscaler adds and removes pods. */}}
+{{- define "triforce.scales" -}}
+{{- $replicas := (.Values.settings.server | default dict).replicas | default dict -}}
+{{- gt ($replicas.max | default 1 | int) ($replicas.min | default 1 | int) -}}
+{{- end -}}
+
+{{/* What `triforce serve` sets for Ray and Serve before it starts them: ENVIRONMENT of deploy/app.py. */}}
+{{- define "triforce.env" -}}
+- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
+- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
+- {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
+- {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "1"}
+- {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "67108864"}
+- {name: TOKENIZERS_PARALLELISM, value: "false"}
+{{- with .Values.models.hub.tokenSecret }}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.models.hub.tokenKey }}}}}
+{{- end }}
+{{- end -}}

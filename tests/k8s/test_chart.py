@@ -1,0 +1,218 @@
+"""The chart: example values render to objects that Kubernetes, KubeRay, Serve and our settings accept, and wrong values
+are refused by name.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+
+from deploy.app import ENVIRONMENT
+from deploy.grpc_api import SERVICER
+from scripts.generate_chart import generated
+from tests.charts import (
+    CHART,
+    EXAMPLES,
+    KUBERNETES,
+    environment,
+    helm,
+    of_kind,
+    pod_templates,
+    rayservice,
+    rendered,
+    serve_config,
+    template,
+)
+from triforce_core.config import Settings, load_settings
+
+CRDS = Path(os.environ.get("KUBERAY_CRDS", "kuberay-crds"))  # a folder with KubeRay's CRDs
+CUSTOM = {"RayService", "PodMonitor", "HTTPRoute", "GRPCRoute"}
+ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}  # what only `triforce serve` needs, which stays on one machine
+
+ALL = Path(__file__).with_name("all-values.yaml")  # every part of the chart at once
+each_example = pytest.mark.parametrize("values", [*EXAMPLES, ALL], ids=lambda path: path.stem)
+
+
+def settings_of(values: Path, *more: str) -> Settings:
+    [application] = serve_config(rendered(values, *more))["applications"]
+    return load_settings(None, **application["args"])
+
+
+@pytest.mark.parametrize("name", ["values.yaml", "values.schema.json", "README.md"])
+def test_what_is_generated_is_up_to_date(name: str) -> None:
+    assert (CHART / name).read_text() == generated()[name], "run `python -m scripts.generate_chart`"
+
+
+@pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda path: path.stem if path else "defaults")
+def test_helm_finds_no_fault(values: Path | None) -> None:
+    done = helm("lint", "--strict", str(CHART), *(() if values is None else ("--values", str(values))))
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@each_example
+def test_kubernetes_accepts_the_objects(values: Path) -> None:
+    objects = rendered(values)
+    kinds = {each["kind"] for each in objects}
+    assert {"RayService", "NetworkPolicy", "PodDisruptionBudget", "ServiceAccount", "Pod"} <= kinds
+    for each in objects:
+        if each["kind"] not in CUSTOM:
+            kubernetes_validate.validate(each, KUBERNETES, strict=True)
+    for pod in pod_templates(objects).values():
+        as_pod = {"apiVersion": "v1", "kind": "Pod", **pod}
+        kubernetes_validate.validate(as_pod, KUBERNETES, strict=True)
+
+
+def closed(node: Any) -> Any:
+    """The schema of a CRD, so that unknown fields are refused and what has a default need not be given."""
+    if not isinstance(node, dict):
+        return [closed(each) for each in node] if isinstance(node, list) else node
+    made = {key: closed(value) for key, value in node.items()}
+    properties = node.get("properties")
+    if isinstance(properties, dict) and node.get("type") == "object":
+        if not node.get("x-kubernetes-preserve-unknown-fields"):
+            made.setdefault("additionalProperties", False)
+        defaults = {name for name, each in properties.items() if isinstance(each, dict) and "default" in each}
+        if "required" in node:
+            made["required"] = [name for name in node["required"] if name not in defaults]
+    if node.get("x-kubernetes-int-or-string"):
+        made |= {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    return made
+
+
+@pytest.fixture(scope="module")
+def kuberay() -> jsonschema.Draft202012Validator:
+    path = CRDS / "ray.io_rayservices.yaml"
+    if not path.exists():
+        pytest.skip(f"KubeRay's CRDs are not in {CRDS}: KUBERAY_CRDS can name their folder")
+    [v1] = [v for v in yaml.load(path.read_text(), yaml.CSafeLoader)["spec"]["versions"] if v["name"] == "v1"]
+    schema = closed(v1["schema"]["openAPIV3Schema"])
+    schema["properties"]["metadata"] = {"type": "object"}
+    return jsonschema.Draft202012Validator(schema)
+
+
+@each_example
+def test_kuberay_accepts_the_rayservice(values: Path, kuberay: jsonschema.Draft202012Validator) -> None:
+    kuberay.validate(rayservice(rendered(values)))
+
+
+def test_kuberays_schema_refuses_what_it_does_not_know(kuberay: jsonschema.Draft202012Validator) -> None:
+    wrong = rayservice(rendered(EXAMPLES[0]))
+    wrong["spec"]["rayClusterConfig"]["headGroupSpec"]["template"]["spec"]["containers"][0]["imge"] = "x"
+    with pytest.raises(jsonschema.ValidationError, match="imge"):
+        kuberay.validate(wrong)
+
+
+@each_example
+def test_serve_accepts_the_config_and_knows_all_of_it(values: Path) -> None:
+    from ray.serve.schema import ServeDeploySchema
+
+    config = serve_config(rendered(values))
+    # Serve drops what it does not know without a word.
+    assert ServeDeploySchema.model_validate(config).model_dump(exclude_unset=True, mode="json") == config
+    assert config["grpc_options"]["grpc_servicer_functions"] == [SERVICER]
+
+
+@each_example
+def test_the_application_gets_the_settings_that_were_given(values: Path) -> None:
+    given = load_settings(None, **(yaml.safe_load(values.read_text()).get("settings") or {}))
+    got = settings_of(values)
+    assert got.server.host == "0.0.0.0"
+    for name in ("target", "retrieval", "draft", "speculation", "device", "max_sequences"):
+        assert getattr(got, name) == getattr(given, name)
+    assert got.server.drain_s == given.server.drain_s
+    assert got.server.replicas == given.server.replicas
+    assert got.placement.colocate == given.placement.colocate
+
+
+def test_large_numbers_arrive_as_they_are() -> None:
+    more = ("--set", "settings.target.kv_pool_tokens=16777216", "--set", "settings.retrieval.budget=4096")
+    assert settings_of(EXAMPLES[0], *more).target.kv_pool_tokens == 16777216
+
+
+def test_off_may_be_written_without_quotes(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("settings: {target: {max_stall_ms: off}, graphs: off, compile: off}")
+    got = settings_of(values)
+    assert (got.target.max_stall_ms, got.graphs, got.compile) == (None, "off", "off")
+
+
+@each_example
+def test_pods_have_the_gpus_that_the_settings_reserve(values: Path) -> None:
+    objects, settings = rendered(values), settings_of(values)
+    pods = pod_templates(objects)
+    assert "nvidia.com/gpu" not in pods.pop("head")["spec"]["containers"][0]["resources"]["limits"]
+    groups = settings.placement.groups
+    needed = [settings.ranks(group.tiers) * group.gpus for group in groups]
+    separate = len(pods) > 1
+    expected = [math.ceil(each) for each in needed] if separate else [math.ceil(sum(needed))]
+    got = [pod["spec"]["containers"][0]["resources"]["limits"].get("nvidia.com/gpu", 0) for pod in pods.values()]
+    assert got == expected
+    cluster = rayservice(objects)["spec"]["rayClusterConfig"]
+    for group in cluster["workerGroupSpecs"]:
+        assert (group["minReplicas"], group["maxReplicas"]) == (
+            settings.server.replicas.min,
+            settings.server.replicas.max,
+        )
+    assert bool(cluster.get("enableInTreeAutoscaling")) == (settings.server.replicas.max > settings.server.replicas.min)
+    if separate:
+        for group, pods_of in zip(groups, cluster["workerGroupSpecs"], strict=True):
+            assert pods_of["groupName"] == group.tiers[0]
+            assert pods_of["labels"].items() <= group.labels.items()
+
+
+@each_example
+def test_pods_have_the_environment_of_triforce_serve(values: Path) -> None:
+    needed = {name: value for name, value in ENVIRONMENT.items() if name not in ONE_MACHINE}
+    for pod in pod_templates(rendered(values)).values():
+        assert environment(pod) == needed
+
+
+def test_models_are_mounted_on_head_and_workers(tmp_path: Path) -> None:
+    for choice in ({"claim": {"name": "m"}}, {"claim": {"size": "9Gi"}}, {"image": {"reference": "registry/models:1"}}):
+        values = tmp_path / "values.yaml"
+        values.write_text(yaml.safe_dump({"models": choice}))
+        objects = rendered(values)
+        for pod in pod_templates(objects).values():
+            [mount] = [m for m in pod["spec"]["containers"][0]["volumeMounts"] if m["name"] == "models"]
+            assert mount == {"name": "models", "mountPath": "/models", "readOnly": True}
+        claims = of_kind(objects, "PersistentVolumeClaim")
+        assert len(claims) == (choice.get("claim", {}).get("size") is not None)
+        for claim in claims:
+            assert claim["metadata"]["annotations"]["helm.sh/resource-policy"] == "keep"
+
+
+WRONG = {
+    "settings.target.offload": ("settings: {target: {offload: cloud}}", "offload"),
+    "settings.targets": ("settings: {targets: {model: x}}", "targets"),
+    "settings.retrieval.budget": ("settings: {retrieval: {budget: many}}", "budget"),
+    "settings.server.port": ("settings: {server: {port: 70000}}", "port"),
+    "settings.placement.target.gpus": ("settings: {device: cuda}", "settings.placement"),
+    "settings.device": ("settings: {placement: {target: {gpus: 1}}}", "settings.device"),
+    "settings.placement.cpu_latency_us": ("settings: {placement: {cpu_latency_us: 0}}", "cpuLatencyResource"),
+    "settings.server.replicas.min": ("settings: {server: {replicas: {min: 3, max: 2}}}", "replicas.min"),
+    "workers.separate": ("workers: {separate: some}", "workers.separate"),
+    "models.image": ("models: {claim: {name: m}, image: {reference: r}}", "models.image.reference"),
+    "models.claim": ("models: {claim: {name: m, size: 1Gi}}", "models.claim.size"),
+    "service.type": ("service: {type: External}", "service.type"),
+    "upgrade": ("upgrade: Never", "upgrade"),
+    "ingress.grpcHost": ("ingress: {host: a.b, grpcHost: a.b}", "ingress.grpcHost"),
+    "image.tags": ("image: {tags: latest}", "tags"),
+    "fullnameOverride": ("fullnameOverride: Upper", "fullnameOverride"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_values_are_refused_by_name(wrong: str, tmp_path: Path) -> None:
+    text, named = WRONG[wrong]
+    values = tmp_path / "values.yaml"
+    values.write_text(text)
+    done = template(values)
+    assert done.returncode != 0
+    assert named in done.stderr, done.stderr

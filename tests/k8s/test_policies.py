@@ -1,0 +1,127 @@
+"""What is true of all objects that the chart renders, whatever the values: no secrets, no privileges, no open port that
+nobody needs, time enough to finish, and limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.charts import EXAMPLES, of_kind, pod_templates, rayservice, rendered
+from tests.k8s.test_chart import ALL, each_example, settings_of
+
+
+def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    yield from (each["spec"] for each in pod_templates(objects).values())
+    yield from (each["spec"] for each in of_kind(objects, "Pod"))
+
+
+def walk(node: Any) -> Iterator[tuple[str, Any]]:
+    """All keys with their values, however deep."""
+    for key, value in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
+        yield str(key), value
+        yield from walk(value)
+
+
+@each_example
+def test_no_secret_is_in_plain_text(values: Path) -> None:
+    objects = rendered(values)
+    assert not of_kind(objects, "Secret")
+    for pod in pods(objects):
+        for container in pod["containers"]:
+            for variable in container.get("env", []):
+                secret = any(word in variable["name"] for word in ("PASSWORD", "SECRET")) or variable["name"].endswith(
+                    "TOKEN"
+                )
+                assert secret == ("valueFrom" in variable), variable
+    for key, value in walk(rayservice(objects)["spec"]):
+        if "password" in key.lower():
+            assert set(value) == {"valueFrom"}
+
+
+@each_example
+def test_pods_are_restricted(values: Path) -> None:
+    for pod in pods(rendered(values)):
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] > 0
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
+        assert not any("hostPath" in volume for volume in pod.get("volumes", []))
+        for container in pod["containers"]:
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+
+
+@each_example
+def test_containers_have_requests_and_limits(values: Path) -> None:
+    objects = rendered(values)
+    containers = [container for pod in pods(objects) for container in pod["containers"]]
+    if scaler := rayservice(objects)["spec"]["rayClusterConfig"].get("autoscalerOptions"):
+        containers.append(scaler)
+    for container in containers:
+        for kind in ("requests", "limits"):
+            assert {"cpu", "memory"} <= container["resources"][kind].keys(), container
+        # Ray counts what it may use by the limit, and a node gives what was requested.
+        assert container["resources"]["requests"]["memory"] == container["resources"]["limits"]["memory"]
+
+
+@each_example
+def test_others_reach_the_apis_alone(values: Path) -> None:
+    objects, server = rendered(values), settings_of(values).server
+    [policy] = of_kind(objects, "NetworkPolicy")
+    selected = policy["spec"]["podSelector"]["matchLabels"]
+    for pod in pod_templates(objects).values():
+        assert selected.items() <= pod["metadata"]["labels"].items()
+    for rule in policy["spec"]["ingress"]:
+        ports = {each["port"] for each in rule.get("ports", [])}
+        senders = rule.get("from", [])
+        if senders == [{"podSelector": {"matchLabels": selected}}]:
+            assert not ports  # one another: Ray and the tiers listen on ports that Ray chooses
+        elif ports == {server.port, server.grpc_port}:
+            pass
+        else:
+            assert (ports, bool(senders)) in (({8265}, True), ({8080}, True))
+
+
+@each_example
+def test_every_grace_covers_the_drain(values: Path) -> None:
+    objects, drain_s = rendered(values), settings_of(values).server.drain_s
+    spec = rayservice(objects)["spec"]
+    assert spec["rayClusterDeletionDelaySeconds"] > drain_s
+    for name, pod in pod_templates(objects).items():
+        assert pod["spec"]["terminationGracePeriodSeconds"] > drain_s
+        if name != "head":
+            *command, seconds = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
+            assert command == ["python", "-m", "deploy.leave"]
+            assert drain_s <= int(seconds) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+@each_example
+def test_budgets_protect_pods_that_exist(values: Path) -> None:
+    objects, replicas = rendered(values), settings_of(values).server.replicas
+    budgets = {
+        each["spec"]["selector"]["matchLabels"]["app.kubernetes.io/component"]: each
+        for each in of_kind(objects, "PodDisruptionBudget")
+    }
+    templates = pod_templates(objects)
+    assert budgets.keys() == {"head", next(name for name in templates if name != "head")}
+    for name, budget in budgets.items():
+        labels = templates[name]["metadata"]["labels"]
+        assert budget["spec"]["selector"]["matchLabels"].items() <= labels.items()
+        assert budget["spec"]["minAvailable"] == (1 if name == "head" else replicas.min)
+
+
+def test_all_values_are_covered() -> None:
+    """The set with everything has every kind of object that a template names."""
+    kinds = {each["kind"] for each in rendered(ALL)}
+    templates = Path(EXAMPLES[0].parent.parent, "templates").rglob("*.yaml")
+    lines = [line for path in templates for line in path.read_text().splitlines()]
+    named = {line.split()[1] for line in lines if line.startswith("kind:")}
+    assert kinds == named
+    assert yaml.safe_load(ALL.read_text())
