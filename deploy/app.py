@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from actors.cores import keep_awake
-from triforce_core.config import Settings
+from triforce_core.config import Settings, load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError, require
 
 if TYPE_CHECKING:
@@ -57,8 +57,13 @@ LONG_PROMPTS = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
 ENVIRONMENT |= LONG_PROMPTS
 
 
-def build_app(args: Settings) -> Application:
-    """The application for these settings; also the builder for `serve run deploy.app:build_app`."""
+def build_app(args: dict[str, Any]) -> Application:
+    """The application for the arguments in a Serve config, which are settings as in triforce.yaml."""
+    return application_of(load_settings(None, **args))
+
+
+def application_of(args: Settings) -> Application:
+    """The application for these settings."""
     from ray import serve
 
     from actors.placement import ENVIRONMENT as QUIET_CORES
@@ -291,7 +296,7 @@ def application(settings: Settings) -> Iterator[None]:
         grpc_options={"port": server.grpc_port, "grpc_servicer_functions": [SERVICER]},
     )
     try:
-        handle = serve.run(build_app(settings), name=APPLICATION, route_prefix="/")
+        handle = serve.run(application_of(settings), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise UnavailableError(f"the tiers did not come up: {failure(error)}") from None
     try:

@@ -35,6 +35,7 @@ from triforce_core.config import Settings, load_settings
 CRDS = Path(os.environ.get("KUBERAY_CRDS", "kuberay-crds"))  # a folder with KubeRay's CRDs
 CUSTOM = {"RayService", "PodMonitor", "HTTPRoute", "GRPCRoute"}
 ONE_MACHINE = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"}  # what only `triforce serve` needs, which stays on one machine
+IN_PODS = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 
 ALL = Path(__file__).with_name("all-values.yaml")  # every part of the chart at once
 each_example = pytest.mark.parametrize("values", [*EXAMPLES, ALL], ids=lambda path: path.stem)
@@ -169,7 +170,7 @@ def test_pods_have_the_gpus_that_the_settings_reserve(values: Path) -> None:
 
 @each_example
 def test_pods_have_the_environment_of_triforce_serve(values: Path) -> None:
-    needed = {name: value for name, value in ENVIRONMENT.items() if name not in ONE_MACHINE}
+    needed = {name: value for name, value in ENVIRONMENT.items() if name not in ONE_MACHINE} | IN_PODS
     for pod in pod_templates(rendered(values)).values():
         assert environment(pod) == needed
 

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from deploy.app import ENVIRONMENT, build_app, prepare_environment
+from deploy.app import ENVIRONMENT, application_of, prepare_environment
 from tests.serve.conftest import Server, free_ports, start
 from tests.starting import tried_twice
 from triforce_core.client.request import MAX_MESSAGE_BYTES
@@ -23,7 +23,7 @@ from triforce_core.config import load_settings
 def test_one_setting_for_all_that_drains(given: dict[str, Any], drain_s: float) -> None:
     prepare_environment()  # before Ray is imported
     settings = load_settings(dtype="float32", server=given)
-    gateway = build_app(settings)._bound_deployment
+    gateway = application_of(settings)._bound_deployment
     [pipeline] = [each._bound_deployment for each in gateway.init_args if hasattr(each, "_bound_deployment")]
     assert (gateway.name, pipeline.name) == ("gateway", "pipeline")
     for deployment in (gateway, pipeline):

@@ -44,6 +44,7 @@ def application(ports: dict[str, int], local_ray: LocalRay) -> Iterator[dict[str
     token = secrets.token_hex(16)
     # What the chart renders, and what KubeRay adds for `authOptions`.
     variables = environment(pod_templates(objects)["pipeline"]) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+    variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"  # Ray's own ports stay on the loopback too
     folder = tempfile.mkdtemp(prefix="tf-")  # short, because the paths of sockets are limited
     command = [
         *(str(Path(sys.prefix, "bin", "ray")), "start", "--head", "--block", "--num-cpus=2", "--disable-usage-stats"),
@@ -100,6 +101,29 @@ def test_it_answers_over_http(application: dict[str, Any], ports: dict[str, int]
 def test_it_answers_over_grpc(application: dict[str, Any], ports: dict[str, int]) -> None:
     with TriForceClient(f"127.0.0.1:{ports['grpc']}") as client:
         assert client.generate("def main():", max_tokens=16, temperature=0).text
+
+
+def test_tokens_are_streamed_one_event_after_another(application: dict[str, Any], ports: dict[str, int]) -> None:
+    asked = {"model": "demo", "prompt": "def main():", "max_tokens": 64, "temperature": 0, "stream": True}
+    url = f"http://127.0.0.1:{ports['http']}/v1/completions"
+    with requests.post(url, json=asked, stream=True, timeout=60) as answer:
+        arrivals = [time.monotonic() for line in answer.iter_lines() if line]
+    assert len(arrivals) > 10
+    assert arrivals[-1] - arrivals[0] > 0.02, "all at once: something on the way waits for the end"
+    with TriForceClient(f"127.0.0.1:{ports['grpc']}") as client:
+        assert len([chunk for chunk in client.stream("def main():", max_tokens=64, temperature=0) if chunk.text]) > 5
+
+
+def test_a_client_that_goes_away_frees_its_place(application: dict[str, Any], ports: dict[str, int]) -> None:
+    server = f"http://127.0.0.1:{ports['http']}"
+    asked = {"model": "demo", "prompt": "def main():", "max_tokens": 8000, "seed": 1, "stream": True}
+    with requests.post(f"{server}/v1/completions", json=asked, stream=True, timeout=60) as answer:
+        next(answer.iter_lines())
+        assert requests.get(f"{server}/status", timeout=10).json()["in_flight"] == 1
+    until = time.monotonic() + 10
+    while requests.get(f"{server}/status", timeout=10).json()["in_flight"]:
+        assert time.monotonic() < until
+        time.sleep(0.1)
 
 
 OF_GPUS = {"ray_node_gpus_utilization", "ray_node_gram_used"}  # only where there is a GPU

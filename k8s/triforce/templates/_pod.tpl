@@ -98,7 +98,11 @@ capabilities: {drop: [ALL]}
 {{- gt ($replicas.max | default 1 | int) ($replicas.min | default 1 | int) -}}
 {{- end -}}
 
-{{/* What `triforce serve` sets for Ray and Serve before it starts them: ENVIRONMENT of deploy/app.py. */}}
+{{/*
+What `triforce serve` sets for Ray and Serve before it starts them (ENVIRONMENT of deploy/app.py), and HAProxy in place of
+Serve's own proxy, which takes milliseconds for each request. HAProxy's ports are fixed, and it outlives a Ray that is
+killed, so it suits pods only.
+*/}}
 {{- define "triforce.env" -}}
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
@@ -106,6 +110,7 @@ capabilities: {drop: [ALL]}
 - {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "1"}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "67108864"}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
+- {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 {{- with .Values.models.hub.tokenSecret }}
 - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.models.hub.tokenKey }}}}}
 {{- end }}
