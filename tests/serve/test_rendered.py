@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,15 +24,16 @@ import requests
 
 from tests.charts import CHART, environment, pod_templates, rendered, serve_config
 from tests.serve.conftest import free_ports
-from tests.starting import LocalRay
+from tests.starting import LocalRay, children
 from triforce_core.client import TriForceClient
 
+NAMES = ("http", "grpc", "gcs", "dashboard", "agent", "metrics", "client")
 READY_S, END_S = 150.0, 20.0
 
 
 @pytest.fixture(scope="module")
 def ports() -> dict[str, int]:
-    return dict(zip(("http", "grpc", "gcs", "dashboard", "agent", "metrics"), free_ports(6), strict=True))
+    return dict(zip(NAMES, free_ports(len(NAMES)), strict=True))
 
 
 @pytest.fixture(scope="module")
@@ -51,10 +53,11 @@ def application(ports: dict[str, int], local_ray: LocalRay) -> Iterator[dict[str
         *("--node-ip-address=127.0.0.1", f"--port={ports['gcs']}", f"--temp-dir={folder}"),
         *("--include-dashboard=true", "--dashboard-host=127.0.0.1", f"--dashboard-port={ports['dashboard']}"),
         *(f"--dashboard-agent-listen-port={ports['agent']}", "--min-worker-port=0", "--max-worker-port=0"),
-        f"--metrics-export-port={ports['metrics']}",
+        *(f"--metrics-export-port={ports['metrics']}", f"--ray-client-server-port={ports['client']}"),
     ]
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     log = Path(folder, "start.log")
+    before = children()
     with log.open("w") as output:
         head = subprocess.Popen(command, env=inherited | variables, stdout=output, stderr=subprocess.STDOUT)
     dashboard = f"http://127.0.0.1:{ports['dashboard']}/api/serve/applications/"
@@ -69,9 +72,10 @@ def application(ports: dict[str, int], local_ray: LocalRay) -> Iterator[dict[str
         found: dict[str, Any] = requests.get(dashboard, headers=known, timeout=10).json()
         yield found
     finally:
-        started = [psutil.Process(head.pid), *psutil.Process(head.pid).children(recursive=True)]
+        started = children() - before
         for each in started:
-            each.terminate()
+            with suppress(psutil.NoSuchProcess):
+                each.terminate()
         _, left = psutil.wait_procs(started, timeout=END_S)
         for each in left:
             each.kill()

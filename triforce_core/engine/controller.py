@@ -246,8 +246,10 @@ class Controller:
         """Forget a little of everything, for the tokens since the last time."""
         kept = FADING ** (self.committed - self.faded_at)
         self.faded_at = self.committed
-        for fading in (*self.known.values(), *self.corrections.values()):
-            fading.fade(kept)
+        for known in self.known.values():
+            known.fade(kept)
+        for correction in self.corrections.values():
+            correction.fade(kept)
 
     def _correct(self, decoding: Several[Sequence]) -> None:
         """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
