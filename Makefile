@@ -1,4 +1,4 @@
-# Everything runs from .venv. Each target (re)builds .venv if it is missing, or older than requirements.lock or
+# Everything runs from .venv. Each target (re)builds .venv if it is missing, or older than requirements.lock or a
 # pyproject.toml.
 
 PYTHON ?= python3
@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-all check protos format clean
+.PHONY: serve test test-all check protos dist format clean
 
 # Serve the demo pair: three tiers, OpenAI-compatible HTTP on port 8000.
 serve: $(INSTALLED)
@@ -34,6 +34,14 @@ check: $(INSTALLED)
 protos: $(INSTALLED)
 	$(BIN)/python -m scripts.generate_protos
 
+# Build what is published into dist/: the project and the weights of its demo pair, each as an sdist and a wheel. Every
+# wheel is built from its sdist.
+dist: $(INSTALLED)
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation --outdir dist .
+	$(BIN)/python -m build --no-isolation --outdir dist demo_weights
+	$(BIN)/twine check --strict dist/*
+
 # Format the code, and fix what ruff can fix.
 format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
@@ -41,10 +49,10 @@ format: $(INSTALLED)
 
 # Remove .venv, caches and build leftovers.
 clean:
-	rm -rf .venv build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist *.egg-info demo_weights/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): requirements.lock pyproject.toml
+$(INSTALLED): requirements.lock pyproject.toml demo_weights/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "error: Python 3.11 or newer is needed, '$(PYTHON)' is older or missing; try: make PYTHON=python3.11" >&2; \
 	    exit 1; }

@@ -1,4 +1,5 @@
-"""Installs the packages of requirements.lock, and this project, into the environment of the Python that runs this.
+"""Installs the packages of requirements.lock, and this project with its demo pair, into the environment of the Python
+that runs this.
 
 uv installs where it can, in a fraction of pip's time. uv reads none of pip's settings, so this script passes them on.
 It also checks that uv would install the same build of torch as pip: CPU and CUDA builds share a version and differ by
@@ -17,7 +18,10 @@ from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 LOCK = "requirements.lock"
-STEPS = (["--requirement", LOCK], ["--no-deps", "--no-build-isolation", "--editable", "."])
+STEPS = (
+    ["--requirement", LOCK],
+    ["--no-deps", "--no-build-isolation", "--editable", ".", "--editable", "./demo_weights"],
+)
 
 PIP = [sys.executable, "-m", "pip"]
 # A second --quiet hides warnings but not errors: pip warns about each package that an extra index does not have.

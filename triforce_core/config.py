@@ -53,7 +53,7 @@ class DraftSettings(Strict):
     """The draft tier: a tiny model with a StreamingLLM cache, or prompt lookup instead. Sizes are in tokens."""
 
     model: str = Field(  # a key of `engine.drafters.DRAFTERS`, otherwise a model
-        "demo", description="directory, hub id, `demo` for the embedded drafter, or `ngram` for prompt lookup"
+        "demo", description="directory, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup"
     )
     window: int = Field(
         252, ge=1, description="last tokens that a draft model sees; smaller for a short context or little memory"
@@ -123,7 +123,7 @@ class RetrievalSettings(Strict):
 class TargetSettings(Strict):
     """The model whose tokens are served, and its full KV cache."""
 
-    model: str = Field("demo", description="directory, hub id, or `demo` for the embedded target")
+    model: str = Field("demo", description="directory, hub id, or `demo` for the demo pair's")
     served_name: str | None = Field(None, description="the name that clients use; by default the last part of `model`")
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs that the weights and KV heads are divided over, for models that one GPU cannot hold"

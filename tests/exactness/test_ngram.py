@@ -1,4 +1,4 @@
-"""Prompt lookup drafts for the embedded target: plain decoding's tokens, and drafts among them."""
+"""Prompt lookup drafts for the demo target: plain decoding's tokens, and drafts among them."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,9 +86,12 @@ class DidNotStartError(Exception):
     pass
 
 
-def start(config: Path, log: Path) -> subprocess.Popen[str]:
+TRIFORCE = (sys.executable, "-m", "triforce_core.cli")
+
+
+def start(config: Path, log: Path, triforce: Sequence[str] = TRIFORCE) -> subprocess.Popen[str]:
     """`triforce serve`, with what it prints in `log`; returns when it says that it is ready."""
-    command = [sys.executable, "-m", "triforce_core.cli", "serve", "--config", str(config)]
+    command = [*triforce, "serve", "--config", str(config)]
     with log.open("w") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
     until = time.monotonic() + START_S

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import multiprocessing
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from actors import cores
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
+from triforce_core import __version__
 from triforce_core.bench.machine import quiet_machine
 from triforce_core.cli import app
 from triforce_core.config import load_settings
@@ -312,6 +315,18 @@ def test_the_demo_s_bad_input_is_one_line_and_exit_code_2(
 ) -> None:
     monkeypatch.chdir(Path(prompt).parent)
     refusals.check(named, "demo", *arguments, "--cache-dir", "cache")
+
+
+def test_without_the_demo_pair_only_the_commands_that_need_it_are_refused(
+    monkeypatch: pytest.MonkeyPatch, refusals: Refusals, prompt: str
+) -> None:
+    monkeypatch.setitem(sys.modules, "triforce_serve_demo", None)  # its import raises what that of no package raises
+    named = ["target", "'demo'", f"pip install triforce-serve-demo=={__version__}"]
+    for arguments in (["generate", "--prompt-file", prompt], ["demo", "evaluate"], ["demo", "train"]):
+        refusals.check(named, *arguments)
+    hidden = "import sys; sys.modules['triforce_serve_demo'] = None; sys.argv = ['triforce', 'config']"
+    fresh = [sys.executable, "-c", f"{hidden}; from triforce_core.cli import main; main()"]
+    assert "model: demo" in subprocess.run(fresh, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 def test_an_interrupted_command_exits_with_130(

@@ -72,6 +72,14 @@ def quietly(settings: DemoSettings, **options: Any) -> str:
     return out.getvalue()
 
 
+def test_the_tokenizer_is_the_installed_pair_s_unless_another_is_named(tmp_path: Path) -> None:
+    assert load_settings().tokenizer == TOKENIZER
+    assert TOKENIZER.is_file()
+    assert load_settings(tokenizer=tmp_path / "given.json").tokenizer == tmp_path / "given.json"
+    path = tiny_settings(tmp_path, tokenizer="beside.json")
+    assert load_settings(path).tokenizer == tmp_path / "beside.json"
+
+
 def test_a_batch_is_a_function_of_seed_stage_and_step(tmp_path: Path) -> None:
     settings = load_settings(tiny_settings(tmp_path))
     tokens = build_corpus(settings.corpus, TOKENIZER, settings.corpus_dir).train

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from tests.random_models import FAMILIES, random_model
+from triforce_core import __version__
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError
 from triforce_core.models.load import (
     check_pair,
@@ -196,6 +199,14 @@ def test_a_pair_with_other_vocabularies_is_refused_before_weights_are_loaded(tmp
     ):
         check_pair(str(tmp_path / "target"), str(tmp_path / "drafter"))
     check_pair(str(tmp_path / "target"), None)
+
+
+def test_the_demo_pair_where_its_weights_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "triforce_serve_demo", None)  # its import raises what that of no package raises
+    needed = re.escape(f"pip install triforce-serve-demo=={__version__}")
+    for load in (lambda: load_config("demo", "target"), lambda: load_tokenizer("demo"), lambda: stop_token_ids("demo")):
+        with pytest.raises(UnknownModelError, match=rf"^target: 'demo' needs the weights .*: {needed}$"):
+            load()
 
 
 def test_the_demo_pair() -> None:

@@ -1,11 +1,13 @@
-"""What a plain install may import, what the lock file holds, and what the wheel carries."""
+"""What a plain install may import, what the lock file holds, and what `make dist` builds."""
 
 from __future__ import annotations
 
 import re
-import shutil
+import statistics
 import subprocess
 import sys
+import tarfile
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -15,7 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+from tests.packages import REPOSITORY, Built, empty_environment, make_dist
+from triforce_core import __version__
 
 # Run in a fresh interpreter where every import fails but those of a plain install: grpcio (which needs
 # typing-extensions), protobuf and ourselves.
@@ -76,7 +79,9 @@ def locked() -> dict[str, Version]:
 @pytest.mark.parametrize("extra", ["server", "dev"])
 def test_the_lock_file_satisfies_what_is_declared(extra: str) -> None:
     pins = locked()
-    for requirement in declared(extra):
+    ours = {"triforce-serve-demo"}  # scripts/install.py installs it from its folder
+    assert not ours & pins.keys()
+    for requirement in (each for each in declared(extra) if each.name not in ours):
         version = pins.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not in requirements.lock"
         assert requirement.specifier.contains(version), f"{requirement} excludes the locked {version}"
@@ -93,25 +98,90 @@ def test_the_engine_s_two_torch_versions_are_admitted(version: str) -> None:
     assert torch.specifier.contains(version)
 
 
-def test_the_wheel_carries_data_and_type_marker(tmp_path: Path) -> None:
-    source = tmp_path / "source"  # a copy: setuptools leaves its build folder beside what it builds
-    for folder in ("triforce_core", "actors", "deploy", "tests", "scripts"):
-        shutil.copytree(REPOSITORY / folder, source / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(REPOSITORY / file, source)
-    command = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "--quiet", str(source)]
-    subprocess.run([*command, f"--wheel-dir={tmp_path}"], check=True, timeout=120)
-    (wheel,) = tmp_path.glob("triforce_serve-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+    """`make dist` ends with `twine check --strict`, so this fixture fails where a distribution's metadata does."""
+    return make_dist(tmp_path_factory.mktemp("source"))
+
+
+def names_in(wheel: Path) -> set[str]:
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_wheel_carries_data_and_type_markers_and_no_weights(built: Built) -> None:
+    names = names_in(built.wheel)
     assert {f"{package}/py.typed" for package in ("triforce_core", "actors", "deploy")} <= names
     assert {"triforce_core/_gen/triforce/v1/tiers_pb2.pyi", "actors/wire.py"} <= names
-    data = {".json", ".md", ".safetensors", ".yaml"}
-    demo = {
-        str(path.relative_to(REPOSITORY))
-        for folder in ("demo", "demo_training")
-        for path in (REPOSITORY / "triforce_core" / folder).rglob("*")
-        if path.suffix in data
+    assert "triforce_core/demo_training/train.yaml" in names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {
+        "triforce_core",
+        "actors",
+        "deploy",
+        "triforce_serve",  # its metadata
     }
-    assert {Path(name).suffix for name in demo} == data
-    assert demo <= names
-    assert not [name for name in names if name.startswith(("tests/", "scripts/"))]
+    assert built.wheel.stat().st_size < 1_000_000
+
+
+def test_the_demo_pair_s_wheel_carries_all_of_its_data_and_no_code(built: Built) -> None:
+    folder = REPOSITORY / "demo_weights"
+    there = {str(path.relative_to(folder)) for path in (folder / "triforce_serve_demo").rglob("*") if path.is_file()}
+    packed = {name for name in names_in(built.demo_wheel) if ".dist-info/" not in name}
+    assert packed == {name for name in there if "__pycache__" not in name}
+    assert {Path(name).suffix for name in packed} == {".json", ".md", ".safetensors", ".py"}
+    assert [name for name in packed if name.endswith(".py")] == ["triforce_serve_demo/__init__.py"]
+
+
+@pytest.mark.parametrize("folder", ["", "demo_weights"])
+def test_the_licence_is_in_every_wheel(built: Built, folder: str) -> None:
+    """The demo pair's copy is a file of its own, because setuptools takes none from outside a project's folder."""
+    wheel = zipfile.ZipFile(built.demo_wheel if folder else built.wheel)
+    (name,) = (name for name in wheel.namelist() if name.endswith("/licenses/LICENSE"))
+    assert wheel.read(name) == (REPOSITORY / "LICENSE").read_bytes()
+
+
+def test_the_sdist_is_what_a_wheel_is_built_from(built: Built) -> None:
+    """Every wheel of `make dist` is built from its sdist. Tests and weights are not in it."""
+    with tarfile.open(built.sdist) as sdist:
+        names = {name.partition("/")[2] for name in sdist.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "CHANGELOG.md"} <= names
+    ours = ("triforce_core", "actors", "deploy", "triforce_serve.egg-info")
+    assert {name.partition("/")[0] for name in names if "/" in name} == set(ours)
+    assert built.sdist.stat().st_size < 1_000_000
+
+
+def test_both_distributions_have_one_version(built: Built) -> None:
+    demo = tomllib.loads((REPOSITORY / "demo_weights/pyproject.toml").read_text())["project"]
+    (needed,) = (each for each in declared("server") if each.name == demo["name"])
+    assert (demo["version"], str(needed.specifier)) == (__version__, f"=={__version__}")
+    found = [path.name.split("-")[1].removesuffix(".tar.gz") for path in built.folder.iterdir()]
+    assert found == [__version__] * 4
+
+
+def test_the_changelog_has_this_version() -> None:
+    headings = re.findall(r"^## \[(.+?)\](?: - (\d{4}-\d\d-\d\d))?$", (REPOSITORY / "CHANGELOG.md").read_text(), re.M)
+    assert headings[0] == ("Unreleased", "")
+    version, date = headings[1]
+    assert (version, bool(date)) == (__version__, True)
+
+
+@pytest.mark.slow
+def test_the_client_alone_is_imported_at_once(built: Built, tmp_path: Path) -> None:
+    """Into an empty environment, from the wheel: no torch, and no more than .3 s, start of Python included."""
+    python = empty_environment(tmp_path, str(built.wheel))
+    installed = subprocess.run(
+        [python, "-c", "from importlib.metadata import distributions as d; print(*(each.name for each in d()))"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    names = {canonicalize_name(name) for name in installed.stdout.split()}
+    assert names == {"triforce-serve", "grpcio", "protobuf", "typing-extensions"}
+    check = "from triforce_core import client; import sys; assert client.__file__.startswith(sys.prefix)"
+    took: list[float] = []
+    for _ in range(5):
+        began = time.perf_counter()
+        subprocess.run([python, "-c", check], check=True, cwd=tmp_path)
+        took.append(time.perf_counter() - began)
+    print(f"wheel {built.wheel.stat().st_size:,} bytes; import {', '.join(f'{each:.3f}' for each in took)} s")
+    assert statistics.median(took) < 0.3, took

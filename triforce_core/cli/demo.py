@@ -1,4 +1,4 @@
-"""`triforce demo`: train, export and measure the embedded demo pair."""
+"""`triforce demo`: train, export and measure the demo pair."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from triforce_core.cli.options import JsonOption, ThreadsOption, with_options_of
 from triforce_core.demo import weights_dir
 from triforce_core.demo_training.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
 
-EMBEDDED = weights_dir("target").parent
-
+WeightsArgument = Annotated[
+    Path | None,
+    typer.Argument(exists=True, file_okay=False, help="an exported pair", show_default="the installed demo pair"),
+]
 SettingsOption = Annotated[
     Path,
     typer.Option(
@@ -83,9 +85,7 @@ def export(
 
 @demo_app.command()
 def evaluate(
-    weights: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="an exported pair", show_default="the embedded pair")
-    ] = EMBEDDED,
+    weights: WeightsArgument = None,
     settings_file: SettingsOption = DEFAULT_SETTINGS,
     cache_dir: CacheDirOption = None,
     context: Annotated[int | None, typer.Option(min=1, help="longest window, tokens; by default the card's")] = None,
@@ -99,6 +99,7 @@ def evaluate(
     from triforce_core.demo_training.card import write_card
     from triforce_core.demo_training.evaluate import EvaluationPlan, evaluate
 
+    weights = weights or weights_dir("target").parent
     settings = load_settings(settings_file, cache_dir=cache_dir, tokenizer=weights / "target" / "tokenizer.json")
     plan = EvaluationPlan() if context is None else EvaluationPlan.of_context(context)
     console = Console(stderr=True)
@@ -110,9 +111,7 @@ def evaluate(
 
 @demo_app.command()
 def acceptance(
-    weights: Annotated[
-        Path, typer.Argument(exists=True, file_okay=False, help="an exported pair", show_default="the embedded pair")
-    ] = EMBEDDED,
+    weights: WeightsArgument = None,
     settings_file: SettingsOption = DEFAULT_SETTINGS,
     cache_dir: CacheDirOption = None,
     documents: Annotated[int, typer.Option(min=1, help="held-out files")] = 20,
@@ -123,5 +122,6 @@ def acceptance(
     """Compare the acceptance that shared noise and classical rejection give at several temperatures."""
     from triforce_core.demo_training.evaluate import compare_rules
 
+    weights = weights or weights_dir("target").parent
     settings = load_settings(settings_file, cache_dir=cache_dir, tokenizer=weights / "target" / "tokenizer.json")
     show_figures(compare_rules(weights, settings, documents=documents, context=context, dtype=dtype), as_json=as_json)

@@ -1,1 +1,1 @@
-"""Making the embedded demo pair: its corpus, its two models, their training, evaluation and model card."""
+"""Making the demo pair: its corpus, its two models, their training, evaluation and model card."""

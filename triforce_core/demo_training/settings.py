@@ -8,6 +8,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from triforce_core.config import invalid_value, read_mapping
+from triforce_core.demo import weights_dir
 
 ModelName = Literal["target", "drafter"]
 MODELS: tuple[ModelName, ...] = ("target", "drafter")  # in the order in which they are trained
@@ -139,8 +140,8 @@ class DemoSettings(_Strict):
 def load_settings(
     path: Path = DEFAULT_SETTINGS, *, cache_dir: Path | None = None, tokenizer: Path | None = None
 ) -> DemoSettings:
-    """The settings in a file, overridden by `cache_dir` and `tokenizer`; the file's tokenizer path is relative to the
-    file.
+    """The settings in a file, overridden by `cache_dir` and `tokenizer`. The file's tokenizer path is relative to the
+    file; if it has none, it is the tokenizer of the installed demo pair.
 
     Raises `InvalidValueError` naming field, value and rule.
     """
@@ -148,6 +149,8 @@ def load_settings(
     named = tokenizer or values.get("tokenizer")
     if isinstance(named, str):
         named = (path.parent / named).resolve()
+    elif named is None:
+        named = weights_dir("target") / "tokenizer.json"
     values |= {"tokenizer": named} | ({} if cache_dir is None else {"cache_dir": cache_dir})
     try:
         return DemoSettings.model_validate(values)

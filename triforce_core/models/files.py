@@ -20,8 +20,8 @@ SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequenc
 
 
 def resolve(name: str, role: str) -> str:
-    """The path or hub id that transformers loads: `demo` names the embedded pair; any other name is a directory, or
-    else a hub id.
+    """The path or hub id that transformers loads: `demo` names the demo pair; any other name is a directory, or else
+    a hub id.
 
     `role` is `target`, `drafter` or `self-drafter`; errors name it as their field.
     """
@@ -96,8 +96,9 @@ def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> 
 
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer, as transformers loads it."""
+    path = resolve(name, "target")
     try:
-        return AutoTokenizer.from_pretrained(resolve(name, "target"), trust_remote_code=False)
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raise bare `Exception`s
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason})") from None
