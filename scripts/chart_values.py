@@ -22,7 +22,7 @@ class Image(Values):
         "triforce-serve", min_length=1, description="where the image is; deploy/Dockerfile builds it, for your registry"
     )
     tag: str = Field(
-        "", description="the image's tag; by default the chart's appVersion, with -cpu where settings.device is cpu"
+        "", description="the image's tag; by default the chart's appVersion with -cpu or -cuda, as settings.device is"
     )
     pullPolicy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="when it is pulled")
     pullSecrets: list[str] = Field([], description="names of secrets with which it is pulled")

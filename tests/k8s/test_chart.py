@@ -30,6 +30,7 @@ from tests.charts import (
     serve_config,
     template,
 )
+from triforce_core import __version__
 from triforce_core.config import Settings, load_settings
 
 CRDS = Path(os.environ.get("KUBERAY_CRDS", "kuberay-crds"))  # a folder with KubeRay's CRDs
@@ -217,3 +218,14 @@ def test_wrong_values_are_refused_by_name(wrong: str, tmp_path: Path) -> None:
     done = template(values)
     assert done.returncode != 0
     assert named in done.stderr, done.stderr
+
+
+def test_chart_and_image_have_the_version_of_the_project() -> None:
+    chart = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    assert (chart["version"], chart["appVersion"]) == (__version__, __version__)
+    for values, variant in (
+        (CHART / "examples" / "cpu-demo.yaml", "cpu"),
+        (CHART / "examples" / "one-gpu.yaml", "cuda"),
+    ):
+        for pod in pod_templates(rendered(values)).values():
+            assert pod["spec"]["containers"][0]["image"] == f"triforce-serve:{__version__}-{variant}"

@@ -29,8 +29,8 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
 {{- define "triforce.image" -}}
-{{- $suffix := ternary "-cpu" "" (eq (include "triforce.device" .) "cpu") -}}
-{{ .Values.image.repository }}:{{ .Values.image.tag | default (print .Chart.AppVersion $suffix) }}
+{{- $variant := ternary "cpu" "cuda" (eq (include "triforce.device" .) "cpu") -}}
+{{ .Values.image.repository }}:{{ .Values.image.tag | default (print .Chart.AppVersion "-" $variant) }}
 {{- end -}}
 
 {{- define "triforce.serviceAccount" -}}
