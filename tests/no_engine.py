@@ -109,8 +109,11 @@ class Built:
         entrypoint = self.image.entrypoint
         return [*(entrypoint if shutil.which(entrypoint[0]) else []), *self.image.cmd]
 
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(self.running([*arguments]), capture_output=True, text=True, timeout=120, check=False)
+
     def output(self, *arguments: str) -> str:
-        done = subprocess.run(self.running([*arguments]), capture_output=True, text=True, timeout=120, check=False)
+        done = self.run(*arguments)
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

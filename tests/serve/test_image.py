@@ -106,6 +106,27 @@ def test_kuberay_s_shells_find_ray(built: Built, shell: tuple[str, str]) -> None
     assert built.output(*shell, "--", "ulimit -n; command -v ray").splitlines()[1] == "/opt/venv/bin/ray"
 
 
+def test_a_ray_node_as_kuberay_starts_it_answers_its_probes(built: Built, local_ray: LocalRay) -> None:
+    """The commands are those that KubeRay gives its pods, on other ports."""
+    local_ray.end()
+    port, dashboard, agent = free_ports(3)
+    ports = f"--port={port} --dashboard-port={dashboard} --dashboard-agent-listen-port={agent}"
+    start = f"ulimit -n 65536; ray start --head --block --num-cpus=0 --node-ip-address=127.0.0.1 {ports}"
+    pages = (f"{agent}/api/local_raylet_healthz", f"{dashboard}/api/gcs_healthz")
+    probe = " && ".join(f"wget --tries 1 -T 2 -q -O- http://localhost:{page} | grep success" for page in pages)
+    node = subprocess.Popen(
+        built.running(["bash", "-lc", "--", start]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    try:
+        until = time.monotonic() + START_S
+        while built.run("bash", "-c", probe).returncode:
+            assert node.poll() is None, node.communicate()[0]
+            assert time.monotonic() < until, "the probes fail"
+    finally:
+        node.kill()  # which takes all others in its namespace with it
+        node.communicate()
+
+
 def test_a_completion_over_http_and_one_over_grpc(server: Server) -> None:
     answer = server.complete(max_tokens=8, temperature=0)
     assert answer.status_code == 200, answer.text

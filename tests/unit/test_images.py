@@ -249,10 +249,10 @@ def test_compose_files_obey_the_specification(file: Path, tmp_path: Path) -> Non
     check = (TOOLS / "check-jsonschema", "--builtin-schema=vendor.compose-spec")
     assert output_of(*check, file)[0] == 0, output_of(*check, file)
     wrong = tmp_path / "compose.yaml"
-    wrong.write_text(file.read_text().replace("shm_size", "shmsize"))
+    wrong.write_text(file.read_text().replace("build:", "bulid:"))
     code, said = output_of(*check, wrong)
     assert code == 1
-    assert "shmsize" in said
+    assert "bulid" in said
 
 
 @each_machine
@@ -284,6 +284,15 @@ def test_compose_mounts_what_the_image_writes_and_models_and_settings_to_be_read
     assert load_settings(REPOSITORY / volumes[path].split(":")[0]).device_type == variant
     devices = service.get("deploy", {}).get("resources", {}).get("reservations", {}).get("devices", [])
     assert [each["count"] for each in devices] == ([1] if variant == "cuda" else [])
+
+
+@each_machine
+def test_compose_lets_ray_s_object_store_lie_in_shared_memory(variant: str, files: tuple[Path, ...]) -> None:
+    """However much memory the machine has: above this size Ray makes the store fit."""
+    from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
+
+    gigabytes = composed(*files)["shm_size"].removesuffix("gb")
+    assert 0.95 * int(gigabytes) * 2**30 >= REQUIRE_SHM_SIZE_THRESHOLD
 
 
 @each_machine
