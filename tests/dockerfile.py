@@ -19,7 +19,7 @@ PATH = "/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin"  # of the 
 
 @dataclass(frozen=True)
 class Step:
-    """An instruction with its text, in which variables are not replaced yet."""
+    """An instruction and its text."""
 
     name: str
     text: str
@@ -104,7 +104,7 @@ def apply(stage: Image, step: Step, everywhere: dict[str, str]) -> None:
 
 
 def pairs(text: str) -> dict[str, str]:
-    return dict(each.split("=", 1) for each in shlex.split(text))  # type: ignore[misc]
+    return dict(each.split("=", 1) for each in shlex.split(text))
 
 
 def in_context(path: str) -> bool:

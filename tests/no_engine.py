@@ -15,6 +15,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.utils import canonicalize_name
+
 from scripts.install import PIP, output_of, pip_settings, uv_settings
 from tests.dockerfile import REPOSITORY, Image, Step, context
 
@@ -56,10 +58,8 @@ class Built:
             shutil.copy2(REPOSITORY / path, self.folder / "sent" / path)
         bare = "/opt/bare"  # an environment without packages, in place of the Python of the image
         # Others than root cannot enter its home, where Python may be installed; in an image it never is.
-        first = (
-            f"chmod o+x /root && {shlex.quote(sys.executable)} -c 'import venv; venv.create(\"{bare}\", with_pip=True)'"
-        )
-        lines = [f"({first})"]
+        python = shlex.quote(str(Path(sys.executable).resolve()))
+        lines = [f"chmod o+x /root && {python} -m venv {bare}"]
         for stage in stages:
             workdir, env = "/", dict(stage.env, PATH=f"{bare}/bin:{stage.env['PATH']}")
             env.pop("UV_TORCH_BACKEND", None)  # its index is not asked; this machine's settings name others
@@ -94,7 +94,7 @@ class Built:
         user, group = self.image.user.split(":")
         home = self.image.env["HOME"]
         script = f"""
-            mount -t overlay -o lowerdir={self.folder}/written:/ overlay "$root"
+            mount -t overlay -o ro,lowerdir=/,upperdir={self.folder}/written,workdir={self.folder}/work overlay "$root"
             {MOUNTS}
             mount -t tmpfs -o uid={user},gid={group} tmpfs "$root{home}"
             mount --bind {settings} "$root/etc/triforce/triforce.yaml"
@@ -118,11 +118,11 @@ class Built:
         return done.stdout
 
     def packages(self) -> dict[str, str]:
-        """Versions by name."""
+        """Versions by canonical name."""
         code = "import json; from importlib.metadata import distributions as d"
         code += "; print(json.dumps({each.name: each.version for each in d()}))"
         found: dict[str, str] = json.loads(self.output("python", "-c", code))
-        return found
+        return {canonicalize_name(name): version for name, version in found.items()}
 
 
 def copying(step: Step, workdir: str) -> str:

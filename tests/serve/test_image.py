@@ -1,9 +1,10 @@
-"""The image, built and run here without an engine: what it holds, and that its own command serves, as an unprivileged
-user on a read-only root.
+"""The CPU image, built and run here without an engine: what it holds, and that its own command serves, unprivileged and
+on a read-only root. Packages come from the cache of uv or from where `make` takes them.
 """
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import time
@@ -17,11 +18,13 @@ import requests
 from scripts.install import UvDoesNotDoError
 from tests.dockerfile import image
 from tests.no_engine import Built, can_run
-from tests.serve.conftest import START_S, STOP_S, Server, free_ports
+from tests.serve.conftest import STOP_S, Server, free_ports
 from tests.starting import LocalRay
 from tests.unit.test_packaging import locked
 from triforce_core import __version__
 from triforce_core.client import TriForceClient
+
+START_S = 240.0
 
 pytestmark = [
     pytest.mark.slow,
@@ -31,13 +34,14 @@ pytestmark = [
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     made = Built(tmp_path_factory.mktemp("image"), image("cpu"))
     try:
         made.build([image("cpu", "packages"), made.image])
     except UvDoesNotDoError as reason:
         pytest.skip(f"uv, which the image is built with, cannot install here: {reason}")
-    return made
+    yield made
+    shutil.rmtree(made.folder)  # 2 GB
 
 
 def first_process(unshare: psutil.Process) -> psutil.Process:
