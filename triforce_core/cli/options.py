@@ -118,6 +118,7 @@ class SettingOption:
 
 
 SETTING_OPTIONS = {
+    "host": SettingOption(str, "address to listen on; 0.0.0.0 accepts other machines", ("server.host",)),
     "port": SettingOption(int, "HTTP port", ("server.port",)),
     "tiers": SettingOption(str, "target | retrieval,target | draft,retrieval,target", ("speculation.tiers",)),
     "lookaheads": SettingOption(
@@ -197,6 +198,6 @@ geometry_settings = settings_of(
 )
 # Settings of `triforce serve`.
 serving_settings = settings_of(
-    *("port", "dtype", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS),
+    *("host", "port", "dtype", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS),
     "cpu_latency_us",
 )
