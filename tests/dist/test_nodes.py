@@ -15,6 +15,7 @@ from actors.pipeline import Pipeline
 from actors.placement import ACTORS, place_tiers, reserve
 from actors.serving import LinkServer
 from actors.tiers import DraftActor
+from tests.charts import CHART, rendered, serve_config
 from tests.conftest import HeldOut
 from tests.dist.conftest import running
 from tests.dist.decoding import Tiers
@@ -24,7 +25,8 @@ from triforce_core.config import Settings, load_settings
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.messages import Tier
 
-ADDRESSES = {"127.0.0.2", "127.0.0.3", "127.0.0.4"}
+TIER_ADDRESSES = {"target": "127.0.0.2", "retrieval": "127.0.0.3", "draft": "127.0.0.4"}
+ADDRESSES = {*TIER_ADDRESSES.values()}
 NOWHERE = "127.0.0.9:1"
 
 pytestmark = pytest.mark.slow  # a cluster of four nodes
@@ -33,7 +35,11 @@ pytestmark = pytest.mark.slow  # a cluster of four nodes
 @pytest.fixture(scope="module", autouse=True)
 def cluster(local_ray: LocalRay) -> Iterator[None]:
     local_ray.end()
-    with fake_nodes([{"node_ip_address": address, "labels": {"zone": "tiers"}} for address in sorted(ADDRESSES)]):
+    nodes = [
+        {"node_ip_address": address, "num_gpus": 1, "labels": {"zone": "tiers", "triforce/tier": tier}}
+        for tier, address in TIER_ADDRESSES.items()
+    ]
+    with fake_nodes(nodes):
         yield
 
 
@@ -41,6 +47,35 @@ def arranged(strategy: str, colocate: str = "none") -> Settings:
     in_zone = {tier.name.lower(): {"labels": {"zone": "tiers"}} for tier in Tier}
     placement = load_settings(placement={"strategy": strategy, "colocate": colocate, **in_zone}).placement
     return SETTINGS.model_copy(update={"placement": placement})
+
+
+@pytest.fixture(scope="module")
+def rendered_settings() -> Settings:
+    """The demo pair, placed as in the chart's example with a GPU for each tier. The nodes' GPUs are not real."""
+    [application] = serve_config(rendered(CHART / "examples" / "three-gpus.yaml"))["applications"]
+    return SETTINGS.model_copy(update={"placement": load_settings(None, **application["args"]).placement})
+
+
+def test_the_charts_three_gpus_speculate_across_nodes(held_out: HeldOut, rendered_settings: Settings) -> None:
+    placement = rendered_settings.placement
+    assert [(group.gpus, group.labels["triforce/tier"]) for group in placement.groups] == [
+        (1, "target"),
+        (1, "retrieval"),
+        (1, "draft"),
+    ]
+    asked = request(held_out("inspect.py", 600), max_tokens=40)
+    with running(rendered_settings) as (runner, pipeline):
+        found = Tiers(pipeline, runner.run)
+        status = found.status()
+        assert {name: host_of(each.address) for name, each in status.items()} == TIER_ADDRESSES
+        [decoded] = found.decode(asked)
+        assert decoded.tokens == in_one_process(load_local_engine(SETTINGS), asked)
+        assert set(decoded.origins) == {0, 1, 2}
+        for link in ("target>retrieval", "retrieval>draft"):
+            carried = found.links()[link]
+            assert carried.proposed_tokens > 0
+            assert carried.bytes_in > 0
+        found.wait_idle()
 
 
 def host_of(address: str) -> str:

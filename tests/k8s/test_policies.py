@@ -10,8 +10,10 @@ from typing import Any
 
 import yaml
 
-from tests.charts import EXAMPLES, of_kind, pod_templates, rayservice, rendered
+from tests.charts import CHART, EXAMPLES, of_kind, pod_templates, rayservice, rendered
 from tests.k8s.test_chart import ALL, each_example, settings_of
+
+DOCKERFILE = CHART.parents[1] / "deploy" / "Dockerfile"
 
 
 def pods(objects: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -46,7 +48,7 @@ def test_no_secret_is_in_plain_text(values: Path) -> None:
 def test_pods_are_restricted(values: Path) -> None:
     for pod in pods(rendered(values)):
         assert pod["securityContext"]["runAsNonRoot"] is True
-        assert pod["securityContext"]["runAsUser"] > 0
+        assert f"\nUSER {pod['securityContext']['runAsUser']}:" in DOCKERFILE.read_text()
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
         assert not {"hostNetwork", "hostPID", "hostIPC"} & pod.keys()
         assert not any("hostPath" in volume for volume in pod.get("volumes", []))

@@ -22,9 +22,9 @@ spec:
   terminationGracePeriodSeconds: {{ include "triforce.grace" $root }}
   securityContext:
     runAsNonRoot: true
-    runAsUser: 1000
-    runAsGroup: 1000
-    fsGroup: 1000
+    runAsUser: 10001
+    runAsGroup: 10001
+    fsGroup: 10001
     fsGroupChangePolicy: OnRootMismatch
     seccompProfile: {type: RuntimeDefault}
   {{- with $values.image.pullSecrets }}
