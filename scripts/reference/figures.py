@@ -69,7 +69,8 @@ def noise() -> str:
     for index, (name, colour, logits) in enumerate(rows):
         x, bottom = 120 + 320 * index, 150
         parts.append(words(x + 78, 24, f"{name} tier", colour, anchor="middle", bold=True))
-        best = max(range(4), key=lambda i, logits=logits: logits[i] + jitter[i])
+        sums = [logit + more for logit, more in zip(logits, jitter, strict=True)]
+        best = sums.index(max(sums))
         for i, (logit, more) in enumerate(zip(logits, jitter, strict=True)):
             parts.append(box(x + 42 * i, bottom - logit, 26, logit, colour))
             parts.append(box(x + 42 * i, bottom - logit - more, 26, more, "#e3a008"))

@@ -13,7 +13,8 @@ from triforce_core.client.results import Controller
 
 
 def page() -> str:
-    errors = [each for each in map(client.__dict__.get, client.__all__) if is_subclass(each, CallError)]
+    public = [getattr(client, name) for name in client.__all__]
+    errors: list[type[CallError]] = [each for each in public if is_subclass(each, CallError)]
     results = [
         client.Completion,
         client.Choice,
