@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -213,6 +214,7 @@ def test_from_clone_to_the_first_answer(tmp_path: Path) -> None:
     """With a warm cache of packages, as on a machine that has installed them before."""
     if not (free(8000) and free(9000)):
         pytest.skip("ports 8000 and 9000, which `make serve` uses, are taken")
+    busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)
     began = time.monotonic()
     clone = tmp_path / "clone"
     subprocess.run(["git", "clone", "--quiet", str(REPOSITORY), str(clone)], check=True, timeout=60)
@@ -223,4 +225,7 @@ def test_from_clone_to_the_first_answer(tmp_path: Path) -> None:
         assert json.loads(done.stdout)["usage"]["completion_tokens"] == 64
         assert requests.get("http://127.0.0.1:8000/health", timeout=10).status_code == 200
     print(f"\nfrom clone to the first answer: {took:.0f} s")
-    assert took <= CLONE_TO_ANSWER_S
+    if busy:
+        warnings.warn(f"{took:.0f} s are not judged: others are using the machine's cores", stacklevel=1)
+    else:
+        assert took <= CLONE_TO_ANSWER_S
