@@ -8,7 +8,7 @@ INSTALLED := .venv/.installed
 # no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-all check protos dist format clean
+.PHONY: serve test test-all check protos docs dist format clean
 
 # Serve the demo pair: three tiers, OpenAI-compatible HTTP on port 8000.
 serve: $(INSTALLED)
@@ -22,17 +22,22 @@ test: $(INSTALLED)
 test-all: $(INSTALLED)
 	$(BIN)/pytest
 
-# Check style, types, layering, and that the generated code is up to date.
+# Check style, types, layering, that the generated code and pages are up to date, and that the site builds.
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict triforce_core actors deploy
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/unit/test_protos.py
+	$(BIN)/pytest -q tests/unit/test_protos.py tests/unit/test_docs.py
 
 # Generate triforce_core/_gen from protos/.
 protos: $(INSTALLED)
 	$(BIN)/python -m scripts.generate_protos
+
+# Generate the reference and the figures, and build the documentation as a site in site/.
+docs: $(INSTALLED)
+	$(BIN)/python -m scripts.generate_docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Build what is published into dist/: the project and the weights of its demo pair, each as an sdist and a wheel. Every
 # wheel is built from its sdist.
@@ -49,7 +54,8 @@ format: $(INSTALLED)
 
 # Remove .venv, caches and build leftovers.
 clean:
-	rm -rf .venv build dist *.egg-info demo_weights/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf .venv build dist site *.egg-info demo_weights/*.egg-info
+	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(INSTALLED): requirements.lock pyproject.toml demo_weights/pyproject.toml

@@ -47,7 +47,7 @@ class Speculation(Body):
     never the output.
     """
 
-    tiers: TierSet | None = None
+    tiers: TierSet | None = Field(None, description="tiers that take part; `target` alone is plain decoding")
     lookaheads: list[int] | None = Field(
         None, description="tokens drafted by the retrieval tier, and by the draft tier"
     )
@@ -91,7 +91,7 @@ class CompletionRequest(Body):
     min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
     repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
     min_tokens: int | None = Field(0, description="nothing ends the output before it has so many tokens")
-    speculation: Speculation | None = None
+    speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
     return_token_ids: bool = Field(False, description="give token_ids and their origins with each choice")
     timeout_s: float | None = Field(None, description="give up after this many seconds")
     priority: int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")

@@ -47,6 +47,7 @@ def http_app(service: Service) -> FastAPI:
 
     @app.post("/v1/completions", responses=documented(*refusals, 422, 500))
     async def complete(body: CompletionRequest) -> Response:
+        """Completes a prompt, whole or as server-sent events."""
         try:
             completion = Completion(service, body)
             parts = service.complete(client_request_from(body, service.settings.speculation))
@@ -64,10 +65,12 @@ def http_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
+        """Lists the served model."""
         return {"object": "list", "data": [model_card(service.model)]}
 
     @app.get("/v1/models/{name:path}", responses=documented(404, 422))
     async def model(name: str) -> dict[str, Any]:
+        """Describes the served model, if it has this name."""
         service.check_model(name)
         return model_card(service.model)
 

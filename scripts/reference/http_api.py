@@ -1,0 +1,89 @@
+"""The page of the HTTP API, from its OpenAPI document and its table of errors."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from deploy.openai_api.errors import ANSWERS, RETRY
+from deploy.openai_api.requests import UNSUPPORTED
+from deploy.openai_api.routes import http_app
+from scripts.reference.markdown import code, fenced, sentence, table
+
+
+def page() -> str:
+    unused: Any = None  # the routes are described without a service behind them
+    document = http_app(unused).openapi()
+    parts = [
+        "# HTTP\n",
+        "For clients: the routes of the HTTP API, the fields of a request, its answers and errors.\n",
+        "The API is OpenAI's completions API with a few fields more; a running server describes"
+        " it at `/openapi.json`.\n",
+        "## Routes\n",
+        table(("route", "statuses", "meaning"), [route_of(*each) for each in routes_in(document)]),
+    ]
+    for name, title in (("CompletionRequest", "A completion request"), ("Speculation", "`speculation`")):
+        schema = document["components"]["schemas"][name]
+        rows = [field_of(name, each, schema) for name, each in schema["properties"].items()]
+        parts += [f"## {title}\n", sentence(schema["description"]) + "\n"]
+        parts.append(table(("field", "type", "default", "meaning"), rows))
+    errors = [
+        (str(answer.status), code(answer.type), code(answer.code), sentence(error.__doc__), retry_of(RETRY, answer))
+        for error, answer in ANSWERS.items()
+    ]
+    parts += [
+        "## Answers\n",
+        "An answer and a chunk of a stream have OpenAI's fields, and `triforce`: how the output was made. In a stream"
+        " (`stream: true`,"
+        " server-sent events) the first chunk has the seed and the last one the other fields of"
+        " `triforce`; the stream ends with `data: [DONE]`.\n",
+        fenced("json", "docs/examples/completion.json"),
+        "`GET /status` shows each tier of each replica. Its fields are those of"
+        " [`TierStatus`](grpc.md#what-a-tier-reports), whose `controller.plans` is called `rounds` here."
+        " [Operations](../operations.md#what-to-watch) says what to watch.\n",
+        fenced("json", "docs/examples/status.json"),
+        "## Errors\n",
+        'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field. An error'
+        " after the first event of a stream is an event with that body, since the status is already sent.\n",
+        table(("status", "type", "code", "meaning", "header"), errors),
+        "A body that breaks the schema gets 422 (400 if it is no JSON) and the code `malformed_request`; an unforeseen"
+        " error gets 500 and `internal_error`, with an id that the server's log explains.\n",
+    ]
+    return "\n".join(parts)
+
+
+def retry_of(headers: dict[int, dict[str, str]], answer: Any) -> str:
+    return ", ".join(f"`{name}: {value}`" for name, value in headers.get(answer.status, {}).items())
+
+
+def routes_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    return ((path, verb, operation) for path, verbs in document["paths"].items() for verb, operation in verbs.items())
+
+
+def route_of(path: str, verb: str, operation: dict[str, Any]) -> tuple[str, str, str]:
+    meaning = operation.get("description") or operation["summary"]
+    return code(f"{verb.upper()} {path}"), ", ".join(operation["responses"]), sentence(meaning)
+
+
+def field_of(name: str, schema: dict[str, Any], owner: dict[str, Any]) -> tuple[str, str, str, str]:
+    default = "required" if name in owner.get("required", ()) else code(json.dumps(schema.get("default")))
+    meaning = schema.get("description", "as in OpenAI's API")
+    if name in UNSUPPORTED:
+        meaning = f"not supported: {' or '.join(code(json.dumps(value)) for value in UNSUPPORTED[name])} only"
+    return code(name), " or ".join(dict.fromkeys(kinds_in(schema))), default, meaning
+
+
+def kinds_in(schema: dict[str, Any]) -> Iterator[str]:
+    """The types that a field admits; null stands for leaving it out and is not named."""
+    for each in schema.get("anyOf", [schema]):
+        if "$ref" in each:
+            yield code(each["$ref"].rpartition("/")[2])
+        elif "enum" in each:
+            yield ", ".join(map(code, each["enum"]))
+        elif each.get("type") == "array":
+            yield f"list of {' or '.join(kinds_in(each['items']))}"
+        elif each.get("type") == "object":
+            yield f"mapping to {' or '.join(kinds_in(each['additionalProperties']))}"
+        elif each.get("type") != "null":
+            yield str(each["type"])
