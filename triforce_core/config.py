@@ -5,10 +5,20 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from triforce_core.errors import InvalidValueError
 
@@ -21,6 +31,7 @@ COLOCATED = {
     "all": (("target", "retrieval", "draft"),),
 }
 MAX_LOOKAHEAD = 64  # most tokens that a tier may be asked to draft at once; caches are sized for it
+Lookahead = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_LOOKAHEAD})]
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With offload, copying KV dominates the cost of a pass: large prefill chunks and long blocks need fewer passes.
 OFFLOADED_PREFILL_CHUNK = 32_768
@@ -149,7 +160,11 @@ class TargetSettings(Strict):
         description="share of the verified blocks that are computed again, one token at a time, and compared",
     )
 
-    @field_validator("max_stall_ms", mode="before")
+    @field_validator(
+        "max_stall_ms",
+        mode="before",
+        json_schema_input_type=Annotated[float, Field(gt=0)] | Literal["off", False] | None,
+    )
     @classmethod
     def _off(cls, value: object) -> object:
         if value is True:
@@ -180,7 +195,7 @@ class SpeculationSettings(Strict):
         "draft,retrieval,target",
         description="tiers that take part; omit those that cost more than they gain; `target` alone is plain decoding",
     )
-    lookaheads: tuple[int, int] = Field(
+    lookaheads: tuple[Lookahead, Lookahead] = Field(
         (8, 3),
         description="most tokens that the retrieval tier and the draft tier draft ahead;"
         f" by default (8, 3), or {OFFLOADED_LOOKAHEADS} when the target's KV is offloaded",
@@ -361,6 +376,11 @@ class ServerSettings(Strict):
         return self.request_timeout_s if self.drain_timeout_s is None else self.drain_timeout_s
 
 
+def on_and_off(value: object) -> object:
+    """Restores on and off, which YAML reads as booleans unless quoted."""
+    return ("on" if value else "off") if isinstance(value, bool) else value
+
+
 class Settings(Strict):
     """All settings of a pipeline and of the server in front of it."""
 
@@ -381,18 +401,26 @@ class Settings(Strict):
         " instructions, else float32; all replicas use the same, in which every node that may hold a target computes"
         " fast",
     )
-    device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    device: str = Field(
+        "cpu", description="cpu, cuda or cuda:N", json_schema_extra={"pattern": f"^({DEVICE.pattern})$"}
+    )
     attention: str | None = Field(
         None,
         description="name of the attention kernel, such as blocked, which fits every head size; by default chosen by"
         " device and dtype",
     )
-    graphs: Literal["auto", "on", "eager", "off"] = Field(
+    graphs: Annotated[
+        Literal["auto", "on", "eager", "off"],
+        BeforeValidator(on_and_off, json_schema_input_type=Literal["auto", "on", "eager", "off"] | bool),
+    ] = Field(
         "auto",
         description="how passes over few tokens run: on captures them as CUDA graphs, eager runs the same code without"
         " capture, off treats them like other passes; auto is on for CUDA and off for the CPU",
     )
-    compile: Literal["auto", "on", "off"] = Field(
+    compile: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(on_and_off, json_schema_input_type=Literal["auto", "on", "off"] | bool),
+    ] = Field(
         "auto",
         description="fuse norms, rotary embeddings and activations with torch.compile at start; auto is on for CUDA if"
         " a compiler works, and off for the CPU; models on several ranks are not fused",
@@ -458,12 +486,6 @@ class Settings(Strict):
         if not DEVICE.fullmatch(value):
             raise ValueError("must be cpu, cuda or cuda:N")
         return value
-
-    @field_validator("graphs", "compile", mode="before")
-    @classmethod
-    def _on_and_off(cls, value: object) -> object:
-        """Restore on and off, which YAML reads as booleans unless quoted."""
-        return ("on" if value else "off") if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _graphs_need_cuda(self) -> Settings:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import yaml
@@ -29,8 +29,17 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 @app.command()
-def config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def config(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print instead the JSON schema of a settings file, for editors and charts")
+    ] = False,
+) -> None:
     """Print all settings with the defaults filled in, and `dtype: auto` resolved for this machine."""
+    if schema:
+        typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
+        return
     settings = resolved(load_settings(config)).model_dump(mode="json")
     typer.echo(json.dumps(settings) if as_json else yaml.safe_dump(settings, sort_keys=False), nl=as_json)
 
