@@ -11,6 +11,7 @@ import yaml
 
 from triforce_core.cli.bench import bench_app
 from triforce_core.cli.demo import demo_app
+from triforce_core.cli.doctor import doctor
 from triforce_core.cli.generate import generate
 from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
 from triforce_core.cli.simulate import simulate
@@ -19,6 +20,7 @@ from triforce_core.errors import TriForceError
 from triforce_core.models.precision import resolved
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.command()(doctor)
 app.command()(generate)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
