@@ -9,8 +9,9 @@ from deploy.doctor.serving import models_of, parameters
 from triforce_core.config import DeviceGroup, Settings
 
 SMALLER = "lower target.kv_pool_tokens, retrieval.budget or max_sequences, or choose smaller models"
-# Host memory beside weights and KV, measured with the demo pair: of each process of a pipeline, and of all else.
-PROCESS_BYTES, SERVER_BYTES = 2**29, 2**30
+# Host memory beside weights and KV, as measured with the demo pair on a CPU: of each process of a pipeline, its replica
+# included; and of Ray, the gateway and the command itself.
+PROCESS_BYTES, SERVER_BYTES = 410 * 2**20, 1280 * 2**20
 
 
 def memory(settings: Settings) -> Finding:
@@ -27,7 +28,7 @@ def memory(settings: Settings) -> Finding:
     if place == HOST:
         ranks = copies * sum(settings.ranks(group.tiers) for group, _ in needs)
         needed = copies * sum(settings.ranks(group.tiers) * each for group, each in needs)
-        more = ranks * PROCESS_BYTES + SERVER_BYTES
+        more = (ranks + copies) * PROCESS_BYTES + SERVER_BYTES
     free, limited = free_bytes(place), container_free()
     by_limit = place == HOST and limited is not None and limited < psutil.virtual_memory().available
     found = f"{gib(free)} free in {named(place)}{' by the limit of this container' if by_limit else ''}"
