@@ -163,7 +163,7 @@ def test_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_cores_of_a_container(limit: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The narrowest limit counts, whatever the group that states it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
-    for folder, text in (("proc/self", None), ("sys/fs/cgroup", "max 100000"), ("sys/fs/cgroup/pod", limit)):
+    for folder, text in (("proc/self", None), ("sys/fs/cgroup", "300000 100000"), ("sys/fs/cgroup/pod", limit)):
         (tmp_path / folder).mkdir(parents=True)
         if text:
             (tmp_path / folder / "cpu.max").write_text(text)
