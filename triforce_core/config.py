@@ -15,6 +15,7 @@ from pydantic import (
     Field,
     ValidationError,
     ValidationInfo,
+    WithJsonSchema,
     field_validator,
     model_validator,
 )
@@ -30,6 +31,7 @@ COLOCATED = {
     "all": (("target", "retrieval", "draft"),),
 }
 MAX_LOOKAHEAD = 64  # most tokens that a tier may be asked to draft at once; caches are sized for it
+Lookahead = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_LOOKAHEAD})]
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With offload, copying KV dominates the cost of a pass: large prefill chunks and long blocks need fewer passes.
 OFFLOADED_PREFILL_CHUNK = 32_768
@@ -197,7 +199,7 @@ class SpeculationSettings(Strict):
         "draft,retrieval,target",
         description="tiers that take part; omit those that cost more than they gain; `target` alone is plain decoding",
     )
-    lookaheads: tuple[int, int] = Field(
+    lookaheads: tuple[Lookahead, Lookahead] = Field(
         (8, 3),
         description="most tokens that the retrieval tier and the draft tier draft ahead;"
         f" by default (8, 3), or {OFFLOADED_LOOKAHEADS} when the target's KV is offloaded",
@@ -398,7 +400,9 @@ class Settings(Strict):
         " instructions, else float32; all replicas use the same, in which every node that may hold a target computes"
         " fast",
     )
-    device: str = Field("cpu", description="cpu, cuda or cuda:N")
+    device: str = Field(
+        "cpu", description="cpu, cuda or cuda:N", json_schema_extra={"pattern": f"^({DEVICE.pattern})$"}
+    )
     attention: str | None = Field(
         None,
         description="name of the attention kernel, such as blocked, which fits every head size; by default chosen by"

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 import yaml
 
 from triforce_core.cli.bench import bench_app
 from triforce_core.cli.demo import demo_app
+from triforce_core.cli.doctor import doctor
 from triforce_core.cli.generate import generate
 from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
 from triforce_core.cli.simulate import simulate
@@ -19,6 +20,7 @@ from triforce_core.errors import TriForceError
 from triforce_core.models.precision import resolved
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.command()(doctor)
 app.command()(generate)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")
@@ -29,8 +31,17 @@ UsageError: Any = typer.BadParameter.__bases__[0]
 
 
 @app.command()
-def config(config: ConfigOption = None, as_json: JsonOption = False) -> None:
+def config(
+    config: ConfigOption = None,
+    as_json: JsonOption = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="print instead the JSON schema of a settings file, for editors and charts")
+    ] = False,
+) -> None:
     """Print all settings with the defaults filled in, and `dtype: auto` resolved for this machine."""
+    if schema:
+        typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
+        return
     settings = resolved(load_settings(config)).model_dump(mode="json")
     typer.echo(json.dumps(settings) if as_json else yaml.safe_dump(settings, sort_keys=False), nl=as_json)
 

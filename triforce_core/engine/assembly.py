@@ -9,10 +9,11 @@ from functools import cache, partial
 from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
-from triforce_core.config import MAX_LOOKAHEAD, Settings
+from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.drafting import ModelProposer
+from triforce_core.engine.cache_sizes import draft_window, retrieval_tail
 from triforce_core.engine.controller import Controller, Tiers
 from triforce_core.engine.drafters import drafter_for, drafter_weights
 from triforce_core.engine.engine import Engine, SnapshotSchedule
@@ -26,7 +27,7 @@ from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
-from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
@@ -41,13 +42,12 @@ from triforce_core.verification import ModelVerifier
 
 VerifierFactory = Callable[[ModelRunner, Tier, Grammars], ModelVerifier]  # benchmarks pass their own class
 MOST_LOGITS = 1 << 25  # of a pass whose prompt tokens get logprobs: 128 MiB in float32
-MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEAD, and one token on either side
 FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
     """The draft tier that runs `model`, and looks up too where it is asked to."""
-    window = WindowSettings(window=settings.draft.window, slack=settings.draft.slack)
+    window = draft_window(settings)
     positions = context_length(model.config)
     rule = f"makes a cache of {window.capacity} tokens, which must fit the drafter's {positions} positions"
     require(window.capacity <= positions, "draft.window", window.window, rule)
@@ -60,8 +60,8 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
-    """The retrieval tier's cache; its tail has room for the tokens decoded until the next snapshot arrives."""
-    tail = 2 * settings.retrieval.refresh_every + MAX_BLOCK
+    """The retrieval tier's cache."""
+    tail = retrieval_tail(settings)
     geometry, sequences, budget = kv_geometry(model), settings.max_sequences, settings.retrieval.budget
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
     check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")

@@ -20,15 +20,22 @@ def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> Ful
     """The target's cache. Raises `InvalidValueError`, with the bytes needed, the bytes free and a remedy, if it has no
     room.
     """
-    target, kernel = settings.target, kernel_for(settings, geometry.head_dim)
-    if target.offload == "none" or target.resident_layers == geometry.num_layers:
-        instead = "disk" if geometry.device == HOST else "host"
-        remedy = f"lower it, or set target.offload: {instead}"
-        check_room(geometry.device, geometry.bytes_per_token * pool_tokens, FIELD, pool_tokens, remedy)
+    kernel, offload = kernel_for(settings, geometry.head_dim), offload_for(settings, geometry.num_layers)
+    check_pool(offload, geometry, pool_tokens)
+    if offload is None:
         return FullKV(geometry, pool_tokens, kernel)
-    offload = Offload(target.resident_layers, offload_directory(target.offload_path))
-    check_offload(offload, geometry, pool_tokens)
     return OffloadedKV(geometry, pool_tokens, kernel, offload)
+
+
+def offload_for(settings: Settings, num_layers: int) -> Offload | None:
+    """Where the KV of the layers goes that do not stay on the device; None where all stay.
+
+    Raises `InvalidValueError` for an unsuitable directory.
+    """
+    target = settings.target
+    if target.offload == "none" or target.resident_layers == num_layers:
+        return None
+    return Offload(target.resident_layers, offload_directory(target.offload_path))
 
 
 def offload_directory(path: str | None) -> Path | None:
@@ -39,8 +46,13 @@ def offload_directory(path: str | None) -> Path | None:
     return Path(path)
 
 
-def check_offload(offload: Offload, geometry: KVGeometry, pool_tokens: int) -> None:
+def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int) -> None:
     """Check that each place has room for its part of the cache. Pinned memory counts as host memory."""
+    if offload is None:
+        instead = "disk" if geometry.device == HOST else "host"
+        remedy = f"lower it, or set target.offload: {instead}"
+        check_room(geometry.device, geometry.bytes_per_token * pool_tokens, FIELD, pool_tokens, remedy)
+        return
     on_device, elsewhere = offload.kv_bytes(geometry, pool_tokens)
     remedy = "lower it or target.resident_layers" if offload.resident_layers else "lower it"
     check_room(geometry.device, on_device, FIELD, pool_tokens, remedy)

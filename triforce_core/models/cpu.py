@@ -18,10 +18,10 @@ def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     return _values(cpuinfo, "model name")
 
 
-def cpu_summary() -> str:
-    """One line for benchmarks: the CPU's name and those of its flags that are in `TELLING`."""
-    flags = cpu_flags()
-    return f"{cpu_name() or 'CPU'} ({', '.join(flag for flag in TELLING if flag in flags)})"
+def cpu_summary(cpuinfo: Path = CPUINFO) -> str:
+    """One line: the CPU's name and those of its flags that are in `TELLING`."""
+    flags = cpu_flags(cpuinfo)
+    return f"{cpu_name(cpuinfo) or 'CPU'} ({', '.join(flag for flag in TELLING if flag in flags)})"
 
 
 def _values(cpuinfo: Path, name: str) -> str:

@@ -1,4 +1,4 @@
-"""Checks that this machine has the device in the settings, and that the device supports the dtype."""
+"""The devices and dtypes that settings may name, and checks that this machine has them."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import torch
 
 from triforce_core.errors import InvalidValueError, require
 
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 BFLOAT16_CAPABILITY = (8, 0)  # NVIDIA Ampere and later
 
 

@@ -16,7 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
 from triforce_core.kv.base import Batch, KVGeometry
-from triforce_core.models.device import check_dtype, torch_device
+from triforce_core.models.device import DTYPES, check_dtype, torch_device
 from triforce_core.models.files import (
     check_pair,
     check_quantization,
@@ -54,7 +54,6 @@ __all__ = [
 ]
 
 ATTENTION = "triforce"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that models may pass
 
 
