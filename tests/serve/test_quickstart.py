@@ -119,7 +119,10 @@ HANDLED: dict[tuple[str, str], Handler] = {
     ("docs/quickstart.md", ".venv/bin/triforce serve --config docs/examples/one_gpu.yaml"): needs("a GPU"),
     ("docs/quickstart.md", '--8<-- "docs/examples/two_4090.yaml"'): is_valid,
     ("docs/quickstart.md", ".venv/bin/triforce serve --config docs/examples/two_4090.yaml"): needs("a GPU"),
-    ("docs/quickstart.md", "helm install triforce k8s/triforce -f k8s/triforce/examples/cpu.yaml"): needs("a cluster"),
+    (
+        "docs/quickstart.md",
+        "helm install triforce k8s/triforce -f k8s/triforce/examples/cpu-demo.yaml",
+    ): needs("a cluster"),
     (
         "docs/operations.md",
         ".venv/bin/triforce simulate docs/examples/load.yaml --plan --p95-ms-per-token 200 --json",

@@ -27,6 +27,7 @@ from tests.starting import nothing_left
 from tests.unit.test_precision import cpuinfo
 from triforce_core.cli.options import settings_from
 from triforce_core.config import DeviceGroup, Settings
+from triforce_core.demo import weights_dir
 from triforce_core.engine.assembly import draft_proposer, full_kv, retrieval_kv
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv import container
@@ -376,7 +377,7 @@ def test_models(tmp_path: Path) -> None:
 def copied(tmp_path: Path) -> Path:
     """A copy of the demo drafter, as a model of one's own."""
     folder = tmp_path / "drafter"
-    shutil.copytree((REPOSITORY / "triforce_core/demo/weights/drafter"), folder)
+    shutil.copytree(weights_dir("drafter"), folder)
     return folder
 
 
