@@ -12,9 +12,12 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 from packaging.utils import canonicalize_name
 
 from scripts.install import PIP, output_of, pip_settings, uv_settings
@@ -29,6 +32,7 @@ mount -t tmpfs -o size=2g tmpfs "$root/dev/shm"
 mount -t tmpfs -o noexec,nosuid,nodev,mode=1777 tmpfs "$root/tmp"
 """
 NO_PRIVILEGES = ["--clear-groups", "--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"]
+NO_SETTINGS = Path("/dev/null")
 FROM_OUTSIDE = ("PIP_", "UV_", "SSL_CERT_", "http_proxy", "https_proxy", "no_proxy")  # where packages come from
 
 
@@ -87,7 +91,7 @@ class Built:
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         return [*namespaces, "bash", "-euc", f"root={self.folder}/root\n{script}", "bash", *arguments]
 
-    def running(self, arguments: list[str], settings: Path = Path("/dev/null")) -> list[str]:
+    def running(self, arguments: list[str], settings: Path = NO_SETTINGS) -> list[str]:
         """To run this in the image as a container does: as the image's user without privileges, nothing but /tmp and
         the home can be written, and the file of settings is where the image expects it.
         """
@@ -109,6 +113,22 @@ class Built:
         entrypoint = self.image.entrypoint
         return [*(entrypoint if shutil.which(entrypoint[0]) else []), *self.image.cmd]
 
+    @contextmanager
+    def started(self, arguments: list[str], log: Path, settings: Path = NO_SETTINGS) -> Iterator[subprocess.Popen[str]]:
+        """This running in the image, with what it prints in `log`. What is left of it at the end is killed."""
+        with log.open("w") as output:
+            process = subprocess.Popen(
+                self.running(arguments, settings), stdout=output, stderr=subprocess.STDOUT, text=True
+            )
+        try:
+            yield process
+        finally:
+            # The first process of the namespace takes all others with it. Killing `unshare` is not enough: a process
+            # that changes its user is no longer killed when its parent ends.
+            for each in first_processes(process):
+                each.kill()
+            process.wait(10)
+
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(self.running([*arguments]), capture_output=True, text=True, timeout=120, check=False)
 
@@ -123,6 +143,14 @@ class Built:
         code += "; print(json.dumps({each.name: each.version for each in d()}))"
         found: dict[str, str] = json.loads(self.output("python", "-c", code))
         return {canonicalize_name(name): version for name, version in found.items()}
+
+
+def first_processes(unshare: subprocess.Popen[str]) -> list[psutil.Process]:
+    """The one that `unshare` has started, or none if it has ended."""
+    if unshare.poll() is not None:
+        return []
+    found: list[psutil.Process] = psutil.Process(unshare.pid).children()
+    return found
 
 
 def copying(step: Step, workdir: str) -> str:

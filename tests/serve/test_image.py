@@ -8,7 +8,8 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -17,7 +18,7 @@ import requests
 
 from scripts.install import UvDoesNotDoError
 from tests.dockerfile import image
-from tests.no_engine import Built, can_run
+from tests.no_engine import Built, can_run, first_processes
 from tests.serve.conftest import STOP_S, Server, free_ports
 from tests.starting import LocalRay
 from tests.unit.test_packaging import locked
@@ -44,9 +45,12 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Built]:
     shutil.rmtree(made.folder)  # 2 GB
 
 
-def first_process(unshare: psutil.Process) -> psutil.Process:
-    [child] = unshare.children()
-    return child
+def wait_for(condition: Callable[[], bool], process: subprocess.Popen[str], log: Path) -> None:
+    until = time.monotonic() + START_S
+    while not condition():
+        assert process.poll() is None, log.read_text()
+        assert time.monotonic() < until, log.read_text()
+        time.sleep(0.2)
 
 
 @pytest.fixture(scope="module")
@@ -59,27 +63,19 @@ def server(built: Built, tmp_path_factory: pytest.TempPathFactory, local_ray: Lo
     settings.write_text(f"dtype: float32\nserver: {{grpc_port: {grpc_port}}}\n")
     command = [str(port) if each == str(built.image.ports[0]) else each for each in built.start_command()]
     assert str(port) in command
-    with log.open("w") as output:
-        process = subprocess.Popen(built.running(command, settings), stdout=output, stderr=subprocess.STDOUT, text=True)
-    try:
-        until = time.monotonic() + START_S
-        while "ready after" not in log.read_text():
-            assert process.poll() is None, log.read_text()
-            assert time.monotonic() < until, log.read_text()
-            time.sleep(0.2)
+    with built.started(command, log, settings) as process:
+        wait_for(lambda: "ready after" in log.read_text(), process, log)
         running = Server(port, grpc_port, process)
         yield running
         inside = psutil.Process(process.pid).children(recursive=True)
         lines = running.stream(max_tokens=300, seed=0).iter_lines()
         next(lines)
-        first_process(psutil.Process(process.pid)).send_signal(signal.SIGTERM)
+        [first] = first_processes(process)
+        first.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == b"data: [DONE]"
         assert process.wait(STOP_S) == 0, log.read_text()
         assert not psutil.wait_procs(inside, timeout=10)[1]
         assert "Traceback" not in log.read_text(), log.read_text()
-    finally:
-        process.kill()  # which takes all others in its namespace with it
-        process.wait()
 
 
 def test_the_packages_are_the_locked_ones_without_those_for_development(built: Built) -> None:
@@ -110,7 +106,7 @@ def test_kuberay_s_shells_find_ray(built: Built, shell: tuple[str, str]) -> None
     assert built.output(*shell, "--", "ulimit -n; command -v ray").splitlines()[1] == "/opt/venv/bin/ray"
 
 
-def test_a_ray_node_as_kuberay_starts_it_answers_its_probes(built: Built, local_ray: LocalRay) -> None:
+def test_a_ray_node_as_kuberay_starts_it_answers_its_probes(built: Built, local_ray: LocalRay, tmp_path: Path) -> None:
     """The commands are those that KubeRay gives its pods, on other ports."""
     local_ray.end()
     port, dashboard, agent = free_ports(3)
@@ -118,17 +114,9 @@ def test_a_ray_node_as_kuberay_starts_it_answers_its_probes(built: Built, local_
     start = f"ulimit -n 65536; ray start --head --block --num-cpus=0 --node-ip-address=127.0.0.1 {ports}"
     pages = (f"{agent}/api/local_raylet_healthz", f"{dashboard}/api/gcs_healthz")
     probe = " && ".join(f"wget --tries 1 -T 2 -q -O- http://localhost:{page} | grep success" for page in pages)
-    node = subprocess.Popen(
-        built.running(["bash", "-lc", "--", start]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-    )
-    try:
-        until = time.monotonic() + START_S
-        while built.run("bash", "-c", probe).returncode:
-            assert node.poll() is None, node.communicate()[0]
-            assert time.monotonic() < until, "the probes fail"
-    finally:
-        node.kill()  # which takes all others in its namespace with it
-        node.communicate()
+    log = tmp_path / "log.txt"
+    with built.started(["bash", "-lc", "--", start], log) as node:
+        wait_for(lambda: built.run("bash", "-c", probe).returncode == 0, node, log)
 
 
 def test_a_completion_over_http_and_one_over_grpc(server: Server) -> None:
