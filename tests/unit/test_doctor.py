@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -72,6 +73,13 @@ def free_ports(tmp_path: Path) -> Path:
         path = tmp_path / "settings.yaml"
         path.write_text(f"server: {{port: {one}, grpc_port: {other}}}\n")
     return path
+
+
+@pytest.fixture(autouse=True)
+def _collected() -> Iterator[None]:
+    """The command, which ends soon, exempts objects from garbage collection; this process goes on."""
+    yield
+    gc.unfreeze()
 
 
 # -- the command -------------------------------------------------------------------------------------------------------
