@@ -7,6 +7,7 @@ import platform
 import socket
 from contextlib import suppress
 from importlib import metadata
+from pathlib import Path
 
 import psutil
 
@@ -19,7 +20,7 @@ PROJECT = "triforce-serve"
 SHOWN = ("torch", "transformers", "ray", "grpcio")
 NEEDED, IF_THERE = ("", "server"), ("gpu", "quantization")  # extras; those of the second kind may be missing
 REINSTALL = "install the versions that were tested: make, in a clone; elsewhere pip install -U 'triforce-serve[server]'"
-HAPROXY_CONFIG = "/tmp/haproxy-serve/haproxy.cfg"  # of the HAProxy that Ray Serve starts
+HAPROXY_CONFIG = "/tmp/haproxy-serve/haproxy.cfg"  # Ray Serve writes it into a subfolder of this folder
 HAPROXY_PORTS = {"RAY_SERVE_HAPROXY_STATS_PORT": 8404, "RAY_SERVE_HAPROXY_METRICS_PORT": 9101}
 
 
@@ -63,7 +64,7 @@ def ray(settings: Settings) -> Finding:
     found = ray.__version__
     if left := orphaned_haproxies():
         pids = " ".join(map(str, left))
-        advice = f"kill {pids}; end servers by Ctrl-C or SIGTERM, since SIGKILL leaves this behind"
+        advice = f"kill {pids}; end servers by Ctrl-C or SIGTERM, since SIGKILL may leave this behind"
         return problem(f"{found}; HAProxy is left from a server that was killed, and holds its ports", advice)
     if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") == "1":
         for variable, default in HAPROXY_PORTS.items():
@@ -76,10 +77,11 @@ def ray(settings: Settings) -> Finding:
 
 def orphaned_haproxies() -> list[int]:
     """The ids of HAProxy processes that Ray Serve started and that no process of Ray owns any more."""
-    config, found = os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", HAPROXY_CONFIG), []
+    config, found = Path(os.environ.get("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", HAPROXY_CONFIG)), []
     for process in psutil.process_iter():
         with suppress(psutil.Error):
-            if config not in process.cmdline():
+            files = [Path(part) for part in process.cmdline() if part.endswith(config.name)]
+            if not any(file.is_relative_to(config.parent) for file in files):
                 continue
             parent = process.parent()
             owner = parent.cmdline() if parent else []

@@ -327,8 +327,8 @@ WAITING = [sys.executable, "-c", "input()"]
 
 
 def test_a_haproxy_that_a_killed_ray_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    config = str(tmp_path / "haproxy.cfg")
-    monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", config)
+    monkeypatch.setenv("RAY_SERVE_HAPROXY_CONFIG_FILE_LOC", str(tmp_path / "haproxy.cfg"))
+    config = str(tmp_path / "of-a-node" / "haproxy.cfg")
     check(software.ray(settings()), "ok", "2.")
     with subprocess.Popen([*WAITING, "-f", config], stdin=subprocess.PIPE) as left:
         check(software.ray(settings()), "problem", "HAProxy is left", f"kill {left.pid};")
