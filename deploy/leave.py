@@ -1,7 +1,8 @@
 """What a pod of the chart runs before it ends: `python -m deploy.leave SECONDS`.
 
 Ray is asked to drain this node: Serve sends no new requests to its replicas, starts others elsewhere if there is room,
-and lets requests here finish. This returns when no replica is left, or after that many seconds.
+and lets requests here finish. This returns when no replica is left and no request passes through this pod's HAProxy,
+or after that many seconds. If Ray cannot be asked, it waits all the same.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 
 import psutil
 
@@ -19,20 +21,37 @@ CHECK_EVERY_S = 0.5
 def drain_node(seconds: int) -> None:
     # Serve stops replicas gracefully once no more time than their shutdown timeout is left before the deadline.
     command = ["ray", "drain-node", "--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "the pod ends"]
-    subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=True)
+    subprocess.run([*command, "--deadline-remaining-seconds", str(seconds)], check=False)
 
 
-def replicas_here() -> list[int]:
-    """The pids of this node's Serve replicas; a pod sees its own processes only."""
-    titles = {each.pid: "".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"])}
-    return [pid for pid, title in titles.items() if title.startswith(REPLICA)]
+def busy() -> bool:
+    """Whether this pod, whose processes are all that it sees, has a replica or passes on a request."""
+    return any(is_replica(each) or any(requests_of(each)) for each in psutil.process_iter(["name", "cmdline"]))
+
+
+def is_replica(process: psutil.Process) -> bool:
+    return "".join(process.info["cmdline"] or ()).startswith(REPLICA)
+
+
+def requests_of(process: psutil.Process) -> Iterator[int]:
+    """The local ports from which a HAProxy has called replicas. Its connections with clients begin elsewhere."""
+    if process.info["name"] != "haproxy":
+        return
+    try:
+        found = process.net_connections("tcp")
+    except psutil.Error:  # it has ended meanwhile
+        return
+    listening = {each.laddr.port for each in found if each.status == psutil.CONN_LISTEN}
+    yield from (
+        each.laddr.port for each in found if each.status == psutil.CONN_ESTABLISHED and each.laddr.port not in listening
+    )
 
 
 def main() -> None:
     seconds = int(sys.argv[1])
     until = time.monotonic() + seconds
     drain_node(seconds)
-    while replicas_here() and time.monotonic() < until:
+    while busy() and time.monotonic() < until:
         time.sleep(CHECK_EVERY_S)
 
 

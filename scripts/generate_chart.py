@@ -26,7 +26,18 @@ def schema() -> dict[str, Any]:
     """The JSON Schema of the values, in draft 7, which every Helm 3 understands."""
     found = draft_7(ChartValues.model_json_schema())
     assert isinstance(found, dict)
+    for model in [found, *(found["definitions"][each.__name__] for each in sections(ChartValues))]:
+        # Helm takes a null for "without the default", and templates would then fail without a name.
+        model["required"] = [name for name in model["properties"] if name != "global"]
     return {"$schema": "http://json-schema.org/draft-07/schema#", **found}
+
+
+def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
+    """The models of the sections of values.yaml."""
+    for info in model.model_fields.values():
+        if section := nested(info):
+            yield section
+            yield from sections(section)
 
 
 def draft_7(node: Any) -> Any:
@@ -76,11 +87,11 @@ def values_yaml() -> str:
         "# The chart's values with their defaults. Generated from scripts/chart_values.py. `helm install` checks given",
         "# values against values.schema.json; examples/ has sets of values that work.",
     ]
-    lines += section(ChartValues(), "")
+    lines += lines_of(ChartValues(), "")
     return "\n".join(lines) + "\n"
 
 
-def section(defaults: BaseModel, indent: str) -> Iterator[str]:
+def lines_of(defaults: BaseModel, indent: str) -> Iterator[str]:
     for name, info, value in fields(defaults):
         model = nested(info)
         about = info.description or (model.__doc__ if model and model.__doc__ else "")
@@ -90,7 +101,7 @@ def section(defaults: BaseModel, indent: str) -> Iterator[str]:
             yield f"{indent}# {line}"
         if model:
             yield f"{indent}{name}:"
-            yield from section(value, indent + "  ")
+            yield from lines_of(value, indent + "  ")
         else:
             yield f"{indent}{name}: {json.dumps(plain(value))}"
 

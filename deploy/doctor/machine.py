@@ -15,7 +15,7 @@ import psutil
 from actors.cores import keep_awake
 from deploy.doctor.finding import Finding, note, ok, problem
 from triforce_core.config import Settings
-from triforce_core.kv.container import groups
+from triforce_core.kv.container import container_free, groups
 from triforce_core.models.cpu import CPUINFO, cpu_flags, cpu_summary
 from triforce_core.models.precision import machine_dtype
 
@@ -163,7 +163,9 @@ def shared_memory(settings: Settings, path: Path = Path("/dev/shm")) -> Finding:
     if not path.is_dir():
         return note(f"there is no {path}: Ray's object store lies in files", "run on Linux for speed")
     free = psutil.disk_usage(str(path)).free
-    wanted = min(STORE_SHARE * psutil.virtual_memory().available, STORE_BYTES)
+    limited = container_free()  # Ray counts what the container may use
+    available = psutil.virtual_memory().available
+    wanted = min(STORE_SHARE * (available if limited is None else min(limited, available)), STORE_BYTES)
     found = f"{size(free)} free"
     if free >= wanted or settings.placement.colocate == "all":
         return ok(found)

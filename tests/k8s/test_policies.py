@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from tests.charts import CHART, EXAMPLES, of_kind, pod_templates, rayservice, rendered
+from tests.charts import CHART, EXAMPLES, environment, of_kind, pod_templates, rayservice, rendered
 from tests.k8s.test_chart import ALL, each_example, settings_of
 
 DOCKERFILE = CHART.parents[1] / "deploy" / "Dockerfile"
@@ -96,12 +96,21 @@ def test_every_grace_covers_the_drain(values: Path) -> None:
     objects, drain_s = rendered(values), settings_of(values).server.drain_s
     spec = rayservice(objects)["spec"]
     assert spec["rayClusterDeletionDelaySeconds"] > drain_s
+    for pod in pod_templates(objects).values():
+        assert int(environment(pod)["RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S"]) > drain_s
     for name, pod in pod_templates(objects).items():
         assert pod["spec"]["terminationGracePeriodSeconds"] > drain_s
         if name != "head":
             *command, seconds = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
             assert command == ["python", "-m", "deploy.leave"]
             assert drain_s <= int(seconds) < pod["spec"]["terminationGracePeriodSeconds"]
+
+
+def test_long_drains_are_not_cut(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("settings: {server: {request_timeout_s: 2500000.5}}")
+    for pod in pod_templates(rendered(values)).values():
+        assert pod["spec"]["terminationGracePeriodSeconds"] == 2500061
 
 
 @each_example

@@ -23,6 +23,7 @@ import psutil
 import pytest
 import requests
 
+from tests.charts import KUBERNETES, helm
 from tests.serve.conftest import Server
 from triforce_core.config import load_settings
 
@@ -82,20 +83,24 @@ def is_what_the_tests_serve(block: Block, server: Server, folder: Path) -> None:
     assert server.process.args[2:4] == ["triforce_core.cli", "serve"]  # type: ignore[index]
 
 
-def needs(what: str) -> Handler:
-    """This machine lacks `what`, so the block is not run; the files that it names are checked."""
+def needs_a_gpu(block: Block, server: Server, folder: Path) -> None:
+    """This machine lacks one, so the block is not run; the settings files that it names are checked."""
+    files = [word for word in block.text.split() if word.endswith(".yaml")]
+    assert files
+    for file in files:
+        assert load_settings(REPOSITORY / file).device == "cuda"
 
-    def handle(block: Block, server: Server, folder: Path) -> None:
-        assert what in ("a GPU", "a cluster")
-        files = [word for word in block.text.split() if word.endswith(".yaml")]
-        assert files
-        for file in files:
-            if what == "a GPU":
-                assert load_settings(REPOSITORY / file).device == "cuda"
-            elif (REPOSITORY / "k8s" / "triforce").exists():
-                assert (REPOSITORY / file).is_file()
 
-    return handle
+def needs_a_cluster(block: Block, server: Server, folder: Path) -> None:
+    """No cluster is here, and no Docker: what Helm would send is rendered, and the image's words are checked."""
+    *_, built, _, installed = (line.replace("$REGISTRY", "registry.example.com") for line in block.text.splitlines())
+    assert "ARG VARIANT" in (REPOSITORY / "deploy" / "Dockerfile").read_text()
+    assert "--build-arg VARIANT=cpu --file deploy/Dockerfile" in built
+    given = installed.removeprefix("helm install ").replace("k8s/", f"{REPOSITORY}/k8s/").split()
+    done = helm("template", *given, "--kube-version", KUBERNETES)
+    assert done.returncode == 0, done.stderr
+    image = built.split("--tag ")[1].split()[0]
+    assert f'image: "{image}"' in done.stdout
 
 
 def is_valid(block: Block, server: Server, folder: Path) -> None:
@@ -116,13 +121,13 @@ HANDLED: dict[tuple[str, str], Handler] = {
     ("docs/quickstart.md", '--8<-- "docs/examples/command_line.sh"'): runs(r"ms a token"),
     ("docs/quickstart.md", '--8<-- "docs/examples/one_gpu.yaml"'): is_valid,
     ("docs/quickstart.md", ".venv/bin/triforce config --config docs/examples/one_gpu.yaml"): runs(r"budget: 4096"),
-    ("docs/quickstart.md", ".venv/bin/triforce serve --config docs/examples/one_gpu.yaml"): needs("a GPU"),
+    ("docs/quickstart.md", ".venv/bin/triforce serve --config docs/examples/one_gpu.yaml"): needs_a_gpu,
     ("docs/quickstart.md", '--8<-- "docs/examples/two_4090.yaml"'): is_valid,
-    ("docs/quickstart.md", ".venv/bin/triforce serve --config docs/examples/two_4090.yaml"): needs("a GPU"),
+    ("docs/quickstart.md", ".venv/bin/triforce serve --config docs/examples/two_4090.yaml"): needs_a_gpu,
     (
         "docs/quickstart.md",
-        "helm install triforce k8s/triforce -f k8s/triforce/examples/cpu-demo.yaml",
-    ): needs("a cluster"),
+        "helm install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm/",
+    ): needs_a_cluster,
     (
         "docs/operations.md",
         ".venv/bin/triforce simulate docs/examples/load.yaml --plan --p95-ms-per-token 200 --json",

@@ -34,7 +34,7 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- end -}}
 
 {{- define "triforce.serviceAccount" -}}
-{{ .Values.serviceAccount.name | default (include "triforce.name" .) }}
+{{ .Values.serviceAccount.name | default (ternary (include "triforce.name" .) "default" .Values.serviceAccount.create) }}
 {{- end -}}
 
 {{/* The claim with the models: an existing one, one of ours, or none. */}}
@@ -48,7 +48,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- $server := .Values.settings.server | default dict -}}
 {{- $drain := $server.drain_timeout_s -}}
 {{- if kindIs "invalid" $drain }}{{ $drain = $server.request_timeout_s | default 600 }}{{ end -}}
-{{- ceil $drain -}}
+{{- ceil $drain | int64 -}}
+{{- end -}}
+
+{{/* The seconds that a request may take: server.request_timeout_s of the settings. */}}
+{{- define "triforce.timeout" -}}
+{{- ceil ((.Values.settings.server | default dict).request_timeout_s | default 600) | int64 -}}
 {{- end -}}
 
 {{/* Pods live longer than requests may take to finish, so that what comes after has its time too. */}}
@@ -71,7 +76,9 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- $retrievalRanks := ($settings.retrieval | default dict).tensor_parallel | default $targetRanks -}}
 {{- $ranksOf := dict "target" $targetRanks "retrieval" $retrievalRanks "draft" 1 -}}
 {{- $groups := list -}}
-{{- $all := 0.0 -}}
+{{- $whole := 0 -}}
+{{- $shares := 0.0 -}}
+{{- $sharing := 0 -}}
 {{- range $tiers := $processes -}}
   {{- $ranks := 1 -}}
   {{- $each := 0.0 -}}
@@ -80,11 +87,14 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
     {{- $each = addf $each ((get $placement $tier | default dict).gpus | default 0 | float64) -}}
   {{- end -}}
   {{- $gpus := mulf $ranks $each -}}
-  {{- $all = addf $all $gpus -}}
+  {{- if ge $each 1.0 }}{{ $whole = add $whole (int $gpus) }}{{ else if $each }}{{ $shares = addf $shares $gpus }}{{ $sharing = add $sharing $ranks }}{{ end -}}
   {{- $groups = append $groups (dict "name" (first $tiers) "tiers" $tiers "gpus" (ceil (subf $gpus 0.0001))) -}}
 {{- end -}}
 {{- if not .Values.workers.separate -}}
-  {{- $groups = list (dict "name" "pipeline" "tiers" (list "target" "retrieval" "draft") "gpus" (ceil (subf $all 0.0001))) -}}
+  {{/* A share is of one GPU. Shares that do not fit one GPU together get one each. */}}
+  {{- $more := 0 -}}
+  {{- if $sharing }}{{ $more = ternary 1 $sharing (le $shares 1.0001) }}{{ end -}}
+  {{- $groups = list (dict "name" "pipeline" "tiers" (list "target" "retrieval" "draft") "gpus" (add $whole $more)) -}}
 {{- end -}}
 {{- toJson $groups -}}
 {{- end -}}
@@ -113,6 +123,16 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{/* The rules that a schema cannot state. */}}
 {{- define "triforce.check" -}}
 {{- $settings := .Values.settings -}}
+{{- $server := $settings.server | default dict -}}
+{{- $port := $server.port | default 8000 | int -}}
+{{- $grpc := $server.grpc_port | default 9000 | int -}}
+{{- if eq $port $grpc }}{{ fail (printf "settings.server.grpc_port: %d must not be settings.server.port" $grpc) }}{{ end -}}
+{{- range $name, $number := dict "port" $port "grpc_port" $grpc -}}
+  {{/* Of Ray: its head, its agents, workers from 10002 on; of HAProxy: statistics, metrics and the replicas behind it. */}}
+  {{- if or (has $number (list 6379 8080 8265 8404 9101 52365)) (and (ge $number 10001) (le $number 19999)) (ge $number 30000) -}}
+    {{- fail (printf "settings.server.%s: %d is a port that Ray uses in pods" $name $number) -}}
+  {{- end -}}
+{{- end -}}
 {{- $placement := $settings.placement | default dict -}}
 {{- $gpus := 0.0 -}}
 {{- range $group := include "triforce.groups" . | fromJsonArray }}{{ $gpus = addf $gpus $group.gpus }}{{ end -}}
@@ -122,6 +142,15 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- end -}}
 {{- if and (eq $device "cpu") (gt $gpus 0.0) -}}
 {{- fail "settings.device: must be cuda where settings.placement reserves GPUs" -}}
+{{- end -}}
+{{- $processes := dict "none" 3 "draft_with_retrieval" 2 "all" 1 -}}
+{{- if and (not .Values.workers.separate) (eq ($placement.strategy | default "") "STRICT_SPREAD") (gt (get $processes ($placement.colocate | default "none") | int) 1) -}}
+{{- fail "settings.placement.strategy: STRICT_SPREAD needs workers.separate: true, or else a pipeline is one pod" -}}
+{{- end -}}
+{{- with ($settings.target | default dict).offload_path -}}
+{{- if or (not (hasPrefix "/" .)) (has (trimSuffix "/" .) (list "" "/tmp" "/models" "/home/triforce" "/dev/shm")) -}}
+{{- fail (printf "settings.target.offload_path: %q must be an absolute path, at which a volume of its own is mounted" .) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (not (kindIs "invalid" $placement.cpu_latency_us)) (not .Values.workers.cpuLatencyResource) -}}
 {{- fail "settings.placement.cpu_latency_us: workers.cpuLatencyResource must name what gives pods /dev/cpu_dma_latency" -}}

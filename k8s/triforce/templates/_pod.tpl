@@ -30,17 +30,35 @@ spec:
   {{- with $values.image.pullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- range $field := list "nodeSelector" "tolerations" "affinity" "topologySpreadConstraints" "runtimeClassName" "priorityClassName" }}
   {{- with get $.pod $field }}
-  {{ $field }}: {{- if kindIs "string" . }} {{ . }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{ $field }}: {{- if kindIs "string" . }} {{ . | quote }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
+  {{- end }}
+  {{- end }}
+  {{- if and $head $values.models.claim.size }}
+  {{- with ($values.settings.target | default dict).model | default "" }}
+  {{- if hasPrefix "/models/" . }}
+  # The claim is new: the application would fail until somebody has copied the models into it.
+  initContainers:
+    - name: wait-for-models
+      image: {{ include "triforce.image" $root | quote }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      securityContext: {{- include "triforce.restricted" $root | nindent 8 }}
+      command: [bash, -c, 'until [ -e "$0" ]; do echo "waiting for $0"; sleep 10; done', {{ . | quote }}]
+      resources:
+        requests: {cpu: 50m, memory: 64Mi}
+        limits: {cpu: 50m, memory: 64Mi}
+      volumeMounts:
+        - {name: models, mountPath: /models, readOnly: true}
+  {{- end }}
   {{- end }}
   {{- end }}
   containers:
     - name: ray-{{ ternary "head" "worker" $head }}
-      image: {{ include "triforce.image" $root }}
+      image: {{ include "triforce.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
       securityContext: {{- include "triforce.restricted" . | nindent 8 }}
       env: {{- include "triforce.env" $root | nindent 8 }}
@@ -71,15 +89,15 @@ spec:
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
         {{- if and $offload (not $head) }}
-        - {name: offload, mountPath: {{ $offload }}}
+        - {name: offload, mountPath: {{ $offload | quote }}}
         {{- end }}
   volumes:
     - {name: tmp, emptyDir: {}}
     - {name: home, emptyDir: {}}
     {{- if $claim }}
-    - {name: models, persistentVolumeClaim: {claimName: {{ $claim }}, readOnly: true}}
+    - {name: models, persistentVolumeClaim: {claimName: {{ $claim | quote }}, readOnly: true}}
     {{- else if $values.models.image.reference }}
-    - {name: models, image: {reference: {{ $values.models.image.reference }}, pullPolicy: {{ $values.models.image.pullPolicy }}}}
+    - {name: models, image: {reference: {{ $values.models.image.reference | quote }}, pullPolicy: {{ $values.models.image.pullPolicy }}}}
     {{- end }}
     {{- if and $offload (not $head) }}
     - {name: offload, emptyDir: {}}
@@ -111,7 +129,9 @@ killed, so it suits pods only.
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "67108864"}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+# A HAProxy that has been replaced has as long as requests may take.
+- {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "triforce.grace" . | quote }}}
 {{- with .Values.models.hub.tokenSecret }}
-- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $.Values.models.hub.tokenKey }}}}}
+- {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.models.hub.tokenKey | quote }}}}}
 {{- end }}
 {{- end -}}
