@@ -39,10 +39,12 @@ def ports() -> dict[str, int]:
 @pytest.fixture(scope="module")
 def application(ports: dict[str, int], local_ray: LocalRay) -> Iterator[dict[str, Any]]:
     local_ray.end()
-    server = [f"settings.server.port={ports['http']}", f"settings.server.grpc_port={ports['grpc']}"]
-    objects = rendered(CHART / "examples" / "cpu-demo.yaml", *(word for each in server for word in ("--set", each)))
+    objects = rendered(CHART / "examples" / "cpu-demo.yaml")
     config = serve_config(objects)
-    config["http_options"]["host"] = "127.0.0.1"  # a test listens on the loopback
+    # Ports of the loopback that are free here; in a pod all are.
+    config["http_options"] |= {"host": "127.0.0.1", "port": ports["http"]}
+    config["grpc_options"]["port"] = ports["grpc"]
+    config["applications"][0]["args"]["server"] |= {"port": ports["http"], "grpc_port": ports["grpc"]}
     token = secrets.token_hex(16)
     # What the chart renders, and what KubeRay adds for `authOptions`.
     variables = environment(pod_templates(objects)["pipeline"]) | {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
