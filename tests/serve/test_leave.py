@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import pytest
 import requests
 
@@ -16,7 +15,7 @@ from deploy import leave
 from deploy.app import APPLICATION, application_of
 from deploy.grpc_api import SERVICER
 from tests.serve.conftest import free_ports
-from tests.starting import LocalRay, children, fake_nodes
+from tests.starting import LocalRay, fake_nodes
 from triforce_core.config import load_settings
 
 pytestmark = pytest.mark.slow  # a cluster of three nodes, and two starts of a pipeline
@@ -61,13 +60,10 @@ def test_requests_finish_on_a_node_that_ends(port: int, monkeypatch: pytest.Monk
     reader.start()
     while len(lines) < 5:
         time.sleep(0.05)
-    ours = {each.pid for each in children()}
-    running = [each for each in psutil.process_iter(["name", "cmdline"]) if each.pid in ours]
-    before = {each.pid for each in running if leave.is_replica(each)}
-    assert len(before) == 2  # gateway and pipeline
+    node, before = node_of_the_pipeline()
     # A pod holds one node, and sees its own processes only. Here all nodes are one machine's.
     monkeypatch.setattr(leave, "is_replica", lambda process: process.pid in before)
-    monkeypatch.setattr(leave, "drain_node", lambda seconds: drain(node_of_replicas(), seconds))
+    monkeypatch.setattr(leave, "drain_node", lambda seconds: drain(node, seconds))
     monkeypatch.setattr(sys, "argv", ["leave", str(DRAIN_S)])
     leave.main()
     reader.join(1)
@@ -78,12 +74,14 @@ def test_requests_finish_on_a_node_that_ends(port: int, monkeypatch: pytest.Monk
     assert len(ray.nodes()) == 3
 
 
-def node_of_replicas() -> str:
+def node_of_the_pipeline() -> tuple[str, set[int]]:
+    """The node, and the pids of all replicas on it: perhaps the gateway is there too."""
     from ray._private import state
 
     alive = [each for each in state.actors().values() if each["State"] == "ALIVE"]
-    [node] = {each["Address"]["NodeID"] for each in alive if "ServeReplica" in each["ActorClassName"]}
-    return str(node)
+    replicas = [each for each in alive if "ServeReplica" in each["ActorClassName"]]
+    [node] = {each["Address"]["NodeID"] for each in replicas if each["ActorClassName"].endswith("pipeline")}
+    return node, {each["Pid"] for each in replicas if each["Address"]["NodeID"] == node}
 
 
 def drain(node: str, seconds: int) -> None:
