@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
@@ -75,8 +76,9 @@ class Completions:
     def __init__(
         self, service: Service, body: CompletionRequest, strings: TokenStrings, asked: Sequence[ClientRequest]
     ) -> None:
-        self.body, self.n = body, asked[0].n
-        self.choices = [Choice(service, body, strings) for request in asked for _ in range(request.n)]
+        self.body, self.n, self.count = body, asked[0].n, sum(request.n for request in asked)
+        # Made as their parts come: the service, which bounds their number, has not seen the request yet.
+        self.choices = defaultdict[int, Choice](lambda: Choice(service, body, strings))
         self.frame = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -87,14 +89,14 @@ class Completions:
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
         """How each output was made stands beside the choices if there is one, and in them if there are several."""
-        chunks: list[list[dict[str, Any]]] = [[] for _ in self.choices]
+        chunks = defaultdict[int, list[dict[str, Any]]](list)
         last: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:
                 chunks[part.index].append(self.choices[part.index].of(part))
                 last[part.index] = part
-        ends = [last[index] for index in range(len(self.choices))]
-        choices = [whole_choice(each) for each in chunks]
+        ends = [last[index] for index in range(self.count)]
+        choices = [whole_choice(chunks[index]) for index in range(self.count)]
         made = [{"triforce": extras(end, end.done)} for end in ends if end.done]
         answer = {**self.frame, "choices": choices, "usage": usage(ends, self.n)}
         if len(choices) == 1:
@@ -124,7 +126,7 @@ class Completions:
                         yield event({**self.frame, "choices": [choice.of(part)], **told, **no_usage})
                     if part.done:
                         ends.append(part)
-                        if len(ends) == len(self.choices):
+                        if len(ends) == self.count:
                             break
                 part = await anext(rest)
             if with_usage:

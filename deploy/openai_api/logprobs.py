@@ -10,6 +10,7 @@ from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 
 from deploy.service import Part, ServedModel
+from triforce_core.errors import InvalidValueError
 from triforce_core.messages import TokenLogprobs
 from triforce_core.text import Detokenizer, TokenText
 
@@ -21,10 +22,18 @@ class TokenStrings:
         self.vocabulary: LLTokenizer | None = None
 
     async def load(self, model: ServedModel) -> None:
-        """To be called before the first string is made. It takes a second for the largest vocabularies."""
+        """To be called before the first string is made. It takes a second for the largest vocabularies.
+
+        Raises `InvalidValueError` for a tokenizer that llguidance cannot use.
+        """
         if self.vocabulary is None:
             count = max(model.limits.vocab_size, len(model.tokenizer))
-            self.vocabulary = await asyncio.to_thread(from_tokenizer, model.tokenizer, n_vocab=count)
+            try:
+                self.vocabulary = await asyncio.to_thread(from_tokenizer, model.tokenizer, n_vocab=count)
+            except ValueError as error:
+                raise InvalidValueError(
+                    "logprobs", True, f"need another tokenizer than this model's: {error}"
+                ) from None
 
     def bytes_of(self, token: int) -> bytes:
         """The bytes that this token writes, which may be a part of a character; of a special token, its name."""
