@@ -283,6 +283,8 @@ class Service:
         require(len(asked.bad_words) <= most, "bad_words", len(asked.bad_words), f"must be at most {most} words")
         longest, rule = max(map(len, asked.bad_words), default=0), f"must be at most {MAX_STOP_CHARACTERS} characters"
         require(longest <= MAX_STOP_CHARACTERS, "bad_words", longest, f"{rule} each")
+        for word in asked.bad_words:
+            check_unicode("bad_words", word)
         words = [await self.encoder.encode(text, special=False) for text in spellings(asked.bad_words)]
         return replace(asked.sampling, bad_word_ids=(*asked.sampling.bad_word_ids, *dict.fromkeys(words)))
 
@@ -306,10 +308,7 @@ class Service:
                 f"cannot fit the context of {context} tokens, none of which is longer than {self.max_token_characters}"
             )
             raise TooLargeError("prompt", f"{len(text)} characters", rule)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
+        check_unicode("prompt", text)
         return await self.encoder.encode(text, special=special)
 
     async def decode(self, tokens: Sequence[int]) -> str:
@@ -387,6 +386,13 @@ class Service:
             check_lookaheads("lookaheads", asked.lookaheads)
             return (asked.lookaheads[0], asked.lookaheads[1]), drafting
         return None if asked.drafter is None else self.settings.speculation.effective, drafting
+
+
+def check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(field, text, "must be text without lone surrogates") from None
 
 
 def check_drafter(field: str, drafter: str | None) -> None:
