@@ -90,7 +90,7 @@ class NamedSchema(Body):
 class ResponseFormat(Body):
     """The form of the output, as OpenAI's clients give it."""
 
-    type: Literal["text", "json_object", "json_schema"]
+    type: Literal["text", "json_object", "json_schema"] = Field(description="`text` is any text")
     json_schema: NamedSchema | None = Field(None, description="with `type: json_schema`, and only then")
 
 
@@ -115,7 +115,9 @@ class CommonRequest(Body):
     repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
     min_tokens: int | None = Field(0, description="nothing ends the output before it has so many tokens")
     stop_token_ids: list[int] | None = Field(None, description="tokens that end the output, besides the model's own")
-    include_stop_str_in_output: bool | None = Field(False, description="the output ends after its stop string")
+    include_stop_str_in_output: bool | None = Field(
+        False, description="the output ends after its stop string, not before it"
+    )
     ignore_eos: bool | None = Field(False, description="the model's own stop tokens do not end the output")
     bad_words: list[str] | None = Field(None, description="texts whose tokens never occur in the output")
     structured_outputs: StructuredOutputs | None = Field(None, description="the form of the output")

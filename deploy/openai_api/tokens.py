@@ -13,7 +13,7 @@ from deploy.service import Service
 class TokenizeRequest(Body):
     """A text to be converted into tokens."""
 
-    prompt: str
+    prompt: str = Field(description="the text")
     model: str | None = None
     add_special_tokens: bool = Field(True, description="with the special tokens that a completion's prompt gets")
     return_token_strs: bool | None = Field(False, description="give the tokens as the vocabulary writes them, too")
@@ -29,7 +29,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(Body):
     """Tokens to be converted into text."""
 
-    tokens: list[int]
+    tokens: list[int] = Field(description="their ids, as many as fit the context")
     model: str | None = None
 
 
