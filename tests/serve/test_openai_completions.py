@@ -15,7 +15,12 @@ from triforce_core.client import TriForceClient
 from triforce_core.models.load import load_tokenizer
 
 PROMPTS = ["def main():\n    ", "import os\n\nclass Folder:\n    def "]
-SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 20}}, "required": ["name"]}
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 20}},
+    "required": ["name"],
+    "additionalProperties": False,
+}
 PLAIN = {"speculation": {"tiers": "target"}}
 
 
