@@ -72,6 +72,7 @@ class ClientRequest:
     max_tokens: int | None  # None: bounded by the context and the KV pool only
     seed: int | None = None  # None: the service draws a seed
     stop: tuple[str, ...] = ()
+    include_stop: bool = False  # the output ends after the stop string, not before it
     model: str = ""  # empty: the default model
     lookaheads: tuple[int, ...] | None = None  # None: the target decides
     resume: tuple[int, ...] = ()  # output tokens that the client already has
@@ -83,11 +84,20 @@ class ClientRequest:
     guide: Guide | None = None
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
+    truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
     echo: bool = False  # the text begins with the prompt's
     drafter: str | None = (
         None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
     )
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
+
+    @property
+    def only_prompt(self) -> bool:
+        """Whether the client wants the prompt's text or logprobs and no output. The engine draws at least one token; it
+        is left out.
+        """
+        return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +117,10 @@ class Part:
     seed: int
     prompt_tokens: int
     done: Done | None = None
-    index: int = 0  # of the completion, among the request's `n`
+    index: int = 0  # of the completion, among the request's `n`; those of several requests are counted through
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
+    prompt: tuple[int, ...] = ()
+    echoed: int = 0  # leading characters of the text that are the prompt's
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,18 +192,22 @@ class Service:
             await asyncio.sleep(0.05)
         return not self.in_flight
 
-    async def complete(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
-        """The parts of the request's completions as they are decoded; closing the generator stops the request.
+    async def complete(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
+        """The parts of the requests' completions as they are decoded; closing the generator stops the requests. Several
+        requests, which differ in their prompts alone, are admitted and fail together.
 
         Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
         the request itself are raised before the first part, but for parameters that in the end exclude every token.
         """
         if self.draining:
             raise UnavailableError("the server is shutting down")
+        asked, places = requests[0], sum(each.n for each in requests)
         require(1 <= asked.n <= self.room, "n", asked.n, f"must be at least 1 and at most {self.room}")
-        if self.in_flight + asked.n > self.room:
+        rule = f"must need at most {self.room} places, one for each prompt and each of its n"
+        require(places <= self.room, "prompt", f"{len(requests)} prompts", rule)
+        if self.in_flight + places > self.room:
             raise OverloadedError(f"{self.in_flight} of {self.room} places are taken; try again later")
-        self.in_flight += asked.n
+        self.in_flight += places
         try:
             self.check_model(asked.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
@@ -200,9 +216,12 @@ class Service:
                 limit_s = min(limit_s, asked.timeout_s)
             deadline = asyncio.get_running_loop().time() + limit_s
             try:
-                async with asyncio.timeout_at(deadline):
-                    request = await self.request(asked)
-                completions = [self.parts(asked, request, index, deadline) for index in range(asked.n)]
+                completions: list[AsyncGenerator[Part, None]] = []
+                for each in requests:
+                    async with asyncio.timeout_at(deadline):
+                        request = await self.request(each)
+                    first = len(completions)
+                    completions += [self.parts(each, request, nth, deadline, first) for nth in range(each.n)]
                 async with aclosing(merged(completions)) as parts:
                     async for part in parts:
                         self.served = True
@@ -210,7 +229,7 @@ class Service:
             except (TimeoutError, DeadlineError):  # this clock or the engine's
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
         finally:
-            self.in_flight -= asked.n
+            self.in_flight -= places
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:
@@ -232,10 +251,15 @@ class Service:
         require(whole, "resume_token_ids", f"with n: {asked.n}", "continue one completion: ask with its own seed")
         lookaheads, drafting = self.plan(asked)
         prompt = await self.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        if asked.truncate_prompt_tokens is not None:
+            kept = asked.truncate_prompt_tokens
+            require(kept >= 1, "truncate_prompt_tokens", kept, "must be at least 1")
+            prompt = prompt[-kept:]
         limits, own_stops = self.model.limits, () if asked.ignore_eos else self.model.stop_token_ids
+        longest_output = limits.longest_output(len(prompt)) if asked.max_tokens is None else asked.max_tokens
         request = Request(
             prompt=prompt,
-            max_tokens=limits.longest_output(len(prompt)) if asked.max_tokens is None else asked.max_tokens,
+            max_tokens=1 if asked.only_prompt else longest_output,
             sampling=await self.sampling(asked),
             seed=secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed,
             lookaheads=lookaheads,
@@ -259,19 +283,24 @@ class Service:
         require(len(asked.bad_words) <= most, "bad_words", len(asked.bad_words), f"must be at most {most} words")
         longest, rule = max(map(len, asked.bad_words), default=0), f"must be at most {MAX_STOP_CHARACTERS} characters"
         require(longest <= MAX_STOP_CHARACTERS, "bad_words", longest, f"{rule} each")
+        for word in asked.bad_words:
+            check_unicode("bad_words", word)
         words = [await self.encoder.encode(text, special=False) for text in spellings(asked.bad_words)]
         return replace(asked.sampling, bad_word_ids=(*asked.sampling.bad_word_ids, *dict.fromkeys(words)))
 
     async def grammar(self, asked: ClientRequest, guide: Guide) -> str:
         """The grammar of the output. Raises `InvalidValueError` for one that cannot be compiled."""
-        require(not asked.ignore_eos, "ignore_eos", True, f"contradicts {guide.form}, whose output has an end")
+        require(not asked.ignore_eos, "ignore_eos", True, f"contradicts {guide.name}, whose output has an end")
         grammar = await asyncio.to_thread(guide.grammar)
         compiled = await self.grammars.matcher(grammar)
         guide.check(compiled)
         return grammar
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """The text's tokens, special ones included. Raises `InvalidValueError` or a subclass."""
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """The text's tokens, by default with the special ones that the tokenizer adds.
+
+        Raises `InvalidValueError` or a subclass.
+        """
         require(text != "", "prompt", text, "must not be empty")
         context = self.model.limits.context_length
         if len(text) > context * self.max_token_characters:
@@ -279,27 +308,36 @@ class Service:
                 f"cannot fit the context of {context} tokens, none of which is longer than {self.max_token_characters}"
             )
             raise TooLargeError("prompt", f"{len(text)} characters", rule)
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
-        return await self.encoder.encode(text)
+        check_unicode("prompt", text)
+        return await self.encoder.encode(text, special=special)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The tokens' text, special ones included. Raises `InvalidValueError` or a subclass."""
+        context = self.model.limits.context_length
+        if len(tokens) > context:
+            raise TooLargeError("tokens", f"{len(tokens)} tokens", f"must fit the context of {context} tokens")
+        self.model.limits.check_tokens("tokens", tuple(tokens))
+        return await self.encoder.decode(tokens)
 
     async def parts(
-        self, asked: ClientRequest, request: Request, index: int, deadline: float
+        self, asked: ClientRequest, request: Request, index: int, deadline: float, first: int = 0
     ) -> AsyncGenerator[Part, None]:
-        """Decode completion `index` of the request, and turn tokens into text, until the output ends."""
-        request = replace(
-            request, seed=nth_seed(request.seed, index), prompt_logprobs=None if index else request.prompt_logprobs
-        )
+        """Decode completion `index` of the request, and turn tokens into text, until the output ends. `first` is the
+        number of completions of the requests before it.
+        """
+        scored = request.prompt_logprobs if index == 0 or asked.every_prompt_logprobs else None
+        request = replace(request, seed=nth_seed(request.seed, index), prompt_logprobs=scored)
         output = OutputText(
             self.meaning,
             stop=asked.stop,
             end_tokens=request.stop_token_ids,
             resumed=request.resume,
             min_tokens=request.sampling.min_tokens,
+            include_stop=asked.include_stop,
         )
-        frame = Part(TextDelta("", (), b""), request.seed, len(request.prompt), index=index)
+        frame = Part(
+            TextDelta("", (), b""), request.seed, len(request.prompt), index=first + index, prompt=request.prompt
+        )
         if output.stopped:  # the client already has the whole output
             yield replace(frame, piece=output.finish(), done=Done(FinishReason.STOP, output.num_tokens, Stats()))
             return
@@ -316,23 +354,29 @@ class Service:
                 if event is None:
                     raise UnavailableError("the pipeline ended the request before its end")
                 scores += logprobs_from_proto(event.prompt_logprobs)
-                piece = output.feed(event.token_ids, event.origins, logprobs_from_proto(event.logprobs))
+                piece = frame.piece
+                if not asked.only_prompt:
+                    piece = output.feed(event.token_ids, event.origins, logprobs_from_proto(event.logprobs))
                 finish_reason = finish_reason_from_proto(event.finish_reason)
                 if output.stopped or finish_reason is not None:
                     break
                 if piece.text or piece.tokens or scores:
                     piece = replace(piece, text=echoed + piece.text)
-                    yield replace(frame, piece=piece, prompt_logprobs=scores)
+                    yield replace(frame, piece=piece, prompt_logprobs=scores, echoed=len(echoed))
                     echoed, scores = "", ()
                 if event.no_token:
                     raise no_token(asked.guide, output.num_tokens)
             last = joined([piece, output.finish()])
         reason = FinishReason.STOP if output.stopped or finish_reason is None else finish_reason
+        if asked.only_prompt:
+            reason = FinishReason.LENGTH
         done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
-        yield replace(frame, piece=replace(last, text=echoed + last.text), done=done, prompt_logprobs=scores)
+        last = replace(last, text=echoed + last.text)
+        yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed))
 
     def prompt_text(self, asked: ClientRequest, request: Request) -> str:
-        return asked.prompt if isinstance(asked.prompt, str) else self.meaning.decode([*request.prompt])
+        whole = isinstance(asked.prompt, str) and asked.truncate_prompt_tokens is None
+        return str(asked.prompt) if whole else self.meaning.decode([*request.prompt])
 
     def plan(self, asked: ClientRequest) -> tuple[tuple[int, int] | None, Drafting]:
         """The lookaheads that the request pins, None if it leaves them to the target, and who drafts."""
@@ -342,6 +386,13 @@ class Service:
             check_lookaheads("lookaheads", asked.lookaheads)
             return (asked.lookaheads[0], asked.lookaheads[1]), drafting
         return None if asked.drafter is None else self.settings.speculation.effective, drafting
+
+
+def check_unicode(field: str, text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidValueError(field, text, "must be text without lone surrogates") from None
 
 
 def check_drafter(field: str, drafter: str | None) -> None:

@@ -176,7 +176,8 @@ class OutputText:
 
     `stop` holds non-empty strings. `resumed` are output tokens that the receiver already has: they count towards the
     output and are searched for stop strings, but neither they nor their text are returned again. A stop string that
-    would leave fewer than `min_tokens` tokens is no stop.
+    would leave fewer than `min_tokens` tokens is no stop. With `include_stop` the output ends after the stop string
+    instead of before it.
     """
 
     def __init__(
@@ -187,12 +188,13 @@ class OutputText:
         end_tokens: Iterable[int] = (),
         resumed: Sequence[int] = (),
         min_tokens: int = 0,
+        include_stop: bool = False,
     ) -> None:
         self.detokenizer = Detokenizer(meaning)
         self.stops = [StopString(text) for text in stop]
         self.end_tokens = frozenset(end_tokens)
         self.held: deque[HeldToken] = deque()
-        self.min_tokens = min_tokens
+        self.min_tokens, self.include_stop = min_tokens, include_stop
         self.stopped = False  # a stop string was found: later tokens are ignored
         self.num_tokens = 0  # tokens of the output so far, resumed ones included
         self.num_known = len(resumed)
@@ -238,7 +240,9 @@ class OutputText:
             left -= len(held.text)
         if self.num_tokens + sum(held.token is not None for held in kept) < self.min_tokens:
             return False
-        self.held, self.stopped = kept, True
+        self.stopped = True
+        if not self.include_stop:
+            self.held = kept
         return True
 
     def _certain(self) -> int:

@@ -1,27 +1,84 @@
-"""One completion in OpenAI's format, whole or as a stream of chunks."""
+"""The completions of one request in OpenAI's format, whole or as a stream of chunks."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from deploy.openai_api.errors import answer_to
+from deploy.openai_api.logprobs import CompletionLogprobs, TokenStrings, merged_logprobs, prompt_logprobs
 from deploy.openai_api.requests import CompletionRequest
 from deploy.openai_api.streaming import event
-from deploy.service import Done, Part, Service
+from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core.messages import Origin
-from triforce_core.text import joined
 
 
-class Completion:
-    """One completion in OpenAI's format."""
+class Choice:
+    """One completion, as its parts come."""
 
-    def __init__(self, service: Service, body: CompletionRequest) -> None:
-        self.body = body
+    def __init__(self, service: Service, body: CompletionRequest, strings: TokenStrings) -> None:
+        self.body, self.strings = body, strings
+        self.begun = False  # whether the client has a part
+        self.scored = 0  # prompt tokens whose logprobs came
+        self.logprobs = None
+        if body.logprobs is not None:
+            self.logprobs = CompletionLogprobs(strings, service.meaning, body.logprobs)
+
+    def of(self, part: Part) -> dict[str, Any]:
+        """The part as a choice of a chunk."""
+        choice = {
+            "index": part.index,
+            "text": part.piece.text,
+            "logprobs": None,
+            "finish_reason": part.done and part.done.finish_reason,
+        }
+        prompt = part.prompt[self.scored : self.scored + len(part.prompt_logprobs)]
+        self.scored += len(prompt)
+        if self.logprobs is not None:
+            choice["logprobs"] = self.logprobs.of(part, prompt if self.body.echo else ())
+        if self.body.prompt_logprobs is not None and prompt:
+            number = self.body.prompt_logprobs
+            choice["prompt_logprobs"] = prompt_logprobs(self.strings, prompt, part.prompt_logprobs, number)
+        if self.body.return_token_ids:
+            choice["token_ids"] = part.piece.tokens
+            choice["origins"] = [Origin(origin).name.lower() for origin in part.piece.origins]
+        return choice
+
+    def has_content(self, part: Part) -> bool:
+        """Whether the part tells the client anything that it asked for."""
+        wants_tokens = self.body.return_token_ids or self.logprobs is not None
+        return bool(part.piece.text or part.prompt_logprobs or (wants_tokens and part.piece.tokens))
+
+
+def whole_choice(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """One completion, from the choices of its chunks."""
+    lists = {
+        name: [each for chunk in chunks for each in chunk.get(name, ())]
+        for name in ("prompt_logprobs", "token_ids", "origins")
+        if any(name in chunk for chunk in chunks)
+    }
+    logprobs = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
+    return {
+        **chunks[-1],
+        **lists,
+        "text": "".join(chunk["text"] for chunk in chunks),
+        "logprobs": merged_logprobs(logprobs) if logprobs else None,
+    }
+
+
+class Completions:
+    """The completions that one body asks for: of each of the requests made from it, its `n`."""
+
+    def __init__(
+        self, service: Service, body: CompletionRequest, strings: TokenStrings, asked: Sequence[ClientRequest]
+    ) -> None:
+        self.body, self.n, self.count = body, asked[0].n, sum(request.n for request in asked)
+        # Made as their parts come: the service, which bounds their number, has not seen the request yet.
+        self.choices = defaultdict[int, Choice](lambda: Choice(service, body, strings))
         self.frame = {
             "id": f"cmpl-{uuid.uuid4().hex}",
             "object": "text_completion",
@@ -30,59 +87,63 @@ class Completion:
             "system_fingerprint": service.model.fingerprint,
         }
 
-    def of(self, part: Part) -> dict[str, Any]:
-        """A chunk; also the whole completion if there is only one part."""
-        choice = {
-            "index": 0,
-            "text": part.piece.text,
-            "logprobs": None,
-            "finish_reason": part.done and part.done.finish_reason,
-        }
-        if self.body.return_token_ids:
-            choice["token_ids"] = part.piece.tokens
-            choice["origins"] = [Origin(origin).name.lower() for origin in part.piece.origins]
-        return {**self.frame, "choices": [choice], **({"triforce": extras(part, part.done)} if part.done else {})}
-
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        pieces = []
+        """How each output was made stands beside the choices if there is one, and in them if there are several."""
+        chunks = defaultdict[int, list[dict[str, Any]]](list)
+        last: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:
-                pieces.append(part.piece)
-        return {**self.of(replace(part, piece=joined(pieces))), "usage": usage(part)}
+                chunks[part.index].append(self.choices[part.index].of(part))
+                last[part.index] = part
+        ends = [last[index] for index in range(self.count)]
+        choices = [whole_choice(chunks[index]) for index in range(self.count)]
+        made = [{"triforce": extras(end, end.done)} for end in ends if end.done]
+        answer = {**self.frame, "choices": choices, "usage": usage(ends, self.n)}
+        if len(choices) == 1:
+            return answer | made[0]
+        return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
 
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
         """Server-sent events: a chunk for each part with content, and a comment for each None.
 
-        The first chunk carries the seed. Parts without text have content only if the client wants token ids.
+        The first chunk of a choice carries its seed, and the last one how it was made.
         """
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         no_usage = {"usage": None} if with_usage else {}
-        told = False
+        ends: list[Part] = []
         try:
             part = first
-            while part is None or part.done is None:
+            while True:
                 if part is None:
                     yield ": waiting\n\n"
-                elif part.piece.text or self.body.return_token_ids:
-                    seed = {} if told else {"triforce": {"seed": part.seed}}
-                    told = True
-                    yield event({**self.of(part), **seed, **no_usage})
+                else:
+                    choice = self.choices[part.index]
+                    if part.done or choice.has_content(part):
+                        seed = {} if choice.begun else {"seed": part.seed}
+                        choice.begun = True
+                        made = extras(part, part.done) if part.done else seed
+                        told = {"triforce": made} if made else {}
+                        yield event({**self.frame, "choices": [choice.of(part)], **told, **no_usage})
+                    if part.done:
+                        ends.append(part)
+                        if len(ends) == self.count:
+                            break
                 part = await anext(rest)
-            yield event({**self.of(part), **no_usage})
             if with_usage:
-                yield event({**self.frame, "choices": [], "usage": usage(part)})
+                yield event({**self.frame, "choices": [], "usage": usage(ends, self.n)})
             yield "data: [DONE]\n\n"
         except Exception as error:  # the HTTP status is already sent, so the error goes into an event
             yield event(answer_to(error)[1])
 
 
-def usage(part: Part) -> dict[str, int]:
-    assert part.done is not None
-    completion_tokens = part.done.completion_tokens
+def usage(ends: Sequence[Part], n: int = 1) -> dict[str, int]:
+    """The tokens of all completions, `n` of each prompt, from the last part of each."""
+    prompt_tokens = sum(end.prompt_tokens for end in ends if end.index % n == 0)
+    completion_tokens = sum(end.done.completion_tokens for end in ends if end.done)
     return {
-        "prompt_tokens": part.prompt_tokens,
+        "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
-        "total_tokens": part.prompt_tokens + completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
     }
 
 

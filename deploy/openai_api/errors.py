@@ -45,7 +45,6 @@ RETRY = {  # headers by status
     503: {"Retry-After": str(OverloadedError.retry_after_s)},
     504: {"x-should-retry": "false"},  # OpenAI's clients would retry, and run into the deadline again
 }
-MALFORMED = {"json_invalid": 400}  # status by pydantic's error type; all other malformed bodies get 422
 
 
 class ErrorDetails(BaseModel):
@@ -109,9 +108,9 @@ def malformed_response(error: RequestValidationError) -> Response:
     else:
         field, value = ".".join(path), first["input"]
         rule = "is refused: " + first["msg"].removeprefix("Value error, ")
-    status = MALFORMED.get(first["type"], 422)
     text = f"{field}: {rule}" if value is None else str(InvalidValueError(field, value, rule))
-    return AsciiJSON(error_body(text, Answer(status, INVALID, "malformed_request"), field), status)
+    code = "unknown_parameter" if first["type"] == "extra_forbidden" else "malformed_request"
+    return AsciiJSON(error_body(text, Answer(400, INVALID, code), field), 400)
 
 
 def http_error_response(error: HTTPException) -> Response:

@@ -10,7 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 import triforce_core
-from deploy.openai_api.completion import Completion
+from deploy.openai_api.completion import Completions
 from deploy.openai_api.errors import (
     ANSWERS,
     documented,
@@ -18,8 +18,11 @@ from deploy.openai_api.errors import (
     http_error_response,
     malformed_response,
 )
-from deploy.openai_api.requests import CompletionRequest, client_request_from
+from deploy.openai_api.logprobs import TokenStrings
+from deploy.openai_api.requests import CompletionRequest, client_requests_from
 from deploy.openai_api.streaming import EventStream, with_idle
+from deploy.openai_api.tokens import token_routes
+from deploy.openai_api.unsupported import unsupported_routes
 from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.errors import TriForceError, UnavailableError
@@ -29,7 +32,8 @@ IDLE_S = 10.0  # an idle stream sends a comment this often, so that clients do n
 
 def http_app(service: Service) -> FastAPI:
     """The routes over one service."""
-    app = FastAPI(title="TriForce Serve", version=triforce_core.__version__)
+    app = App(title="TriForce Serve", version=triforce_core.__version__)
+    strings = TokenStrings()
 
     @app.exception_handler(TriForceError)
     async def refuse(_: Request, error: TriForceError) -> Response:
@@ -45,21 +49,24 @@ def http_app(service: Service) -> FastAPI:
 
     refusals = {answer.status for answer in ANSWERS.values()}
 
-    @app.post("/v1/completions", responses=documented(*refusals, 422, 500))
+    @app.post("/v1/completions", responses=documented(*refusals, 500))
     async def complete(body: CompletionRequest) -> Response:
-        """Completes a prompt, whole or as server-sent events."""
+        """Completes one prompt or several, whole or as server-sent events."""
         try:
-            completion = Completion(service, body)
-            parts = service.complete(client_request_from(body, service.settings.speculation))
+            asked = client_requests_from(body, service.settings.speculation)
+            if body.logprobs is not None or body.prompt_logprobs is not None:
+                await strings.load(service.model)
+            completions = Completions(service, body, strings, asked)
+            parts = service.complete(*asked)
             if not body.stream:
-                return JSONResponse(await completion.whole(parts))
+                return JSONResponse(await completions.whole(parts))
             paced = with_idle(parts, IDLE_S)
             try:
                 first = await anext(paced)
             except BaseException:
                 await paced.aclose()
                 raise
-            return EventStream(completion.events(first, paced), source=paced)
+            return EventStream(completions.events(first, paced), source=paced)
         except Exception as error:
             return error_response(error)
 
@@ -68,7 +75,7 @@ def http_app(service: Service) -> FastAPI:
         """Lists the served model."""
         return {"object": "list", "data": [model_card(service.model)]}
 
-    @app.get("/v1/models/{name:path}", responses=documented(404, 422))
+    @app.get("/v1/models/{name:path}", responses=documented(404))
     async def model(name: str) -> dict[str, Any]:
         """Describes the served model, if it has this name."""
         service.check_model(name)
@@ -91,7 +98,21 @@ def http_app(service: Service) -> FastAPI:
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
+    app.include_router(token_routes(service))
+    app.include_router(unsupported_routes())
     return app
+
+
+class App(FastAPI):
+    def openapi(self) -> dict[str, Any]:
+        """The document without 422, which FastAPI gives to malformed bodies: they get 400 here, as from OpenAI."""
+        document = super().openapi()
+        for path in document["paths"].values():
+            for operation in path.values():
+                operation["responses"].pop("422", None)
+        for schema in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(schema, None)
+        return document
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:
@@ -101,6 +122,7 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "created": model.created,
         "owned_by": "triforce",
         "context_length": model.limits.context_length,
+        "max_model_len": model.limits.context_length,
     }
 
 

@@ -11,6 +11,16 @@ from deploy.openai_api.requests import UNSUPPORTED
 from deploy.openai_api.routes import http_app
 from scripts.reference.markdown import code, fenced, sentence, table
 
+SECTIONS = (
+    ("CompletionRequest", "A completion request"),
+    ("Speculation", "`speculation`"),
+    ("ResponseFormat", "`response_format`"),
+    ("NamedSchema", "`response_format.json_schema`"),
+    ("StructuredOutputs", "`structured_outputs`"),
+    ("TokenizeRequest", "Text to tokens"),
+    ("DetokenizeRequest", "Tokens to text"),
+)
+
 
 def page() -> str:
     unused: Any = None  # the routes are described without a service behind them
@@ -23,7 +33,7 @@ def page() -> str:
         "## Routes\n",
         table(("route", "statuses", "meaning"), [route_of(*each) for each in routes_in(document)]),
     ]
-    for name, title in (("CompletionRequest", "A completion request"), ("Speculation", "`speculation`")):
+    for name, title in SECTIONS:
         schema = document["components"]["schemas"][name]
         rows = [field_of(name, each, schema) for name, each in schema["properties"].items()]
         parts += [f"## {title}\n", sentence(schema["description"]) + "\n"]
@@ -34,7 +44,8 @@ def page() -> str:
     ]
     parts += [
         "## Answers\n",
-        "An answer and a chunk of a stream have OpenAI's fields, and `triforce`: how the output was made. In a stream"
+        "An answer and a chunk of a stream have OpenAI's fields, and `triforce`: how the output was made (where an"
+        " answer has several choices, it is in each). In a stream"
         " (`stream: true`,"
         " server-sent events) the first chunk has the seed and the last one the other fields of"
         " `triforce`; the stream ends with `data: [DONE]`.\n",
@@ -47,7 +58,8 @@ def page() -> str:
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field. An error'
         " after the first event of a stream is an event with that body, since the status is already sent.\n",
         table(("status", "type", "code", "meaning", "header"), errors),
-        "A body that breaks the schema gets 422 (400 if it is no JSON) and the code `malformed_request`; an unforeseen"
+        "A body that breaks the schema gets 400 and the code `malformed_request`, or `unknown_parameter` for a field"
+        " that the request does not have. `POST /v1/responses` and `POST /v1/embeddings` get 404. An unforeseen"
         " error gets 500 and `internal_error`, with an id that the server's log explains.\n",
     ]
     return "\n".join(parts)
@@ -84,6 +96,7 @@ def kinds_in(schema: dict[str, Any]) -> Iterator[str]:
         elif each.get("type") == "array":
             yield f"list of {' or '.join(kinds_in(each['items']))}"
         elif each.get("type") == "object":
-            yield f"mapping to {' or '.join(kinds_in(each['additionalProperties']))}"
+            values = each["additionalProperties"]
+            yield "object" if values is True else f"mapping to {' or '.join(kinds_in(values))}"
         elif each.get("type") != "null":
             yield str(each["type"])

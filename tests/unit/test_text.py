@@ -92,13 +92,15 @@ def joined(pieces: list[TextDelta]) -> TextDelta:
     )
 
 
-def cut_by_hand(meaning: TokenText, tokens: list[int], stops: list[str]) -> TextDelta:
-    """The rule, from the whole text: where the first stop string ends, the longest that ends there is cut off."""
+def cut_by_hand(meaning: TokenText, tokens: list[int], stops: list[str], *, include: bool = False) -> TextDelta:
+    """The rule, from the whole text: where the first stop string ends, the longest that ends there is cut off, unless
+    it is to be included.
+    """
     text = meaning.decode(tokens)
     for end in range(len(text) + 1):
         found = [stop for stop in stops if text[:end].endswith(stop)]
         if found:
-            kept = text[: end - len(max(found, key=len))]
+            kept = text[: end if include else end - len(max(found, key=len))]
             count = 0
             while count < len(tokens) and not certain(meaning, tokens[:count]).startswith(kept):
                 count += 1
@@ -130,10 +132,13 @@ def test_stop_strings_cut_the_same_wherever_runs_end(data: st.DataObject) -> Non
     )
     stops = data.draw(st.lists(st.one_of(inside, st.text("aé \n", max_size=3)).filter(bool), max_size=3))
     stops += [stop[1:] for stop in stops if len(stop) > 1 and data.draw(st.booleans())]  # these end where the first do
-    once = joined(run(OutputText(meaning(kind), stop=stops), [tokens]))
-    parts = joined(run(OutputText(meaning(kind), stop=stops), split(data.draw, tokens)))
+    include = data.draw(st.booleans())
+    once, parts = (
+        joined(run(OutputText(meaning(kind), stop=stops, include_stop=include), runs))
+        for runs in ([tokens], split(data.draw, tokens))
+    )
     assert parts == once
-    assert once == cut_by_hand(meaning(kind), tokens, stops)
+    assert once == cut_by_hand(meaning(kind), tokens, stops, include=include)
 
 
 @given(st.data())

@@ -49,20 +49,28 @@ class Guide:
 
     form: str
     value: Any
+    field: str = ""  # what the client calls the form, where it has another name
+
+    @property
+    def name(self) -> str:
+        return self.field or self.form
 
     def grammar(self) -> str:
         """Raises `InvalidValueError` for a value that cannot be read. May take long: not for an event loop."""
-        return FORMS[self.form](self.value)
+        try:
+            return FORMS[self.form](self.value)
+        except InvalidValueError as error:
+            raise InvalidValueError(self.name, error.value, error.rule) from None
 
     def check(self, compiled: LLMatcher) -> None:
         """Raise `InvalidValueError` if the grammar could not be compiled."""
         reason = " ".join(compiled.get_error().split())  # llguidance shows the place in lines of its own
-        require(not compiled.is_error(), self.form, self.value, f"cannot be compiled: {reason:.500}")
+        require(not compiled.is_error(), self.name, self.value, f"cannot be compiled: {reason:.500}")
 
 
 def no_token(guide: Guide | None, num_tokens: int) -> InvalidValueError:
     """The error of a request whose parameters exclude every token that could follow its `num_tokens` output tokens."""
-    field, value = ("sampling", "these parameters") if guide is None else (guide.form, guide.value)
+    field, value = ("sampling", "these parameters") if guide is None else (guide.name, guide.value)
     return InvalidValueError(field, value, f"allows no token after {num_tokens} output tokens")
 
 

@@ -1,0 +1,382 @@
+"""The fields of a completion request over HTTP, with a scripted pipeline."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from deploy.openai_api.requests import UNSUPPORTED
+from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+
+LENGTH = gen.FINISH_REASON_LENGTH
+
+
+def answered(script: Any = (ENDED,), **fields: Any) -> tuple[Any, Scripted]:
+    """The answer to a request that must succeed."""
+    client, service, pipelines = served(*script)
+    answer = ask(client, **fields)
+    assert answer.status_code == 200, answer.text
+    assert (service.in_flight, pipelines.open) == (0, 0)
+    return answer.json(), pipelines
+
+
+def streamed(script: Any, **fields: Any) -> list[Any]:
+    """The chunks of a stream that must succeed."""
+    client, service, pipelines = served(*script)
+    *chunks, done = events_of(ask(client, stream=True, **fields))
+    assert done == "[DONE]"
+    assert (service.in_flight, pipelines.open) == (0, 0)
+    return chunks
+
+
+def choices_in(chunks: list[Any], index: int) -> list[Any]:
+    return [choice for chunk in chunks for choice in chunk["choices"] if choice["index"] == index]
+
+
+def refused(**fields: Any) -> dict[str, Any]:
+    client, service, pipelines = served(ENDED)
+    answer = ask(client, **fields)
+    assert answer.status_code == 400, answer.text
+    assert not pipelines.requests
+    assert service.in_flight == 0
+    error: dict[str, Any] = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    return error
+
+
+def prompt_scores(text: str) -> pb.DecodeEvent:
+    """An event with the prompt's logprobs, which tell the tokens; the best alternative is the token after it."""
+    made = event([])
+    for place, token in enumerate(ids(text)):
+        given = {"logprob": -token, "top_ids": [token + 1, token], "top_logprobs": [-0.5, -token]} if place else {}
+        made.prompt_logprobs.append(gen.TokenLogprobs(**given))
+    return made
+
+
+# -- several completions -----------------------------------------------------------------------------------------------
+
+SCRIPT = (event(ids("a b")), 0.01, event(ids(" c"), LENGTH))
+
+
+def test_choices_are_counted_prompt_by_prompt() -> None:
+    answer, pipelines = answered(SCRIPT, prompt=["def", "import os"], n=2, seed=5)
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2, 3]
+    assert {choice["text"] for choice in answer["choices"]} == {"a b c"}
+    sent = [(list(request.prompt_token_ids), request.seed) for request in pipelines.requests]
+    assert sent == [(ids(prompt), seed) for prompt in ("def", "import os") for seed in (sent[0][1], sent[1][1])]
+    assert sent[0][1] == 5 != sent[1][1]
+    assert [choice["triforce"]["seed"] for choice in answer["choices"]] == [seed for _, seed in sent]
+    assert "triforce" not in answer
+    prompt, output = len(ids("def")) + len(ids("import os")), 4 * len(ids("a b c"))
+    assert answer["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": output,
+        "total_tokens": prompt + output,
+    }
+
+
+def test_chunks_of_several_choices_tell_whose_they_are() -> None:
+    fields: dict[str, Any] = {"prompt": [ids("def"), ids("import os")], "n": 2, "seed": 5}
+    chunks = streamed(SCRIPT, **fields, stream_options={"include_usage": True})
+    assert chunks[-1]["usage"] == answered(SCRIPT, **fields)[0]["usage"]
+    for index in range(4):
+        own = choices_in(chunks, index)
+        assert "".join(choice["text"] for choice in own) == "a b c"
+        assert [choice["finish_reason"] for choice in own] == [None, "length"]
+    told = [(chunk["choices"][0]["index"], chunk["triforce"]) for chunk in chunks if "triforce" in chunk]
+    assert sorted(index for index, extras in told if set(extras) == {"seed"}) == [0, 1, 2, 3]
+    assert sorted(index for index, extras in told if "controller" in extras) == [0, 1, 2, 3]
+
+
+def test_prompts_take_a_place_for_each_of_their_choices() -> None:
+    room = served(ENDED)[1].room
+    error = refused(prompt=["a"] * (room // 2 + 1), n=2)
+    assert error["message"] == (
+        f"prompt: '{room // 2 + 1} prompts' must need at most {room} places, one for each prompt and each of its n"
+    )
+    client, service, _ = served(ENDED)
+    service.in_flight = room - 1
+    assert ask(client, prompt=["a", "b"]).status_code == 429
+    assert ask(client, prompt=["a"]).status_code == 200
+    assert service.in_flight == room - 1
+
+
+def test_a_wrong_prompt_among_several_ends_all() -> None:
+    assert refused(prompt=["a", ""])["param"] == "prompt"
+    assert refused(prompt=[[5], [10**6]])["param"] == "prompt"
+
+
+# -- echo and logprobs -------------------------------------------------------------------------------------------------
+
+
+def test_the_logprobs_of_an_echo_are_of_prompt_and_output() -> None:
+    script = (prompt_scores("def f"), scored(ids(" a")), scored(ids(" b"), LENGTH))
+    fields: dict[str, Any] = {"prompt": "def f", "echo": True, "logprobs": 1}
+    answer, pipelines = answered(script, **fields)
+    assert (pipelines.requests[0].logprobs, pipelines.requests[0].prompt_logprobs) == (1, 1)
+    [choice] = answer["choices"]
+    tokens, logprobs = [*ids("def f"), *ids(" a"), *ids(" b")], choice["logprobs"]
+    assert choice["text"] == "def f a b" == "".join(logprobs["tokens"])
+    assert logprobs["token_logprobs"] == [None, *(-token for token in tokens[1:])]
+    offsets = [len("".join(logprobs["tokens"][:place])) for place in range(len(tokens))]
+    assert logprobs["text_offset"] == offsets
+    second = tokens[1]
+    after = model().tokenizer.decode([second + 1])
+    assert logprobs["top_logprobs"][:2] == [None, {after: -0.5, logprobs["tokens"][1]: -second}]
+    assert "prompt_logprobs" not in choice
+    pieces = [choice["logprobs"] for choice in choices_in(streamed(script, **fields), 0)]
+    assert len(pieces) > 2
+    for name, values in logprobs.items():
+        assert [value for piece in pieces for value in piece[name]] == values
+
+
+def test_each_of_several_choices_has_the_prompt_s_logprobs() -> None:
+    script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
+    answer, pipelines = answered(script, prompt="def f", n=2, echo=True, logprobs=0)
+    first, second = (choice["logprobs"] for choice in answer["choices"])
+    assert first == second
+    assert len(first["tokens"]) == len(ids("def f")) + len(ids(" a"))
+    assert all(set(top) == {token} for top, token in zip(first["top_logprobs"][1:], first["tokens"][1:], strict=True))
+    assert [request.HasField("prompt_logprobs") for request in pipelines.requests] == [True, True]
+
+
+def test_a_prompt_is_scored_without_an_output() -> None:
+    """As lm_eval asks. The engine draws one token, which nobody sees."""
+    script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
+    fields: dict[str, Any] = {"prompt": "def f", "echo": True, "logprobs": 1, "max_tokens": 0}
+    answer, pipelines = answered(script, **fields)
+    assert pipelines.requests[0].max_tokens == 1
+    [choice] = answer["choices"]
+    assert (choice["text"], choice["finish_reason"]) == ("def f", "length")
+    assert len(choice["logprobs"]["tokens"]) == len(ids("def f"))
+    assert answer["usage"]["completion_tokens"] == 0
+    own = choices_in(streamed(script, **fields), 0)
+    assert "".join(each["text"] for each in own) == "def f"
+    assert "max_tokens: 0 must be at least 1" in refused(max_tokens=0)["message"]
+    assert "max_tokens: -1 must be at least 1" in refused(max_tokens=-1, echo=True)["message"]
+
+
+def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
+    tokens = ids("日")
+    assert len(tokens) == 3
+    answer, _ = answered((scored(ids("a")), scored([*tokens, *ids(" b")], LENGTH)), logprobs=0)
+    [choice] = answer["choices"]
+    assert choice["text"] == "a日 b"
+    assert choice["logprobs"]["tokens"] == ["a", r"bytes:\xe6", r"bytes:\x97", r"bytes:\xa5", " b"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 1, 1, 2]
+
+
+def test_logprobs_end_with_the_text() -> None:
+    script = (scored(ids("a b")), scored(ids(" c d"), LENGTH))
+    answer, _ = answered(script, logprobs=0, stop=" c")
+    [choice] = answer["choices"]
+    assert choice["text"] == "a b" == "".join(choice["logprobs"]["tokens"])
+
+
+def test_prompt_logprobs_have_vllm_s_form() -> None:
+    script = (prompt_scores("def f"), ENDED)
+    answer, _ = answered(script, prompt="def f", prompt_logprobs=1)
+    [choice] = answer["choices"]
+    second = ids("def f")[1]
+    name, after = (model().tokenizer.decode([each]) for each in (second, second + 1))
+    assert choice["prompt_logprobs"][:2] == [
+        None,
+        {
+            str(second): {"logprob": -second, "rank": 2, "decoded_token": name},
+            str(second + 1): {"logprob": -0.5, "rank": 1, "decoded_token": after},
+        },
+    ]
+    assert choice["logprobs"] is None
+    chunks = choices_in(streamed(script, prompt="def f", prompt_logprobs=1), 0)
+    assert [each for chunk in chunks for each in chunk.get("prompt_logprobs", [])] == choice["prompt_logprobs"]
+
+
+# -- what vLLM's users send --------------------------------------------------------------------------------------------
+
+
+def test_what_a_request_adds_reaches_the_pipeline() -> None:
+    _, pipelines = answered(ignore_eos=True, stop_token_ids=[7], bad_words=["bad"], min_tokens=2, cache_salt="mine")
+    [sent] = pipelines.requests
+    assert list(sent.stop_token_ids) == [7]
+    assert [list(word.values) for word in sent.sampling.bad_word_ids] == [ids("bad"), ids(" bad")]
+    assert sent.sampling.min_tokens == 2
+
+
+def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
+    text = "import os\nimport sys"
+    answer, pipelines = answered(prompt=text, truncate_prompt_tokens=3, echo=True)
+    assert list(pipelines.requests[0].prompt_token_ids) == ids(text)[-3:]
+    assert answer["usage"]["prompt_tokens"] == 3
+    assert answer["choices"][0]["text"] == model().tokenizer.decode(ids(text)[-3:]) + "a"
+    assert refused(truncate_prompt_tokens=0)["message"] == "truncate_prompt_tokens: 0 must be at least 1"
+
+
+def test_the_output_may_end_after_its_stop_string() -> None:
+    script = (event(ids("a b")), event(ids(" c d"), LENGTH))
+    for include, text in ((True, "a b c"), (False, "a b ")):
+        answer, _ = answered(script, stop="c", include_stop_str_in_output=include, return_token_ids=True)
+        [choice] = answer["choices"]
+        assert (choice["text"], choice["finish_reason"]) == (text, "stop")
+        assert len(choice["token_ids"]) == answer["usage"]["completion_tokens"]
+
+
+def test_a_completion_is_resumed_after_the_tokens_that_the_client_has() -> None:
+    answer, pipelines = answered(resume_token_ids=ids("x y"), seed=1)
+    assert list(pipelines.requests[0].resume_token_ids) == ids("x y")
+    assert answer["usage"]["completion_tokens"] == len(ids("x y")) + 1
+    assert refused(resume_token_ids=[5], n=2)["param"] == "resume_token_ids"
+    assert refused(resume_token_ids=[5], prompt=["a", "b"])["param"] == "resume_token_ids"
+
+
+SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
+GUIDES: list[tuple[str, list[dict[str, Any]]]] = [  # the SDK's name of the form, and ways to ask for it over HTTP
+    (
+        "json_schema",
+        [
+            {"guided_json": SCHEMA},
+            {"guided_json": json.dumps(SCHEMA)},
+            {"structured_outputs": {"json": SCHEMA}},
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "person", "schema": SCHEMA}}},
+        ],
+    ),
+    ("json_object", [{"structured_outputs": {"json_object": True}}, {"response_format": {"type": "json_object"}}]),
+    ("regex", [{"guided_regex": "[a-z]{3}"}, {"structured_outputs": {"regex": "[a-z]{3}"}}]),
+    ("choice", [{"guided_choice": ["red", "green"]}, {"structured_outputs": {"choice": ["red", "green"]}}]),
+    ("grammar", [{"guided_grammar": 'start: "a"'}, {"structured_outputs": {"grammar": 'start: "a"'}}]),
+]
+VALUES = {
+    "json_schema": json.dumps(SCHEMA),
+    "json_object": True,
+    "regex": "[a-z]{3}",
+    "choice": gen.Choices(values=["red", "green"]),
+    "grammar": 'start: "a"',
+}
+
+
+@pytest.mark.parametrize(("form", "ways"), GUIDES, ids=lambda value: value if isinstance(value, str) else "")
+def test_all_ways_to_ask_for_a_form_send_the_sdk_s_grammar(form: str, ways: list[dict[str, Any]]) -> None:
+    _, service, pipelines = served(ENDED)
+    generated(service, **{form: VALUES[form]})
+    expected = pipelines.requests[0].grammar
+    assert expected
+    for fields in ways:
+        assert answered(**fields)[1].requests[0].grammar == expected, fields
+    assert not answered(response_format={"type": "text"})[1].requests[0].grammar
+
+
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(depth):
+        schema = {"not": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "words"),
+    [
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "contradicts guided_regex"),
+        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar", "contradicts"),
+        ({"structured_outputs": {}}, "structured_outputs", "must hold one of"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts guided_regex"),
+        ({"guided_regex": "(["}, "guided_regex", "cannot be compiled"),
+        ({"guided_regex": "\ud800"}, "guided_regex", "cannot be read"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json", "cannot be compiled"),
+        ({"guided_json": {"const": "\ud800"}}, "guided_json", "cannot be"),
+        ({"guided_json": nested(600)}, "guided_json", "cannot be"),
+        ({"guided_json": 5}, "guided_json", "must be a JSON schema"),
+        ({"guided_choice": []}, "guided_choice", "must be 1 to"),
+        ({"guided_choice": ["\ud800"]}, "guided_choice", "cannot be"),
+        ({"guided_grammar": "\ud800"}, "guided_grammar", "cannot be"),
+        ({"bad_words": ["\ud800"]}, "bad_words", "lone surrogates"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given with"),
+        ({"response_format": {"type": "xml"}}, "response_format.type", "is refused"),
+        ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
+        ({"prompt_logprobs": -1}, "prompt_logprobs", "must be between 0 and 20"),
+        ({"best_of": 2}, "best_of", "2 is not supported: leave it out or set it to 1"),
+        ({"suffix": "x"}, "suffix", "is not supported"),
+        ({"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),
+        ({"detokenize": False}, "detokenize", "is not supported"),
+        (
+            {"stream": True, "stream_options": {"include_obfuscation": True}},
+            "stream_options.include_obfuscation",
+            "not",
+        ),
+        ({"nonsense": 1}, "nonsense", "is not a field of this request"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "is not a field of this request"),
+        ({"n": 0}, "n", "0 must be at least 1"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "is not a token id"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
+    client, _, pipelines = served(ENDED)
+    content = json.dumps({"prompt": "def", **fields})
+    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400, answer.text
+    error = answer.json()["error"]
+    assert error["param"] == param
+    assert error["message"].startswith(f"{param}: ")
+    assert words in error["message"]
+    assert not pipelines.requests
+
+
+def test_unsupported_fields_are_accepted_where_they_ask_for_nothing() -> None:
+    for name, values in UNSUPPORTED.items():
+        for value in values:
+            answered(**{name: value})
+    assert streamed(SCRIPT, stream_options={"include_obfuscation": False})
+    assert refused(nonsense=1)["code"] == "unknown_parameter"
+
+
+# -- other routes ------------------------------------------------------------------------------------------------------
+
+
+def test_text_becomes_tokens_and_text_again() -> None:
+    client, *_ = served(ENDED)
+    text = "def naïve():\n    return '日本'"
+    answer = client.post("/tokenize", json={"prompt": text, "return_token_strs": True, "model": "demo"}).json()
+    context = model().limits.context_length
+    names = model().tokenizer.convert_ids_to_tokens(ids(text))
+    assert answer == {"count": len(ids(text)), "max_model_len": context, "tokens": ids(text), "token_strs": names}
+    assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
+    assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
+    assert client.get("/v1/models").json()["data"][0]["max_model_len"] == context
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {"prompt": ""}, 400, "prompt"),
+        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
+        ("/tokenize", {"prompt": 5}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "more": 1}, 400, "more"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [10**400]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5] * 20_000}, 413, "tokens"),
+        ("/detokenize", {}, 400, "tokens"),
+    ],
+    ids=lambda value: str(value)[:30],
+)
+def test_wrong_texts_and_tokens_are_refused_by_name(path: str, body: Any, status: int, param: str) -> None:
+    client, *_ = served(ENDED)
+    answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
+def test_routes_that_are_not_there_are_named(path: str) -> None:
+    client, *_ = served(ENDED)
+    answer = client.post(path, json={"input": "text"})
+    assert answer.status_code == 404
+    assert answer.json()["error"] == {
+        "message": f"{path} is not supported by this server; /v1/completions is",
+        "type": "invalid_request_error",
+        "param": None,
+        "code": "unsupported_route",
+    }
+    assert path not in client.get("/openapi.json").json()["paths"]
