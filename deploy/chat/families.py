@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,4 +126,5 @@ def styled(schema: Any) -> str:
 
 
 def escaped(text: str) -> str:
-    return "".join(f"\\{character}" if not character.isalnum() else character for character in text)
+    """The text in a regular expression between slashes."""
+    return re.sub(r"([][/\\(){}.*+?|^$])", r"\\\1", text)
