@@ -164,7 +164,7 @@ class Service:
         self.max_token_characters = max(map(len, model.tokenizer.get_vocab()))
         self.encoder = Encoder(model.tokenizer)
         added = model.tokenizer.added_tokens_decoder.items()
-        self.special_ids = {token.content: token_id for token_id, token in added if token.special}
+        self.added_ids = {token.content: token_id for token_id, token in added}
         context = model.limits.context_length
         self.chat = ChatTemplate(
             model.tokenizer, settings.target.chat_template, self.encoder, context * self.max_token_characters

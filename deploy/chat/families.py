@@ -64,7 +64,7 @@ def reasoning_form(template: str) -> ReasoningForm | None:
 def grammar(
     family: Family,
     tools: Sequence[dict[str, Any]],
-    special_ids: dict[str, int],
+    added_ids: dict[str, int],
     *,
     reasoning_begun: bool,
     several: bool,
@@ -74,17 +74,18 @@ def grammar(
     reasoning if the family has it. `answer`, a JSON schema: outputs of that form are allowed, too. Without tools, only
     these.
 
-    `special_ids`: the special tokens, which grammars name by their ids.
+    `added_ids`: the tokens that were added to the vocabulary. To a grammar they are no text: it names them by their
+    ids, and the texts that it allows are not made of them.
     """
 
     def literal(text: str) -> str:
-        return f"<[{special_ids[text]}]>" if text in special_ids else json.dumps(text, ensure_ascii=False)
+        return f"<[{added_ids[text]}]>" if text in added_ids else json.dumps(text, ensure_ascii=False)
 
     rules, bodies = [], []
     if family.reasoning:
         begin, end = family.reasoning.begin, family.reasoning.end
         rules += [
-            f"thought: /(?s:.*)/ {literal(end)}" if end in special_ids else f"thought[lazy]: /(?s:.*){escaped(end)}/",
+            f"thought: /(?s:.*)/ {literal(end)}" if end in added_ids else f"thought[lazy]: /(?s:.*){escaped(end)}/",
             f"reasoning: {'' if reasoning_begun else literal(begin)} thought /\\s{{0,8}}/",
         ]
     if tools:

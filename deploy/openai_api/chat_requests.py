@@ -215,7 +215,7 @@ def guide_of(body: ChatRequest, chat: Chat, tools: list[dict[str, Any]], service
     text = grammar(
         chat.family,
         tools,
-        service.special_ids,
+        service.added_ids,
         reasoning_begun=chat.reasoning_begun,
         several=not chat.single_call and not isinstance(choice, NamedTool),
         answer=answer,

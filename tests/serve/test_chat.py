@@ -226,7 +226,7 @@ def test_token_ids_and_extras_come_where_asked_for() -> None:
         choice = ask(client, extra_body={"return_token_ids": True}).choices[0]
         chunks = list(ask(client, stream=True, extra_body={"return_token_ids": True}))
     assert choice.token_ids == pipelines.ids
-    assert choice.origins == ["target"] * 3
+    assert choice.origins == ["draft"] * 3
     assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == pipelines.ids
     assert chunks[0].triforce["seed"] >= 0
     assert "acceptance" in chunks[-1].triforce
@@ -250,7 +250,7 @@ def test_a_forced_call_has_a_grammar_that_allows_it_and_no_other_text(family: st
         assert not matcher.is_error(), matcher.get_error()
         return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
 
-    answer = ANSWERS[family].replace("[TOOL_CALLS] [", "[TOOL_CALLS][")
+    answer = ANSWERS[family].replace("[TOOL_CALLS] [", "[TOOL_CALLS][").replace("</tool_call> Łódź", "Łódź")
     assert allows(answer)
     assert not allows(answer.replace("weather", "unknown"))
     assert not allows(answer.replace('"city": ', '"town": '))
@@ -259,7 +259,7 @@ def test_a_forced_call_has_a_grammar_that_allows_it_and_no_other_text(family: st
     if family == "qwen":
         assert allows(answer.partition("</think>\n\n")[2])
         assert allows(answer.replace("</think>\n\n", "</think>\n"))
-        assert allows(f"{answer}\n<tool_call>\n{CALL['qwen']}\n</tool_call>") == (choice == "required")
+        assert allows(f"{answer}\n{answer.partition(chr(10) * 2)[2]}") == (choice == "required")
 
 
 def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
