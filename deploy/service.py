@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import triforce_core
 from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_to_proto, stats_from_proto
+from deploy.chat.template import ChatTemplate
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
 from deploy.merging import merged
@@ -87,6 +88,7 @@ class ClientRequest:
     every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
     echo: bool = False  # the text begins with the prompt's
+    shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's
     drafter: str | None = (
         None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
     )
@@ -161,6 +163,12 @@ class Service:
         self.meaning = TokenText(model.tokenizer)
         self.max_token_characters = max(map(len, model.tokenizer.get_vocab()))
         self.encoder = Encoder(model.tokenizer)
+        added = model.tokenizer.added_tokens_decoder.items()
+        self.added_ids = {token.content: token_id for token_id, token in added}
+        context = model.limits.context_length
+        self.chat = ChatTemplate(
+            model.tokenizer, settings.target.chat_template, self.encoder, context * self.max_token_characters
+        )
         self.grammars = Grammars(lambda: model.tokenizer, model.limits.vocab_size)
         self.room = settings.places
         self.in_flight = 0
@@ -328,7 +336,7 @@ class Service:
         scored = request.prompt_logprobs if index == 0 or asked.every_prompt_logprobs else None
         request = replace(request, seed=nth_seed(request.seed, index), prompt_logprobs=scored)
         output = OutputText(
-            self.meaning,
+            self.meaning.showing(asked.shown) if asked.shown else self.meaning,
             stop=asked.stop,
             end_tokens=request.stop_token_ids,
             resumed=request.resume,

@@ -127,6 +127,11 @@ class TargetSettings(Strict):
 
     model: str = Field("demo", description="directory, hub id, or `demo` for the demo pair's")
     served_name: str | None = Field(None, description="the name that clients use; by default the last part of `model`")
+    chat_template: str | None = Field(
+        None,
+        description="file with a jinja template that renders chats to prompts; by default the model's own, or a plain"
+        " one for a model without",
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs that the weights and KV heads are divided over, for models that one GPU cannot hold"
     )

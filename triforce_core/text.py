@@ -7,11 +7,12 @@ The output does not depend on how the tokens were split into calls of `feed`. Th
 - The output ends before the first stop string that completes in its text (of two that complete with the same character,
   the longer). The tokens kept are the fewest that complete all of the kept text; later tokens are neither returned nor
   counted. If there are stop strings, tokens are held back with their text while it may belong to a stop string.
-- Special tokens have no text. End-of-sequence tokens are not part of the output at all.
+- Special tokens have no text, unless it is asked for. End-of-sequence tokens are not part of the output at all.
 """
 
 from __future__ import annotations
 
+import copy
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -46,6 +47,14 @@ class TokenText:
         self.tokenizer = tokenizer
         self.byte_ids = frozenset(i for token, i in tokenizer.get_vocab().items() if BYTE_TOKEN.fullmatch(token))
         self.special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
+        self.shown: dict[int, str] = {}  # special tokens that have text
+
+    def showing(self, texts: Iterable[str]) -> TokenText:
+        """The same, but the special tokens among these texts are text."""
+        wanted, meaning = set(texts), copy.copy(self)
+        added = self.tokenizer.added_tokens_decoder
+        meaning.shown = {i: added[i].content for i in self.special_ids if added[i].content in wanted}
+        return meaning
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of these tokens, without special ones."""
@@ -77,7 +86,7 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that becomes certain with this token."""
         if token in self.meaning.special_ids:
-            return ""
+            return self._special(token)
         self.window.append(token)
         if token in self.meaning.byte_ids:
             return ""  # a run of byte tokens is decoded as a whole: one invalid byte changes all of its text
@@ -89,6 +98,12 @@ class Detokenizer:
         elif len(self.window) > MAX_WINDOW:
             self._shorten_inside(text)
         return delta
+
+    def _special(self, token: int) -> str:
+        if token not in self.meaning.shown:
+            return ""
+        before, self.window, self.shown, self.boundary = self.flush(), [], 0, 0
+        return before + self.meaning.shown[token]
 
     def _shorten(self) -> None:
         """Drop the tokens before the boundary, unless those after it have no text: the next token must be decoded

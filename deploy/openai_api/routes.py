@@ -10,6 +10,7 @@ from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 import triforce_core
+from deploy.openai_api.chat import chat_routes
 from deploy.openai_api.completion import Completions
 from deploy.openai_api.errors import (
     ANSWERS,
@@ -98,6 +99,7 @@ def http_app(service: Service) -> FastAPI:
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
+    app.include_router(chat_routes(service, strings, IDLE_S))
     app.include_router(token_routes(service))
     app.include_router(unsupported_routes())
     return app

@@ -1,0 +1,369 @@
+"""Parses an output into reasoning, content and tool calls, while it comes.
+
+The parsers see one character at a time, so what they find does not depend on how the output was cut into chunks. Text
+that follows no form is content, as it stands: a tool call is announced once its name and the beginning of its arguments
+were read, and until then what was read may still turn out to be content.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reasoning:
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The beginning of a tool call."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """A piece of the JSON of the latest call's arguments."""
+
+    text: str
+
+
+Event = Content | Reasoning | Call | Arguments
+
+
+def add(events: list[Event], event: Event) -> None:
+    """Append an event, or its text to an event of the same kind before it."""
+    if not isinstance(event, Call) and not event.text:
+        return
+    last = events[-1] if events else None
+    if isinstance(event, Call) or type(last) is not type(event):
+        events.append(event)
+    else:
+        assert not isinstance(last, Call | None)
+        events[-1] = replace(last, text=last.text + event.text)
+
+
+def extended(events: list[Event], more: list[Event]) -> list[Event]:
+    for event in more:
+        add(events, event)
+    return events
+
+
+class Parser(Protocol):
+    def feed(self, text: str) -> list[Event]:
+        """What the text adds."""
+        ...
+
+    def finish(self) -> list[Event]:
+        """What was held back. Call it when no text follows."""
+        ...
+
+
+class PlainText:
+    """Finds nothing: all is content."""
+
+    def feed(self, text: str) -> list[Event]:
+        return [Content(text)] if text else []
+
+    def finish(self) -> list[Event]:
+        return []
+
+
+class Marker:
+    """Finds one marker in a text. No marker may contain its own first character twice."""
+
+    def __init__(self, text: str) -> None:
+        assert text.count(text[0]) == 1, text
+        self.text, self.held = text, ""
+
+    def see(self, character: str) -> str | None:
+        """The text that this character shows to be no part of the marker; None if it completes the marker."""
+        self.held += character
+        if self.text == self.held:
+            self.held = ""
+            return None
+        if self.text.startswith(self.held):
+            return ""
+        kept = character if character == self.text[0] else ""
+        before, self.held = self.held.removesuffix(kept), kept
+        return before
+
+
+@dataclass(frozen=True, slots=True)
+class ReasoningForm:
+    begin: str
+    end: str
+
+
+class SplitsReasoning:
+    """Splits the reasoning off the beginning of an output, and gives the rest to `inner`. White space around the
+    markers is dropped. `begun`: the prompt has the first marker already.
+    """
+
+    def __init__(self, form: ReasoningForm, inner: Parser, *, begun: bool) -> None:
+        self.inner, self.begin, self.end = inner, form.begin, Marker(form.end)
+        self.state = "skip" if begun else "begin"  # skip and after: drop white space; then: inside, content
+        self.blank: list[str] = []  # white space before the first marker, or before content
+        self.held = ""  # what may be the first marker
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        for index, character in enumerate(text):
+            if self.state == "content":
+                return extended(events, self.inner.feed(text[index:]))
+            self._see(character, events)
+        return events
+
+    def _see(self, character: str, events: list[Event]) -> None:
+        if self.state == "begin":
+            if character.isspace() and not self.held:
+                self.blank.append(character)
+                return
+            self.held += character
+            if self.held == self.begin:
+                self.blank, self.held, self.state = [], "", "skip"
+            elif not self.begin.startswith(self.held):
+                self._leave(events)
+        elif self.state == "after":
+            if not character.isspace():
+                self.held = character
+                self._leave(events)
+        elif self.state == "inside" or not character.isspace():
+            self.state = "inside"
+            before = self.end.see(character)
+            if before is None:
+                self.state = "after"
+            else:
+                add(events, Reasoning(before))
+
+    def _leave(self, events: list[Event]) -> None:
+        self.state = "content"
+        extended(events, self.inner.feed("".join(self.blank) + self.held))
+        self.blank, self.held = [], ""
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        add(events, Reasoning(self.end.held))
+        if self.blank or self.held:
+            self._leave(events)
+        return extended(events, self.inner.finish())
+
+
+@dataclass(frozen=True, slots=True)
+class ToolForm:
+    """How a family of models writes tool calls: `begin`, `opening`, one or more objects, `end`."""
+
+    name: str
+    begin: str  # empty: an output with calls is nothing but calls
+    opening: str  # one character, or none
+    separator: str  # one character between two objects, or none
+    end: str
+    arguments: str  # the key of a call's arguments
+
+
+ARGUMENTS = ("arguments", "parameters")
+KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call's object; another one shows that it is no call
+
+
+class CallObject:
+    """Follows the JSON object of a call, one character at a time: its name and its arguments, in any order.
+
+    `names`: the tools that can be called, None for any. `bare`: a call may lack arguments.
+    """
+
+    def __init__(self, names: Collection[str] | None, *, bare: bool) -> None:
+        self.names, self.bare = names, bare
+        self.raw: list[str] = []  # what was read before the call was announced
+        self.depth = 0
+        self.in_string = self.escaped = False
+        self.key: str | None = None  # at depth 1, the key whose value follows
+        self.span: list[str] = []  # the key or value at depth 1 that is being read
+        self.name: str | None = None
+        self.arguments: list[str] = []  # what was read of them and not returned
+        self.kind = ""  # the first character of the arguments
+        self.complete = False  # the arguments are
+        self.announced = self.ended = False
+        self.wrong = False  # it is no call: its text is `raw`
+
+    def see(self, character: str, events: list[Event]) -> None:
+        """Take the next character. Look at `ended` and `wrong` afterwards."""
+        if not self.announced:
+            self.raw.append(character)
+        self._follow(character)
+        if not self.announced:
+            self._announce(events)
+        if self.announced and self.arguments and (self.kind == "{" or self.ended):
+            text = "".join(self.arguments)
+            add(events, Arguments(text if self.kind == "{" else unquoted(text)))
+            self.arguments = []
+
+    def _announce(self, events: list[Event]) -> None:
+        if self.ended and not self.kind and self.bare:
+            self.kind, self.arguments = "{", ["{", "}"]
+        if self.wrong or self.name is None or not self.kind:
+            self.wrong |= self.ended
+        elif self.names is not None and self.name not in self.names:
+            self.wrong = True
+        else:
+            self.announced, self.raw = True, []
+            events.append(Call(self.name))
+
+    def _follow(self, character: str) -> None:
+        if self.in_string:
+            self._extend(character)
+            self.in_string = self.escaped or character != '"'
+            self.escaped = not self.escaped and character == "\\"
+        elif character in "{[":
+            self.depth += 1
+            if self.depth > 1:
+                self._extend(character)
+        elif character in "}]":
+            self.depth -= 1
+            if self.depth:
+                self._extend(character)
+                self.complete |= self.depth == 1 and self.key in ARGUMENTS
+            else:
+                self._end_value()
+                self.ended = True
+        elif self.depth > 1:
+            self.in_string = character == '"'
+            self._extend(character)
+        elif character == ":" and self.key is None:
+            self.key = decoded("".join(self.span))
+            self.span = []
+            self.wrong |= self.key not in KEYS
+        elif character == ",":
+            self._end_value()
+        elif not character.isspace():
+            self.in_string = character == '"'
+            self._extend(character)
+
+    def _extend(self, character: str) -> None:
+        if self.key not in ARGUMENTS:
+            self.span.append(character)
+        elif not self.complete:
+            self.kind = self.kind or character
+            self.arguments.append(character)
+
+    def _end_value(self) -> None:
+        if self.key is None:
+            self.wrong |= bool(self.span)
+        elif self.key == "name":
+            self.name = decoded("".join(self.span))
+            self.wrong |= not self.name
+        self.complete |= self.key in ARGUMENTS
+        self.key, self.span = None, []
+
+
+def decoded(text: str) -> str | None:
+    """The string that a JSON text is; None if it is none."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, str) else None
+
+
+def unquoted(arguments: str) -> str:
+    """Arguments that are not an object: some models write its JSON as a string, or null for none."""
+    text = decoded(arguments)
+    return "{}" if arguments == "null" or text == "" else arguments if text is None else text
+
+
+class FindsCalls:
+    """Finds tool calls in an output. White space around the calls is dropped.
+
+    `names`: the tools that can be called. In a form without a marker, an object that names none of them is content.
+    """
+
+    def __init__(self, form: ToolForm, names: Collection[str]) -> None:
+        self.form, self.names = form, None if form.begin else names
+        self.marker = Marker(form.begin) if form.begin else None
+        self.state = "text" if form.begin else "open"  # open: before an object; then: call; after (an object)
+        self.opening = form.opening  # what must come before the object
+        self.held = ""  # read in the states open and after, and perhaps content
+        self.blank = ""  # white space of the content, which is dropped if a call follows
+        self.follows = False  # nothing but white space came since the latest call
+        self.call = CallObject(self.names, bare=True)
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        for character in text:
+            self._see(character, events)
+        return events
+
+    def _see(self, character: str, events: list[Event]) -> None:
+        if self.state == "text":
+            before = character if self.marker is None else self.marker.see(character)
+            if before is None:
+                self.held, self.state, self.opening = self.form.begin, "open", self.form.opening
+            else:
+                self._content(before, events)
+        elif self.state == "open":
+            self._open(character, events)
+        elif self.state == "call":
+            self.call.see(character, events)
+            if self.call.wrong and not self.call.announced:
+                self._give_up("".join(self.call.raw), events)
+            elif self.call.announced:
+                self.blank, self.held, self.follows = "", "", True
+                if self.call.ended:
+                    self.state = "after"
+        else:
+            self._after(character, events)
+
+    def _open(self, character: str, events: list[Event]) -> None:
+        if character.isspace() or (self.opening and character == self.opening):
+            self.held += character
+            self.opening = self.opening if character.isspace() else ""
+        elif character == "{" and not self.opening:
+            self.state = "call"
+            self.call = CallObject(self.names, bare=bool(self.form.begin))
+            self.call.see(character, events)
+        else:
+            self._give_up(character, events)
+
+    def _after(self, character: str, events: list[Event]) -> None:
+        if character.isspace() and not self.held.strip():
+            return
+        self.held += character
+        if self.held == self.form.separator:
+            self.state = "open"
+        elif self.held == self.form.end:
+            self.held, self.state = "", "text"
+        elif not self.form.end.startswith(self.held):
+            held, self.held, self.state = self.held, "", "text"
+            for each in held:  # it may begin the next call
+                self._see(each, events)
+
+    def _give_up(self, rest: str, events: list[Event]) -> None:
+        held, self.held, self.state = self.held, "", "text"
+        self._content(held + rest, events)
+
+    def _content(self, text: str, events: list[Event]) -> None:
+        for character in text:
+            if not character.isspace():
+                add(events, Content(self.blank + character))
+                self.blank, self.follows = "", False
+            elif not self.follows:
+                self.blank += character
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        if self.state == "call" and not self.call.announced:
+            self._give_up("".join(self.call.raw), events)
+        elif self.state == "open":
+            self._give_up("", events)
+        elif self.state == "text" and self.marker is not None:
+            self._content(self.marker.held, events)
+        add(events, Content(self.blank))
+        return events

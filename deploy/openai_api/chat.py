@@ -1,0 +1,222 @@
+"""Chat completions in OpenAI's format, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import APIRouter
+from fastapi.responses import JSONResponse, Response
+
+from deploy.chat.parsing import Arguments, Call, Content, Event, Reasoning
+from deploy.openai_api.chat_requests import Chat, ChatRequest, chat_from
+from deploy.openai_api.completion import extras, usage
+from deploy.openai_api.errors import ANSWERS, answer_to, documented, error_response
+from deploy.openai_api.logprobs import TokenStrings
+from deploy.openai_api.streaming import EventStream, event, with_idle
+from deploy.service import Part, Service
+from triforce_core.messages import Origin
+
+ID_CHARACTERS = 9  # of a tool call's id: the templates of Mistral's models refuse other lengths
+
+
+class Choice:
+    """One answer, as its parts come: deltas for a stream, and their sum."""
+
+    def __init__(self, chat: Chat, body: ChatRequest, strings: TokenStrings, index: int) -> None:
+        self.chat, self.body, self.strings, self.index = chat, body, strings, index
+        self.parser = chat.parser()
+        self.begun = False  # whether the client has a chunk
+        self.content: list[str] = []
+        self.reasoning: list[str] = []
+        self.calls: list[dict[str, Any]] = []
+        self.ignores = False  # the call that is being read is one too many
+        self.logprobs: list[dict[str, Any]] = []
+        self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": []}
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """What the part adds, as choices of chunks; empty if it adds nothing that the client asked for.
+
+        Logprobs, token ids and the finish reason are in the last of them.
+        """
+        events = self.parser.feed(part.piece.text)
+        if part.done:
+            events = [*events, *self.parser.finish()]
+        deltas = [delta for each in events for delta in self.deltas(each)]
+        logprobs = self.scored(part)
+        tokens = tokens_of(part) if self.body.return_token_ids else {}
+        for name, values in tokens.items():
+            self.tokens[name] += values
+        if part.done or (not deltas and part.piece.tokens and (logprobs or tokens)):
+            deltas.append({})
+        found = [self.chunk(delta) for delta in deltas]
+        if found:
+            last = found[-1]
+            last["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
+            last |= {**tokens, "finish_reason": self.finish_reason(part)}
+        return found
+
+    def chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
+        return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def deltas(self, found: Event) -> list[dict[str, Any]]:
+        """What the client sees of an event."""
+        if isinstance(found, Content):
+            self.content.append(found.text)
+            return [{"content": found.text}]
+        if isinstance(found, Reasoning):
+            self.reasoning.append(found.text)
+            return [{"reasoning_content": found.text, "reasoning": found.text}]
+        if isinstance(found, Call):
+            self.ignores = self.chat.single_call and bool(self.calls)
+            if self.ignores:
+                return []
+            function = {"name": found.name, "arguments": ""}
+            call = {"id": uuid.uuid4().hex[:ID_CHARACTERS], "type": "function", "function": function}
+            self.calls.append(call)
+            return [{"tool_calls": [{"index": len(self.calls) - 1, **call, "function": {**function}}]}]
+        if self.ignores:
+            return []
+        assert isinstance(found, Arguments)
+        self.calls[-1]["function"]["arguments"] += found.text
+        return [{"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": found.text}}]}]
+
+    def scored(self, part: Part) -> list[dict[str, Any]]:
+        """The logprobs of a part's tokens, be they content, reasoning or tool calls."""
+        if self.chat.asked.logprobs is None:
+            return []
+        pairs = zip(part.piece.tokens, part.piece.logprobs, strict=True)
+        number = self.body.top_logprobs or 0
+        found = [
+            self.entry(token, score.logprob) | {"top_logprobs": [self.entry(*each) for each in score.top[:number]]}
+            for token, score in pairs
+        ]
+        self.logprobs += found
+        return found
+
+    def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
+        text = self.strings.bytes_of(token)
+        return {"token": text.decode(errors="replace"), "logprob": logprob, "bytes": [*text]}
+
+    def finish_reason(self, part: Part) -> str | None:
+        if part.done is None:
+            return None
+        return "tool_calls" if part.done.finish_reason == "stop" and self.calls else part.done.finish_reason
+
+    def whole(self, end: Part) -> dict[str, Any]:
+        """The answer as a choice of a whole completion."""
+        message: dict[str, Any] = {"role": "assistant", "content": "".join(self.content), "refusal": None}
+        if self.reasoning:
+            message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
+        if self.calls:
+            message |= {"content": message["content"] or None, "tool_calls": self.calls}
+        asked = self.chat.asked.logprobs is not None
+        return {
+            "index": self.index,
+            "message": message,
+            "logprobs": {"content": self.logprobs, "refusal": None} if asked else None,
+            "finish_reason": self.finish_reason(end),
+            **(self.tokens if self.body.return_token_ids else {}),
+        }
+
+
+def tokens_of(part: Part) -> dict[str, list[Any]]:
+    origins = [Origin(origin).name.lower() for origin in part.piece.origins]
+    return {"token_ids": [*part.piece.tokens], "origins": origins}
+
+
+class ChatCompletion:
+    """The answers to one request."""
+
+    def __init__(self, service: Service, body: ChatRequest, chat: Chat, strings: TokenStrings) -> None:
+        self.body = body
+        self.choices = [Choice(chat, body, strings, index) for index in range(chat.asked.n)]
+        self.frame = {
+            "id": f"chatcmpl-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": service.model.name,
+            "system_fingerprint": service.model.fingerprint,
+        }
+
+    async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
+        """How each answer was made stands beside the choices if there is one, and in them if there are several."""
+        ends: dict[int, Part] = {}
+        async with aclosing(parts):
+            async for part in parts:
+                self.choices[part.index].chunks(part)
+                ends[part.index] = part
+        choices = []
+        made: dict[str, Any] = {}
+        for choice in self.choices:
+            end = ends[choice.index]
+            assert end.done is not None
+            made = {"triforce": extras(end, end.done)}
+            choices.append(choice.whole(end) | (made if len(self.choices) > 1 else {}))
+        answer = {**self.frame, "object": "chat.completion", "choices": choices}
+        answer["usage"] = usage([*ends.values()], len(choices))
+        return answer | (made if len(choices) == 1 else {})
+
+    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
+        """Server-sent events: chunks for each part, and a comment for each None.
+
+        The first chunk of a choice has its role and seed, and the last one how it was made.
+        """
+        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        frame = {**self.frame, "object": "chat.completion.chunk"}
+        no_usage = {"usage": None} if with_usage else {}
+        ends: list[Part] = []
+        try:
+            part = first
+            while True:
+                if part is None:
+                    yield ": waiting\n\n"
+                else:
+                    choice = self.choices[part.index]
+                    if not choice.begun:
+                        choice.begun = True
+                        opening = choice.chunk({"role": "assistant", "content": ""})
+                        yield event({**frame, "choices": [opening], "triforce": {"seed": part.seed}, **no_usage})
+                    for chunk in choice.chunks(part):
+                        made = {"triforce": extras(part, part.done)} if part.done and chunk["finish_reason"] else {}
+                        yield event({**frame, "choices": [chunk], **made, **no_usage})
+                    if part.done:
+                        ends.append(part)
+                        if len(ends) == len(self.choices):
+                            break
+                part = await anext(rest)
+            if with_usage:
+                yield event({**frame, "choices": [], "usage": usage(ends, len(self.choices))})
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
+            yield event(answer_to(error)[1])
+
+
+def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRouter:
+    router = APIRouter()
+    refusals = {answer.status for answer in ANSWERS.values()}
+
+    @router.post("/v1/chat/completions", responses=documented(*refusals, 500))
+    async def chat(body: ChatRequest) -> Response:
+        """Answers a chat, whole or as server-sent events."""
+        try:
+            chat = await chat_from(body, service)
+            if chat.asked.logprobs is not None:
+                await strings.load(service.model)
+            completion = ChatCompletion(service, body, chat, strings)
+            parts = service.complete(chat.asked)
+            if not body.stream:
+                return JSONResponse(await completion.whole(parts))
+            paced = with_idle(parts, idle_s)
+            try:
+                first = await anext(paced)
+            except BaseException:
+                await paced.aclose()
+                raise
+            return EventStream(completion.events(first, paced), source=paced)
+        except Exception as error:
+            return error_response(error)
+
+    return router

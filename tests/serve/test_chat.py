@@ -1,0 +1,343 @@
+"""Chat completions over a pipeline that answers with given tokens in blocks cut anywhere, and over the real server."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from openai import BadRequestError, OpenAI, pydantic_function_tool
+from pydantic import BaseModel
+from starlette.testclient import TestClient
+
+from deploy.openai_api.routes import http_app
+from deploy.service import ServedModel, Service
+from tests.chat_models import ENDS, tokenizer
+from tests.serve.conftest import Server
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import load_settings
+
+USER = {"role": "user", "content": "How warm is it in Łódź?"}
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "description": "…", "parameters": PARAMETERS}}]
+ARGUMENTS = '{"city": "</tool_call> Łódź"}'
+CALL = {
+    "qwen": f'{{"name": "weather", "arguments": {ARGUMENTS}}}',
+    "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
+}
+ANSWERS = {
+    "qwen": f"<think>\nI look.\n</think>\n\n<tool_call>\n{CALL['qwen']}\n</tool_call>",
+    "mistral": f"[TOOL_CALLS] [{CALL['qwen']}]",
+    "llama": CALL["llama"],
+}
+
+
+@cache
+def demo() -> ServedModel:
+    return ServedModel.load(load_settings())
+
+
+class Answering:
+    """Answers with the tokens of a text, in blocks cut at random, and ends as a model does, or by `length`."""
+
+    def __init__(self, family: str, text: str, *, cut: int, length: bool = False) -> None:
+        self.ids = tokenizer(family).encode(text, add_special_tokens=False)
+        self.end = gen.FINISH_REASON_LENGTH if length else gen.FINISH_REASON_STOP
+        self.random = random.Random(cut)
+        self.requests: list[pb.DecodeRequest] = []
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        self.requests.append(request)
+        left = self.ids
+        while left:
+            size = self.random.choice([1, 1, 2, 3, 7, 30, 1000])
+            block, left = left[:size], left[size:]
+            scores = [gen.TokenLogprobs(logprob=-0.5) for _ in block] if request.HasField("logprobs") else []
+            for score, token in zip(scores, block, strict=False):
+                score.top_ids.extend([token, 5])
+                score.top_logprobs.extend([-0.5, -1.5])
+            yield pb.DecodeEvent(token_ids=block, origins=bytes(len(block)), logprobs=scores)
+        stats = pb.DecodeStats(decoded=len(self.ids), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3)
+        yield pb.DecodeEvent(finish_reason=self.end, stats=stats)
+
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
+        return {}
+
+    async def check(self) -> None:
+        """It can serve."""
+
+
+@contextmanager
+def answered(family: str, text: str = "", *, cut: int = 0, length: bool = False) -> Iterator[tuple[OpenAI, Answering]]:
+    pipelines = Answering(family, text, cut=cut, length=length)
+    end = tokenizer(family).convert_tokens_to_ids(ENDS[family])
+    model = replace(demo(), tokenizer=tokenizer(family), stop_token_ids=(end,))
+    with TestClient(http_app(Service(load_settings(), model, pipelines)), raise_server_exceptions=False) as http:
+        yield OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0), pipelines
+
+
+def prompt_of(family: str, pipelines: Answering) -> str:
+    decoded: str = tokenizer(family).decode(list(pipelines.requests[-1].prompt_token_ids))
+    return decoded
+
+
+def ask(client: OpenAI, stream: bool = False, **fields: Any) -> Any:
+    return client.chat.completions.create(**({"model": "demo", "messages": [USER]} | fields), stream=stream)
+
+
+def joined(chunks: list[Any]) -> tuple[str, str, list[dict[str, str]], str]:
+    """Content, reasoning, calls and finish reason of a stream with one choice."""
+    content, reasoning, calls, reasons = "", "", [], []
+    assert chunks[0].choices[0].delta.role == "assistant"
+    for chunk in chunks:
+        delta = chunk.choices[0].delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            if call.id:
+                assert call.index == len(calls)
+                calls.append({"name": call.function.name, "arguments": ""})
+            calls[call.index]["arguments"] += call.function.arguments or ""
+        reasons.append(chunk.choices[0].finish_reason)
+    assert reasons[:-1] == [None] * (len(reasons) - 1)
+    return content, reasoning, calls, reasons[-1]
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+@pytest.mark.parametrize("cut", range(12))
+def test_calls_and_reasoning_are_the_same_however_the_blocks_were_cut(family: str, cut: int) -> None:
+    reasoning = "I look.\n" if family == "qwen" else ""
+    expected = ("", reasoning, [{"name": "weather", "arguments": ARGUMENTS}], "tool_calls")
+    with answered(family, ANSWERS[family], cut=cut) as (client, _):
+        assert joined(list(ask(client, stream=True, tools=TOOLS))) == expected
+        choice = ask(client, tools=TOOLS).choices[0]
+    assert choice.finish_reason == "tool_calls"
+    assert choice.message.content is None
+    assert getattr(choice.message, "reasoning_content", "") == reasoning
+    [call] = choice.message.tool_calls
+    assert (call.function.name, call.function.arguments) == ("weather", ARGUMENTS)
+    assert len(call.id) == 9
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+def test_a_call_goes_round(family: str) -> None:
+    """The answer's own message is part of the next request, with what the tool said."""
+    with answered(family, ANSWERS[family], cut=3) as (client, pipelines):
+        message = ask(client, tools=TOOLS).choices[0].message
+        assert "weather" in prompt_of(family, pipelines)
+        result = {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "3 °C"}
+        ask(client, messages=[USER, message, result], tools=TOOLS)
+        prompt = prompt_of(family, pipelines)
+    assert ARGUMENTS in prompt
+    assert prompt.index(ARGUMENTS) < prompt.index("3 °C")
+
+
+class Place(BaseModel):
+    city: str
+
+
+def test_openai_s_client_parses_calls_and_schemas() -> None:
+    tool = pydantic_function_tool(Place, name="weather")
+    with answered("qwen", ANSWERS["qwen"], cut=1) as (client, _):
+        parsed = client.chat.completions.parse(model="demo", messages=[USER], tools=[tool])  # type: ignore[list-item]
+        [call] = parsed.choices[0].message.tool_calls or []
+        assert call.function.parsed_arguments == Place(city="</tool_call> Łódź")
+    with answered("none", '{"city": "Łódź"}') as (client, pipelines):
+        answer = client.chat.completions.parse(model="demo", messages=[USER], response_format=Place)  # type: ignore[list-item]
+        assert answer.choices[0].message.parsed == Place(city="Łódź")
+        assert "city" in pipelines.requests[-1].grammar
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama", "none"])
+def test_a_plain_answer_is_content(family: str) -> None:
+    text = "It is <b>3 °C</b>. {\n"
+    tools = {} if family == "none" else {"tools": TOOLS}
+    with answered(family, text, cut=5) as (client, _):
+        assert joined(list(ask(client, stream=True, **tools))) == (text, "", [], "stop")
+        assert ask(client, **tools).choices[0].message.content == text
+
+
+def test_a_call_cut_off_by_its_length_is_told_as_far_as_it_came() -> None:
+    with answered("qwen", ANSWERS["qwen"][:-25], length=True) as (client, _):
+        _, _, [call], reason = joined(list(ask(client, stream=True, tools=TOOLS)))
+    assert reason == "length"
+    assert ARGUMENTS.startswith(call["arguments"])
+    assert call["arguments"]
+
+
+def test_without_tools_or_with_none_chosen_nothing_is_taken_for_a_call() -> None:
+    text = "<tool_call>\n" + CALL["qwen"] + "\n</tool_call>"
+    for fields in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        with answered("qwen", text) as (client, pipelines):
+            assert ask(client, **fields).choices[0].message.content == text
+            assert "You have tools" not in prompt_of("qwen", pipelines)
+
+
+def test_one_call_at_most_where_calls_are_not_to_be_parallel() -> None:
+    two = f"<tool_call>{CALL['qwen']}</tool_call>\n" * 2
+    with answered("qwen", two, cut=2) as (client, _):
+        assert len(ask(client, tools=TOOLS).choices[0].message.tool_calls) == 2
+        assert len(ask(client, tools=TOOLS, parallel_tool_calls=False).choices[0].message.tool_calls) == 1
+        assert len(joined(list(ask(client, True, tools=TOOLS, parallel_tool_calls=False)))[2]) == 1
+
+
+def test_reasoning_that_the_template_began_is_split_off() -> None:
+    with answered("qwen", "hm\n</think>\n\nyes", cut=4) as (client, _):
+        fields = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+        assert joined(list(ask(client, stream=True, **fields))) == ("yes", "hm\n", [], "stop")
+
+
+def test_logprobs_are_told_for_every_token() -> None:
+    with answered("none", "żó", cut=1) as (client, pipelines):
+        whole = ask(client, logprobs=True, top_logprobs=2).choices[0].logprobs.content
+        chunks = list(ask(client, stream=True, logprobs=True, top_logprobs=2))
+        assert pipelines.requests[-1].logprobs == 2
+        assert ask(client).choices[0].logprobs is None
+    assert b"".join(bytes(entry.bytes) for entry in whole) == "żó".encode()
+    assert [len(entry.top_logprobs) for entry in whole] == [2] * 4
+    assert whole[0].top_logprobs[0].bytes == whole[0].bytes
+    assert whole[0].logprob == -0.5
+    streamed = [entry for chunk in chunks if chunk.choices[0].logprobs for entry in chunk.choices[0].logprobs.content]
+    assert streamed == whole
+
+
+def test_several_choices_have_indices_and_one_usage() -> None:
+    with answered("none", "abc") as (client, _):
+        whole = ask(client, n=3)
+        chunks = list(ask(client, stream=True, n=3, stream_options={"include_usage": True}))
+    assert [choice.index for choice in whole.choices] == [0, 1, 2]
+    assert [choice.message.content for choice in whole.choices] == ["abc"] * 3
+    assert whole.usage.completion_tokens == 9
+    assert chunks[-1].usage == whole.usage
+    for index in range(3):
+        ours = [chunk.choices[0] for chunk in chunks[:-1] if chunk.choices[0].index == index]
+        assert "".join(choice.delta.content or "" for choice in ours) == "abc"
+        assert (ours[0].delta.role, ours[-1].finish_reason) == ("assistant", "stop")
+
+
+def test_token_ids_and_extras_come_where_asked_for() -> None:
+    with answered("none", "abc", cut=7) as (client, pipelines):
+        choice = ask(client, extra_body={"return_token_ids": True}).choices[0]
+        chunks = list(ask(client, stream=True, extra_body={"return_token_ids": True}))
+    assert choice.token_ids == pipelines.ids
+    assert choice.origins == ["draft"] * 3
+    assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == pipelines.ids
+    assert chunks[0].triforce["seed"] >= 0
+    assert "acceptance" in chunks[-1].triforce
+
+
+@pytest.mark.parametrize("family", ANSWERS)
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
+def test_a_forced_call_has_a_grammar_that_allows_it_and_no_other_text(family: str, choice: Any) -> None:
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+
+    with answered(family, ANSWERS[family]) as (client, pipelines):
+        other = {"type": "function", "function": {"name": "other"}}
+        ask(client, tools=[*TOOLS, other], tool_choice=choice)
+        grammar = pipelines.requests[-1].grammar
+    vocabulary = from_tokenizer(tokenizer(family))
+
+    def allows(text: str) -> bool:
+        tokens = tokenizer(family).encode(text, add_special_tokens=False)
+        matcher = LLMatcher(vocabulary, grammar, log_level=0)
+        assert not matcher.is_error(), matcher.get_error()
+        return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+    answer = ANSWERS[family].replace("[TOOL_CALLS] [", "[TOOL_CALLS][").replace("</tool_call> Łódź", "Łódź")
+    assert allows(answer)
+    assert not allows(answer.replace("weather", "unknown"))
+    assert not allows(answer.replace('"city": ', '"town": '))
+    assert allows(answer.replace("weather", "other")) == (choice == "required")
+    assert not allows("It is warm.")
+    if family == "qwen":
+        assert allows(answer.partition("</think>\n\n")[2])
+        assert allows(answer.replace("</think>\n\n", "</think>\n"))
+        assert allows(f"{answer}\n{answer.partition(chr(10) * 2)[2]}") == (choice == "required")
+
+
+def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
+    with answered("qwen", '<think>hm</think>{"a": 1}') as (client, pipelines):
+        message = ask(client, response_format={"type": "json_object"}).choices[0].message
+        assert "thought" in pipelines.requests[-1].grammar
+    assert (message.content, message.reasoning_content) == ('{"a": 1}', "hm")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"wrong": 1}, "wrong: 1 is not a field of this request"),
+        ({"audio": {"voice": "x"}}, "audio: {'voice': 'x'} is not supported"),
+        ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported"),
+        ({"prediction": {}}, "prediction: {} is not supported"),
+        ({"web_search_options": {}}, "web_search_options: {} is not supported"),
+        ({"chat_template": "{{ 1 }}"}, "chat_template: '{{ 1 }}' is not supported"),
+        ({"store": True}, "store: True is not supported"),
+        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens: 1 contradicts max_completion_tokens 2"),
+        ({"top_logprobs": 2}, "top_logprobs: 2 needs logprobs: true"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21 must be between 0 and 20"),
+        ({"n": 0}, "n: 0 must be at least 1"),
+        ({"n": 10**9}, "n: 1000000000 must be at least 1 and at most"),
+        ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
+        ({"tools": TOOLS * 2}, "tools: ['weather', 'weather'] must have different names"),
+        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is refused: must be none, auto"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "must be the name of one"),
+        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "contradicts guided_regex"),
+        ({"messages": []}, "messages: [] must hold at least one message"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
+        ({"messages": [{**USER, "mood": "x"}]}, "messages.0.mood: 'x' is not a field"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+    ],
+    ids=str,
+)
+def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
+    body = {"model": "demo", "messages": [USER]} | fields
+    with answered("qwen") as (client, pipelines), pytest.raises(BadRequestError) as error:
+        client.post("/chat/completions", body=body, cast_to=object)
+    assert named in error.value.message
+    assert not pipelines.requests
+
+
+def test_tools_are_refused_for_a_model_without_a_form_of_them() -> None:
+    with answered("none") as (client, _), pytest.raises(BadRequestError, match=r"tools: .* are not supported"):
+        ask(client, tools=TOOLS)
+
+
+def test_the_output_is_bounded_by_the_context_or_by_either_name() -> None:
+    with answered("none", "a") as (client, pipelines):
+        ask(client)
+        prompt = len(pipelines.requests[0].prompt_token_ids)
+        assert pipelines.requests[0].max_tokens == demo().limits.longest_output(prompt)
+        ask(client, max_tokens=7)
+        ask(client, max_completion_tokens=8, max_tokens=8)
+    assert [request.max_tokens for request in pipelines.requests[1:]] == [7, 8]
+
+
+def test_the_real_server_answers_chats(openai: OpenAI, server: Server) -> None:
+    """The demo pair has no template of its own: a chat is the plain text, and so the same as a completion of it."""
+    asked: dict[str, Any] = {"max_completion_tokens": 24, "temperature": 0.7, "seed": 5}
+    chat = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
+    whole = ask(openai, messages=chat, logprobs=True, top_logprobs=2, **asked)
+    chunks = list(ask(openai, stream=True, messages=chat, **asked))
+    text = "system: Write Python.\nuser: import os\nassistant:"
+    same = server.complete(text, max_tokens=24, temperature=0.7, seed=5).json()
+    plain = ask(openai, messages=chat, **asked, extra_body={"speculation": {"tiers": "target"}})
+    assert whole.choices[0].message.content == same["choices"][0]["text"]
+    assert joined(chunks)[0] == same["choices"][0]["text"]
+    assert plain.choices[0].message.content == same["choices"][0]["text"]
+    assert whole.usage.prompt_tokens == same["usage"]["prompt_tokens"]
+    assert whole.choices[0].finish_reason == "length"
+    assert (
+        b"".join(bytes(each.bytes) for each in whole.choices[0].logprobs.content).decode() == same["choices"][0]["text"]
+    )
+
+    schema = {"name": "point", "schema": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}}}
+    schema["schema"] |= {"required": ["x"], "additionalProperties": False}  # type: ignore[operator]
+    guided = ask(openai, messages=chat, seed=1, response_format={"type": "json_schema", "json_schema": schema})
+    assert isinstance(json.loads(guided.choices[0].message.content)["x"], int)

@@ -1,0 +1,162 @@
+"""Parsers of outputs: what they find does not depend on how the text was cut, and no text is lost."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from deploy.chat.families import BRACKETED_THINK, HERMES, LLAMA3, MISTRAL, THINK, Family
+from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning, extended
+
+NAMES = ("get_weather", "f")
+FAMILIES = {
+    "qwen": Family(HERMES, THINK),
+    "hermes": Family(HERMES, None),
+    "mistral": Family(MISTRAL, None),
+    "magistral": Family(MISTRAL, BRACKETED_THINK),
+    "llama": Family(LLAMA3, None),
+    "thinking llama": Family(LLAMA3, THINK),
+    "r1": Family(None, THINK),
+    "none": Family(None, None),
+}
+MARKERS = ["<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", ";"]
+CALLS = [
+    '{"name": "f", "arguments": {"a": "</tool_call> ] ; \\" {", "b": [1, {"c": "<tool_call>"}]}}',
+    '{"arguments": {"x": 1}, "name": "get_weather"}',
+    '{"name": "f", "parameters": {"a": "\\\\"}}',
+    '{"name": "f"}',
+    '{"name": "f", "arguments": "{\\"a\\": 1}"}',
+    '{"name": "other", "parameters": null}',
+    '{"name": 3, "arguments": {}}',
+    '{"answer": {"name": "f", "arguments": {}}}',
+    '{"name": "f", "arguments": {"a": 1} nonsense}',
+    "{}",
+]
+# Markers and calls, whole or cut off anywhere, among ordinary text.
+fragment = st.one_of(
+    st.sampled_from(MARKERS),
+    st.sampled_from(CALLS),
+    st.sampled_from([*MARKERS, *CALLS]).flatmap(lambda text: st.integers(0, len(text)).map(lambda end: text[:end])),
+    st.sampled_from(["\n", " ", "<", "{", '"', "\\", ",", "ok", "é😀"]),
+    st.text(max_size=5),
+)
+texts = st.lists(fragment, max_size=12).map("".join)
+
+
+def parsed(parser: Parser, *chunks: str) -> list[Event]:
+    events: list[Event] = []
+    for chunk in chunks:
+        extended(events, parser.feed(chunk))
+    return extended(events, parser.finish())
+
+
+def read(family: str, text: str, *, begun: bool = False) -> list[Event]:
+    return parsed(FAMILIES[family].parser(NAMES, reasoning_begun=begun), text)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=texts, cuts=st.lists(st.integers(0, 200), max_size=8), begun=st.booleans())
+def test_chunks_do_not_matter(family: str, text: str, cuts: list[int], begun: bool) -> None:
+    places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
+    chunks = [text[start:end] for start, end in itertools.pairwise(places)]
+    whole = read(family, text, begun=begun)
+    for cut in (chunks, [*text]):
+        assert parsed(FAMILIES[family].parser(NAMES, reasoning_begun=begun), *cut) == whole
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@given(text=texts)
+def test_a_text_without_forms_is_content(family: str, text: str) -> None:
+    for marker in ("think", "THINK", "tool_call", "TOOL_CALLS", "{"):
+        text = text.replace(marker, "")
+    assert read(family, text) == ([Content(text)] if text else [])
+
+
+@pytest.mark.parametrize("family", ["hermes", "mistral", "llama"])
+@given(text=texts)
+def test_nothing_but_markers_and_white_space_is_lost(family: str, text: str) -> None:
+    """Where no call is found, the whole text is content, whatever looked like one; white space may end at a marker."""
+    events = read(family, text)
+    if not any(isinstance(event, Call) for event in events):
+        assert events == ([Content(text)] if text else [])
+
+
+def hermes(call: str) -> str:
+    return f"<tool_call>\n{call}\n</tool_call>"
+
+
+CALL = '{"name": "f", "arguments": {"a": "</tool_call>", "b": "<think>"}}'
+FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"}')]
+
+
+@pytest.mark.parametrize(
+    ("family", "text", "expected"),
+    [
+        ("qwen", hermes(CALL), FOUND),
+        ("qwen", f"<think>\nhm\n</think>\n\n{hermes(CALL)}", [Reasoning("hm\n"), *FOUND]),
+        ("qwen", f"I look.\n{hermes(CALL)}\n{hermes(CALL)}\n", [Content("I look."), *FOUND, *FOUND]),
+        ("qwen", f"{hermes(CALL)}\nDone.", [*FOUND, Content("Done.")]),
+        ("qwen", f"<tool_call>{CALL}{hermes(CALL)}", FOUND * 2),  # the first end is missing
+        ("qwen", '<tool_call>{"name": "f"}</tool_call>', [Call("f"), Arguments("{}")]),
+        ("qwen", '<tool_call>{"name": "f", "arguments": {"a": ', [Call("f"), Arguments('{"a": ')]),
+        ("qwen", "<tool_call>f()</tool_call>", [Content("<tool_call>f()</tool_call>")]),
+        ("qwen", "a <think> later </think>", [Content("a <think> later </think>")]),
+        ("qwen", "<think>never done", [Reasoning("never done")]),
+        ("qwen", "<think></think>yes", [Content("yes")]),
+        ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}', [Call("f"), Arguments('{"a": 1}')]),
+        ("hermes", '<tool_call>{"arguments": {"a": 1}, "name": "f"}', [Call("f"), Arguments('{"a": 1}')]),
+        ("mistral", f"[TOOL_CALLS] [{CALL}, {CALL}]", FOUND * 2),
+        ("mistral", f"[TOOL_CALLS][{CALL}] so", [*FOUND, Content("so")]),
+        ("mistral", "[TOOL_CALLS] none", [Content("[TOOL_CALLS] none")]),
+        ("llama", '{"name": "f", "parameters": {"a": 1}}', [Call("f"), Arguments('{"a": 1}')]),
+        ("llama", '{"name": "f", "parameters": {}}; {"name": "f", "parameters": {}}', [Call("f"), Arguments("{}")] * 2),
+        ("llama", '{"name": "g", "parameters": {}}', [Content('{"name": "g", "parameters": {}}')]),
+        ("llama", '{"name": "f", "age": 3}', [Content('{"name": "f", "age": 3}')]),
+        ("llama", 'Say {"name": "f", "parameters": {}}', [Content('Say {"name": "f", "parameters": {}}')]),
+        (
+            "thinking llama",
+            '<think>a</think>{"name": "f", "parameters": {}}',
+            [Reasoning("a"), Call("f"), Arguments("{}")],
+        ),
+        ("magistral", f"[THINK]a[/THINK][TOOL_CALLS][{CALL}]", [Reasoning("a"), *FOUND]),
+        ("none", hermes(CALL), [Content(hermes(CALL))]),
+    ],
+)
+def test_what_is_found(family: str, text: str, expected: list[Event]) -> None:
+    assert read(family, text) == expected
+
+
+def test_reasoning_that_the_prompt_began() -> None:
+    assert read("r1", "\nhm</think>\n\nyes", begun=True) == [Reasoning("hm"), Content("yes")]
+    assert read("r1", "hm", begun=True) == [Reasoning("hm")]
+
+
+def test_arguments_are_told_as_they_come() -> None:
+    parser = FAMILIES["hermes"].parser(NAMES, reasoning_begun=False)
+    assert parser.feed('<tool_call>{"name": "f", "argu') == []
+    assert parser.feed('ments": {"text": "on') == [Call("f"), Arguments('{"text": "on')]
+    assert parser.feed('ce"') == [Arguments('ce"')]
+
+
+@given(arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.integers(), st.lists)))
+def test_any_arguments_come_through(arguments: dict[str, object]) -> None:
+    for ascii_only in (True, False):
+        call = json.dumps({"name": "f", "arguments": arguments}, ensure_ascii=ascii_only)
+        for family, text in (("hermes", hermes(call)), ("mistral", f"[TOOL_CALLS][{call}]"), ("llama", call)):
+            events = read(family, text)
+            assert events[0] == Call("f")
+            [told] = [event for event in events if isinstance(event, Arguments)]
+            assert json.loads(told.text) == arguments
+            assert len(events) == 2
+
+
+def test_a_long_output_takes_time_in_proportion_to_its_length() -> None:
+    """The parsers read each character once, also in outputs that begin a call again and again."""
+    for text in ("<tool_call>" * 20_000, "<tool_call>{" * 20_000, "\n" * 100_000, "[TOOL_CALLS] [" * 10_000):
+        for family in ("qwen", "mistral"):
+            events = read(family, text)
+            assert "".join(event.text for event in events if isinstance(event, Content)) == text
