@@ -1,4 +1,5 @@
-"""Encodes text into tokens outside the event loop, in two queues, so that a short text never waits for long texts.
+"""Converts text into tokens and back outside the event loop, in two queues, so that a short text never waits for long
+ones.
 
 Encoding a megabyte takes about a second, during which the tokenizer lets other threads run.
 """
@@ -7,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -23,6 +25,12 @@ class Queue:
     async def encode(self, text: str, special: bool) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self.thread, self._tokens, text, special)
 
+    async def decode(self, tokens: Sequence[int]) -> str:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, self._text, tokens)
+
+    def _text(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode([*tokens], clean_up_tokenization_spaces=False))
+
     def _tokens(self, text: str, special: bool) -> tuple[int, ...]:
         return tuple(self.tokenizer(text, add_special_tokens=special)["input_ids"])
 
@@ -36,3 +44,7 @@ class Encoder:
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """The text's tokens; `special`: with the special tokens that the tokenizer adds to a whole text."""
         return await (self.short if len(text) <= SHORT_CHARACTERS else self.long).encode(text, special)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The tokens' text, special tokens included."""
+        return await (self.short if len(tokens) <= SHORT_CHARACTERS // 4 else self.long).decode(tokens)

@@ -120,6 +120,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
         index=part.index,
         logprobs=logprobs_to_proto(part.piece.logprobs),
         prompt_logprobs=logprobs_to_proto(part.prompt_logprobs),
+        text_lengths=part.piece.lengths,
     )
     if with_seed:
         chunk.seed = seed_to_proto(part.seed)

@@ -270,8 +270,11 @@ class Service:
         guide.check(compiled)
         return grammar
 
-    async def encode(self, text: str) -> tuple[int, ...]:
-        """The text's tokens, special ones included. Raises `InvalidValueError` or a subclass."""
+    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+        """The text's tokens, by default with the special ones that the tokenizer adds.
+
+        Raises `InvalidValueError` or a subclass.
+        """
         require(text != "", "prompt", text, "must not be empty")
         context = self.model.limits.context_length
         if len(text) > context * self.max_token_characters:
@@ -283,7 +286,15 @@ class Service:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidValueError("prompt", text, "must be text without lone surrogates") from None
-        return await self.encoder.encode(text)
+        return await self.encoder.encode(text, special=special)
+
+    async def decode(self, tokens: Sequence[int]) -> str:
+        """The tokens' text, special ones included. Raises `InvalidValueError` or a subclass."""
+        context = self.model.limits.context_length
+        if len(tokens) > context:
+            raise TooLargeError("tokens", f"{len(tokens)} tokens", f"must fit the context of {context} tokens")
+        self.model.limits.check_tokens("tokens", tuple(tokens))
+        return await self.encoder.decode(tokens)
 
     async def parts(
         self, asked: ClientRequest, request: Request, index: int, deadline: float
