@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 SHORT_CHARACTERS = 32_768  # a text of this length is encoded within about 30 ms
 
 
@@ -21,6 +22,9 @@ class Queue:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = copy.deepcopy(tokenizer)
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tokenizer")
+
+    async def run(self, use: Callable[[Any], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self.thread, use, self.tokenizer)
 
     async def encode(self, text: str, special: bool) -> tuple[int, ...]:
         return await asyncio.get_running_loop().run_in_executor(self.thread, self._tokens, text, special)
@@ -40,6 +44,10 @@ class Encoder:
 
     def __init__(self, tokenizer: Any) -> None:
         self.short, self.long = Queue(tokenizer), Queue(tokenizer)
+
+    async def run(self, num_characters: int, use: Callable[[Any], T]) -> T:
+        """What `use` makes of so many characters with the tokenizer that it is given."""
+        return await (self.short if num_characters <= SHORT_CHARACTERS else self.long).run(use)
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """The text's tokens; `special`: with the special tokens that the tokenizer adds to a whole text."""

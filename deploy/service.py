@@ -18,6 +18,7 @@ from typing import Any, Protocol
 
 import triforce_core
 from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_to_proto, stats_from_proto
+from deploy.chat.template import ChatTemplate
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
 from deploy.merging import merged
@@ -149,6 +150,8 @@ class Service:
         self.meaning = TokenText(model.tokenizer)
         self.max_token_characters = max(map(len, model.tokenizer.get_vocab()))
         self.encoder = Encoder(model.tokenizer)
+        context = model.limits.context_length
+        self.chat = ChatTemplate(model.tokenizer, None, self.encoder, context * self.max_token_characters)
         self.grammars = Grammars(lambda: model.tokenizer, model.limits.vocab_size)
         self.room = settings.places
         self.in_flight = 0

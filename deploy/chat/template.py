@@ -1,0 +1,173 @@
+"""Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one.
+
+Templates write their special tokens themselves, so none are added. Where a client's text holds a special token, or
+another token that the template writes, it is encoded as plain text: no message can end itself or speak for another
+role.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+from transformers import PreTrainedTokenizerBase
+
+from deploy.encoding import Encoder
+from triforce_core.errors import InvalidValueError, TooLargeError, require
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+PLAIN = """\
+{%- for message in messages %}
+{%- if loop.index0 %}{{ "\\n" }}{% endif %}
+{{- message.role }}: {{ message.content }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ "\\nassistant:" }}{% endif %}"""
+PASSED = ("name", "tool_call_id", "reasoning_content")  # fields of a message that the template gets as they are
+RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"}
+# What a template raises: by `raise_exception`, or because a message lacks what it expects.
+TEMPLATE_ERRORS = (
+    TemplateError,
+    ArithmeticError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
+
+
+class ChatTemplate:
+    """The chat template of one model."""
+
+    def __init__(self, tokenizer: Any, path: str | None, encoder: Encoder, max_characters: int) -> None:
+        """`path`: a file that replaces the model's own template. `max_characters`: a longer chat cannot fit the context.
+
+        Raises `InvalidValueError` for a file that cannot be read.
+        """
+        self.encoder, self.max_characters = encoder, max_characters
+        self.source = None if path is None else read(path)
+        self.plain = self.source is None and not tokenizer.chat_template
+        if self.plain:
+            self.source = PLAIN
+        self.text: str = tokenizer.get_chat_template(self.source, [{}])  # the template for chats with tools
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> tuple[int, ...]:
+        """The prompt's tokens. `messages` and `tools` have OpenAI's form; `variables` are passed to the template.
+
+        Raises `InvalidValueError` for messages that are malformed or that the template refuses, and `TooLargeError`.
+        """
+        variables = dict(variables or {})
+        for name in variables:
+            require(name not in RESERVED, "chat_template_kwargs", name, "is set by the server")
+        contradicts = add_generation_prompt and continue_final_message
+        rule = "contradicts add_generation_prompt, which must then be false"
+        require(not contradicts, "continue_final_message", True, rule)
+        require(len(messages) > 0, "messages", [], "must hold at least one message")
+        keeps_developer = "developer" in self.text
+        chat = [message_for_template(each, index, keeps_developer) for index, each in enumerate(messages)]
+        size = self.checked_size(chat, [*tools], variables)
+
+        def encoded(tokenizer: Any) -> tuple[int, ...]:
+            try:
+                ids = tokenizer.apply_chat_template(
+                    chat,
+                    tools=[*tools] or None,
+                    chat_template=self.source,
+                    add_generation_prompt=add_generation_prompt,
+                    continue_final_message=continue_final_message,
+                    return_dict=False,
+                    sanitize_control_tokens=True,
+                    **variables,
+                )
+            except TEMPLATE_ERRORS as error:
+                reason = " ".join(str(error).split())
+                raise InvalidValueError(
+                    "messages", f"{len(chat)} messages", f"are refused by the chat template: {reason:.500}"
+                ) from None
+            first = tokenizer("")["input_ids"] if self.plain else []  # which the plain template does not write
+            return (*first, *ids)
+
+        return await self.encoder.run(size, encoded)
+
+    def checked_size(self, *parts: Any) -> int:
+        """The number of characters of a chat, more or less. Raises `InvalidValueError` for a chat that is too large or
+        not valid Unicode.
+        """
+        text = json.dumps(parts, ensure_ascii=False)
+        texts_only = len(text) - 2 * text.count("\\")  # JSON may write one character as two, or as six
+        if texts_only > self.max_characters + 1024 * len(parts[0]):  # the names of a message's fields
+            raise TooLargeError("messages", f"{len(text)} characters", "cannot fit the context")
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            raise InvalidValueError("messages", "their text", "must be text without lone surrogates") from None
+        return len(text)
+
+
+def read(path: str) -> str:
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError("target.chat_template", path, f"cannot be read: {error}") from None
+
+
+def message_for_template(message: Mapping[str, Any], index: int, keeps_developer: bool) -> dict[str, Any]:
+    """A message as templates expect it: its content as one text, and the arguments of its tool calls as objects."""
+    place = f"messages.{index}"
+    role = message.get("role")
+    require(role in ROLES, f"{place}.role", role, f"must be one of {', '.join(ROLES)}")
+    if role == "developer" and not keeps_developer:
+        role = "system"
+    calls = message.get("tool_calls") or []
+    require(not calls or role == "assistant", f"{place}.tool_calls", calls, "can only be in messages of the assistant")
+    found: dict[str, Any] = {"role": role}
+    content = message.get("content")
+    if content is not None:
+        found["content"] = text_of(content, f"{place}.content")
+    else:
+        whole = role == "assistant" and bool(calls or message.get("reasoning_content"))
+        require(whole, f"{place}.content", None, "must be a text or a list of text parts")
+        found["content"] = ""
+    found |= {name: message[name] for name in PASSED if message.get(name) is not None}
+    if calls:
+        found["tool_calls"] = [call_for_template(call, f"{place}.tool_calls.{nth}") for nth, call in enumerate(calls)]
+    return found
+
+
+def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
+    """The text of a message; of several parts, each on lines of its own."""
+    if isinstance(content, str):
+        return content
+    texts = []
+    for index, part in enumerate(content):
+        kind = part.get("type")
+        require(kind == "text", f"{place}.{index}.type", kind, "is not supported: only parts of type text are")
+        text = part.get("text")
+        require(isinstance(text, str), f"{place}.{index}.text", text, "must be a text")
+        texts.append(str(text))
+    return "\n".join(texts)
+
+
+def call_for_template(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+    function = call["function"]
+    try:
+        arguments = json.loads(function["arguments"] or "{}")
+    except (ValueError, RecursionError):
+        arguments = None
+    rule = "must be a JSON object, as a text"
+    require(isinstance(arguments, dict), f"{place}.function.arguments", function["arguments"], rule)
+    called = {"name": function["name"], "arguments": arguments}
+    return {"id": call.get("id"), "type": "function", "function": called}
