@@ -7,7 +7,7 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
@@ -77,12 +77,15 @@ class Gateway:
             return pb.DetokenizeResponse()
 
     async def Check(self, request: HealthCheckRequest, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
-        """Of grpc.health.v1, as `Watch`: needs no API key."""
+        """Of grpc.health.v1, as `List` and `Watch`: needs no API key."""
         try:
             return await self.health.check(request)
         except Exception as error:
             tell(error, grpc_context)
             return HealthCheckResponse()
+
+    async def List(self, request: HealthListRequest) -> HealthListResponse:
+        return await self.health.list()
 
     async def Watch(
         self, request: HealthCheckRequest, grpc_context: RayServegRPCContext

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator
 
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListResponse
 
 from deploy.errors import OverloadedError
 from deploy.service import Service
@@ -32,6 +32,11 @@ class Health:
         if response.status == HealthCheckResponse.SERVICE_UNKNOWN:
             raise UnknownServiceError("service", request.service, "is not served here")
         return response
+
+    async def list(self) -> HealthListResponse:
+        """The status of every service: they are one."""
+        status = await self.status("")
+        return HealthListResponse(statuses=dict.fromkeys(SERVICES, status))
 
     async def watch(self, request: HealthCheckRequest) -> AsyncGenerator[HealthCheckResponse, None]:
         """The status now, and again whenever it has changed, until the server shuts down. Raises `OverloadedError`."""

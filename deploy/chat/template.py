@@ -45,7 +45,8 @@ class ChatTemplate:
     """The chat template of one model."""
 
     def __init__(self, tokenizer: Any, path: str | None, encoder: Encoder, max_characters: int) -> None:
-        """`path`: a file that replaces the model's own template. `max_characters`: a longer chat cannot fit the context.
+        """`path`: a file that replaces the model's own template. `max_characters`: a longer chat does not fit the
+        context.
 
         Raises `InvalidValueError` for a file that cannot be read.
         """

@@ -120,8 +120,8 @@ class Conversation:
         try:
             with self.client.stream_chat(messages, **self.asked) as stream:
                 for chunk in stream:
-                    show(self.console, by_token(chunk))
                     text, last = text + chunk.text, chunk
+                    show(self.console, by_token(chunk))
         except KeyboardInterrupt:
             self.console.print(" [stopped]", style="dim", markup=False, end="")
         finally:
