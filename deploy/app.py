@@ -285,7 +285,7 @@ def application(settings: Settings) -> Iterator[None]:
     """The application on Ray Serve, ready inside the context. Raises `UnavailableError` if it does not start."""
     from ray import serve
 
-    from deploy.grpc_api import SERVICER
+    from deploy.grpc_api import SERVICERS
 
     tell(f"starting the tiers ({settings.dtype}, {settings.device})")
     server = settings.server
@@ -293,7 +293,7 @@ def application(settings: Settings) -> Iterator[None]:
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": server.host, "port": server.port},
-        grpc_options={"port": server.grpc_port, "grpc_servicer_functions": [SERVICER]},
+        grpc_options={"port": server.grpc_port, "grpc_servicer_functions": SERVICERS},
     )
     try:
         handle = serve.run(application_of(settings), name=APPLICATION, route_prefix="/")

@@ -7,10 +7,12 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListRequest, HealthListResponse
 from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
+from deploy.health import Health
 from deploy.openai_api.routes import http_app
 from deploy.replica import RemotePipelines
 from deploy.service import ServedModel, Service
@@ -28,6 +30,7 @@ class Gateway:
 
     def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any]) -> None:
         self.service = Service(settings, ServedModel.load(settings), RemotePipelines(pipelines))
+        self.health = Health(self.service)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return http_app(self.service)
@@ -56,6 +59,44 @@ class Gateway:
 
     async def ListModels(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
         return grpc_api.list_models(self.service)
+
+    async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
+        try:
+            return await grpc_api.tokenize(self.service, request)
+        except Exception as error:
+            tell(error, grpc_context)
+            return pb.TokenizeResponse()
+
+    async def Detokenize(
+        self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
+    ) -> pb.DetokenizeResponse:
+        try:
+            return await grpc_api.detokenize(self.service, request)
+        except Exception as error:
+            tell(error, grpc_context)
+            return pb.DetokenizeResponse()
+
+    async def Check(self, request: HealthCheckRequest, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
+        """Of grpc.health.v1, as `List` and `Watch`: needs no API key."""
+        try:
+            return await self.health.check(request)
+        except Exception as error:
+            tell(error, grpc_context)
+            return HealthCheckResponse()
+
+    async def List(self, request: HealthListRequest) -> HealthListResponse:
+        return await self.health.list()
+
+    async def Watch(
+        self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
+    ) -> AsyncIterator[HealthCheckResponse]:
+        try:
+            async with aclosing(self.health.watch(request)) as statuses:
+                async for status in statuses:
+                    yield status
+        except Exception as error:
+            tell(error, grpc_context)
+            yield HealthCheckResponse()
 
 
 def tell(error: Exception, context: RayServegRPCContext) -> None:

@@ -15,6 +15,9 @@ from actors.wire import (
     seed_to_proto,
 )
 from deploy.errors import OverloadedError, entry_for, internal_error
+from deploy.grpc_chat import messages_of, tools_of
+from deploy.health import SERVICER as HEALTH_SERVICER
+from deploy.health import UnknownServiceError
 from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
@@ -29,10 +32,12 @@ from triforce_core.errors import (
 from triforce_core.sampling.guides import Guide
 
 SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationServicer_to_server"
+SERVICERS = [SERVICER, HEALTH_SERVICER]
 
 STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
     InvalidValueError: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
+    UnknownServiceError: grpc.StatusCode.NOT_FOUND,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -45,12 +50,10 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
     return (grpc.StatusCode.INTERNAL, internal_error(error)) if code is None else (code, str(error))
 
 
-def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
+async def client_request_from(service: Service, request: pb.GenerateRequest) -> ClientRequest:
     """The service's form of a request. Raises `InvalidValueError` naming the field."""
-    prompt = request.WhichOneof("prompt")
-    require(prompt is not None, "prompt", None, "must be a text or token ids")
     return ClientRequest(
-        prompt=request.text if prompt == "text" else tuple(request.token_ids.values),
+        prompt=await prompt_of(service, request),
         sampling=sampling_from_client(request.sampling),
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         seed=seed_from_proto(request.seed) if request.HasField("seed") else None,
@@ -70,6 +73,17 @@ def client_request_from(request: pb.GenerateRequest) -> ClientRequest:
         priority=request.priority,
         drafter=request.drafter or None,
     )
+
+
+async def prompt_of(service: Service, request: pb.GenerateRequest | pb.TokenizeRequest) -> str | tuple[int, ...]:
+    """The prompt, that of a conversation as tokens. Raises `InvalidValueError` naming the field."""
+    form = request.WhichOneof("prompt")
+    require(form is not None, "prompt", None, "must be a text, token ids or messages")
+    if form == "messages":
+        return await service.chat.render(messages_of(request.messages), tools_of(request.messages))
+    if form == "token_ids" and isinstance(request, pb.GenerateRequest):
+        return tuple(request.token_ids.values)
+    return request.text
 
 
 def guide_from(request: pb.GenerateRequest) -> Guide | None:
@@ -106,7 +120,7 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
 async def generate_stream(service: Service, request: pb.GenerateRequest) -> AsyncGenerator[pb.GenerateChunk, None]:
     """The completions in chunks, as they are decoded."""
     begun = set[int]()
-    async with aclosing(service.complete(client_request_from(request))) as parts:
+    async with aclosing(service.complete(await client_request_from(service, request))) as parts:
         async for part in parts:
             yield chunk_of(part, with_seed=part.index not in begun)
             begun.add(part.index)
@@ -120,6 +134,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
         index=part.index,
         logprobs=logprobs_to_proto(part.piece.logprobs),
         prompt_logprobs=logprobs_to_proto(part.prompt_logprobs),
+        text_lengths=part.piece.lengths,
     )
     if with_seed:
         chunk.seed = seed_to_proto(part.seed)
@@ -154,3 +169,15 @@ def stats_of(stats: Stats) -> pb.Stats:
 def list_models(service: Service) -> pb.ListModelsResponse:
     model = service.model
     return pb.ListModelsResponse(models=[pb.Model(id=model.name, context_length=model.limits.context_length)])
+
+
+async def tokenize(service: Service, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
+    service.check_model(request.model or service.model.name)
+    prompt = await prompt_of(service, request)
+    tokens = await service.encode(prompt) if isinstance(prompt, str) else prompt
+    return pb.TokenizeResponse(token_ids=tokens, context_length=service.model.limits.context_length)
+
+
+async def detokenize(service: Service, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
+    service.check_model(request.model or service.model.name)
+    return pb.DetokenizeResponse(text=await service.decode(request.token_ids))

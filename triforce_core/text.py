@@ -16,7 +16,7 @@ import copy
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from triforce_core.errors import require
@@ -164,6 +164,8 @@ class TextDelta:
     tokens: tuple[int, ...]
     origins: bytes  # one Origin per token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
+    # One per token: how many characters of `text` it completes. Not compared, so that tests can state text and tokens.
+    lengths: tuple[int, ...] = field(default=(), compare=False)
 
 
 def joined(pieces: Sequence[TextDelta]) -> TextDelta:
@@ -173,6 +175,7 @@ def joined(pieces: Sequence[TextDelta]) -> TextDelta:
         tuple(token for piece in pieces for token in piece.tokens),
         b"".join(piece.origins for piece in pieces),
         tuple(each for piece in pieces for each in piece.logprobs),
+        tuple(length for piece in pieces for length in piece.lengths),
     )
 
 
@@ -282,4 +285,5 @@ class OutputText:
         self.num_tokens += num_known + len(tokens)
         origins = bytes(held.origin for held in new if held.token is not None)
         logprobs = tuple(held.logprobs for held in new if held.logprobs is not None)
-        return TextDelta("".join(held.text for held in new), tokens, origins, logprobs)
+        lengths = tuple(len(held.text) for held in new if held.token is not None)
+        return TextDelta("".join(held.text for held in new), tokens, origins, logprobs, lengths)

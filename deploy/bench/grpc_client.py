@@ -11,7 +11,7 @@ import grpc
 from deploy.bench.answers import FailedError, Piece, Question
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
-from triforce_core.client.client import CHANNEL_OPTIONS
+from triforce_core.client.calls import CHANNEL_OPTIONS
 from triforce_core.client.errors import CallError, OverloadedError, from_rpc_error
 from triforce_core.client.request import build_request
 from triforce_core.client.results import chunk_from_proto, models_from_proto

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from scripts.reference.markdown import code, fenced, sentence, table
 from triforce_core import client
+from triforce_core.client.calls import Client
 from triforce_core.client.errors import ERROR_OF_STATUS, CallError
 from triforce_core.client.results import Controller
 
@@ -28,10 +29,14 @@ def page() -> str:
     parts = [
         "# SDK\n",
         "For Python programs: the gRPC client `triforce_core.client`, which needs grpcio and protobuf alone.\n",
-        "A plain `pip install` of this project installs nothing else. A client can be shared between threads.\n",
+        "A plain `pip install` of this project installs nothing else. [The guide](../sdk.md) has examples.\n",
         fenced("python", "docs/examples/sdk_client.py"),
+        "## Both clients\n",
+        f"### `{signature_of(Client.__init__, 'TriForceClient')}`\n",
+        f"### `{signature_of(Client.__init__, 'AsyncTriForceClient')}`\n",
+        sentence(Client.__doc__) + "\n",
     ]
-    for cls in (client.TriForceClient, client.ChunkStream):
+    for cls in (client.TriForceClient, client.ChunkStream, client.AsyncTriForceClient, client.AsyncChunkStream):
         parts += class_of(cls)
     parts += ["## Arguments of a call\n", sentence(client.CallArguments.__doc__).partition("\n")[0] + "\n"]
     parts.append(table(("argument", "type", "meaning"), fields_of(client.CallArguments)))
@@ -52,24 +57,24 @@ def is_subclass(value: object, base: type) -> bool:
 
 
 def class_of(cls: type) -> Iterator[str]:
-    """A class with its public methods; only the client is made by users, so only its constructor is shown."""
+    """A class with its public methods."""
     yield f"## `{cls.__name__}`\n"
     yield sentence(cls.__doc__) + "\n"
     for name, method in vars(cls).items():
-        made = name == "__init__" and cls is client.TriForceClient
-        if made or (inspect.isfunction(method) and not name.startswith("_")):
-            yield f"### `{signature_of(method, cls.__name__ if made else name)}`\n"
+        if inspect.isfunction(method) and not name.startswith("_"):
+            yield f"### `{signature_of(method, name)}`\n"
             yield sentence(method.__doc__) + "\n"
 
 
 def signature_of(method: Callable[..., object], name: str) -> str:
     """The method's signature as its source has it, without `self`."""
     [node] = ast.parse(inspect.cleandoc("\n" + inspect.getsource(method))).body
-    assert isinstance(node, ast.FunctionDef)
+    assert isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     assert node.returns is not None
     del node.args.args[0]
     returned = "" if method.__name__ == "__init__" else f" -> {ast.unparse(node.returns)}"
-    return f"{name}({ast.unparse(node.args)}){returned}"
+    waits = "await " if isinstance(node, ast.AsyncFunctionDef) else ""
+    return f"{waits}{name}({ast.unparse(node.args)}){returned}"
 
 
 def fields_of(cls: type) -> list[tuple[str, str, str]]:

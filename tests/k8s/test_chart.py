@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from deploy.app import ENVIRONMENT
-from deploy.grpc_api import SERVICER
+from deploy.grpc_api import SERVICERS
 from scripts.generate_chart import generated
 from tests.charts import (
     CHART,
@@ -115,7 +115,7 @@ def test_serve_accepts_the_config_and_knows_all_of_it(values: Path) -> None:
     config = serve_config(rendered(values))
     # Serve drops what it does not know without a word.
     assert ServeDeploySchema.model_validate(config).model_dump(exclude_unset=True, mode="json") == config
-    assert config["grpc_options"]["grpc_servicer_functions"] == [SERVICER]
+    assert config["grpc_options"]["grpc_servicer_functions"] == SERVICERS
 
 
 @each_example

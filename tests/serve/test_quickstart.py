@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -19,16 +20,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import grpc
 import psutil
 import pytest
 import requests
+from google.protobuf import json_format
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from tests.charts import KUBERNETES, helm
 from tests.serve.conftest import Server
 from triforce_core.config import load_settings
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PAGES = ("docs/quickstart.md", "docs/operations.md", "README.md")
+PAGES = ("docs/quickstart.md", "docs/sdk.md", "docs/operations.md", "README.md")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 SNIPPET = re.compile(r'^--8<-- "(.+)"$', re.MULTILINE)
 
@@ -113,6 +119,35 @@ def is_valid(block: Block, server: Server, folder: Path) -> None:
     assert json.loads(done.stdout)["target"]["model"].startswith("/models/")
 
 
+def as_grpcurl(expected: str) -> Handler:
+    """grpcurl is not to be had here: its request is sent from here, with what the server's reflection tells."""
+
+    def handle(block: Block, server: Server, folder: Path) -> None:
+        command = shlex.split(block.text.replace("\\\n", ""))
+        assert command[:2] == ["grpcurl", "-plaintext"]
+        body = command[command.index("-d") + 1] if "-d" in command else "{}"
+        assert "127.0.0.1:9000" in command
+        with grpc.insecure_channel(server.grpc_address) as channel:
+            reflection = ProtoReflectionDescriptorDatabase(channel)
+            if command[-1] == "list":
+                answers = [*reflection.get_services()]
+            else:
+                service, _, name = command[-1].partition("/")
+                method = DescriptorPool(reflection).FindServiceByName(service).methods_by_name[name]
+                request = json_format.Parse(body, GetMessageClass(method.input_type)())
+                call = channel.unary_stream(f"/{command[-1]}")(request.SerializeToString(), timeout=60)
+                answers = [str(GetMessageClass(method.output_type).FromString(answer)) for answer in call]
+        assert re.search(expected, "\n".join(answers), re.DOTALL), answers
+
+    return handle
+
+
+def constructs(block: Block, server: Server, folder: Path) -> None:
+    """There is no server at that address, but the client can be made."""
+    done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 HANDLED: dict[tuple[str, str], Handler] = {
     ("docs/quickstart.md", "make serve"): is_what_the_tests_serve,
     ("docs/quickstart.md", '--8<-- "docs/examples/first_request.sh"'): runs(r'"text":".+"completion_tokens":64'),
@@ -128,6 +163,16 @@ HANDLED: dict[tuple[str, str], Handler] = {
         "docs/quickstart.md",
         "helm install kuberay-operator kuberay-operator --repo https://ray-project.github.io/kuberay-helm/",
     ): needs_a_cluster,
+    ("docs/sdk.md", '--8<-- "docs/examples/sdk_chat.py"'): runs(r".+\n\d+ tokens\n.+"),
+    ("docs/sdk.md", '--8<-- "docs/examples/sdk_async.py"'): runs(r"^('.+'\n){3}$"),
+    ("docs/sdk.md", '--8<-- "docs/examples/sdk_errors.py"'): runs(r"^healthy\ntemperature: -1.0 must be between"),
+    ("docs/sdk.md", '--8<-- "docs/examples/chat.sh"'): runs(r"\w+"),
+    ("docs/sdk.md", "from triforce_core.client import TriForceClient"): constructs,
+    ("docs/sdk.md", "grpcurl -plaintext 127.0.0.1:9000 list"): as_grpcurl(r"grpc\.health.+triforce\.v1\.Generation"),
+    (
+        "docs/sdk.md",
+        """grpcurl -plaintext -d '{"text": "def fibonacci(n):", "max_tokens": 64, "seed": 1}' \\""",
+    ): as_grpcurl(r"text: .+completion_tokens: 64"),
     (
         "docs/operations.md",
         ".venv/bin/triforce simulate docs/examples/load.yaml --plan --p95-ms-per-token 200 --json",

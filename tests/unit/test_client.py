@@ -15,6 +15,7 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from triforce_core.client import (
     Acceptance,
+    AuthenticationError,
     CallArguments,
     CallCancelledError,
     CallError,
@@ -142,7 +143,7 @@ def address(servicer: ScriptedGeneration) -> Iterator[str]:
 
 @pytest.fixture
 def client(address: str) -> Iterator[TriForceClient]:
-    with TriForceClient(address, timeout_s=10) as client:
+    with TriForceClient(address, timeout_s=10, retries=0) as client:  # test_client_calls.py tests retries
         yield client
 
 
@@ -283,7 +284,7 @@ def test_two_forms_contradict_each_other(client: TriForceClient) -> None:
 
 
 def test_every_field_of_the_service_has_its_argument() -> None:
-    of_prompt = {"text", "token_ids", "sampling"}
+    of_prompt = {"text", "token_ids", "messages", "sampling"}
     of_request = {field.name for field in pb.GenerateRequest.DESCRIPTOR.fields} - of_prompt
     of_sampling = {field.name for field in pb.Sampling.DESCRIPTOR.fields}
     assert CallArguments.__optional_keys__ == of_request | of_sampling
@@ -325,6 +326,8 @@ def test_application_and_metadata_go_along(address: str, servicer: ScriptedGener
         ("OUT_OF_RANGE", InvalidRequestError),
         ("FAILED_PRECONDITION", InvalidRequestError),
         ("NOT_FOUND", NotFoundError),
+        ("UNAUTHENTICATED", AuthenticationError),
+        ("PERMISSION_DENIED", AuthenticationError),
         ("RESOURCE_EXHAUSTED", OverloadedError),
         ("UNAVAILABLE", UnavailableError),
         ("DEADLINE_EXCEEDED", DeadlineExceededError),
@@ -354,13 +357,13 @@ def test_a_stream_that_breaks_keeps_what_came_before(client: TriForceClient) -> 
 def test_nobody_at_the_address_is_unavailable() -> None:
     server, port = serve(ScriptedGeneration())
     server.stop(grace=None).wait()
-    with TriForceClient(f"127.0.0.1:{port}", timeout_s=5) as client, pytest.raises(UnavailableError):
+    with TriForceClient(f"127.0.0.1:{port}", timeout_s=5, retries=0) as client, pytest.raises(UnavailableError):
         client.generate("abc")
 
 
 def test_a_server_that_comes_back_is_found_again() -> None:
     server, port = serve(ScriptedGeneration())
-    with TriForceClient(f"127.0.0.1:{port}", timeout_s=5) as client:
+    with TriForceClient(f"127.0.0.1:{port}", timeout_s=5, retries=0) as client:
         client.models()
         server.stop(grace=None).wait()
         with pytest.raises(UnavailableError):

@@ -10,6 +10,7 @@ import typer
 import yaml
 
 from triforce_core.cli.bench import bench_app
+from triforce_core.cli.chat import chat
 from triforce_core.cli.demo import demo_app
 from triforce_core.cli.doctor import doctor
 from triforce_core.cli.generate import generate
@@ -20,6 +21,7 @@ from triforce_core.errors import TriForceError
 from triforce_core.models.precision import resolved
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
+app.command()(chat)
 app.command()(doctor)
 app.command()(generate)
 app.command()(simulate)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Protocol
 
 import typer
 from rich.console import Console
@@ -23,7 +23,21 @@ from triforce_core.sampling.guides import Guide, no_token
 from triforce_core.text import OutputText, StopString, TextDelta, TokenText, joined, spellings
 
 if TYPE_CHECKING:
-    from triforce_core.engine.sequence import Output, Request, Stats
+    from triforce_core.engine.sequence import Output, Request
+
+
+class Figures(Protocol):
+    """The times of an output, of this process or of a server."""
+
+    @property
+    def prefill_s(self) -> float: ...
+
+    @property
+    def ms_per_token(self) -> float | None: ...
+
+    @property
+    def tokens_per_round(self) -> float | None: ...
+
 
 COLOURS = {Origin.DRAFT: "green", Origin.RETRIEVAL: "cyan", Origin.TARGET: "default", Origin.LOOKUP: "yellow"}
 
@@ -123,7 +137,7 @@ def generate(
                 typer.echo(json.dumps(completion.report(text if echo else "")))
                 continue
             console.print()
-            console.print(legend(completion.stats, settings))
+            console.print(legend(completion.stats, settings.dtype))
 
 
 class Completion:
@@ -201,10 +215,10 @@ def show(console: Console, pieces: Iterable[TextDelta]) -> None:
     console.print(Segments(segments), end="")
 
 
-def legend(stats: Stats, settings: Settings) -> Text:
-    """A line with each origin's name in its colour, the dtype, and the times of the output."""
+def legend(stats: Figures, place: str) -> Text:
+    """A line with each origin's name in its colour, the dtype or the server, and the times of the output."""
     costs = [f"prefill {stats.prefill_s:.2f} s"]
     if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: only the prefill ran
         costs += [f"{stats.ms_per_token:.2f} ms a token", f"{stats.tokens_per_round:.2f} tokens a round"]
     names = ((f"{origin.name.lower()} ", COLOURS[origin]) for origin in Origin)
-    return Text.assemble(*names, (f"| {settings.dtype} | {', '.join(costs)}", "dim"))
+    return Text.assemble(*names, (f"| {place} | {', '.join(costs)}", "dim"))

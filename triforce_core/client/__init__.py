@@ -7,8 +7,10 @@ with TriForceClient("127.0.0.1:9000") as client:
         print(chunk.text, end="", flush=True)
 """
 
+from triforce_core.client.aio import AsyncChunkStream, AsyncTriForceClient
 from triforce_core.client.client import ChunkStream, TriForceClient
 from triforce_core.client.errors import (
+    AuthenticationError,
     CallCancelledError,
     CallError,
     DeadlineExceededError,
@@ -33,6 +35,9 @@ from triforce_core.client.results import (
 
 __all__ = [
     "Acceptance",
+    "AsyncChunkStream",
+    "AsyncTriForceClient",
+    "AuthenticationError",
     "CallArguments",
     "CallCancelledError",
     "CallError",

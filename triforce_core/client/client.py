@@ -1,54 +1,32 @@
-"""The client: one channel to a deployment, blocking calls, typed results and errors. Safe to share between threads."""
+"""The synchronous client: one channel to a deployment, and blocking calls."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Protocol, Self, Unpack
+from typing import Any, Protocol, Self, Unpack, cast
 
 import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
+from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Progress, Result
 from triforce_core.client.errors import from_rpc_error
-from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, build_request
-from triforce_core.client.results import (
-    Chunk,
-    Completion,
-    Model,
-    chunk_from_proto,
-    completion_from_proto,
-    models_from_proto,
-)
-
-CHANNEL_OPTIONS = (
-    # Reconnects within seconds after a deployment is back; gRPC's default backoff grows to two minutes.
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2000),
-    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
-)
+from triforce_core.client.request import CallArguments, Message, chat_messages
+from triforce_core.client.results import Chunk, Completion, Model
 
 
-class TriForceClient:
-    """A client of the generation service at `address` ("host:port").
+class TriForceClient(Client):
+    """A client whose calls block. It can be shared between threads."""
 
-    `timeout_s` bounds every call, and a stream as a whole, unless the call has its own `timeout_s`; None means no
-    limit. `application` is the name of the Ray Serve application, needed where the proxy serves several; `metadata` is
-    sent with every call. Calls raise `CallError`s (`triforce_core.client.errors`).
-    """
-
-    def __init__(
-        self,
-        address: str = "127.0.0.1:9000",
-        *,
-        timeout_s: float | None = 600.0,
-        application: str | None = None,
-        metadata: Sequence[tuple[str, str]] = (),
-    ) -> None:
-        self.timeout_s = timeout_s
-        self._metadata = (*metadata, *([] if application is None else [("application", application)]))
-        self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
-        self._stub = GenerationStub(self._channel)
+    def __init__(self, address: str = "127.0.0.1:9000", **settings: Any) -> None:
+        super().__init__(address, **settings)
+        self._channel = (
+            grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
+            if self._credentials is None
+            else grpc.secure_channel(address, self._credentials, options=CHANNEL_OPTIONS)
+        )
 
     def generate(self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]) -> Completion:
         """The whole completion of `prompt`, a text or token ids; `CallArguments` lists the other arguments.
@@ -56,38 +34,61 @@ class TriForceClient:
         `lookaheads` are the numbers of tokens to draft: first at the level below the target, then at each level below
         that; (0, 0) turns speculation off. They change the speed and never the output.
 
-        To resume a stream that broke off, make the same call with the seed of its first chunk, and the tokens received
-        so far as `resume_token_ids`. These count towards `max_tokens`, and are not sent again.
+        To resume by hand a stream that broke off, make the same call with the seed of its first chunk, and the tokens
+        received so far as `resume_token_ids`. These count towards `max_tokens`, and are not sent again.
         """
-        request, timeout_s = self._request(prompt, arguments)
-        try:
-            response = self._stub.Generate(request, timeout=timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        return completion_from_proto(response)
+        return self._call(self._generate_call(prompt, arguments))
 
     def stream(self, prompt: str | Sequence[int], **arguments: Unpack[CallArguments]) -> ChunkStream:
         """The completion in chunks as it is decoded; arguments as for `generate`. Closing or dropping the stream
         cancels it.
-        """
-        request, timeout_s = self._request(prompt, arguments)
-        return ChunkStream(self._stub.GenerateStream(request, timeout=timeout_s, metadata=self._metadata))
 
-    def _request(
-        self, prompt: str | Sequence[int], arguments: CallArguments
-    ) -> tuple[pb.GenerateRequest, float | None]:
-        """The call's message, and its time limit in seconds."""
-        if arguments.get("timeout_s") is None:
-            arguments["timeout_s"] = self.timeout_s
-        return build_request(prompt, arguments), arguments["timeout_s"]
+        A stream whose server goes away goes on by itself, with exactly the tokens that are missing, within the client's
+        `retries`. Where that is not possible (`n` above 1, or no token received yet), it raises. `stats` then cover
+        the last call alone.
+        """
+        return self._stream(self._progress(prompt, arguments))
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Unpack[CallArguments],
+    ) -> Completion:
+        """The assistant's next message in the conversation `messages`: mappings with `role` and `content`, and where
+        tools are called `tool_calls`, `tool_call_id` and `name`, as in OpenAI's API. The server renders them with the
+        model's own template. `tools` are the functions that the model may call; other arguments as for `generate`.
+        """
+        return self._call(self._generate_call(chat_messages(messages, tools), arguments))
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        **arguments: Unpack[CallArguments],
+    ) -> ChunkStream:
+        """The message of `chat` in chunks, as by `stream`."""
+        return self._stream(self._progress(chat_messages(messages, tools), arguments))
+
+    def tokenize(
+        self, prompt: str | Sequence[Message], *, tools: Sequence[Mapping[str, Any]] | None = None, model: str = ""
+    ) -> tuple[int, ...]:
+        """The tokens of a text or a conversation, special ones included, as `generate` and `chat` would send them."""
+        return self._call(self._tokenize_call(prompt, tools, model))
+
+    def detokenize(self, token_ids: Sequence[int], *, model: str = "") -> str:
+        """The text of these tokens, with the names of special ones."""
+        return self._call(self._detokenize_call(token_ids, model))
 
     def models(self) -> tuple[Model, ...]:
         """The models that the deployment serves, the default one first."""
-        try:
-            response = self._stub.ListModels(pb.ListModelsRequest(), timeout=self.timeout_s, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from error
-        return models_from_proto(response)
+        return self._call(self._models_call())
+
+    def health(self, timeout_s: float = 10.0) -> bool:
+        """Whether a request would be served, by the deployment's `grpc.health.v1` service."""
+        return self._call(self._health_call(timeout_s), retries=0)
 
     def close(self) -> None:
         """End the connection and every call on it."""
@@ -101,6 +102,37 @@ class TriForceClient:
     ) -> None:
         self.close()
 
+    def _call(self, call: Call[Result], retries: int | None = None) -> Result:
+        method = self._channel.unary_unary(
+            call.path, type(call.request).SerializeToString, response_deserializer=call.answer.FromString
+        )
+        attempts = self._attempts(call.timeout_s, retries)
+        while True:
+            try:
+                answer = method(call.request, timeout=attempts.left_s, metadata=self._metadata)
+            except grpc.RpcError as error:
+                failure = from_rpc_error(error)
+                delay_s = attempts.delay_s(failure)
+                if delay_s is None:
+                    raise failure from error
+                time.sleep(delay_s)
+            else:
+                return call.result(answer)
+
+    def _stream(self, progress: Progress) -> ChunkStream:
+        method = self._channel.unary_stream(
+            f"{GENERATION}/GenerateStream",
+            pb.GenerateRequest.SerializeToString,
+            response_deserializer=pb.GenerateChunk.FromString,
+        )
+        metadata = self._metadata  # so that the stream does not hold the client
+
+        def start() -> StreamingCall:
+            call: Any = method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
+            return cast(StreamingCall, call)
+
+        return ChunkStream(progress, start)
+
 
 class StreamingCall(Protocol):
     """The part of gRPC's call that `ChunkStream` uses."""
@@ -113,25 +145,38 @@ class StreamingCall(Protocol):
 class ChunkStream(Iterator[Chunk]):
     """The chunks of one streamed completion. Closing the stream ends the call and the generation on the server."""
 
-    def __init__(self, call: StreamingCall) -> None:
-        self._call = call
-        self._closed = False
+    def __init__(self, progress: Progress, start: Callable[[], StreamingCall]) -> None:
+        self._progress, self._start = progress, start
+        self._closed = threading.Event()
+        self._call = start()
 
     def __next__(self) -> Chunk:
-        if self._closed:
-            raise StopIteration
-        try:
-            message = next(self._call)
-            while not message.ByteSize():  # Ray Serve's proxy sends an empty message before an error
-                message = next(self._call)
-        except grpc.RpcError as error:
-            if self._closed:  # another thread closed the stream while this one waited
-                raise StopIteration from None
-            raise from_rpc_error(error) from error
-        return chunk_from_proto(message)
+        while not self._closed.is_set():
+            try:
+                chunk = self._progress.take(next(self._call))
+            except grpc.RpcError as error:
+                if self._closed.is_set() or self._progress.ended:  # another thread closed it while this one waited
+                    break
+                self._resume(error)
+            else:
+                if chunk is not None:
+                    return chunk
+        raise StopIteration
+
+    def _resume(self, error: grpc.RpcError) -> None:
+        """Go on in another call after a delay. Raises the error as a `CallError` where that is not possible."""
+        failure = from_rpc_error(error)
+        delay_s = self._progress.delay_s(failure)
+        if delay_s is None:
+            raise failure from error
+        if not self._closed.wait(delay_s):
+            self._progress.prepare()
+            self._call = self._start()
+            if self._closed.is_set():  # meanwhile
+                self._call.cancel()
 
     def close(self) -> None:
-        self._closed = True
+        self._closed.set()
         self._call.cancel()
 
     def __enter__(self) -> Self:

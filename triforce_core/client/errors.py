@@ -25,6 +25,10 @@ class NotFoundError(CallError):
     """The deployment has no such model, or the proxy no such application."""
 
 
+class AuthenticationError(CallError):
+    """The deployment wants an API key (`api_key`), or does not accept this one."""
+
+
 class OverloadedError(CallError):
     """The deployment is full; try again later."""
 
@@ -50,6 +54,8 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
+    grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
     grpc.StatusCode.RESOURCE_EXHAUSTED: OverloadedError,
     grpc.StatusCode.UNAVAILABLE: UnavailableError,
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,

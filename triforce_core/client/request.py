@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypedDict
 
 import grpc
-from google.protobuf.message import Message
+from google.protobuf import message as protobuf
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.errors import InvalidRequestError
@@ -16,6 +17,9 @@ from triforce_core.client.errors import InvalidRequestError
 LISTS = ("lookaheads", "choice")  # fields whose message holds `values`
 GUIDES = {field.name for field in pb.GenerateRequest.DESCRIPTOR.oneofs_by_name["guide"].fields}
 MAX_MESSAGE_BYTES = 64 << 20  # the server's limit; prompts of millions of tokens fit
+
+MESSAGE_FIELDS = ("role", "content", "tool_calls", "tool_call_id", "name")
+Message = Mapping[str, Any]  # one message of a conversation, with MESSAGE_FIELDS as in OpenAI's API
 
 
 class CallArguments(TypedDict, total=False):
@@ -59,7 +63,10 @@ class CallArguments(TypedDict, total=False):
     timeout_s: float | None  # by default the client's own
 
 
-def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.GenerateRequest:
+Prompt = str | Sequence[int] | pb.ChatMessages
+
+
+def build_request(prompt: Prompt, arguments: CallArguments) -> pb.GenerateRequest:
     """The request for these arguments; None leaves a field unset. The server checks all rules beyond the types.
 
     Raises `InvalidRequestError` for a value of the wrong type or a request over 64 MiB, and `TypeError` for an unknown
@@ -68,6 +75,8 @@ def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.G
     request = pb.GenerateRequest()
     if isinstance(prompt, str):
         _set(request, "text", prompt, argument="prompt")
+    elif isinstance(prompt, pb.ChatMessages):
+        request.messages.CopyFrom(prompt)
     else:
         request.token_ids.SetInParent()  # marks the field as present, even when empty
         _set(request.token_ids, "values", prompt, argument="prompt")
@@ -90,13 +99,30 @@ def build_request(prompt: str | Sequence[int], arguments: CallArguments) -> pb.G
     return request
 
 
-def _as_json(schema: object) -> str:
-    if isinstance(schema, str):
-        return schema
+def chat_messages(messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None) -> pb.ChatMessages:
+    """The conversation as a prompt. Raises `InvalidRequestError` for a value of the wrong type."""
+    conversation = pb.ChatMessages(tools_json=_as_json("tools", tools) if tools else "")
+    for index, message in enumerate(messages):
+        where, sent = f"messages[{index}]", conversation.messages.add()
+        if not isinstance(message, Mapping):
+            raise _refusal(where, repr(message), "must be a mapping with role and content")
+        for name, value in message.items():
+            if name not in MESSAGE_FIELDS:
+                raise _refusal(where, repr(name), f"must be one of {', '.join(MESSAGE_FIELDS)}")
+            if value is not None:
+                json_value = name == "tool_calls"
+                field = "tool_calls_json" if json_value else name
+                _set(sent, field, _as_json(where, value) if json_value else value, argument=f"{where}.{name}")
+    return conversation
+
+
+def _as_json(argument: str, value: object) -> str:
+    if isinstance(value, str):
+        return value
     try:
-        return json.dumps(schema)
+        return json.dumps(value)
     except (TypeError, ValueError) as error:
-        raise _refusal("json_schema", repr(schema), f"is not JSON ({error})") from None
+        raise _refusal(argument, repr(value), f"is not JSON ({error})") from None
 
 
 def _listed(texts: object) -> object:
@@ -134,7 +160,7 @@ CONVERSIONS: dict[str, Callable[[Any], Any]] = {
     "timeout_s": _seconds,
     "stop": _listed,
     "bad_words": _listed,
-    "json_schema": _as_json,
+    "json_schema": partial(_as_json, "json_schema"),
     "bad_word_ids": _token_lists,
 }
 
@@ -143,7 +169,7 @@ def _refusal(argument: str, shown: str, rule: str) -> InvalidRequestError:
     return InvalidRequestError(f"{argument}: {shown:.80} {rule}", grpc.StatusCode.INVALID_ARGUMENT)
 
 
-def _set(message: Message, field: str, value: object, argument: str = "") -> None:
+def _set(message: protobuf.Message, field: str, value: object, argument: str = "") -> None:
     """Set a field. If protobuf refuses the value, raises `InvalidRequestError` naming the argument."""
     try:
         message.MergeFrom(type(message)(**{field: value}))

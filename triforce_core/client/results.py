@@ -129,6 +129,7 @@ class Chunk:
     index: int = 0  # which of the call's `n` completions it continues
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of some tokens of the prompt; in the first chunks, if asked for
+    text_lengths: tuple[int, ...] = ()  # one per token: how many characters of `text` it completes
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +170,7 @@ def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
         index=message.index,
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
+        text_lengths=tuple(message.text_lengths),
     )
 
 

@@ -49,6 +49,16 @@ class GenerationStub:
                 request_serializer=triforce_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=triforce_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Tokenize = channel.unary_unary(
+                '/triforce.v1.Generation/Tokenize',
+                request_serializer=triforce_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+                response_deserializer=triforce_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+                _registered_method=True)
+        self.Detokenize = channel.unary_unary(
+                '/triforce.v1.Generation/Detokenize',
+                request_serializer=triforce_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+                response_deserializer=triforce_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
 
 
 class GenerationServicer:
@@ -76,6 +86,20 @@ class GenerationServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Tokenize(self, request, context):
+        """Encodes a prompt as Generate would.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Detokenize(self, request, context):
+        """Decodes tokens into text, with the names of special tokens.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GenerationServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -93,6 +117,16 @@ def add_GenerationServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=triforce_dot_v1_dot_generation__pb2.ListModelsRequest.FromString,
                     response_serializer=triforce_dot_v1_dot_generation__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Tokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Tokenize,
+                    request_deserializer=triforce_dot_v1_dot_generation__pb2.TokenizeRequest.FromString,
+                    response_serializer=triforce_dot_v1_dot_generation__pb2.TokenizeResponse.SerializeToString,
+            ),
+            'Detokenize': grpc.unary_unary_rpc_method_handler(
+                    servicer.Detokenize,
+                    request_deserializer=triforce_dot_v1_dot_generation__pb2.DetokenizeRequest.FromString,
+                    response_serializer=triforce_dot_v1_dot_generation__pb2.DetokenizeResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -176,6 +210,60 @@ class Generation:
             '/triforce.v1.Generation/ListModels',
             triforce_dot_v1_dot_generation__pb2.ListModelsRequest.SerializeToString,
             triforce_dot_v1_dot_generation__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Tokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triforce.v1.Generation/Tokenize',
+            triforce_dot_v1_dot_generation__pb2.TokenizeRequest.SerializeToString,
+            triforce_dot_v1_dot_generation__pb2.TokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Detokenize(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/triforce.v1.Generation/Detokenize',
+            triforce_dot_v1_dot_generation__pb2.DetokenizeRequest.SerializeToString,
+            triforce_dot_v1_dot_generation__pb2.DetokenizeResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -1,0 +1,66 @@
+"""The standard health service, grpc.health.v1, for probes and load balancers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator
+
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListResponse
+
+from deploy.errors import OverloadedError
+from deploy.service import Service
+from triforce_core.errors import InvalidValueError, TriForceError
+
+SERVICER = "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server"
+SERVICES = ("", "triforce.v1.Generation", "grpc.health.v1.Health")  # the empty name means the server as a whole
+PERIOD_S = 2.0  # between two looks of a watch
+MAX_WATCHES = 16  # each takes a place among the gateway's calls for as long as its client likes
+
+
+class UnknownServiceError(InvalidValueError):
+    """The server has no gRPC service of this name."""
+
+
+class Health:
+    def __init__(self, service: Service) -> None:
+        self.service = service
+        self.num_watches = 0
+
+    async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
+        """Whether a request would be served. Raises `UnknownServiceError`."""
+        response = await self.status(request.service)
+        if response.status == HealthCheckResponse.SERVICE_UNKNOWN:
+            raise UnknownServiceError("service", request.service, "is not served here")
+        return response
+
+    async def list(self) -> HealthListResponse:
+        """The status of every service: they are one."""
+        status = await self.status("")
+        return HealthListResponse(statuses=dict.fromkeys(SERVICES, status))
+
+    async def watch(self, request: HealthCheckRequest) -> AsyncGenerator[HealthCheckResponse, None]:
+        """The status now, and again whenever it has changed, until the server shuts down. Raises `OverloadedError`."""
+        if self.num_watches == MAX_WATCHES:
+            raise OverloadedError(f"there are {MAX_WATCHES} watches already; use Check")
+        self.num_watches += 1
+        try:
+            told = None
+            while True:
+                response = await self.status(request.service)
+                if response != told:
+                    yield response
+                    told = response
+                if self.service.draining:
+                    return
+                await asyncio.sleep(PERIOD_S)
+        finally:
+            self.num_watches -= 1
+
+    async def status(self, name: str) -> HealthCheckResponse:
+        if name not in SERVICES:
+            return HealthCheckResponse(status=HealthCheckResponse.SERVICE_UNKNOWN)
+        try:
+            await self.service.check()
+        except TriForceError:
+            return HealthCheckResponse(status=HealthCheckResponse.NOT_SERVING)
+        return HealthCheckResponse(status=HealthCheckResponse.SERVING)

@@ -1,0 +1,151 @@
+"""Random messages at every method of the gRPC services: each gets an answer or a typed error."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections import Counter
+from typing import Any
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from deploy.gateway import Gateway
+from deploy.health import Health
+from tests.random_messages import messages
+from tests.serve.conftest import Server
+from tests.serve.test_service import Scripted, event, ids, served
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core.client import TriForceClient
+
+SERVICES = (pb.DESCRIPTOR.services_by_name["Generation"], health_pb2.DESCRIPTOR.services_by_name["Health"])
+METHODS = {method.name: method for service in SERVICES for method in service.methods}
+STATUSES = {  # that a client's message may lead to; a server of ours never answers UNKNOWN, nor INTERNAL
+    "OK",
+    "INVALID_ARGUMENT",
+    "NOT_FOUND",
+    "RESOURCE_EXHAUSTED",
+    "DEADLINE_EXCEEDED",
+    "UNAVAILABLE",  # only where the pipelines say so
+}
+
+
+MENDED: dict[str, Any] = {"model": "", "text": "def main():", "sampling": None, "max_tokens": 3, "service": ""}
+
+
+@st.composite
+def requests(draw: st.DrawFn) -> tuple[str, Any]:
+    """A method and its request, some of whose fields are sound: otherwise hardly one would be sound as a whole."""
+    name = draw(st.sampled_from(sorted(METHODS)))
+    request: Any = draw(messages(METHODS[name].input_type))
+    for field, value in MENDED.items():
+        if field in request.DESCRIPTOR.fields_by_name and draw(st.integers(0, 3)):
+            request.ClearField(field)
+            if value is not None:
+                setattr(request, field, value)
+    return name, request
+
+
+class Context:
+    """What Serve gives to a method."""
+
+    code = grpc.StatusCode.OK
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        assert details
+
+
+class Up(Scripted):
+    async def check(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def gateway() -> Gateway:
+    """A gateway without Ray. Its pipeline always answers the same three tokens."""
+    _, service, _ = served()
+    service.pipelines = Up(event(ids("a b")), event(ids(" c"), pb.FINISH_REASON_LENGTH))
+    gateway = Gateway.__new__(Gateway)
+    gateway.service, gateway.health = service, Health(service)
+    return gateway
+
+
+async def status_of(gateway: Gateway, name: str, request: Any) -> str:
+    """The status with which the method answers; of a watch, after its first message."""
+    context, method = Context(), getattr(gateway, name)
+    takes = inspect.signature(method).parameters
+    answer = method(request, context) if len(takes) > 1 else method(request)
+    if METHODS[name].server_streaming:
+        async for item in answer:
+            assert item.DESCRIPTOR is METHODS[name].output_type
+            if name == "Watch":
+                break
+        await answer.aclose()
+    else:
+        assert (await answer).DESCRIPTOR is METHODS[name].output_type
+    return context.code.name
+
+
+SEEN: Counter[tuple[str, str]] = Counter()
+
+
+@settings(max_examples=800, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@given(requests())
+def test_no_message_leads_to_an_unknown_error(gateway: Gateway, asked: tuple[str, Any]) -> None:
+    name, request = asked
+    status = asyncio.run(asyncio.wait_for(status_of(gateway, name, request), 60))
+    assert status in STATUSES, f"{name}({request}): {status}"
+    assert gateway.service.in_flight == gateway.health.num_watches == 0
+    SEEN[name, status] += 1
+
+
+def test_the_messages_reached_what_lies_behind_the_checks() -> None:
+    """Otherwise the test above would show little."""
+    if not SEEN:
+        pytest.skip("run together with the test above")
+    assert SEEN["GenerateStream", "OK"] > 20
+    assert SEEN["Tokenize", "OK"] > 20
+    assert SEEN["GenerateStream", "INVALID_ARGUMENT"] > 20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_live_server_survives_them_too(server: Server, client: TriForceClient) -> None:
+    """And bytes that are no message: gRPC itself refuses those."""
+    seen: Counter[str] = Counter()
+    with grpc.insecure_channel(server.grpc_address) as channel:
+
+        @settings(max_examples=600, deadline=None, suppress_health_check=list(HealthCheck))
+        @given(requests(), st.one_of(st.none(), st.binary(min_size=1, max_size=40)))
+        def send(asked: tuple[str, Any], garbage: bytes | None) -> None:
+            name, request = asked
+            if "max_tokens" in request.DESCRIPTOR.fields_by_name:
+                request.max_tokens = min(request.max_tokens or 4, 4)  # the point is not to decode
+            path = f"/{METHODS[name].containing_service.full_name}/{name}"
+            sent = request.SerializeToString() if garbage is None else garbage
+            make = channel.unary_stream if METHODS[name].server_streaming else channel.unary_unary
+            call: Any = make(path)
+            try:
+                answer = call(sent, timeout=30)
+                if METHODS[name].server_streaming:
+                    for _ in answer:
+                        if name == "Watch":
+                            break
+                    answer.cancel()
+                status = "OK"
+            except grpc.RpcError as error:
+                status = error.code().name
+            allowed = STATUSES - {"UNAVAILABLE"} | ({"INTERNAL"} if garbage is not None else set())
+            assert status in allowed, f"{name}({sent!r}): {status}"
+            seen[status] += 1
+
+        send()
+    print(f"\n{dict(seen)}")
+    server.wait_idle()
+    assert client.generate("def main():", max_tokens=4, seed=1).usage.completion_tokens == 4

@@ -1,0 +1,100 @@
+"""The standard health service, over a scripted pipeline."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import aclosing
+
+import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
+
+from deploy import grpc_api, health
+from deploy.errors import OverloadedError
+from deploy.health import Health, UnknownServiceError
+from tests.serve.test_service import Scripted, served
+from triforce_core.errors import UnavailableError
+
+SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING
+
+
+class Switched(Scripted):
+    """Pipelines that can serve while `up`."""
+
+    up = True
+
+    async def check(self) -> None:
+        if not self.up:
+            raise UnavailableError("down")
+
+
+def switched() -> tuple[Health, Switched]:
+    _, service, _ = served()
+    pipelines = Switched()
+    service.pipelines, service.served = pipelines, True
+    return Health(service), pipelines
+
+
+@pytest.mark.parametrize("name", ["", "triforce.v1.Generation"])
+def test_check_says_whether_a_request_would_be_served(name: str) -> None:
+    found, pipelines = switched()
+    request = HealthCheckRequest(service=name)
+    assert asyncio.run(found.check(request)).status == SERVING
+    pipelines.up = False
+    assert asyncio.run(found.check(request)).status == NOT_SERVING
+    pipelines.up, found.service.draining = True, True
+    assert asyncio.run(found.check(request)).status == NOT_SERVING
+
+
+def test_a_service_that_there_is_not_is_not_found() -> None:
+    found, _ = switched()
+    with pytest.raises(UnknownServiceError) as unknown:
+        asyncio.run(found.check(HealthCheckRequest(service="other")))
+    code, details = grpc_api.status_of(unknown.value)
+    assert (code.name, details) == ("NOT_FOUND", "service: 'other' is not served here")
+
+
+def test_the_list_has_every_service() -> None:
+    found, pipelines = switched()
+    pipelines.up = False
+    statuses = asyncio.run(found.list()).statuses
+    assert {name: each.status for name, each in statuses.items()} == dict.fromkeys(health.SERVICES, NOT_SERVING)
+
+
+async def statuses(found: Health, name: str = "") -> list[int]:
+    async with aclosing(found.watch(HealthCheckRequest(service=name))) as watch:
+        return [response.status async for response in watch]
+
+
+def test_a_watch_tells_changes_and_ends_with_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PERIOD_S", 0.02)
+    found, pipelines = switched()
+
+    async def main() -> list[int]:
+        watch = asyncio.ensure_future(statuses(found))
+        for up in (True, False, True):
+            pipelines.up = up
+            await asyncio.sleep(0.2)
+        found.service.draining = True
+        return await watch
+
+    assert asyncio.run(main()) == [SERVING, NOT_SERVING, SERVING, NOT_SERVING]
+    assert found.num_watches == 0
+
+
+def test_watches_are_limited_and_give_their_places_back() -> None:
+    found, _ = switched()
+
+    async def main() -> None:
+        watches = [found.watch(HealthCheckRequest()) for _ in range(health.MAX_WATCHES)]
+        for watch in watches:
+            await anext(watch)
+        with pytest.raises(OverloadedError, match="16 watches already"):
+            await statuses(found)
+        await watches[0].aclose()
+        another = found.watch(HealthCheckRequest(service="other"))
+        assert (await anext(another)).status == HealthCheckResponse.SERVICE_UNKNOWN
+        for watch in (*watches, another):
+            await watch.aclose()
+
+    asyncio.run(main())
+    assert found.num_watches == 0

@@ -1,0 +1,207 @@
+"""What synchronous and asynchronous clients share: connections, calls as data, and streams that can be resumed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import grpc
+from google.protobuf.message import Message as ProtobufMessage
+from google.protobuf.wrappers_pb2 import Int32Value, StringValue
+
+from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core.client.errors import CallError
+from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, Message, Prompt, build_request, chat_messages
+from triforce_core.client.results import (
+    Chunk,
+    Completion,
+    Model,
+    chunk_from_proto,
+    completion_from_proto,
+    models_from_proto,
+)
+from triforce_core.client.retry import Attempts
+
+Result = TypeVar("Result")
+
+CHANNEL_OPTIONS = (
+    # Reconnects within seconds after a deployment is back; gRPC's default backoff grows to two minutes.
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
+)
+GENERATION = "/triforce.v1.Generation"
+KEY_VARIABLE = "TRIFORCE_API_KEY"
+SERVING = 1  # of grpc.health.v1.HealthCheckResponse.ServingStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[Result]):
+    """A call with one answer."""
+
+    path: str
+    request: ProtobufMessage
+    answer: type[ProtobufMessage]
+    result: Callable[[Any], Result]  # of the answer
+    timeout_s: float | None
+
+
+class Client:
+    """The base of both clients, which send the calls that this class makes.
+
+    `timeout_s` bounds every call, and a stream as a whole, unless the call has its own `timeout_s`; None means no
+    limit. A call that fails because the server is away or full is tried up to `retries` times more, after delays that
+    double from a quarter of a second on; `health` is not.
+
+    `tls` encrypts the connection: `True` trusts the authorities that gRPC trusts by default, `root_certificates` (PEM,
+    or the path of a file with it) trusts these instead, and credentials from `grpc.ssl_channel_credentials` may hold a
+    certificate of the client. `api_key` is sent with every call; by default it is the environment variable
+    TRIFORCE_API_KEY. Without TLS, it can be read by whoever can read the traffic.
+
+    `application` is the name of the Ray Serve application, needed where the proxy serves several; `metadata` is sent
+    with every call. Calls raise `CallError`s (`triforce_core.client.errors`).
+    """
+
+    def __init__(
+        self,
+        address: str = "127.0.0.1:9000",
+        *,
+        timeout_s: float | None = 600.0,
+        retries: int = 3,
+        tls: bool | grpc.ChannelCredentials = False,
+        root_certificates: bytes | str | Path | None = None,
+        api_key: str | None = None,
+        application: str | None = None,
+        metadata: Sequence[tuple[str, str]] = (),
+    ) -> None:
+        if retries < 0:
+            raise ValueError(f"retries: {retries} must be at least 0")
+        self.address, self.timeout_s, self.retries = address, timeout_s, retries
+        self._credentials = _credentials(tls, root_certificates)
+        self._metadata = tuple(metadata)
+        if application is not None:
+            self._metadata += (("application", application),)
+        if key := os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key:
+            if not (key.isascii() and key.isprintable()):
+                raise ValueError("api_key: must be printable ASCII characters")  # the key itself is not shown
+            self._metadata += (("authorization", f"Bearer {key}"),)
+
+    def _attempts(self, timeout_s: float | None, retries: int | None = None) -> Attempts:
+        return Attempts(timeout_s, self.retries if retries is None else retries)
+
+    def _generate_call(self, prompt: Prompt, arguments: CallArguments) -> Call[Completion]:
+        request, timeout_s = self._request(prompt, arguments)
+        return Call(f"{GENERATION}/Generate", request, pb.GenerateResponse, completion_from_proto, timeout_s)
+
+    def _request(self, prompt: Prompt, arguments: CallArguments) -> tuple[pb.GenerateRequest, float | None]:
+        """The call's message, and its time limit in seconds."""
+        if arguments.get("timeout_s") is None:
+            arguments["timeout_s"] = self.timeout_s
+        return build_request(prompt, arguments), arguments["timeout_s"]
+
+    def _progress(self, prompt: Prompt, arguments: CallArguments) -> Progress:
+        request, timeout_s = self._request(prompt, arguments)
+        return Progress(request, self._attempts(timeout_s))
+
+    def _tokenize_call(
+        self, prompt: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] | None, model: str
+    ) -> Call[tuple[int, ...]]:
+        request = pb.TokenizeRequest(model=model)
+        if isinstance(prompt, str):
+            request.text = build_request(prompt, {}).text
+        else:
+            request.messages.CopyFrom(chat_messages(prompt, tools))
+        return Call(
+            f"{GENERATION}/Tokenize",
+            request,
+            pb.TokenizeResponse,
+            lambda answer: tuple(answer.token_ids),
+            self.timeout_s,
+        )
+
+    def _detokenize_call(self, token_ids: Sequence[int], model: str) -> Call[str]:
+        values = build_request(token_ids, {}).token_ids.values
+        request = pb.DetokenizeRequest(model=model, token_ids=values)
+        return Call(
+            f"{GENERATION}/Detokenize", request, pb.DetokenizeResponse, lambda answer: str(answer.text), self.timeout_s
+        )
+
+    def _models_call(self) -> Call[tuple[Model, ...]]:
+        request = pb.ListModelsRequest()
+        return Call(f"{GENERATION}/ListModels", request, pb.ListModelsResponse, models_from_proto, self.timeout_s)
+
+    @staticmethod
+    def _health_call(timeout_s: float) -> Call[bool]:
+        # These well-known types have the wire form of HealthCheckRequest and HealthCheckResponse, whose own module
+        # would be a third package to install.
+        return Call("/grpc.health.v1.Health/Check", StringValue(), Int32Value, is_serving, timeout_s)
+
+
+def is_serving(answer: Int32Value) -> bool:
+    return answer.value == SERVING
+
+
+def _credentials(
+    tls: bool | grpc.ChannelCredentials, root_certificates: bytes | str | Path | None
+) -> grpc.ChannelCredentials | None:
+    """The channel's credentials; None: no TLS."""
+    if isinstance(tls, grpc.ChannelCredentials):
+        if root_certificates is not None:
+            raise ValueError("root_certificates: must be part of the credentials given as tls")
+        return tls
+    if isinstance(root_certificates, str | Path):
+        root_certificates = Path(root_certificates).read_bytes()
+    if tls or root_certificates is not None:
+        return grpc.ssl_channel_credentials(root_certificates)
+    return None
+
+
+class Progress:
+    """A stream's chunks so far, from which it can go on in another call.
+
+    The output is a function of prompt, parameters and seed, so a call with the seed and the tokens of the chunks
+    received returns exactly what they lack.
+    """
+
+    def __init__(self, request: pb.GenerateRequest, attempts: Attempts) -> None:
+        self.request, self.attempts = request, attempts
+        self.num_asked = len(request.resume_token_ids)
+        self.begun = False  # the user has a chunk
+        self.resumed = False  # at least once
+        self.ended = False  # the user has the last chunk
+        self.seed: int | None = None  # as on the wire
+
+    def take(self, message: pb.GenerateChunk) -> Chunk | None:
+        """The chunk for the user; None for the empty message that Ray Serve's proxy sends before an error."""
+        if not message.ByteSize():
+            return None
+        self.request.resume_token_ids.extend(message.token_ids)
+        if self.resumed:
+            message.ClearField("seed")  # the user has it from the first chunk
+        elif message.HasField("seed"):
+            self.seed = message.seed
+        self.begun, self.ended = True, message.HasField("usage")
+        return chunk_from_proto(message)
+
+    def delay_s(self, error: CallError) -> float | None:
+        """Seconds to wait before the next call; None if the error is final: for `Attempts`, or because what is missing
+        cannot be asked for.
+
+        It cannot where several completions run side by side, and where the chunks so far have no tokens: they may hold
+        the echoed prompt or its logprobs, which would come again.
+        """
+        received = len(self.request.resume_token_ids) > self.num_asked
+        exact = self.request.n <= 1 and self.seed is not None and received
+        return None if self.begun and not exact else self.attempts.delay_s(error)
+
+    def prepare(self) -> None:
+        """Make `request` ask for what is missing."""
+        left_s = self.attempts.left_s
+        if left_s is not None:
+            self.request.timeout_s = left_s
+        if self.begun and self.seed is not None:
+            self.resumed, self.request.seed = True, self.seed
+            self.request.ClearField("prompt_logprobs")  # they came before the first token

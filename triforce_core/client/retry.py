@@ -1,0 +1,39 @@
+"""When a failed attempt is followed by another, and how long after it."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import grpc
+
+from triforce_core.client.errors import CallError
+
+RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0
+
+
+class Attempts:
+    """The attempts of one call: one, and up to `retries` more, all within `timeout_s` seconds from now."""
+
+    def __init__(self, timeout_s: float | None, retries: int) -> None:
+        self.until = None if timeout_s is None else time.monotonic() + timeout_s
+        self.retries = retries
+        self.failed = 0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left for the next attempt; None: no limit."""
+        return None if self.until is None else max(self.until - time.monotonic(), 0.001)
+
+    def delay_s(self, error: CallError) -> float | None:
+        """Seconds to wait before the next attempt; None if this error is final.
+
+        The delay doubles with each failure. It is shortened by chance, to as little as half, so that clients that
+        failed together do not come back together.
+        """
+        if error.code not in RETRIED or self.failed == self.retries:
+            return None
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2**self.failed) * random.uniform(0.5, 1)
+        self.failed += 1
+        return delay_s if self.left_s is None or delay_s < self.left_s else None
