@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -11,6 +11,9 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
+from deploy.grpc_guard import streaming, unary
+from deploy.keys import keys_of
+from deploy.openai_api.guard import guarded
 from deploy.openai_api.routes import http_app
 from deploy.replica import RemotePipelines
 from deploy.service import ServedModel, Service
@@ -19,46 +22,33 @@ from triforce_core.config import Settings
 
 
 class Gateway:
-    """Admits requests, tokenises prompts, and turns output tokens back into text.
-
-    The gRPC methods never raise but report errors through the context, because Serve logs a traceback for everything
-    that a method raises, even for mistakes of clients. A stream passes its context on only with an item, so an error
-    follows an empty chunk, which the SDK skips.
-    """
+    """Admits requests, tokenises prompts, and turns output tokens back into text."""
 
     def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any]) -> None:
         self.service = Service(settings, ServedModel.load(settings), RemotePipelines(pipelines))
+        self.keys = keys_of(settings.server.api_keys)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return http_app(self.service)
+        return guarded(http_app(self.service), self.service, self.keys)
 
     async def drain(self, timeout_s: float) -> bool:
         """Called before the application ends; see `Service.drain`."""
         return await self.service.drain(timeout_s)
 
+    @unary(pb.GenerateResponse)
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
-        try:
-            return await grpc_api.generate(self.service, request)
-        except Exception as error:
-            tell(error, grpc_context)
-            return pb.GenerateResponse()
+        return await grpc_api.generate(self.service, request)
 
+    @streaming(pb.GenerateChunk)
     async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
-    ) -> AsyncIterator[pb.GenerateChunk]:
-        try:
-            async with aclosing(grpc_api.generate_stream(self.service, request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except Exception as error:
-            tell(error, grpc_context)
-            yield pb.GenerateChunk()
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        async with aclosing(grpc_api.generate_stream(self.service, request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
-    async def ListModels(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+    @unary(pb.ListModelsResponse)
+    async def ListModels(
+        self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ListModelsResponse:
         return grpc_api.list_models(self.service)
-
-
-def tell(error: Exception, context: RayServegRPCContext) -> None:
-    code, details = grpc_api.status_of(error)
-    context.set_code(code)
-    context.set_details(details)

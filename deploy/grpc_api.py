@@ -14,7 +14,7 @@ from actors.wire import (
     seed_from_proto,
     seed_to_proto,
 )
-from deploy.errors import OverloadedError, entry_for, internal_error
+from deploy.errors import OverloadedError, UnauthenticatedError, entry_for, internal_error
 from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
@@ -32,6 +32,7 @@ SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationSer
 
 STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
     InvalidValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,

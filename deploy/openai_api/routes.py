@@ -11,6 +11,7 @@ from starlette.exceptions import HTTPException
 
 import triforce_core
 from deploy.openai_api.completion import Completion
+from deploy.openai_api.document import describe
 from deploy.openai_api.errors import (
     ANSWERS,
     documented,
@@ -29,7 +30,8 @@ IDLE_S = 10.0  # an idle stream sends a comment this often, so that clients do n
 
 def http_app(service: Service) -> FastAPI:
     """The routes over one service."""
-    app = FastAPI(title="TriForce Serve", version=triforce_core.__version__)
+    # FastAPI's own pages of the document load scripts from elsewhere; `describe` adds one that does not.
+    app = FastAPI(title="TriForce Serve", version=triforce_core.__version__, docs_url=None, redoc_url=None)
 
     @app.exception_handler(TriForceError)
     async def refuse(_: Request, error: TriForceError) -> Response:
@@ -80,6 +82,17 @@ def http_app(service: Service) -> FastAPI:
         await service.check()
         return {"status": "ok"}
 
+    @app.get("/ready", responses=documented(503))
+    async def ready() -> dict[str, str]:
+        """Reports whether the server takes requests and a pipeline can serve them; decodes nothing."""
+        await service.ready()
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Tells the version of the server, and the fingerprint of what determines its tokens."""
+        return {"version": triforce_core.__version__, "system_fingerprint": service.model.fingerprint}
+
     @app.get("/status")
     async def status() -> dict[str, Any]:
         """Reports the state of the server and its tiers, even when no tier can serve."""
@@ -91,6 +104,7 @@ def http_app(service: Service) -> FastAPI:
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
+    describe(app)
     return app
 
 
