@@ -65,6 +65,9 @@ class Guard:
                 await error_response(error)(scope, receive, tell)
             else:
                 await self.app(scope, receive, tell)
+        except Exception:
+            call.status = call.status or 500  # Starlette answers so
+            raise
         finally:
             if path not in PROBES or call.status != 200:
                 call.end(self.service.settings.server.log)
