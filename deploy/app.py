@@ -70,12 +70,15 @@ def application_of(args: Settings) -> Application:
     from actors.placement import bundles, label_selectors
     from actors.precision import agreed
     from deploy.gateway import Gateway
+    from deploy.keys import keys_of
     from deploy.replica import PipelineReplica
 
     args = agreed(args)
     limits = check_models(args)
+    keys_of(args.server.api_keys)
     variables = {**QUIET_CORES, **ONE_LOOP, **LONG_PROMPTS}
     options = {"num_cpus": FRONT_END_CPUS, "runtime_env": {"env_vars": variables}}
+    logs = {"encoding": args.server.log.upper()}
     places = args.places
     pipeline: Any = serve.deployment(
         PipelineReplica,
@@ -87,6 +90,7 @@ def application_of(args: Settings) -> Application:
         request_router_config=prefix_router(args, limits),
         max_ongoing_requests=places + SPARE_CALLS,
         max_constructor_retry_count=2,
+        logging_config=logs,
         health_check_period_s=HEALTH_PERIOD_S,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.server.drain_s,
@@ -101,6 +105,7 @@ def application_of(args: Settings) -> Application:
         # outer limit; a short burst stays below it and gets the gateway's own error
         max_queued_requests=places + SPARE_CALLS,
         backpressure_config={"status_code": 429, "retry_after_s": 1},
+        logging_config={**logs, "enable_access_log": False},  # the gateway logs each request itself
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.server.drain_s,
     )
@@ -146,6 +151,7 @@ def run(settings: Settings) -> None:
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
     from deploy.directions import check_endpoint, directions, tiers_found
+    from deploy.keys import keys_of
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -158,6 +164,7 @@ def run(settings: Settings) -> None:
     torch_device(settings.device)  # can be checked early because the tiers run on this machine
     offload_directory(settings.target.offload_path)
     check_models(settings)
+    keys_of(settings.server.api_keys)
     try:
         # The handlers are set twice because ray.init installs its own.
         with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
@@ -293,7 +300,11 @@ def application(settings: Settings) -> Iterator[None]:
     serve.start(
         proxy_location="HeadOnly",
         http_options={"host": server.host, "port": server.port},
-        grpc_options={"port": server.grpc_port, "grpc_servicer_functions": SERVICERS},
+        grpc_options={
+            "port": server.grpc_port,
+            "grpc_servicer_functions": SERVICERS,
+            "enable_reflection": server.api_keys is None,  # the proxy answers it itself, without asking for a key
+        },
     )
     try:
         handle = serve.run(application_of(settings), name=APPLICATION, route_prefix="/")

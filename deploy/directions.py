@@ -9,6 +9,7 @@ from typing import Any
 
 import requests
 
+from deploy.keys import own_headers
 from deploy.service import served_name
 from triforce_core.config import Settings
 from triforce_core.errors import UnavailableError
@@ -24,10 +25,11 @@ def base_url(settings: Settings) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
 
-def direct() -> requests.Session:
+def direct(settings: Settings) -> requests.Session:
     """A session for this machine, which ignores any proxy in the environment."""
     session = requests.Session()
     session.trust_env = False
+    session.headers.update(own_headers(settings.server.api_keys))
     return session
 
 
@@ -36,7 +38,7 @@ def check_endpoint(settings: Settings) -> None:
     url = f"{base_url(settings)}/v1/completions"
     body: dict[str, Any] = {"prompt": "a", "max_tokens": 2, "temperature": 0, "stream": True}
     try:
-        answer = direct().post(url, json=body, timeout=ENDPOINT_TIMEOUT_S)
+        answer = direct(settings).post(url, json=body, timeout=ENDPOINT_TIMEOUT_S)
     except requests.RequestException as error:
         raise UnavailableError(f"{url} does not answer: {error}") from None
     if answer.status_code != HTTPStatus.OK or not answer.text.endswith("data: [DONE]\n\n"):
@@ -46,7 +48,7 @@ def check_endpoint(settings: Settings) -> None:
 def tiers_found(settings: Settings) -> Tiers:
     """The tiers as /status reports them; none if /status does not answer in time."""
     try:
-        return list(direct().get(f"{base_url(settings)}/status", timeout=10).json()["tiers"])
+        return list(direct(settings).get(f"{base_url(settings)}/status", timeout=10).json()["tiers"])
     except (requests.RequestException, KeyError, ValueError):
         return []
 
@@ -65,6 +67,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     """The text: what is served, how to call it, and where the logs are."""
     server, url, name = settings.server, base_url(settings), served_name(settings)
     host = url.removeprefix("http://").rpartition(":")[0]
+    key = "" if server.api_keys is None else " -H 'authorization: Bearer <key>'"
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
     threads = {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
@@ -73,7 +76,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
-        "try": f"curl -N {url}/v1/completions -H 'content-type: application/json' -d '{body}'",
+        "try": f"curl -N {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
         "logs": str(logs),
         **longer_stall(settings, tiers),
         "stop": "Ctrl-C",

@@ -19,6 +19,10 @@ class OverloadedError(TriForceError):
     retry_after_s = 1
 
 
+class UnauthenticatedError(TriForceError):
+    """The server needs an API key, and the request has none that is valid."""
+
+
 def entry_for(table: Mapping[type[TriForceError], Entry], error: BaseException) -> Entry | None:
     """The table's entry for the error's class or its nearest base class; None if there is none."""
     return next((table[cls] for cls in type(error).__mro__ if cls in table), None)

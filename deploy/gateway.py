@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
@@ -12,7 +12,10 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
+from deploy.grpc_guard import streaming, unary
 from deploy.health import Health
+from deploy.keys import keys_of
+from deploy.openai_api.guard import guarded
 from deploy.openai_api.routes import http_app
 from deploy.replica import RemotePipelines
 from deploy.service import ServedModel, Service
@@ -21,63 +24,51 @@ from triforce_core.config import Settings
 
 
 class Gateway:
-    """Admits requests, tokenises prompts, and turns output tokens back into text.
-
-    The gRPC methods never raise but report errors through the context, because Serve logs a traceback for everything
-    that a method raises, even for mistakes of clients. A stream passes its context on only with an item, so an error
-    follows an empty chunk, which the SDK skips.
-    """
+    """Admits requests, tokenises prompts, and turns output tokens back into text."""
 
     def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any]) -> None:
         self.service = Service(settings, ServedModel.load(settings), RemotePipelines(pipelines))
         self.health = Health(self.service)
+        self.keys = keys_of(settings.server.api_keys)
 
     def __serve_build_asgi_app__(self) -> FastAPI:
-        return http_app(self.service)
+        return guarded(http_app(self.service), self.service, self.keys)
 
     async def drain(self, timeout_s: float) -> bool:
         """Called before the application ends; see `Service.drain`."""
         return await self.service.drain(timeout_s)
 
+    @unary(pb.GenerateResponse)
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
-        try:
-            return await grpc_api.generate(self.service, request)
-        except Exception as error:
-            tell(error, grpc_context)
-            return pb.GenerateResponse()
+        return await grpc_api.generate(self.service, request)
 
+    @streaming(pb.GenerateChunk)
     async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
-    ) -> AsyncIterator[pb.GenerateChunk]:
-        try:
-            async with aclosing(grpc_api.generate_stream(self.service, request)) as chunks:
-                async for chunk in chunks:
-                    yield chunk
-        except Exception as error:
-            tell(error, grpc_context)
-            yield pb.GenerateChunk()
+    ) -> AsyncGenerator[pb.GenerateChunk, None]:
+        async with aclosing(grpc_api.generate_stream(self.service, request)) as chunks:
+            async for chunk in chunks:
+                yield chunk
 
-    async def ListModels(self, request: pb.ListModelsRequest) -> pb.ListModelsResponse:
+    @unary(pb.ListModelsResponse)
+    async def ListModels(
+        self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext
+    ) -> pb.ListModelsResponse:
         return grpc_api.list_models(self.service)
 
+    @unary(pb.TokenizeResponse)
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
-        try:
-            return await grpc_api.tokenize(self.service, request)
-        except Exception as error:
-            tell(error, grpc_context)
-            return pb.TokenizeResponse()
+        return await grpc_api.tokenize(self.service, request)
 
+    @unary(pb.DetokenizeResponse)
     async def Detokenize(
         self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
     ) -> pb.DetokenizeResponse:
-        try:
-            return await grpc_api.detokenize(self.service, request)
-        except Exception as error:
-            tell(error, grpc_context)
-            return pb.DetokenizeResponse()
+        return await grpc_api.detokenize(self.service, request)
+
+    # grpc.health.v1 needs no API key.
 
     async def Check(self, request: HealthCheckRequest, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
-        """Of grpc.health.v1, as `List` and `Watch`: needs no API key."""
         try:
             return await self.health.check(request)
         except Exception as error:
@@ -89,7 +80,7 @@ class Gateway:
 
     async def Watch(
         self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
-    ) -> AsyncIterator[HealthCheckResponse]:
+    ) -> AsyncGenerator[HealthCheckResponse, None]:
         try:
             async with aclosing(self.health.watch(request)) as statuses:
                 async for status in statuses:

@@ -14,7 +14,7 @@ from actors.wire import (
     seed_from_proto,
     seed_to_proto,
 )
-from deploy.errors import OverloadedError, entry_for, internal_error
+from deploy.errors import OverloadedError, UnauthenticatedError, entry_for, internal_error
 from deploy.grpc_chat import messages_of, tools_of
 from deploy.health import SERVICER as HEALTH_SERVICER
 from deploy.health import UnknownServiceError
@@ -36,6 +36,7 @@ SERVICERS = [SERVICER, HEALTH_SERVICER]
 
 STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
     InvalidValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
     UnknownModelError: grpc.StatusCode.NOT_FOUND,
     UnknownServiceError: grpc.StatusCode.NOT_FOUND,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,

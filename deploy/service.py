@@ -18,10 +18,12 @@ from typing import Any, Protocol
 
 import triforce_core
 from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_to_proto, stats_from_proto
+from deploy import calls
 from deploy.chat.template import ChatTemplate
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
 from deploy.merging import merged
+from deploy.shares import Shares
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.engine.limits import Limits, target_limits
@@ -42,6 +44,8 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
+MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
+OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
 
 
@@ -172,8 +176,15 @@ class Service:
         self.grammars = Grammars(lambda: model.tokenizer, model.limits.vocab_size)
         self.room = settings.places
         self.in_flight = 0
+        self.shares = Shares(self.room)
         self.served = False  # whether any completion has yielded a part
         self.draining = False
+
+    async def ready(self) -> None:
+        """Raise `UnavailableError` unless the server takes requests and a pipeline can serve. Decodes nothing."""
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        await self.pipelines.check()
 
     async def check(self) -> None:
         """Raise `UnavailableError` unless a request would be served.
@@ -181,9 +192,7 @@ class Service:
         If no request was served yet and none is in flight, this serves a short one itself, so that no user is the first
         to find a fault.
         """
-        if self.draining:
-            raise UnavailableError("the server is shutting down")
-        await self.pipelines.check()
+        await self.ready()
         if self.served or self.in_flight:
             return
         try:
@@ -213,8 +222,11 @@ class Service:
         require(1 <= asked.n <= self.room, "n", asked.n, f"must be at least 1 and at most {self.room}")
         rule = f"must need at most {self.room} places, one for each prompt and each of its n"
         require(places <= self.room, "prompt", f"{len(requests)} prompts", rule)
+        call = calls.current()
         if self.in_flight + places > self.room:
+            self.shares.refused(call.key)
             raise OverloadedError(f"{self.in_flight} of {self.room} places are taken; try again later")
+        self.shares.take(call.key, places)
         self.in_flight += places
         try:
             self.check_model(asked.model or self.model.name)
@@ -228,16 +240,19 @@ class Service:
                 for each in requests:
                     async with asyncio.timeout_at(deadline):
                         request = await self.request(each)
+                    call.prompt_tokens += len(request.prompt)
                     first = len(completions)
                     completions += [self.parts(each, request, nth, deadline, first) for nth in range(each.n)]
                 async with aclosing(merged(completions)) as parts:
                     async for part in parts:
                         self.served = True
+                        call.saw(part)
                         yield part
             except (TimeoutError, DeadlineError):  # this clock or the engine's
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
         finally:
             self.in_flight -= places
+            self.shares.give_back(call.key, places)
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:
@@ -303,6 +318,14 @@ class Service:
         compiled = await self.grammars.matcher(grammar)
         guide.check(compiled)
         return grammar
+
+    @property
+    def most_body_bytes(self) -> int:
+        """The length of a body that no request needs to exceed: of the longest prompt that the context may hold, in
+        JSON, and of the other fields.
+        """
+        longest_prompt = self.model.limits.context_length * self.max_token_characters
+        return MOST_JSON_BYTES * longest_prompt + OTHER_FIELDS_BYTES
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
         """The text's tokens, by default with the special ones that the tokenizer adds.

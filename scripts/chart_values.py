@@ -192,6 +192,11 @@ class ChartValues(Values):
     dashboard: Dashboard = Dashboard()
     serviceAccount: ServiceAccount = ServiceAccount()
     redis: Redis = Redis()
+    apiKeysSecret: str = Field(
+        "",
+        description="a secret whose key api_keys is the file of settings.server.api_keys: one API key a line, or"
+        " `name: key`; a change is in force once Kubernetes has updated the file in the pods; empty: no key is needed",
+    )
     rayTokenSecret: str = Field(
         "", description="a secret whose key auth_token is Ray's token; by default KubeRay creates one"
     )

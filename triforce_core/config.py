@@ -36,6 +36,7 @@ DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With offload, copying KV dominates the cost of a pass: large prefill chunks and long blocks need fewer passes.
 OFFLOADED_PREFILL_CHUNK = 32_768
 OFFLOADED_LOOKAHEADS = (16, 3)
+ORIGIN = re.compile(r"https?://[^/\s*]+")
 LABEL_SELECTOR = re.compile(r"!?(in\([\w.-]+(, ?[\w.-]+)*\)|[\w.-]+)")
 
 
@@ -378,7 +379,28 @@ class ServerSettings(Strict):
         description="seconds after which a tier that does not answer counts as dead; half of it for the draft tier; set"
         " it above twice the longest pass of a tier",
     )
+    api_keys: str | None = Field(
+        None,
+        description="a file with one API key a line (or `name: key`), without which clients get status 401; it is read"
+        " again while the server runs; by default no key is needed",
+    )
+    cors_origins: tuple[str, ...] = Field(
+        (),
+        description="origins whose pages may call the HTTP API from a browser, such as https://app.example.com, or *",
+    )
+    log: Literal["text", "json"] = Field(
+        "text",
+        description="form of the gateway's and the replicas' logs; each request is a line of the gateway's",
+    )
     replicas: ReplicaSettings = ReplicaSettings()
+
+    @field_validator("cors_origins")
+    @classmethod
+    def _origins(cls, given: tuple[str, ...]) -> tuple[str, ...]:
+        for origin in given:
+            if origin != "*" and not ORIGIN.fullmatch(origin):
+                raise ValueError(f"{origin!r} must be * or an origin such as https://app.example.com, without a path")
+        return given
 
     @property
     def drain_s(self) -> float:

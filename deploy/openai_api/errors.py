@@ -11,7 +11,7 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from deploy.errors import OverloadedError, entry_for, internal_error
+from deploy.errors import OverloadedError, UnauthenticatedError, entry_for, internal_error
 from triforce_core.errors import (
     DeadlineError,
     InvalidValueError,
@@ -34,6 +34,7 @@ class Answer(NamedTuple):
 
 ANSWERS: dict[type[TriForceError], Answer] = {
     InvalidValueError: Answer(400, INVALID, "invalid_value"),
+    UnauthenticatedError: Answer(401, INVALID, "invalid_api_key"),
     TooLargeError: Answer(413, INVALID, "context_length_exceeded"),
     UnknownModelError: Answer(404, INVALID, "model_not_found"),
     OverloadedError: Answer(429, "rate_limit_error", "overloaded"),
@@ -41,6 +42,7 @@ ANSWERS: dict[type[TriForceError], Answer] = {
     DeadlineError: Answer(504, "timeout_error", "timeout"),
 }
 RETRY = {  # headers by status
+    401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": str(OverloadedError.retry_after_s)},
     503: {"Retry-After": str(OverloadedError.retry_after_s)},
     504: {"x-should-retry": "false"},  # OpenAI's clients would retry, and run into the deadline again

@@ -12,6 +12,7 @@ from starlette.exceptions import HTTPException
 import triforce_core
 from deploy.openai_api.chat import chat_routes
 from deploy.openai_api.completion import Completions
+from deploy.openai_api.document import describe
 from deploy.openai_api.errors import (
     ANSWERS,
     documented,
@@ -33,7 +34,8 @@ IDLE_S = 10.0  # an idle stream sends a comment this often, so that clients do n
 
 def http_app(service: Service) -> FastAPI:
     """The routes over one service."""
-    app = App(title="TriForce Serve", version=triforce_core.__version__)
+    # FastAPI's own pages of the document load scripts from elsewhere; `describe` adds one that does not.
+    app = App(title="TriForce Serve", version=triforce_core.__version__, docs_url=None, redoc_url=None)
     strings = TokenStrings()
 
     @app.exception_handler(TriForceError)
@@ -88,6 +90,17 @@ def http_app(service: Service) -> FastAPI:
         await service.check()
         return {"status": "ok"}
 
+    @app.get("/ready", responses=documented(503))
+    async def ready() -> dict[str, str]:
+        """Reports whether the server takes requests and a pipeline can serve them; decodes nothing."""
+        await service.ready()
+        return {"status": "ok"}
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        """Tells the version of the server, and the fingerprint of what determines its tokens."""
+        return {"version": triforce_core.__version__, "system_fingerprint": service.model.fingerprint}
+
     @app.get("/status")
     async def status() -> dict[str, Any]:
         """Reports the state of the server and its tiers, even when no tier can serve."""
@@ -102,6 +115,7 @@ def http_app(service: Service) -> FastAPI:
     app.include_router(chat_routes(service, strings, IDLE_S))
     app.include_router(token_routes(service))
     app.include_router(unsupported_routes())
+    describe(app)
     return app
 
 

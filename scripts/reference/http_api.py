@@ -29,7 +29,7 @@ def page() -> str:
         "# HTTP\n",
         "For clients: the routes of the HTTP API, the fields of a request, its answers and errors.\n",
         "The API is OpenAI's completions API with a few fields more; a running server describes"
-        " it at `/openapi.json`.\n",
+        " it at `/openapi.json` for tools and at `/docs` for readers.\n",
         "## Routes\n",
         table(("route", "statuses", "meaning"), [route_of(*each) for each in routes_in(document)]),
     ]

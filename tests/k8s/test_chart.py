@@ -206,7 +206,26 @@ def test_odd_strings_stay_strings(tmp_path: Path) -> None:
     assert pod_templates(objects)["head"]["spec"]["imagePullSecrets"] == [{"name": "on"}]
 
 
+def test_the_secret_with_the_keys_is_the_file_that_the_settings_name(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("apiKeysSecret: keys")
+    objects = rendered(values)
+    config = serve_config(objects)
+    path = config["applications"][0]["args"]["server"]["api_keys"]
+    assert config["grpc_options"]["enable_reflection"] is False
+    for pod in pod_templates(objects).values():
+        [volume] = [each for each in pod["spec"]["volumes"] if each.get("secret", {}).get("secretName") == "keys"]
+        [mount] = [m for m in pod["spec"]["containers"][0]["volumeMounts"] if m["name"] == volume["name"]]
+        assert "subPath" not in mount  # such a mount is never updated, and a key could not be revoked
+        assert mount["readOnly"]
+        assert [f"{mount['mountPath']}/{item['path']}" for item in volume["secret"]["items"]] == [path]
+    without = serve_config(rendered(EXAMPLES[0]))
+    assert without["grpc_options"]["enable_reflection"] is True
+    assert "api_keys" not in without["applications"][0]["args"]["server"]
+
+
 WRONG = {
+    "settings.server.api_keys": ("settings: {server: {api_keys: /a/file}}", "apiKeysSecret"),
     "settings.target.offload": ("settings: {target: {offload: cloud}}", "offload"),
     "settings.targets": ("settings: {targets: {model: x}}", "targets"),
     "settings.retrieval.budget": ("settings: {retrieval: {budget: many}}", "budget"),

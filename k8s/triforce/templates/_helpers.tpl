@@ -115,6 +115,7 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
     {{- end -}}
   {{- end -}}
 {{- end -}}
+{{- if .Values.apiKeysSecret }}{{ $_ := set $server "api_keys" "/etc/triforce/api_keys" }}{{ end -}}
 {{- $_ := set $settings "server" (merge (dict "host" "0.0.0.0") $server) -}}
 {{- $_ := set $settings "placement" $placement -}}
 {{- toYaml $settings -}}
@@ -158,6 +159,9 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- $replicas := ($settings.server | default dict).replicas | default dict -}}
 {{- if gt ($replicas.min | default 1 | int) ($replicas.max | default 1 | int) -}}
 {{- fail (printf "settings.server.replicas.min: %v must be at most max %v" $replicas.min ($replicas.max | default 1)) -}}
+{{- end -}}
+{{- if ($settings.server | default dict).api_keys -}}
+{{- fail "settings.server.api_keys: must not be set in a cluster: apiKeysSecret names the secret with the keys" -}}
 {{- end -}}
 {{- if and (include "triforce.claim" .) .Values.models.image.reference -}}
 {{- fail "models.image.reference: must be empty where models.claim is given" -}}

@@ -88,6 +88,9 @@ spec:
         {{- if or $claim $values.models.image.reference }}
         - {name: models, mountPath: /models, readOnly: true}
         {{- end }}
+        {{- if $values.apiKeysSecret }}
+        - {name: api-keys, mountPath: /etc/triforce, readOnly: true}
+        {{- end }}
         {{- if and $offload (not $head) }}
         - {name: offload, mountPath: {{ $offload | quote }}}
         {{- end }}
@@ -98,6 +101,9 @@ spec:
     - {name: models, persistentVolumeClaim: {claimName: {{ $claim | quote }}, readOnly: true}}
     {{- else if $values.models.image.reference }}
     - {name: models, image: {reference: {{ $values.models.image.reference | quote }}, pullPolicy: {{ $values.models.image.pullPolicy }}}}
+    {{- end }}
+    {{- with $values.apiKeysSecret }}
+    - {name: api-keys, secret: {secretName: {{ . }}, items: [{key: api_keys, path: api_keys}], defaultMode: 0440}}
     {{- end }}
     {{- if and $offload (not $head) }}
     - {name: offload, emptyDir: {}}

@@ -1,0 +1,113 @@
+"""What every gRPC call passes: its id, the API key, the report of errors, and its line of the log.
+
+The guarded methods never raise but report errors through the context, because Serve logs a traceback for everything
+that a method raises, even for mistakes of clients. A stream passes its context on only with an item, so an error
+follows an empty chunk, which the SDK skips.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, contextmanager
+from typing import Any, Protocol, TypeVar
+
+import grpc
+from ray.serve.grpc_util import RayServegRPCContext
+
+from deploy import grpc_api
+from deploy.calls import REQUEST_ID, Call, begin, checked_id
+from deploy.keys import ApiKeys
+from deploy.service import Service
+
+
+class Guarded(Protocol):
+    """An object with gRPC methods."""
+
+    service: Service
+    keys: ApiKeys
+
+
+Owner = TypeVar("Owner", bound=Guarded)
+Asked = TypeVar("Asked")
+Answer = TypeVar("Answer")
+Unary = Callable[[Owner, Asked, RayServegRPCContext], Awaitable[Answer]]
+GuardedUnary = Callable[[Owner, Asked, RayServegRPCContext], Coroutine[Any, Any, Answer]]
+Streaming = Callable[[Owner, Asked, RayServegRPCContext], AsyncGenerator[Answer, None]]
+
+
+def unary(empty: Callable[[], Answer]) -> Callable[[Unary[Owner, Asked, Answer]], GuardedUnary[Owner, Asked, Answer]]:
+    """Guards a method that answers once. Where it fails, the answer is `empty`, and gRPC sends the status alone."""
+
+    def guard(method: Unary[Owner, Asked, Answer]) -> GuardedUnary[Owner, Asked, Answer]:
+        @functools.wraps(method)
+        async def guarded(self: Owner, request: Asked, grpc_context: RayServegRPCContext) -> Answer:
+            with logged(self, method.__name__, grpc_context) as call, reported(call, grpc_context):
+                admit(call, self.keys, grpc_context)
+                return await method(self, request, grpc_context)
+            return empty()
+
+        return guarded
+
+    return guard
+
+
+def streaming(
+    empty: Callable[[], Answer],
+) -> Callable[[Streaming[Owner, Asked, Answer]], Streaming[Owner, Asked, Answer]]:
+    """The same for a method that answers with a stream."""
+
+    def guard(method: Streaming[Owner, Asked, Answer]) -> Streaming[Owner, Asked, Answer]:
+        @functools.wraps(method)
+        async def guarded(
+            self: Owner, request: Asked, grpc_context: RayServegRPCContext
+        ) -> AsyncGenerator[Answer, None]:
+            with logged(self, method.__name__, grpc_context) as call, reported(call, grpc_context):
+                admit(call, self.keys, grpc_context)
+                async with aclosing(method(self, request, grpc_context)) as answers:
+                    async for answer in answers:
+                        yield answer
+                return
+            yield empty()
+
+        return guarded
+
+    return guard
+
+
+@contextmanager
+def logged(owner: Guarded, method: str, context: RayServegRPCContext) -> Iterator[Call]:
+    """The call, which is logged when the block ends, however it ends."""
+    call = Call(method, status=grpc.StatusCode.OK.name)
+    # Serve's proxy has an id for each call, with which its own logs name it.
+    call.id = dict(context.trailing_metadata()).get("request_id", call.id)
+    begin(call)
+    try:
+        yield call
+    except (asyncio.CancelledError, GeneratorExit):
+        call.status = grpc.StatusCode.CANCELLED.name
+        raise
+    finally:
+        call.end(owner.service.settings.server.log)
+
+
+@contextmanager
+def reported(call: Call, context: RayServegRPCContext) -> Iterator[None]:
+    """Reports an error of the block to the client, and ends it."""
+    try:
+        yield
+    except Exception as error:
+        code, details = grpc_api.status_of(error)
+        context.set_code(code)
+        context.set_details(details)
+        call.status = code.name
+
+
+def admit(call: Call, keys: ApiKeys, context: RayServegRPCContext) -> None:
+    """Check the call's id and key. Raises `InvalidValueError` or `UnauthenticatedError`."""
+    metadata = dict(context.invocation_metadata())
+    if REQUEST_ID in metadata:
+        call.id = checked_id(metadata[REQUEST_ID])
+    context.set_trailing_metadata([(REQUEST_ID, call.id)])  # Serve has no way to set the initial metadata
+    call.key = keys.owner(metadata.get("authorization"))

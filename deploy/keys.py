@@ -1,0 +1,113 @@
+"""API keys: who may use the server. They are read from a file, and read again while the server runs."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+import re
+import time
+from pathlib import Path
+
+from deploy.errors import UnauthenticatedError
+from triforce_core.errors import InvalidValueError, require
+
+FIELD = "server.api_keys"
+LINE = re.compile(r"(?:(?P<name>[\w.-]+):[ \t]+)?(?P<key>[!-~]+)", re.ASCII)
+MOST_AGE_S = 1.0  # a key that is removed from the file is refused this much later
+log = logging.getLogger("ray.serve")
+
+
+def read_keys(path: Path) -> dict[str, str]:
+    """The keys in a file with the names of their owners.
+
+    A line holds a key, or a name, a colon, blanks and a key. Empty lines and lines that begin with # are comments.
+    Several keys may have one name, so that an owner can change keys without a gap. A key without a name is called after
+    its line. Raises `InvalidValueError`, which never quotes a line.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InvalidValueError(FIELD, str(path), f"cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InvalidValueError(FIELD, str(path), "must be a text file in UTF-8") from None
+    keys: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip() or line.lstrip().startswith("#"):
+            continue
+        found = LINE.fullmatch(line.strip())
+        rule = f"line {number} must be `key` or `name: key`, the key of printable ASCII characters without blanks"
+        require(found is not None, FIELD, str(path), rule)
+        assert found is not None
+        require(found["key"] not in keys, FIELD, str(path), f"line {number} must not repeat the key of another line")
+        keys[found["key"]] = found["name"] or f"line-{number}"
+    return keys
+
+
+class ApiKeys:
+    """The keys in the file at `path`; None: no key is needed.
+
+    While it cannot be read or has a line that is wrong, the keys that it held before stay valid, and an error is
+    logged. A file without any key is refused at start; later it means that nobody may use the server.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.owners: dict[bytes, str] = {}  # by the hash of the key
+        self.read_at = -MOST_AGE_S
+        self.complaint = ""  # the last one, which is not logged again
+        if path is not None:
+            keys = read_keys(path)
+            require(len(keys) > 0, FIELD, str(path), "must hold at least one key, each on a line of its own")
+            self._hold(keys)
+
+    def owner(self, authorization: str | None) -> str:
+        """The name of the key in the value of an `authorization` header or metadata; "" where no key is needed.
+
+        Raises `UnauthenticatedError`.
+        """
+        if self.path is None:
+            return ""
+        self._renew(self.path)
+        scheme, _, key = (authorization or "").partition(" ")
+        if scheme.lower() != "bearer" or not key.strip():
+            raise UnauthenticatedError("no API key was given: send `Authorization: Bearer <key>`")
+        given = hashed(key.strip())
+        # All hashes are compared, each in constant time, so that the time tells nothing about the keys.
+        owners = [owner for known, owner in self.owners.items() if hmac.compare_digest(known, given)]
+        if not owners:
+            raise UnauthenticatedError("the API key is not valid")
+        return owners[0]
+
+    def _renew(self, path: Path) -> None:
+        """Read the file again if that was long ago.
+
+        The content is read, not the time of the last change: two changes may have the same time.
+        """
+        if time.monotonic() - self.read_at < MOST_AGE_S:
+            return
+        try:
+            self._hold(read_keys(path))
+        except InvalidValueError as error:
+            self.read_at = time.monotonic()
+            if str(error) != self.complaint:
+                log.error("%s; the keys that it held before stay valid", error)
+            self.complaint = str(error)
+
+    def _hold(self, keys: dict[str, str]) -> None:
+        self.owners = {hashed(key): owner for key, owner in keys.items()}
+        self.read_at, self.complaint = time.monotonic(), ""
+
+
+def hashed(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
+
+def keys_of(path: str | None) -> ApiKeys:
+    """The keys that the setting `server.api_keys` names. Raises `InvalidValueError`."""
+    return ApiKeys(None if path is None else Path(path))
+
+
+def own_headers(path: str | None) -> dict[str, str]:
+    """The headers with which the server calls itself: those of the first key."""
+    return {} if path is None else {"authorization": f"Bearer {next(iter(read_keys(Path(path))))}"}

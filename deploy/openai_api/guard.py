@@ -1,0 +1,105 @@
+"""What every HTTP request passes before its route: CORS, its id, the API key and the limit of its body. Each request is
+one line of the log.
+"""
+
+from __future__ import annotations
+
+from fastapi import FastAPI
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from deploy.calls import REQUEST_ID, Call, begin, checked_id
+from deploy.keys import ApiKeys
+from deploy.openai_api.errors import error_response
+from deploy.service import Service
+from triforce_core.errors import TooLargeError, TriForceError
+
+# Without a key: whether the server is there, and the page, which is static.
+OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+PROBES = frozenset({"/health", "/ready"})  # answered all the time; they are logged where they fail
+
+
+def guarded(app: FastAPI, service: Service, keys: ApiKeys) -> FastAPI:
+    """The application behind its guard. The CORS headers are outermost, so that browsers may read refusals too."""
+    app.add_middleware(Guard, service=service, keys=keys)
+    if origins := service.settings.server.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, "retry-after"],
+        )
+    return app
+
+
+class Guard:
+    """Middleware for requests. An answer that it gives itself has the shape of all other errors."""
+
+    def __init__(self, app: ASGIApp, service: Service, keys: ApiKeys) -> None:
+        self.app, self.service, self.keys = app, service, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        headers, path = Headers(scope=scope), scope["path"]
+        call = begin(Call(f"{scope['method']} {path}"[:256]))
+        given_id = headers.get(REQUEST_ID)
+
+        async def tell(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                call.status = message["status"]
+                if given_id is None:  # otherwise Serve's proxy, which gives every request an id, returns it itself
+                    MutableHeaders(scope=message)[REQUEST_ID] = call.id
+            await send(message)
+
+        try:
+            try:
+                call.id = call.id if given_id is None else checked_id(given_id)
+                if path not in OPEN_PATHS:
+                    call.key = self.keys.owner(headers.get("authorization"))
+                receive = await bounded(receive, headers, self.service.most_body_bytes)
+            except TriForceError as error:
+                await error_response(error)(scope, receive, tell)
+            else:
+                await self.app(scope, receive, tell)
+        except Exception:
+            call.status = call.status or 500  # Starlette answers so
+            raise
+        finally:
+            if path not in PROBES or call.status != 200:
+                call.end(self.service.settings.server.log)
+
+
+async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receive:
+    """`receive` for a request whose body is within the limit. Raises `TooLargeError` before the body is parsed.
+
+    The server below holds a client to the length that it states. A body without one is counted here.
+    """
+    stated = headers.get("content-length", "")
+    if stated.isascii() and stated.isdecimal():
+        check_length(int(stated), most_bytes)
+        return receive
+    if "transfer-encoding" not in headers:
+        return receive
+    parts: list[Message] = []
+    length, more = 0, True
+    while more:
+        parts.append(await receive())
+        length += len(parts[-1].get("body", b""))
+        check_length(length, most_bytes)
+        more = parts[-1].get("more_body", False)
+    rest = iter(parts)
+
+    async def again() -> Message:
+        return next(rest, None) or await receive()
+
+    return again
+
+
+def check_length(length: int, most_bytes: int) -> None:
+    if length > most_bytes:
+        rule = f"must be at most {most_bytes} bytes, which hold the longest prompt that the context may hold"
+        raise TooLargeError("body", f"{length} bytes", rule)

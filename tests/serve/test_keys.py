@@ -1,0 +1,535 @@
+"""Keys, shares, ids, limits and the log, over a scripted pipeline: HTTP and gRPC as the gateway guards them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Iterator
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fastapi.routing import APIRoute
+from openai import AuthenticationError, OpenAI
+from starlette.testclient import TestClient
+
+from deploy import keys as keys_module
+from deploy.errors import OverloadedError, UnauthenticatedError
+from deploy.gateway import Gateway
+from deploy.keys import ApiKeys, keys_of
+from deploy.openai_api.guard import OPEN_PATHS
+from deploy.openai_api.routes import http_app
+from deploy.service import ClientRequest, Service
+from deploy.shares import Shares
+from tests.serve.test_service import EOS, Scripted, WithoutTiers, event, ids, model
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import load_settings
+from triforce_core.errors import InvalidValueError
+from triforce_core.messages import GREEDY
+
+ENDED = (event(ids("a b")), event([*ids(" c"), EOS], gen.FINISH_REASON_STOP))
+PROMPT = "a prompt that nobody else should read"
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "keys"
+    path.write_text("# who may come in\nalice: alice-key\n\nbob: bob:key-1\nbob:\tbob-key-2\nnobody-key\n")
+    return path
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The file is read at every request."""
+    monkeypatch.setattr(keys_module, "MOST_AGE_S", 0.0)
+
+
+def gateway(file: Path | None, *script: pb.DecodeEvent | Exception | float, **server: Any) -> Gateway:
+    made = Gateway.__new__(Gateway)  # without Ray
+    settings = load_settings(server=server)
+    made.service = Service(settings, model(), WithoutTiers(*script or ENDED))
+    made.keys = keys_of(None if file is None else str(file))
+    return made
+
+
+def http(made: Gateway) -> TestClient:
+    return TestClient(made.__serve_build_asgi_app__(), raise_server_exceptions=False)
+
+
+def bearer(key: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {key}"}
+
+
+def asked(client: TestClient, key: str = "alice-key", **headers: str) -> Any:
+    return client.post("/v1/completions", json={"prompt": PROMPT}, headers={**bearer(key), **headers})
+
+
+class Context:
+    """What a method uses of Serve's gRPC context."""
+
+    def __init__(self, **metadata: str) -> None:
+        self.metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
+        self.trailing = [("request_id", "by-serve")]
+        self.status: tuple[grpc.StatusCode, str] | None = None
+        self.code: Any = None
+
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return self.metadata
+
+    def trailing_metadata(self) -> list[tuple[str, str]]:
+        return self.trailing
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None:
+        self.trailing = self.trailing[:1] + metadata
+
+    def set_code(self, code: grpc.StatusCode) -> None:
+        self.code = code
+
+    def set_details(self, details: str) -> None:
+        self.status = (self.code, details)
+
+
+def called(made: Gateway, method: str, context: Context, request: Any = None) -> list[Any]:
+    """The answers of a gRPC method."""
+
+    async def run() -> list[Any]:
+        answer = getattr(made, method)(request or gen.GenerateRequest(text=PROMPT), grpc_context=context)
+        return [each async for each in answer] if isinstance(answer, AsyncIterator) else [await answer]
+
+    return asyncio.run(run())
+
+
+def lines_of(caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, Any]]:
+    for record in caplog.records:
+        if record.getMessage().startswith("call {"):
+            yield json.loads(record.getMessage().removeprefix("call "))
+
+
+# The file
+
+
+def test_keys_have_the_names_of_their_lines(file: Path) -> None:
+    keys = ApiKeys(file)
+    owners = {key: keys.owner(f"Bearer {key}") for key in ("alice-key", "bob:key-1", "bob-key-2", "nobody-key")}
+    assert owners == {"alice-key": "alice", "bob:key-1": "bob", "bob-key-2": "bob", "nobody-key": "line-6"}
+    assert keys.owner("bearer  alice-key ") == "alice"
+    for wrong in (None, "", "Bearer", "Bearer ", "alice-key", "Basic alice-key", "Bearer alice", "Bearer alice-key2"):
+        with pytest.raises(UnauthenticatedError) as refused:
+            keys.owner(wrong)
+        assert not wrong or "alice" not in str(refused.value)
+    with pytest.raises(UnauthenticatedError):
+        keys.owner("Bearer \udce9\xe9")
+
+
+@pytest.mark.parametrize(
+    ("content", "rule"),
+    [
+        (b"", "must hold at least one key"),
+        (b"# nothing\n\n", "must hold at least one key"),
+        (b"good-key\nname: secret with blanks\n", "line 2 must be `key` or `name: key`"),
+        (b"good-key\n\ngood-key\n", "line 3 must not repeat the key of another line"),
+        ("clé".encode(), "line 1 must be"),
+        (b"\xff\xfe", "must be a text file in UTF-8"),
+    ],
+)
+def test_a_wrong_file_is_refused_at_start_by_field_and_rule(tmp_path: Path, content: bytes, rule: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content)
+    with pytest.raises(InvalidValueError, match=r"^server\.api_keys: ") as refused:
+        keys_of(str(path))
+    assert rule in str(refused.value)
+    assert str(path) in str(refused.value)
+    assert "secret" not in str(refused.value)
+    with pytest.raises(InvalidValueError, match=r"^server.api_keys: .*cannot be read: No such file"):
+        keys_of(str(tmp_path / "none"))
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_file_is_read_again(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    keys = ApiKeys(file)
+    file.write_text("carol: carol-key\n")
+    assert keys.owner("Bearer carol-key") == "carol"
+    with pytest.raises(UnauthenticatedError):
+        keys.owner("Bearer alice-key")
+    file.write_text("carol: carol key\n")  # a mistake
+    for _ in range(3):
+        assert keys.owner("Bearer carol-key") == "carol"
+    assert caplog.text.count("the keys that it held before stay valid") == 1
+    file.unlink()
+    assert keys.owner("Bearer carol-key") == "carol"
+    assert "cannot be read" in caplog.text
+    file.write_text("# all are locked out\n")
+    with pytest.raises(UnauthenticatedError):
+        keys.owner("Bearer carol-key")
+    assert "carol-key" not in caplog.text
+
+
+def test_the_file_is_not_read_for_each_request(file: Path) -> None:
+    keys = ApiKeys(file)
+    file.unlink()
+    file.mkdir()  # reading it would be logged as an error, and set the time
+    read_at = keys.read_at
+    assert keys.owner("Bearer alice-key") == "alice"
+    assert keys.read_at == read_at
+    assert keys_module.MOST_AGE_S <= 5
+
+
+# HTTP
+
+
+def test_without_a_key_no_route_answers_but_those_for_probes(file: Path) -> None:
+    made = gateway(file)
+    client = http(made)
+    paths = [route.path.replace("{name:path}", "demo") for route in http_app(made.service).routes if route.path != "/"]  # type: ignore[attr-defined]
+    assert {"/v1/completions", "/v1/models", "/status", "/version", "/docs", "/openapi.json"} <= set(paths)
+    for path in [*paths, "/v2", "/health/", "/%2e/health", "/HEALTH"]:
+        for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE"):
+            for headers in ({}, bearer("wrong"), {"authorization": "alice-key"}):
+                answer = client.request(method, path, headers=headers, follow_redirects=False)
+                if path in OPEN_PATHS:
+                    assert answer.status_code in (200, 405)
+                    continue
+                assert answer.status_code == 401, (method, path)
+                assert answer.headers["www-authenticate"] == "Bearer"
+                if method != "HEAD":
+                    error = answer.json()["error"]
+                    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
+    assert client.get("/health").json() == client.get("/ready").json() == {"status": "ok"}
+    assert client.get("/").status_code in (200, 404)  # the page, where there is one
+
+
+def test_with_a_key_it_answers(file: Path) -> None:
+    client = http(gateway(file))
+    assert asked(client).status_code == asked(client, "bob-key-2").status_code == 200
+    known, unknown = (
+        OpenAI(base_url="http://testserver/v1", api_key=key, http_client=client, max_retries=0)
+        for key in ("alice-key", "wrong")
+    )
+    assert [each.id for each in known.models.list()] == ["demo"]
+    with pytest.raises(AuthenticationError) as refused:
+        unknown.models.list()
+    assert refused.value.code == "invalid_api_key"
+
+
+def test_without_the_setting_no_key_is_needed() -> None:
+    client = http(gateway(None))
+    assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
+    assert asked(client, "any").status_code == 200
+
+
+def test_ready_asks_no_more_than_whether_requests_are_taken() -> None:
+    made = gateway(None)
+    pipelines = made.service.pipelines
+    assert isinstance(pipelines, Scripted)
+    client = http(made)
+    assert client.get("/ready").status_code == 200
+    assert pipelines.requests == []
+    asyncio.run(made.service.drain(0.0))
+    refused = client.get("/ready")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "unavailable")
+    made.service = Service(load_settings(), model(), Scripted())  # its check raises: no tiers
+    assert http(made).get("/ready").status_code == 503
+
+
+def test_the_version_names_what_determines_tokens() -> None:
+    answer = http(gateway(None)).get("/version").json()
+    assert answer == {"version": model_version(), "system_fingerprint": model().fingerprint}
+
+
+def model_version() -> str:
+    import triforce_core
+
+    return triforce_core.__version__
+
+
+def test_an_id_is_made_for_a_request_that_has_none(caplog: pytest.LogCaptureFixture) -> None:
+    client = http(gateway(None))
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        made = [asked(client).headers["x-request-id"] for _ in range(2)]
+        refused = client.get("/v2").headers["x-request-id"]
+        client.get("/v1/models", headers={"x-request-id": "mine 1"})
+    assert [line["id"] for line in lines_of(caplog)] == [*made, refused, "mine 1"]
+    assert len({*made, refused}) == 3
+
+
+@pytest.mark.parametrize("given", ["", "x" * 129, "caf\xe9", "tab\there"])
+def test_an_id_that_is_not_sound_is_refused(given: str) -> None:
+    answer = http(gateway(None)).get("/v1/models", headers={"x-request-id": given.encode("latin-1")})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == "x-request-id"
+    assert "1 to 128 printable ASCII characters" in answer.json()["error"]["message"]
+    assert http(gateway(None)).get("/v1/models", headers={"x-request-id": "x" * 128}).status_code == 200
+
+
+def test_a_body_above_the_limit_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Service, "most_body_bytes", 100)
+    client = http(gateway(None))
+    kind = {"content-type": "application/json"}
+    small, large = b'{"prompt": "a"}' + b" " * 85, b'{"prompt": "a"}' + b" " * 86
+
+    def pieces(body: bytes) -> Iterator[bytes]:  # sent without its length
+        for i in range(0, len(body), 7):
+            yield body[i : i + 7]
+
+    assert client.post("/v1/completions", content=small, headers=kind).status_code == 200
+    assert client.post("/v1/completions", content=pieces(small), headers=kind).status_code == 200
+    for body in (large, pieces(large), b"{" * 101):
+        answer = client.post("/v1/completions", content=body, headers=kind)
+        assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert error["param"] == "body"
+        assert "must be at most 100 bytes" in error["message"]
+        assert "101 bytes" in error["message"] or "105 bytes" in error["message"]
+
+
+def test_the_limit_of_a_body_has_room_for_the_longest_prompt() -> None:
+    service = gateway(None).service
+    longest = service.model.limits.context_length * service.max_token_characters
+    assert service.most_body_bytes > len(json.dumps({"prompt": "\U0001f600" * longest}))
+    prompt = {"prompt": [service.model.limits.vocab_size - 1] * service.model.limits.context_length}
+    assert service.most_body_bytes > len(json.dumps(prompt))
+
+
+def test_browsers_are_let_in_from_the_origins_of_the_setting(file: Path) -> None:
+    preflight = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    app, other = {"origin": "https://app.example.com"}, {"origin": "https://other.example.com"}
+    for made in (gateway(file), gateway(file, cors_origins=["https://app.example.com"])):
+        client, on = http(made), bool(made.service.settings.server.cors_origins)
+        allowed = client.options("/v1/completions", headers={**app, **preflight})
+        assert allowed.status_code == (200 if on else 401)
+        assert allowed.headers.get("access-control-allow-origin") == (app["origin"] if on else None)
+        refused = client.get("/v1/models", headers=app)
+        assert refused.status_code == 401
+        assert refused.headers.get("access-control-allow-origin") == (app["origin"] if on else None)
+        assert "access-control-allow-origin" not in client.get("/v1/models", headers=other).headers
+    for wrong in ("app.example.com", "https://a.b/path", "https://*.b", "ftp://a.b"):
+        with pytest.raises(InvalidValueError, match=r"^server.cors_origins: .*must be \* or an origin such as"):
+            load_settings(server={"cors_origins": [wrong]})
+
+
+# The log
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_is_one_line_of_the_log(file: Path, caplog: pytest.LogCaptureFixture, stream: bool) -> None:
+    client = http(gateway(file))
+    with caplog.at_level(logging.DEBUG):
+        client.post("/v1/completions", json={"prompt": PROMPT, "stream": stream}, headers=bearer("bob-key-2"))
+        client.post("/v1/completions", json={"prompt": PROMPT}, headers=bearer("a-wrong-key"))
+        client.get("/ready")
+    done, refused = lines_of(caplog)
+    prompt_tokens = len(ids(PROMPT))
+    assert 0 < done.pop("ttft_s") <= done.pop("duration_s") < 60
+    assert len(done.pop("id")) == 32
+    assert done == {
+        "route": "POST /v1/completions",
+        "key": "bob",
+        "status": 200,
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": len(ids("a b")) + len(ids(" c")),
+        "finish_reason": "stop",
+    }
+    assert (refused["status"], refused["key"], refused["ttft_s"], refused["finish_reason"]) == (401, "", None, None)
+    for secret in (PROMPT, "bob-key-2", "a-wrong-key"):
+        assert secret not in caplog.text
+
+
+def test_the_log_may_be_json(caplog: pytest.LogCaptureFixture) -> None:
+    client = http(gateway(None, log="json"))
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        client.get("/v1/models")
+    [record] = [each for each in caplog.records if each.getMessage() == "call"]
+    assert record.call["route"] == "GET /v1/models"  # type: ignore[attr-defined]
+    assert record.call["status"] == 200  # type: ignore[attr-defined]
+
+
+# gRPC
+
+
+METHODS = list(gen.DESCRIPTOR.services_by_name["Generation"].methods_by_name)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_no_grpc_method_answers_without_a_key(file: Path, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    made = gateway(file)
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        for metadata in ({}, bearer("wrong"), {"authorization": "alice-key"}):
+            context = Context(**metadata)
+            [empty] = called(made, method, context)
+            assert not empty.ListFields()
+            assert context.status is not None
+            assert context.status[0] is grpc.StatusCode.UNAUTHENTICATED
+        allowed = Context(**bearer("alice-key"), x_request_id="mine")
+        assert any(answer.ListFields() for answer in called(made, method, allowed))
+    assert allowed.status is None
+    assert allowed.trailing == [("request_id", "by-serve"), ("x-request-id", "mine")]
+    lines = [*lines_of(caplog)]
+    assert [line["status"] for line in lines] == [*["UNAUTHENTICATED"] * 3, "OK"]
+    assert [line["id"] for line in lines] == [*["by-serve"] * 3, "mine"]
+    assert (lines[-1]["route"], lines[-1]["key"]) == (method, "alice")
+    assert lines[-1]["finish_reason"] == (None if method == "ListModels" else "stop")
+    assert PROMPT not in caplog.text
+
+
+def test_errors_of_grpc_calls_are_reported_after_an_empty_answer(caplog: pytest.LogCaptureFixture) -> None:
+    made = gateway(None)
+    wrong = gen.GenerateRequest(text="a", model="other")
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        for method in ("Generate", "GenerateStream"):
+            context = Context()
+            [empty] = called(made, method, context, wrong)
+            assert not empty.ListFields()
+            assert context.status is not None
+            assert context.status[0] is grpc.StatusCode.NOT_FOUND
+        unsound = Context(x_request_id="\xe9")
+        called(made, "Generate", unsound)
+        assert unsound.status is not None
+        assert unsound.status[0] is grpc.StatusCode.INVALID_ARGUMENT
+    assert [line["status"] for line in lines_of(caplog)] == ["NOT_FOUND", "NOT_FOUND", "INVALID_ARGUMENT"]
+
+
+def test_a_stream_that_its_client_leaves_is_logged_as_cancelled(caplog: pytest.LogCaptureFixture) -> None:
+    made = gateway(None, event(ids("a b")), 60.0)
+
+    async def leave() -> None:
+        answers = made.GenerateStream(gen.GenerateRequest(text="a"), grpc_context=Context())  # type: ignore[arg-type]
+        await anext(answers)
+        await answers.aclose()
+
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        asyncio.run(leave())
+    [line] = lines_of(caplog)
+    assert (line["status"], line["completion_tokens"]) == ("CANCELLED", len(ids("a b")))
+    assert made.service.in_flight == 0
+
+
+# Fairness
+
+
+def test_a_key_alone_may_hold_all_places_and_shares_them_with_others() -> None:
+    shares = Shares(8)
+    for _ in range(8):
+        shares.take("a", 1)
+    with pytest.raises(OverloadedError):
+        shares.take("a", 1)
+    shares.refused("b")  # there was no place for it
+    shares.give_back("a", 1)
+    with pytest.raises(OverloadedError, match="8 places are shared by 2 API keys, and this one holds 7 of its 4"):
+        shares.take("a", 1)  # though one is free: it is for b
+    shares.take("b", 1)
+    shares.give_back("a", 4)
+    shares.take("a", 1)
+    with pytest.raises(OverloadedError):
+        shares.take("a", 1)
+    shares.take("b", 3)
+    shares.give_back("b", 4)
+    assert set(shares.held) == {"a"}
+
+
+def test_a_key_that_wants_no_more_frees_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.shares.WANTED_S", 0.0)
+    shares = Shares(4)
+    shares.refused("b")
+    for _ in range(4):
+        shares.take("a", 1)
+    shares = Shares(2)
+    for key in "abcd":  # more keys than places: each may hold one
+        shares.take(key, 1)
+
+
+def test_the_service_gives_the_place_that_comes_free_to_the_other_key(file: Path) -> None:
+    """One key fills the server, another is refused; the next free place is the other's."""
+
+    async def run() -> list[str]:
+        made = gateway(file, event(ids("a")), 0.2, event(ids(" b"), gen.FINISH_REASON_LENGTH), max_queued=1)
+        room = made.service.room
+        said: list[str] = []
+
+        async def one(key: str) -> None:
+            context = Context(**bearer(f"{key}-key"))
+            await made.Generate(gen.GenerateRequest(text="a"), grpc_context=context)  # type: ignore[arg-type]
+            said.append(f"{key} {'served' if context.status is None else context.status[0].name}")
+
+        filling = [asyncio.create_task(one("alice")) for _ in range(room)]
+        await asyncio.sleep(0.1)
+        await one("nobody")
+        assert said == ["nobody RESOURCE_EXHAUSTED"]
+        await asyncio.gather(*filling[: room // 2 + 1])  # those end together
+        more = [asyncio.create_task(one("alice")) for _ in range(room)]
+        await asyncio.sleep(0)
+        await asyncio.gather(*filling, *more, one("nobody"))
+        assert made.service.in_flight == 0
+        assert not made.service.shares.held
+        return said[room + 1 :]
+
+    said = asyncio.run(run())
+    assert "nobody served" in said
+    share = gateway(None, max_queued=1).service.room // 2
+    assert said.count("alice served") == share
+    assert said.count("alice RESOURCE_EXHAUSTED") > 0
+
+
+def test_the_servers_own_probe_belongs_to_no_key(file: Path) -> None:
+    made = gateway(file)
+
+    async def probe() -> None:
+        async for _ in made.service.complete(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2)):
+            assert set(made.service.shares.held) == {""}
+
+    asyncio.run(probe())
+
+
+# The document
+
+
+class Loads(HTMLParser):
+    """Whatever a page names that a browser would load, and all tags."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.loaded: list[str] = []
+        self.tags: set[str] = set()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.loaded += [value or "" for name, value in attrs if name in ("src", "srcset", "data", "style", "action")]
+        if tag == "link":
+            self.loaded.append("link")
+
+
+def test_the_page_of_the_document_loads_nothing_and_names_every_status() -> None:
+    client = http(gateway(None))
+    page, document = client.get("/docs"), client.get("/openapi.json").json()
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    assert "default-src 'none'" in page.headers["content-security-policy"]
+    loads = Loads()
+    loads.feed(page.text)
+    assert loads.loaded == []
+    assert not loads.tags & {"script", "iframe", "img", "object", "embed"}
+    assert "url(" not in page.text
+    assert "@import" not in page.text
+    for path, verbs in document["paths"].items():
+        for verb, operation in verbs.items():
+            assert f"{verb.upper()} {path}" in page.text
+            for status in operation["responses"]:
+                assert f"<td>{status}</td>" in page.text
+    for name in document["components"]["schemas"]:
+        assert f'id="{name}"' in page.text
+    assert client.get("/redoc").status_code == 404
+
+
+def test_every_route_names_what_the_guard_may_answer() -> None:
+    app = http_app(gateway(None).service)
+    document = app.openapi()
+    assert document is app.openapi()
+    routes = [route for route in app.routes if isinstance(route, APIRoute) and route.include_in_schema]
+    assert len(document["paths"]) == len({route.path for route in routes}) >= 7
+    for path, verbs in document["paths"].items():
+        for operation in verbs.values():
+            assert {"200", "400", "413"} <= set(operation["responses"])
+            assert ("401" in operation["responses"]) == ("security" in operation) == (path not in OPEN_PATHS)
