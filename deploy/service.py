@@ -21,6 +21,7 @@ from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_t
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
 from deploy.merging import merged
+from deploy.metrics import Meters, Scrape
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.engine.limits import Limits, target_limits
@@ -154,6 +155,8 @@ class Service:
         self.in_flight = 0
         self.served = False  # whether any completion has yielded a part
         self.draining = False
+        self.meters = Meters(self)
+        self.scrape = Scrape(self.meters, pipelines)
 
     async def check(self) -> None:
         """Raise `UnavailableError` unless a request would be served.
@@ -167,7 +170,7 @@ class Service:
         if self.served or self.in_flight:
             return
         try:
-            async for _ in self.complete(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
+            async for _ in self.unmetered(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
                 pass
         except DeadlineError as error:
             raise UnavailableError(f"no completion comes through: {error}") from None
@@ -180,12 +183,16 @@ class Service:
             await asyncio.sleep(0.05)
         return not self.in_flight
 
-    async def complete(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
+    def complete(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
         """The parts of the request's completions as they are decoded; closing the generator stops the request.
 
         Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
         the request itself are raised before the first part, but for parameters that in the end exclude every token.
         """
+        return self.meters.watched(asked.n, self.unmetered(asked))
+
+    async def unmetered(self, asked: ClientRequest) -> AsyncGenerator[Part, None]:
+        """`complete` for the server's own requests, which metrics do not count."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         require(1 <= asked.n <= self.room, "n", asked.n, f"must be at least 1 and at most {self.room}")
