@@ -26,7 +26,7 @@ def page() -> str:
     return "\n".join(
         [
             "# Metrics\n",
-            "For operators: every metric of `GET /metrics`; [Metrics](../metrics.md) says how to scrape and use them.\n",
+            "For operators: every metric of `GET /metrics`; [metrics](../metrics.md) says how to use them.\n",
             "All have the label `model_name`. A histogram has the series `_bucket`, `_count` and `_sum`; times are in"
             " seconds.\n",
             "## Of the gateway\n",
