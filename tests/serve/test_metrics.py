@@ -145,13 +145,21 @@ def test_times_are_those_between_parts() -> None:
     client, *_ = served(0.2, event(ids("a")), 0.1, event(ids(" b")), 0.1, event(ids(" c"), LENGTH))
     assert ask(client).status_code == 200
     found = scrape(client)
-    assert 0.2 <= found["time_to_first_token_seconds_sum"][()] < 0.3
+    first_s, gaps_s, whole_s, token_s = (
+        found[f"{name}_seconds_sum"][()]
+        for name in (
+            "time_to_first_token",
+            "inter_token_latency",
+            "e2e_request_latency",
+            "request_time_per_output_token",
+        )
+    )
+    assert (first_s >= 0.2, gaps_s >= 0.2) == (True, True)
+    assert first_s + gaps_s == pytest.approx(whole_s)
+    assert token_s == pytest.approx(gaps_s / 2), "two tokens after the first"
     assert found["inter_token_latency_seconds_count"] == {(): 2}
-    assert 0.2 <= found["inter_token_latency_seconds_sum"][()] < 0.3
-    assert 0.1 <= found["request_time_per_output_token_seconds_sum"][()] < 0.15, "two tokens after the first"
-    assert 0.4 <= found["e2e_request_latency_seconds_sum"][()] < 0.6
     assert found["time_to_first_token_seconds_bucket"][("0.1",)] == 0
-    assert found["time_to_first_token_seconds_bucket"][("0.5",)] == 1
+    assert found["time_to_first_token_seconds_bucket"][("600.0",)] == 1
 
 
 def test_the_target_s_own_times_are_those_of_its_last_event() -> None:
@@ -287,15 +295,14 @@ def test_audits_are_told_where_there_are_any() -> None:
     assert scrape(client)["audit_mismatches_total"] == {("r1",): 3}
 
 
-def test_the_tiers_are_asked_once_a_second_however_many_scrape(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_tiers_are_asked_once_a_second_however_many_scrape() -> None:
     async def rush() -> int:
         _, service, pipelines = tiers({"r1": replica()})
         pipelines.takes_s = 0.05
         texts = await asyncio.gather(*(service.scrape.text() for _ in range(20)))
         assert len(set(texts)) == 1
         assert pipelines.asked == 1
-        later = time.monotonic() + FRESH_S + 0.1
-        monkeypatch.setattr(time, "monotonic", lambda: later)
+        service.scrape.asked_at -= FRESH_S
         await service.scrape.text()
         return pipelines.asked
 
