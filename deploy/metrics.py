@@ -58,7 +58,7 @@ class Meters:
         )
         self.token_s = self._histogram(
             "request_time_per_output_token_seconds",
-            "Of a completion: the time from the first piece to the last, per token after the first.",
+            "Of a completion: the time from the first piece to the last, per token of those after the first.",
             GAPS,
         )
         self.request_s = self._histogram(
@@ -100,11 +100,11 @@ class Meters:
 
 
 class Times(NamedTuple):
-    """Of one completion, in seconds of `perf_counter`, with the number of its tokens."""
+    """Of one completion, in seconds of `perf_counter`."""
 
     first: float
     latest: float
-    tokens: int
+    tokens: int  # after those of the first piece
 
 
 class Watch:
@@ -122,7 +122,7 @@ class Watch:
                 meters.prompt_tokens.inc(part.prompt_tokens)
             if before is None:
                 meters.first_token_s.observe(now - self.began)
-                self.times[part.index] = Times(now, now, tokens)
+                self.times[part.index] = Times(now, now, 0)
             else:
                 meters.gap_s.observe(now - before.latest)
                 self.times[part.index] = Times(before.first, now, before.tokens + tokens)
@@ -135,8 +135,8 @@ class Watch:
         if times := self.times.get(part.index):
             meters.queue_s.observe(part.done.stats.queued_s)
             meters.prefill_s.observe(part.done.stats.prefill_s)
-            if times.tokens > 1:
-                meters.token_s.observe((times.latest - times.first) / (times.tokens - 1))
+            if times.tokens:
+                meters.token_s.observe((times.latest - times.first) / times.tokens)
 
 
 class Scrape:
