@@ -22,6 +22,7 @@ from actors.wire import (
     sampling_from_proto,
     seed_from_proto,
     stats_to_proto,
+    totals_to_proto,
 )
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
@@ -167,14 +168,18 @@ class TargetServer(TargetServicer):
         return self.status()
 
     def status(self) -> pb.TierStatus:
-        controller = self.engine_thread.engine.controller
+        engine = self.engine_thread.engine
+        controller = engine.controller
         return pb.TierStatus(
             tier="target",
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
-            least_stall_ms=1e3 * self.engine_thread.engine.least_stall_s,
-            kv_tokens=self.engine_thread.engine.kv_tokens,
+            least_stall_ms=1e3 * engine.least_stall_s,
+            kv_tokens=engine.kv_tokens,
+            kv_pool_tokens=engine.limits.kv_pool_tokens,
+            waiting_sequences=engine.num_waiting,
+            totals=totals_to_proto(engine.told_totals),
             controller=controller_to_proto(controller.figures()) if controller else None,
         )
 

@@ -139,6 +139,7 @@ class TierActor(ABC):
         }
         for tier, runner in self.runners.items():
             statuses[tier].threads = runner.threads.decode if runner.threads else 0
+            statuses[tier].passes, statuses[tier].pass_s = runner.passes, runner.seconds
         for status in statuses.values():
             status.address = self.server.address
         return [status.SerializeToString() for status in statuses.values()]

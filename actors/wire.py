@@ -14,6 +14,7 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.controller import Figures
 from triforce_core.engine.sequence import FinishReason, Request, Stats
+from triforce_core.engine.totals import Totals
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import (
     Drafting,
@@ -176,6 +177,18 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
         plain_ms=message.plain_ms if message.HasField("plain_ms") else None,
         direct=tallies_from_proto([message.direct])[0],
         tallies=list(tallies_from_proto(message.tallies)),
+    )
+
+
+def totals_to_proto(totals: Totals) -> pb.Totals:
+    stats = totals.stats
+    return pb.Totals(
+        tallies=tallies_to_proto(stats.tallies),
+        direct=tallies_to_proto([stats.direct])[0],
+        plans=stats.plans,
+        snapshots=stats.snapshots,
+        preempted=stats.preempted,
+        rounds_by_tokens=totals.rounds_by_tokens,
     )
 
 

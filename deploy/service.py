@@ -23,6 +23,7 @@ from deploy.chat.template import ChatTemplate
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
 from deploy.merging import merged
+from deploy.metrics import Meters, Scrape
 from deploy.shares import Shares
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD, Settings
@@ -179,6 +180,8 @@ class Service:
         self.shares = Shares(self.room)
         self.served = False  # whether any completion has yielded a part
         self.draining = False
+        self.meters = Meters(self)
+        self.scrape = Scrape(self.meters, pipelines)
 
     async def ready(self) -> None:
         """Raise `UnavailableError` unless the server takes requests and a pipeline can serve. Decodes nothing."""
@@ -196,7 +199,7 @@ class Service:
         if self.served or self.in_flight:
             return
         try:
-            async for _ in self.complete(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
+            async for _ in self.unmetered(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
                 pass
         except DeadlineError as error:
             raise UnavailableError(f"no completion comes through: {error}") from None
@@ -209,13 +212,17 @@ class Service:
             await asyncio.sleep(0.05)
         return not self.in_flight
 
-    async def complete(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
+    def complete(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
         """The parts of the requests' completions as they are decoded; closing the generator stops the requests. Several
         requests, which differ in their prompts alone, are admitted and fail together.
 
         Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
         the request itself are raised before the first part, but for parameters that in the end exclude every token.
         """
+        return self.meters.watched(sum(each.n for each in requests), self.unmetered(*requests))
+
+    async def unmetered(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
+        """`complete` for the server's own requests, which metrics do not count."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         asked, places = requests[0], sum(each.n for each in requests)

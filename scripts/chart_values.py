@@ -158,8 +158,13 @@ class Enabled(Values):
 
 
 class PodMonitor(Values):
-    enabled: bool = Field(False, description="whether Prometheus (its operator) is to scrape Ray's metrics")
+    enabled: bool = Field(
+        False, description="whether Prometheus (its operator) is to scrape Ray's metrics and the server's"
+    )
     labels: dict[str, str] = Field({}, description="labels by which Prometheus finds it")
+    authorization: dict[str, Any] = Field(
+        {}, description="the key for the server's metrics, as in a PodMonitor: {credentials: {name, key}} of a secret"
+    )
 
 
 class Dashboard(Values):

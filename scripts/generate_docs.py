@@ -1,5 +1,5 @@
-"""Generates what `make docs` adds to docs/: the reference from the code (settings, command line, HTTP, gRPC, SDK), and
-the figures.
+"""Generates what `make docs` adds to docs/: the reference from the code (settings, command line, HTTP, gRPC, SDK,
+metrics), and the figures.
 
 Both are committed, so that they can be read without building the site; a test fails while they are stale.
 """
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from scripts.reference import command_line, grpc_api, http_api, sdk, settings
+from scripts.reference import command_line, grpc_api, http_api, metrics, sdk, settings
 from scripts.reference.figures import FIGURES
 from scripts.reference.markdown import REPOSITORY
 
@@ -21,6 +21,7 @@ PAGES = {
     "http.md": http_api.page,
     "grpc.md": grpc_api.page,
     "sdk.md": sdk.page,
+    "metrics.md": metrics.page,
 }
 
 

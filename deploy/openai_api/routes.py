@@ -6,7 +6,8 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import JSONResponse, PlainTextResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 from starlette.exceptions import HTTPException
 
 import triforce_core
@@ -111,6 +112,11 @@ def http_app(service: Service) -> FastAPI:
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
+
+    @app.get("/metrics", response_class=PlainTextResponse)
+    async def metrics() -> Response:
+        """The metrics of the server and its tiers, in Prometheus' text format."""
+        return Response(await service.scrape.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
     app.include_router(chat_routes(service, strings, IDLE_S))
     app.include_router(token_routes(service))

@@ -50,6 +50,7 @@ def page() -> str:
         " server-sent events) the first chunk has the seed and the last one the other fields of"
         " `triforce`; the stream ends with `data: [DONE]`.\n",
         fenced("json", "docs/examples/completion.json"),
+        "`GET /metrics` has [metrics for Prometheus](metrics.md).\n",
         "`GET /status` shows each tier of each replica. Its fields are those of"
         " [`TierStatus`](grpc.md#what-a-tier-reports), whose `controller.plans` is called `rounds` here."
         " [Operations](../operations.md#what-to-watch) says what to watch.\n",

@@ -88,7 +88,27 @@ def test_others_reach_the_apis_alone(values: Path) -> None:
         elif ports == {server.port, server.grpc_port}:
             pass
         else:
-            assert (ports, bool(senders)) in (({8265}, True), ({8080}, True))
+            assert (ports, bool(senders)) in (({8265}, True), ({8080, server.port}, True))
+
+
+def test_one_pod_is_scraped_for_the_server_s_metrics_and_each_for_ray_s() -> None:
+    """Every proxy would answer with the figures of the one gateway."""
+    key = "podMonitor.authorization.credentials.name=triforce-key"
+    objects = rendered(ALL, "--set", key)
+    scraped = {}
+    for monitor in of_kind(objects, "PodMonitor"):
+        wanted = monitor["spec"]["selector"]["matchLabels"]
+        pods = {
+            name: {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+            for name, pod in pod_templates(objects).items()
+            if wanted.items() <= pod["metadata"]["labels"].items()
+        }
+        [endpoint] = monitor["spec"]["podMetricsEndpoints"]
+        assert all(endpoint["port"] in ports for ports in pods.values())
+        scraped[endpoint["port"]] = set(pods), endpoint
+    assert scraped["serve"][0] == {"head"} < scraped["metrics"][0] == set(pod_templates(objects))
+    assert scraped["serve"][1]["path"] == "/metrics"
+    assert scraped["serve"][1]["authorization"] == {"credentials": {"name": "triforce-key"}}
 
 
 @each_example

@@ -122,3 +122,26 @@ def test_a_round_begins_with_no_stall_behind_it(engine: Engine, below: Below) ->
     assert live.stalled_s == 0.0
     assert 0.03 < live.round_s < 10
     assert engine.kv_tokens == 2 + 9
+
+
+def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: Engine, below: Below) -> None:
+    first, second = engine.submit(request(max_tokens=9)), engine.submit(request(max_tokens=9))
+    assert engine.num_waiting == 2
+    below.answers = [
+        [Proposal(first, 2, (7,), b"\2"), Proposal(second, 2, (7,), b"\2")],
+        [Proposal(first, 3, (8, 9, 10), b"\1\1\2", tallies=(Tally(1, 4, 2, 1), Tally(2, 6, 3, 1)))],
+        [Proposal(second, 3, (8,), b"\2", tallies=(Tally(1),))],
+    ]
+    engine.run_once()
+    assert engine.num_waiting == 0
+    assert engine.told_totals.rounds_by_tokens == {}, "the first token is of no round"
+    engine.run_once()
+    told = engine.told_totals
+    assert told.rounds_by_tokens == {3: 1}
+    engine.cancel(first)
+    engine.run_once()
+    assert told.rounds_by_tokens == {3: 1}, "what other threads read is not changed under their hands"
+    totals = engine.told_totals
+    assert totals.rounds_by_tokens == {3: 1, 1: 1}
+    assert [tally[:4] for tally in totals.stats.tallies[:2]] == [(2, 4, 2, 1), (2, 6, 3, 1)]
+    assert totals.stats.plans == {"plain": 2}

@@ -15,6 +15,7 @@ from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
+from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec
@@ -101,8 +102,11 @@ class Engine:
         self.cancelled: deque[int] = deque()
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
-        # For other threads to read: the scheduler's figures, and the tokens of the KV pool that requests own.
+        self.totals = Totals()
+        # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, and `totals`
+        # as they were after the last turn.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
+        self.told_totals = Totals()
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -131,6 +135,11 @@ class Engine:
         self.cancelled.append(sequence_id)
         self.doorbell.ring()
 
+    @property
+    def num_waiting(self) -> int:
+        """The requests that wait for room, those that were preempted included."""
+        return len(self.arrivals) + len(self.scheduler.queue)
+
     # -- from the thread that runs the loop ----------------------------------------------------------------------------
 
     @property
@@ -157,6 +166,7 @@ class Engine:
             self.controller.passed(answers, self.scheduler.decoding, time.perf_counter())
         outputs += [output for answer in answers if (output := self._advance(*answer))]
         self.kv_tokens = self.scheduler.kv.used_tokens
+        self.told_totals = self.totals.copy()
         return outputs
 
     def _take_messages(self) -> list[Output]:
@@ -192,6 +202,7 @@ class Engine:
         """Preempt requests until those that remain have room for their next round."""
         while sequence := self.scheduler.to_preempt():
             self._drop(sequence)
+            self.totals.stats.preempted += 1
             self.scheduler.add(sequence.again(next(self.ids)))
 
     def _update_snapshots(self) -> None:
@@ -209,6 +220,7 @@ class Engine:
         cut = self.snapshots.update(sequence, wanted=wanted)
         seconds = time.perf_counter() - began
         if cut:
+            self.totals.stats.snapshots += 1
             for live in self.scheduler.live.values():
                 live.cut_s += seconds
             if self.controller is not None:
@@ -238,6 +250,7 @@ class Engine:
             stats.decode_s += round_s
             plan = plan_of(work)
             stats.add(plan, proposal.tallies)
+            self.totals.add(plan, proposal.tallies, len(proposal.tokens))
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:
                 undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.cut_s

@@ -1,0 +1,177 @@
+"""Metrics for Prometheus: counts the gateway's own as requests pass, and asks for those of the tiers at a scrape.
+
+docs/metrics.md is for operators; docs/decisions/0021-metrics.md says why the metrics are here and not Ray's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import aclosing
+from typing import TYPE_CHECKING, NamedTuple
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from deploy.errors import entry_for
+from deploy.openai_api.errors import ANSWERS
+from deploy.tier_metrics import Statuses, TierFamilies
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.errors import UnavailableError
+
+if TYPE_CHECKING:
+    from deploy.service import Part, Pipelines, Service
+
+FRESH_S = 1.0  # the tiers are asked no more often, however often metrics are scraped
+# Seconds: from a token of a small model to a prompt that takes minutes.
+LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
+GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
+
+
+class Meters:
+    """What the gateway counts, in a registry of its own, so that several services in one process do not share it."""
+
+    def __init__(self, service: Service) -> None:
+        self.registry = CollectorRegistry()
+        self.model = service.model.name
+        self.requests = self._counter(
+            "requests",
+            "Completions that ended, by finish reason; requests that failed, by the code in the error's body, or"
+            " `cancelled` where the client went away. Of bodies that break the schema none.",
+            "status",
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that got a first token.")
+        self.generation_tokens = self._counter("generation_tokens", "Output tokens handed to clients.")
+        in_flight = self._gauge("requests_in_flight", "Completions at the gateway, streams included.")
+        in_flight.set_function(lambda: service.in_flight)
+        places = self._gauge("places", "The most completions that the gateway takes; beyond them clients get 429.")
+        places.set_function(lambda: service.room)
+        self.first_token_s = self._histogram(
+            "time_to_first_token_seconds", "From a request's arrival at the gateway to its first text."
+        )
+        self.gap_s = self._histogram(
+            "inter_token_latency_seconds",
+            "Between two pieces of a completion's output. A piece has the tokens of one round, often several.",
+            GAPS,
+        )
+        self.token_s = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Of a completion: the time from the first piece to the last, per token of those after the first.",
+            GAPS,
+        )
+        self.request_s = self._histogram(
+            "e2e_request_latency_seconds", "From a request's arrival at the gateway to the end of a completion."
+        )
+        self.queue_s = self._histogram(
+            "request_queue_time_seconds", "Of a completion: how long it waited in the target for room."
+        )
+        self.prefill_s = self._histogram(
+            "request_prefill_time_seconds", "Of a completion: the target's time for the prompt, up to the first token."
+        )
+
+    def _counter(self, name: str, about: str, *labels: str) -> Counter:
+        counter = Counter(f"triforce_{name}", about, ["model_name", *labels], registry=self.registry)
+        return counter if labels else counter.labels(self.model)
+
+    def _gauge(self, name: str, about: str) -> Gauge:
+        return Gauge(f"triforce_{name}", about, ["model_name"], registry=self.registry).labels(self.model)
+
+    def _histogram(self, name: str, about: str, buckets: tuple[float, ...] = LATENCIES) -> Histogram:
+        of_all = Histogram(f"triforce_{name}", about, ["model_name"], registry=self.registry, buckets=buckets)
+        return of_all.labels(self.model)
+
+    async def watched(self, n: int, parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
+        """The same parts of a request's `n` completions, counted. Nothing is held back or changed."""
+        watch = Watch(self, n)
+        status = "cancelled"  # unless it ends otherwise: closing this generator raises no `Exception`
+        try:
+            async with aclosing(parts):
+                async for part in parts:
+                    watch.saw(part)
+                    yield part
+        except Exception as error:
+            status = answer.code if (answer := entry_for(ANSWERS, error)) else "internal_error"
+            raise
+        finally:
+            if watch.running:
+                self.requests.labels(self.model, status).inc()
+
+
+class Times(NamedTuple):
+    """Of one completion, in seconds of `perf_counter`."""
+
+    first: float
+    latest: float
+    tokens: int  # after those of the first piece
+
+
+class Watch:
+    """Observes one request."""
+
+    def __init__(self, meters: Meters, n: int) -> None:
+        self.meters, self.running, self.began = meters, max(1, n), time.perf_counter()
+        self.times: dict[int, Times] = {}  # by completion
+
+    def saw(self, part: Part) -> None:
+        meters, now, tokens = self.meters, time.perf_counter(), len(part.piece.tokens)
+        before = self.times.get(part.index)
+        if tokens:
+            if not self.times:
+                meters.prompt_tokens.inc(part.prompt_tokens)
+            if before is None:
+                meters.first_token_s.observe(now - self.began)
+                self.times[part.index] = Times(now, now, 0)
+            else:
+                meters.gap_s.observe(now - before.latest)
+                self.times[part.index] = Times(before.first, now, before.tokens + tokens)
+            meters.generation_tokens.inc(tokens)
+        if part.done is None:
+            return
+        self.running -= 1
+        meters.requests.labels(meters.model, part.done.finish_reason).inc()
+        meters.request_s.observe(now - self.began)
+        if times := self.times.get(part.index):
+            meters.queue_s.observe(part.done.stats.queued_s)
+            meters.prefill_s.observe(part.done.stats.prefill_s)
+            if times.tokens:
+                meters.token_s.observe((times.latest - times.first) / times.tokens)
+
+
+class Scrape:
+    """What a scrape returns."""
+
+    def __init__(self, meters: Meters, pipelines: Pipelines) -> None:
+        self.meters, self.pipelines = meters, pipelines
+        self.lock = asyncio.Lock()
+        self.asked_at, self.statuses = float("-inf"), dict[str, list[pb.TierStatus]]()
+
+    async def text(self) -> bytes:
+        """All metrics in Prometheus' text format."""
+        statuses = await self._statuses()
+        return generate_latest(Families(self.meters.registry, TierFamilies(self.meters.model, statuses)))
+
+    async def _statuses(self) -> Statuses:
+        """The tiers' status, at most `FRESH_S` seconds old; scrapes at the same time share one question."""
+        async with self.lock:
+            if time.monotonic() - self.asked_at > FRESH_S:
+                try:
+                    self.statuses = await self.pipelines.status()
+                except UnavailableError:
+                    self.statuses = {}
+                self.asked_at = time.monotonic()
+            return self.statuses
+
+
+class Families(Collector):
+    """The metrics of several collectors, without the times of creation that prometheus_client adds to each series."""
+
+    def __init__(self, *collectors: CollectorRegistry | TierFamilies) -> None:
+        self.collectors = collectors
+
+    def collect(self) -> Iterable[Metric]:
+        for collector in self.collectors:
+            for family in collector.collect():
+                family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+                yield family

@@ -1,0 +1,186 @@
+"""The metrics of the tiers, from what the tiers report of themselves at a scrape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+
+from actors.wire import tallies_from_proto
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.messages import Tally
+
+Statuses = Mapping[str, list[pb.TierStatus]]  # by replica, of each of its tiers
+Values = dict[tuple[str, ...], float]  # by the values of a metric's own labels
+Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
+COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
+
+TOKENS_PER_ROUND = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
+
+
+class Figure(NamedTuple):
+    """A metric of tiers: its values are `of` each tier that answered, empty where the tier does not have it."""
+
+    kind: Family
+    name: str
+    about: str
+    labels: tuple[str, ...]  # besides the model and the replica
+    of: Callable[[pb.TierStatus], Values]
+
+
+def of_target(figure: Callable[[pb.TierStatus], float]) -> Callable[[pb.TierStatus], Values]:
+    return lambda status: {(): figure(status)} if status.tier == "target" else {}
+
+
+def of_model(figure: Callable[[pb.TierStatus], float]) -> Callable[[pb.TierStatus], Values]:
+    return lambda status: {(status.tier,): figure(status)} if status.passes else {}
+
+
+def of_drafting(figure: Callable[[Tally], float]) -> Callable[[pb.TierStatus], Values]:
+    """By the tier that drafted. The tier above it verifies; of the draft tier's tokens that is the target in rounds
+    without the retrieval tier.
+    """
+
+    def values(status: pb.TierStatus) -> Values:
+        if not status.HasField("totals"):
+            return {}
+        target, retrieval, *_ = tallies_from_proto(status.totals.tallies)
+        [direct] = tallies_from_proto([status.totals.direct])
+        return {("retrieval",): figure(target - direct), ("draft",): figure(retrieval + direct)}
+
+    return values
+
+
+def plans(status: pb.TierStatus) -> Values:
+    return {(plan,): rounds for plan, rounds in status.totals.plans.items()}
+
+
+def mismatches(status: pb.TierStatus) -> Values:
+    return {(): status.audit.mismatches} if status.HasField("audit") else {}
+
+
+FIGURES = (
+    Figure(
+        GAUGE,
+        "num_requests_running",
+        "Requests that the replica prefills or decodes.",
+        (),
+        of_target(lambda status: max(0, status.live_sequences - status.waiting_sequences)),
+    ),
+    Figure(
+        GAUGE,
+        "num_requests_waiting",
+        "Requests that wait in the replica for room.",
+        (),
+        of_target(lambda status: status.waiting_sequences),
+    ),
+    Figure(
+        GAUGE,
+        "kv_cache_used_tokens",
+        "Tokens of the target's KV pool that requests own.",
+        (),
+        of_target(lambda status: status.kv_tokens),
+    ),
+    Figure(
+        GAUGE,
+        "kv_cache_capacity_tokens",
+        "Tokens for which the target's KV pool has room.",
+        (),
+        of_target(lambda status: status.kv_pool_tokens),
+    ),
+    Figure(
+        COUNTER,
+        "num_preemptions",
+        "Times that a request's KV was dropped because the pool was full, and its tokens prefilled again.",
+        (),
+        of_target(lambda status: status.totals.preempted),
+    ),
+    Figure(
+        COUNTER,
+        "snapshots",
+        "Snapshots of sparse KV cut for the retrieval tier: first ones and refreshes.",
+        (),
+        of_target(lambda status: status.totals.snapshots),
+    ),
+    Figure(COUNTER, "rounds", "Rounds of the target by kind of plan: `plain`, or who drafted.", ("plan",), plans),
+    Figure(
+        COUNTER,
+        "spec_decode_num_draft_tokens",
+        "Tokens that the tier, or prompt lookup in its place, proposed to the tier above.",
+        ("tier",),
+        of_drafting(lambda tally: tally.proposed),
+    ),
+    Figure(
+        COUNTER,
+        "spec_decode_num_verified_tokens",
+        "Of the proposed tokens those that were accepted or rejected; none is verified after a rejected one.",
+        ("tier",),
+        of_drafting(lambda tally: tally.accepted + tally.rejected),
+    ),
+    Figure(
+        COUNTER,
+        "spec_decode_num_accepted_tokens",
+        "Of the proposed tokens those that the tier above accepted.",
+        ("tier",),
+        of_drafting(lambda tally: tally.accepted),
+    ),
+    Figure(
+        COUNTER,
+        "tier_passes",
+        "Passes of the tier's model, those over prompts included.",
+        ("tier",),
+        of_model(lambda status: status.passes),
+    ),
+    Figure(
+        COUNTER,
+        "tier_pass_seconds",
+        "Seconds that these passes took; the rate is the share of time in which the tier computes.",
+        ("tier",),
+        of_model(lambda status: status.pass_s),
+    ),
+    Figure(
+        COUNTER,
+        "audit_mismatches",
+        "Tokens that audits found computed wrongly, with `target.audit` above 0: must stay 0.",
+        (),
+        mismatches,
+    ),
+)
+
+
+class TierFamilies:
+    """What a scrape tells of the tiers. A tier that does not answer has `triforce_tier_ready` alone, which is 0."""
+
+    def __init__(self, model: str, statuses: Statuses) -> None:
+        self.model = model
+        self.found = [(replica, tier) for replica, tiers in statuses.items() for tier in tiers]
+        # `Pipeline.status` reports a tier that did not answer without an address.
+        self.answered = [(replica, tier) for replica, tier in self.found if tier.address]
+
+    def collect(self) -> Iterator[Metric]:
+        about = "1 if the tier's process works; 0 if it does not, hangs, or does not answer."
+        ready = GaugeMetricFamily("triforce_tier_ready", about, labels=["model_name", "replica", "tier"])
+        for replica, status in self.found:
+            ready.add_metric([self.model, replica, status.tier], status.ready)
+        yield ready
+        for figure in FIGURES:
+            labels = ["model_name", "replica", *figure.labels]
+            family = figure.kind(f"triforce_{figure.name}", figure.about, labels=labels)
+            for replica, status in self.answered:
+                for at, value in figure.of(status).items():
+                    family.add_metric([self.model, replica, *at], value)
+            yield family
+        yield self.tokens_per_round()
+
+    def tokens_per_round(self) -> Metric:
+        about = "Tokens that a round of the target committed; plain decoding commits 1."
+        family = HistogramMetricFamily("triforce_tokens_per_round", about, labels=["model_name", "replica"])
+        for replica, status in self.answered:
+            if not status.HasField("totals"):
+                continue
+            rounds = status.totals.rounds_by_tokens.items()
+            up_to = {str(float(le)): sum(n for tokens, n in rounds if tokens <= le) for le in TOKENS_PER_ROUND}
+            buckets = [*up_to.items(), ("+Inf", sum(n for _, n in rounds))]
+            family.add_metric([self.model, replica], buckets, sum(tokens * n for tokens, n in rounds))
+        return family

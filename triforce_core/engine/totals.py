@@ -1,0 +1,26 @@
+"""What all requests of an engine have done together, for metrics."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from triforce_core.engine.sequence import Stats
+from triforce_core.messages import Tally
+from triforce_core.plans import Plan
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the engine was made. They never go back, also not where requests are cancelled or preempted."""
+
+    # Rounds, snapshots and preemptions, as of one request; its times and its plan of the moment are not kept.
+    stats: Stats = field(default_factory=Stats)
+    rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # rounds by the tokens that they committed
+
+    def add(self, plan: Plan, tallies: tuple[Tally, ...], tokens: int) -> None:
+        """Add a round of the target that committed so many tokens."""
+        self.stats.add(plan, tallies)
+        self.rounds_by_tokens[tokens] = self.rounds_by_tokens.get(tokens, 0) + 1
+
+    def copy(self) -> Totals:
+        return Totals(self.stats.copy(), dict(self.rounds_by_tokens))
