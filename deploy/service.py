@@ -109,6 +109,7 @@ class Part:
     done: Done | None = None
     index: int = 0  # of the completion, among the request's `n`
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
+    so_far: pb.DecodeStats | None = None  # of a part before the last: how the output was made until now
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,7 +323,7 @@ class Service:
                     break
                 if piece.text or piece.tokens or scores:
                     piece = replace(piece, text=echoed + piece.text)
-                    yield replace(frame, piece=piece, prompt_logprobs=scores)
+                    yield replace(frame, piece=piece, prompt_logprobs=scores, so_far=event.stats)
                     echoed, scores = "", ()
                 if event.no_token:
                     raise no_token(asked.guide, output.num_tokens)

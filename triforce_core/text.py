@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from triforce_core.errors import require
@@ -149,6 +149,9 @@ class TextDelta:
     tokens: tuple[int, ...]
     origins: bytes  # one Origin per token
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
+    # The text that each token completes. What is held back until the output ends belongs to the last token and is in
+    # `text` alone, because that token may have been returned before.
+    texts: tuple[str, ...] = field(default=(), compare=False)
 
 
 def joined(pieces: Sequence[TextDelta]) -> TextDelta:
@@ -158,6 +161,7 @@ def joined(pieces: Sequence[TextDelta]) -> TextDelta:
         tuple(token for piece in pieces for token in piece.tokens),
         b"".join(piece.origins for piece in pieces),
         tuple(each for piece in pieces for each in piece.logprobs),
+        tuple(each for piece in pieces for each in piece.texts),
     )
 
 
@@ -263,4 +267,5 @@ class OutputText:
         self.num_tokens += num_known + len(tokens)
         origins = bytes(held.origin for held in new if held.token is not None)
         logprobs = tuple(held.logprobs for held in new if held.logprobs is not None)
-        return TextDelta("".join(held.text for held in new), tokens, origins, logprobs)
+        texts = tuple(held.text for held in new if held.token is not None)
+        return TextDelta("".join(held.text for held in new), tokens, origins, logprobs, texts)

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
+from actors.wire import stats_from_proto
 from deploy.openai_api.errors import answer_to
 from deploy.openai_api.requests import CompletionRequest
 from deploy.openai_api.streaming import event
@@ -41,6 +42,7 @@ class Completion:
         if self.body.return_token_ids:
             choice["token_ids"] = part.piece.tokens
             choice["origins"] = [Origin(origin).name.lower() for origin in part.piece.origins]
+            choice["texts"] = part.piece.texts
         return {**self.frame, "choices": [choice], **({"triforce": extras(part, part.done)} if part.done else {})}
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
@@ -53,7 +55,8 @@ class Completion:
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
         """Server-sent events: a chunk for each part with content, and a comment for each None.
 
-        The first chunk carries the seed. Parts without text have content only if the client wants token ids.
+        The first chunk carries the seed. Parts without text have content only if the client wants token ids, and then
+        each chunk also says how the output was made until now.
         """
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         no_usage = {"usage": None} if with_usage else {}
@@ -64,9 +67,10 @@ class Completion:
                 if part is None:
                     yield ": waiting\n\n"
                 elif part.piece.text or self.body.return_token_ids:
-                    seed = {} if told else {"triforce": {"seed": part.seed}}
+                    seed = {} if told else {"seed": part.seed}
+                    known = seed | (progress(part) if self.body.return_token_ids else {})
                     told = True
-                    yield event({**self.of(part), **seed, **no_usage})
+                    yield event({**self.of(part), **({"triforce": known} if known else {}), **no_usage})
                 part = await anext(rest)
             yield event({**self.of(part), **no_usage})
             if with_usage:
@@ -84,6 +88,14 @@ def usage(part: Part) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": part.prompt_tokens + completion_tokens,
     }
+
+
+def progress(part: Part) -> dict[str, Any]:
+    """Of a chunk before the last: what `extras` will say at the end, as far as it is known."""
+    if part.so_far is None:
+        return {}
+    stats = stats_from_proto(part.so_far)
+    return {"prompt_tokens": part.prompt_tokens, "acceptance": stats.acceptance, "plan": stats.plan}
 
 
 def extras(part: Part, done: Done) -> dict[str, Any]:

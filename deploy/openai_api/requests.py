@@ -92,7 +92,7 @@ class CompletionRequest(Body):
     repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
     min_tokens: int | None = Field(0, description="nothing ends the output before it has so many tokens")
     speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
-    return_token_ids: bool = Field(False, description="give token_ids and their origins with each choice")
+    return_token_ids: bool = Field(False, description="give token_ids, their origins and texts with each choice")
     timeout_s: float | None = Field(None, description="give up after this many seconds")
     priority: int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
 

@@ -20,6 +20,7 @@ from deploy.openai_api.errors import (
 )
 from deploy.openai_api.requests import CompletionRequest, client_request_from
 from deploy.openai_api.streaming import EventStream, with_idle
+from deploy.page import add_page
 from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.errors import TriForceError, UnavailableError
@@ -91,6 +92,7 @@ def http_app(service: Service) -> FastAPI:
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
+    add_page(app)
     return app
 
 
