@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 from os import PathLike, stat_result
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import Response
+from fastapi.responses import FileResponse, Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 FILES = Path(__file__).parent / "page"
+DEMO = inspect.__file__  # Python's own: a long text that every server has, and that the demo pair never saw
 HEADERS = {
     # Nothing is loaded from elsewhere, no script stands in the page itself, and no other site may frame it.
     "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
@@ -39,5 +41,9 @@ def add_page(app: FastAPI) -> None:
     async def index(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
 
+    async def demo(_: Request) -> Response:
+        return FileResponse(DEMO, media_type="text/plain", headers=HEADERS)
+
     app.add_route("/", index, methods=["GET"], include_in_schema=False)
+    app.add_route("/page/demo.txt", demo, methods=["GET"], include_in_schema=False)
     app.mount("/page", files, name="page")

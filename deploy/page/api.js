@@ -35,9 +35,9 @@ export async function model(key) {
   return { name: data[0].id, context: data[0].max_model_len ?? data[0].context_length };
 }
 
-// The text of one of the page's own files.
-export async function file(path) {
-  return (await ask(path)).text();
+// A long text that the server has.
+export async function demo() {
+  return (await ask("page/demo.txt")).text();
 }
 
 // The chunks of a completion as they come. Throws `Refused`, or an AbortError after `signal`.

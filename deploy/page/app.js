@@ -5,8 +5,7 @@ import { Run, compare, number } from "./run.js";
 
 const get = (id) => document.getElementById(id);
 const LARGEST = 16e6; // bytes of a file that is opened
-const DEMO = ["page/run.js", "page/style.css", "page/api.js", "page/app.js"]; // sources of this page
-const DEMO_CHARACTERS_PER_TOKEN = 1.5; // fewer than any tokenizer packs, so that the demo document fits the context
+const DEMO_CHARACTERS_PER_TOKEN = 1.5; // fewer than tokenizers pack, so that the demo document fits the context
 
 const tab = { context: null, stop: null, first: null };
 
@@ -32,6 +31,7 @@ async function findModel() {
 
 function setDocument(text, from) {
   get("document").value = text;
+  get("document").scrollTop = 0;
   showSize();
   complain("");
   say(`${from}: ${number(text.length)} characters.`);
@@ -56,9 +56,9 @@ async function openFile(file) {
 
 async function openDemo() {
   try {
-    const sources = await Promise.all(DEMO.map(api.file));
-    const most = tab.context ? Math.max(0, tab.context - get("max-tokens").valueAsNumber) * DEMO_CHARACTERS_PER_TOKEN : Infinity;
-    setDocument(sources.join("\n").slice(0, most), "Demo document, the sources of this page");
+    const text = await api.demo();
+    const most = tab.context ? DEMO_CHARACTERS_PER_TOKEN * tab.context : Infinity;
+    setDocument(text.slice(0, most), "A file of Python's standard library");
   } catch (error) {
     complain(error.message);
   }
@@ -83,6 +83,7 @@ function asked() {
 async function answer(title, body) {
   const run = new Run(title, body.prompt, tab.context);
   get("runs").append(run.element);
+  if (get("results").getBoundingClientRect().top > innerHeight - 100) get("results").scrollIntoView(); // on a phone
   tab.stop = new AbortController();
   get("start").textContent = "Stop (Esc)";
   get("plain").ariaDisabled = "true";
@@ -145,13 +146,14 @@ function judge(run, plain) {
   const title = equal
     ? `${cut ? `The first ${number(at)} tokens are equal` : `Same text: all ${number(at)} tokens are equal`}${speed}`
     : `The texts differ from token ${number(at + 1)} on`;
-  const rates = times ? `${number(run.rate, 1)} instead of ${number(plain.rate, 1)} tokens/s` : "";
-  const totals = cut ? "" : `, ${number(run.totalMs / 1e3, 1)} instead of ${number(plain.totalMs / 1e3, 1)} s in total`;
+  const seconds = ({ totalMs }) => number(totalMs / 1e3, 1);
+  const rates = times ? `${number(run.rate, 1)} instead of ${number(plain.rate, 1)} tokens/s. ` : "";
+  const totals = cut ? "" : `${seconds(run)} instead of ${seconds(plain)} s in total, reading included. `;
   const why = equal
     ? cut ? "One of the answers was not complete, so the rest was not compared." : ""
     : "In 16-bit precision either of two nearly tied tokens may be drawn. In float32 the texts are always equal.";
   get("verdict-title").textContent = title;
-  get("verdict-details").textContent = `${rates}${totals}. ${why}`;
+  get("verdict-details").textContent = rates + totals + why;
   get("verdict").className = equal ? "equal" : "differ";
   get("verdict").hidden = false;
   for (const { text } of [run, plain]) text.scrollTop = 0; // equal lines beside each other
