@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from os import PathLike, stat_result
+import os
 from pathlib import Path
 
 from fastapi import FastAPI, Request
-from fastapi.responses import FileResponse, Response
+from fastapi.responses import Response
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
@@ -27,7 +27,7 @@ class PageFiles(StaticFiles):
     """The page's files with the headers above."""
 
     def file_response(
-        self, full_path: str | PathLike[str], stat_result: stat_result, scope: Scope, status_code: int = 200
+        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
     ) -> Response:
         response = super().file_response(full_path, stat_result, scope, status_code)
         response.headers.update(HEADERS)
@@ -41,9 +41,9 @@ def add_page(app: FastAPI) -> None:
     async def index(request: Request) -> Response:
         return await files.get_response("index.html", request.scope)
 
-    async def demo(_: Request) -> Response:
-        return FileResponse(DEMO, media_type="text/plain", headers=HEADERS)
+    async def demo(request: Request) -> Response:
+        return files.file_response(DEMO, os.stat(DEMO), request.scope)
 
     app.add_route("/", index, methods=["GET"], include_in_schema=False)
-    app.add_route("/page/demo.txt", demo, methods=["GET"], include_in_schema=False)
+    app.add_route("/page/demo.py", demo, methods=["GET"], include_in_schema=False)
     app.mount("/page", files, name="page")

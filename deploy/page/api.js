@@ -37,7 +37,7 @@ export async function model(key) {
 
 // A long text that the server has.
 export async function demo() {
-  return (await ask("page/demo.txt")).text();
+  return (await ask("page/demo.py")).text();
 }
 
 // The chunks of a completion as they come. Throws `Refused`, or an AbortError after `signal`.

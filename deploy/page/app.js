@@ -5,6 +5,7 @@ import { Run, compare, number } from "./run.js";
 
 const get = (id) => document.getElementById(id);
 const LARGEST = 16e6; // bytes of a file that is opened
+const PASTED_AT_ONCE = 5000; // characters
 const DEMO_CHARACTERS_PER_TOKEN = 1.5; // fewer than tokenizers pack, so that the demo document fits the context
 
 const tab = { context: null, stop: null, first: null };
@@ -173,6 +174,15 @@ document.addEventListener("keydown", (event) => {
 });
 
 get("document").addEventListener("input", showSize);
+get("document").addEventListener("paste", (event) => {
+  // Chromium takes minutes to insert thousands of lines as an edit that can be undone; as a value, none.
+  const text = event.clipboardData.getData("text/plain");
+  if (text.length < PASTED_AT_ONCE) return;
+  event.preventDefault();
+  const field = get("document");
+  field.setRangeText(text, field.selectionStart, field.selectionEnd, "end");
+  showSize();
+});
 get("open").addEventListener("click", () => get("file").click());
 get("file").addEventListener("change", () => {
   openFile(get("file").files[0]);

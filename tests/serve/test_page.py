@@ -40,8 +40,20 @@ class Opened:
         self.page.goto(f"{server.url}/")
         expect(self.page.locator("#model")).to_contain_text("demo · context of 16,384 tokens")
 
+    def paste(self, text: str) -> None:
+        """As the clipboard does it."""
+        self.page.get_by_label("Document", exact=True).evaluate(
+            """(field, text) => {
+                const clipboardData = new DataTransfer();
+                clipboardData.setData("text/plain", text);
+                const pasted = new ClipboardEvent("paste", {clipboardData, bubbles: true, cancelable: true});
+                if (field.dispatchEvent(pasted)) field.setRangeText(text);  // nobody else inserted it
+            }""",
+            text,
+        )
+
     def ask(self, text: str, max_tokens: int) -> None:
-        self.page.get_by_label("Document", exact=True).fill(text)
+        self.paste(text)
         self.page.get_by_label("Max tokens").fill(str(max_tokens))
         self.page.get_by_role("button", name="Start").click()
 
@@ -60,6 +72,7 @@ def test_both_answers_are_streamed_and_equal_and_each_tier_has_its_look(
 ) -> None:
     opened = Opened(browser, server)
     opened.ask(source, 96)
+    expect(opened.page.locator("#size")).to_have_text("30,000 characters")
     opened.status("The answer streams")
     opened.status("Done: 96 tokens")
     opened.page.get_by_role("button", name="Same request without speculation").click()
@@ -219,7 +232,7 @@ def test_the_key_is_sent_and_forgotten_with_the_tab(browser: Browser, server: Se
         ("/page/api.js", SCRIPT),
         ("/page/run.js", SCRIPT),
         ("/page/icon.svg", re.compile(r"image/svg\+xml")),
-        ("/page/demo.txt", re.compile("text/plain")),
+        ("/page/demo.py", re.compile("text/x-python")),
     ],
 )
 def test_its_files_have_their_types_and_a_strict_policy(server: Server, path: str, kind: re.Pattern[str]) -> None:
