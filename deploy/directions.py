@@ -74,6 +74,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     rows = {
         "model": f"{name}, {settings.dtype}, on {device}",
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
+        "page": f"{url}/ in a browser",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
         "try": f"curl -N {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",

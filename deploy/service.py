@@ -128,6 +128,7 @@ class Part:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
     prompt: tuple[int, ...] = ()
     echoed: int = 0  # leading characters of the text that are the prompt's
+    so_far: pb.DecodeStats | None = None  # of a part before the last: how the output was made until now
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,7 +401,7 @@ class Service:
                     break
                 if piece.text or piece.tokens or scores:
                     piece = replace(piece, text=echoed + piece.text)
-                    yield replace(frame, piece=piece, prompt_logprobs=scores, echoed=len(echoed))
+                    yield replace(frame, piece=piece, prompt_logprobs=scores, echoed=len(echoed), so_far=event.stats)
                     echoed, scores = "", ()
                 if event.no_token:
                     raise no_token(asked.guide, output.num_tokens)
@@ -410,7 +411,7 @@ class Service:
             reason = FinishReason.LENGTH
         done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
         last = replace(last, text=echoed + last.text)
-        yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed))
+        yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed), so_far=event.stats)
 
     def prompt_text(self, asked: ClientRequest, request: Request) -> str:
         whole = isinstance(asked.prompt, str) and asked.truncate_prompt_tokens is None

@@ -7,8 +7,10 @@ import uuid
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
+from itertools import accumulate, pairwise
 from typing import Any
 
+from actors.wire import stats_from_proto
 from deploy.openai_api.errors import answer_to
 from deploy.openai_api.logprobs import CompletionLogprobs, TokenStrings, merged_logprobs, prompt_logprobs
 from deploy.openai_api.requests import CompletionRequest
@@ -46,6 +48,7 @@ class Choice:
         if self.body.return_token_ids:
             choice["token_ids"] = part.piece.tokens
             choice["origins"] = [Origin(origin).name.lower() for origin in part.piece.origins]
+            choice["texts"] = token_texts(part)
         return choice
 
     def has_content(self, part: Part) -> bool:
@@ -54,11 +57,17 @@ class Choice:
         return bool(part.piece.text or part.prompt_logprobs or (wants_tokens and part.piece.tokens))
 
 
+def token_texts(part: Part) -> list[str]:
+    """The text that each token of the part completes. What is held back until the output ends follows in the text."""
+    text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
+    return [text[begin:end] for begin, end in pairwise(ends)]
+
+
 def whole_choice(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """One completion, from the choices of its chunks."""
     lists = {
         name: [each for chunk in chunks for each in chunk.get(name, ())]
-        for name in ("prompt_logprobs", "token_ids", "origins")
+        for name in ("prompt_logprobs", "token_ids", "origins", "texts")
         if any(name in chunk for chunk in chunks)
     }
     logprobs = [chunk["logprobs"] for chunk in chunks if chunk["logprobs"] is not None]
@@ -106,7 +115,8 @@ class Completions:
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
         """Server-sent events: a chunk for each part with content, and a comment for each None.
 
-        The first chunk of a choice carries its seed, and the last one how it was made.
+        The first chunk of a choice carries its seed, and the last one how it was made; if the client wants token ids,
+        each chunk also says how the output was made until now.
         """
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         no_usage = {"usage": None} if with_usage else {}
@@ -121,7 +131,8 @@ class Completions:
                     if part.done or choice.has_content(part):
                         seed = {} if choice.begun else {"seed": part.seed}
                         choice.begun = True
-                        made = extras(part, part.done) if part.done else seed
+                        known = seed | (progress(part) if self.body.return_token_ids else {})
+                        made = extras(part, part.done) if part.done else known
                         told = {"triforce": made} if made else {}
                         yield event({**self.frame, "choices": [choice.of(part)], **told, **no_usage})
                     if part.done:
@@ -145,6 +156,14 @@ def usage(ends: Sequence[Part], n: int = 1) -> dict[str, int]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+
+
+def progress(part: Part) -> dict[str, Any]:
+    """Of a chunk before the last: what `extras` will say at the end, as far as it is known."""
+    if part.so_far is None:
+        return {}
+    stats = stats_from_proto(part.so_far)
+    return {"prompt_tokens": part.prompt_tokens, "acceptance": stats.acceptance, "plan": stats.plan}
 
 
 def extras(part: Part, done: Done) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from triforce_core.errors import TooLargeError, TriForceError
 
 # Without a key: whether the server is there, and the page, which is static.
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
+PAGE_FILES = "/page/"  # what the page at / consists of: it asks for the key itself
 PROBES = frozenset({"/health", "/ready"})  # answered all the time; they are logged where they fail
 
 
@@ -58,7 +59,7 @@ class Guard:
         try:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
-                if path not in OPEN_PATHS:
+                if path not in OPEN_PATHS and not path.startswith(PAGE_FILES):
                     call.key = self.keys.owner(headers.get("authorization"))
                 receive = await bounded(receive, headers, self.service.most_body_bytes)
             except TriForceError as error:

@@ -136,7 +136,7 @@ class CommonRequest(Body):
         None, description="accepted; it changes nothing, because requests do not share the KV of their prefixes yet"
     )
     speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
-    return_token_ids: bool = Field(False, description="give token_ids and their origins with each choice")
+    return_token_ids: bool = Field(False, description="give token_ids, their origins and texts with each choice")
     timeout_s: float | None = Field(None, description="give up after this many seconds")
 
 

@@ -6,8 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, PlainTextResponse, Response
-from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
+from fastapi.responses import JSONResponse, Response
 from starlette.exceptions import HTTPException
 
 import triforce_core
@@ -22,13 +21,14 @@ from deploy.openai_api.errors import (
     malformed_response,
 )
 from deploy.openai_api.logprobs import TokenStrings
+from deploy.openai_api.operators import operator_routes
 from deploy.openai_api.requests import CompletionRequest, client_requests_from
 from deploy.openai_api.streaming import EventStream, with_idle
 from deploy.openai_api.tokens import token_routes
 from deploy.openai_api.unsupported import unsupported_routes
+from deploy.page import add_page
 from deploy.service import ServedModel, Service
-from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.errors import TriForceError, UnavailableError
+from triforce_core.errors import TriForceError
 
 IDLE_S = 10.0  # an idle stream sends a comment this often, so that clients do not take it for dead
 
@@ -85,42 +85,11 @@ def http_app(service: Service) -> FastAPI:
         service.check_model(name)
         return model_card(service.model)
 
-    @app.get("/health", responses=documented(503))
-    async def health() -> dict[str, str]:
-        """Reports whether a request would be served."""
-        await service.check()
-        return {"status": "ok"}
-
-    @app.get("/ready", responses=documented(503))
-    async def ready() -> dict[str, str]:
-        """Reports whether the server takes requests and a pipeline can serve them; decodes nothing."""
-        await service.ready()
-        return {"status": "ok"}
-
-    @app.get("/version")
-    async def version() -> dict[str, str]:
-        """Tells the version of the server, and the fingerprint of what determines its tokens."""
-        return {"version": triforce_core.__version__, "system_fingerprint": service.model.fingerprint}
-
-    @app.get("/status")
-    async def status() -> dict[str, Any]:
-        """Reports the state of the server and its tiers, even when no tier can serve."""
-        try:
-            replicas = await service.pipelines.status()
-        except UnavailableError:
-            replicas = {}
-        tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
-        target = {"model": service.model.name, "dtype": service.settings.dtype}
-        return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
-
-    @app.get("/metrics", response_class=PlainTextResponse)
-    async def metrics() -> Response:
-        """The metrics of the server and its tiers, in Prometheus' text format."""
-        return Response(await service.scrape.text(), media_type=CONTENT_TYPE_PLAIN_0_0_4)
-
+    app.include_router(operator_routes(service))
     app.include_router(chat_routes(service, strings, IDLE_S))
     app.include_router(token_routes(service))
     app.include_router(unsupported_routes())
+    add_page(app)
     describe(app)
     return app
 
@@ -145,37 +114,4 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "triforce",
         "context_length": model.limits.context_length,
         "max_model_len": model.limits.context_length,
-    }
-
-
-def tier_status(status: pb.TierStatus) -> dict[str, Any]:
-    links = [{field.name: value for field, value in link.ListFields()} for link in status.links]
-    silent = {field.name: value for field, value in status.silent.ListFields()}
-    audit = {
-        name: getattr(status.audit, name) for name in pb.Audit.DESCRIPTOR.fields_by_name if status.HasField("audit")
-    }
-    stall = round(status.least_stall_ms, 1)
-    kv = {"kv_tokens": status.kv_tokens} if status.tier == "target" else {}
-    controller = controller_status(status.controller) if status.HasField("controller") else None
-    found = {"silent": silent, "audit": audit, "least_stall_ms": stall, "controller": controller}
-    return {
-        "tier": status.tier,
-        "ready": status.ready,
-        "address": status.address or None,
-        "live_sequences": status.live_sequences,
-        "threads": status.threads or None,
-        "links": links,
-        **kv,
-    } | {name: value for name, value in found.items() if value}
-
-
-def controller_status(status: pb.ControllerStatus) -> dict[str, Any]:
-    return {
-        "latest": status.latest,
-        "rounds": dict(status.plans),
-        "corrections": {kind: round(factor, 3) for kind, factor in status.corrections.items()},
-        "acceptance": [
-            {field.name: round(getattr(each, field.name), 3) for field in each.DESCRIPTOR.fields}
-            for each in status.acceptance
-        ],
     }

@@ -29,7 +29,8 @@ def page() -> str:
         "# HTTP\n",
         "For clients: the routes of the HTTP API, the fields of a request, its answers and errors.\n",
         "The API is OpenAI's completions API with a few fields more; a running server describes"
-        " it at `/openapi.json` for tools and at `/docs` for readers.\n",
+        " it at `/openapi.json` for tools and at `/docs` for readers. At `/` there is a page for people, a client of"
+        " this API.\n",
         "## Routes\n",
         table(("route", "statuses", "meaning"), [route_of(*each) for each in routes_in(document)]),
     ]
@@ -48,7 +49,10 @@ def page() -> str:
         " answer has several choices, it is in each). In a stream"
         " (`stream: true`,"
         " server-sent events) the first chunk has the seed and the last one the other fields of"
-        " `triforce`; the stream ends with `data: [DONE]`.\n",
+        " `triforce`; the stream ends with `data: [DONE]`. With `return_token_ids`, a choice has `token_ids` and, for"
+        " each of them, the tier that drew it (`origins`: `draft`, `lookup`, `retrieval` or `target`) and the text that"
+        " it completes (`texts`); and every chunk but the last has `prompt_tokens`, `acceptance` and `plan` in"
+        " `triforce`, as they are so far.\n",
         fenced("json", "docs/examples/completion.json"),
         "`GET /metrics` has [metrics for Prometheus](metrics.md).\n",
         "`GET /status` shows each tier of each replica. Its fields are those of"

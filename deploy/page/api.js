@@ -1,0 +1,73 @@
+// Talks to the server, and says in words what went wrong.
+
+export class Refused extends Error {}
+
+const UNREACHABLE = "The server cannot be reached. Check that it runs and that the network is up, then try again.";
+
+const WORDS = {
+  401: () => "The server wants an API key, or does not know this one. Enter a valid key under “API key”.",
+  403: () => "This API key may not do that.",
+  413: (said) => `The text is too long for this server. ${said}`,
+  429: (said, wait) => `The server is busy${wait ? `; try again in ${wait} s` : ""}. ${said}`,
+  503: (said) => `The server cannot answer right now. ${said}`,
+  504: (said) => `The server gave up, because the answer took too long. ${said}`,
+};
+
+async function ask(path, key, options = {}) {
+  const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+  let answer;
+  try {
+    answer = await fetch(path, { ...options, headers });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Refused(UNREACHABLE);
+  }
+  if (answer.ok) return answer;
+  const said = await answer.json().then((body) => body.error.message, () => ""); // a proxy's answer may not be JSON
+  const wait = answer.headers.get("retry-after");
+  const words = WORDS[answer.status] ?? (() => `The server refuses this request (${answer.status}). ${said}`);
+  throw new Refused(words(said, wait).trim());
+}
+
+// The served model: its name and its context length in tokens.
+export async function model(key) {
+  const { data } = await (await ask("v1/models", key)).json();
+  return { name: data[0].id, context: data[0].max_model_len ?? data[0].context_length };
+}
+
+// A long text that the server has.
+export async function demo() {
+  return (await ask("page/demo.py")).text();
+}
+
+// The chunks of a completion as they come. Throws `Refused`, or an AbortError after `signal`.
+export async function* complete(body, key, signal) {
+  const answer = await ask("v1/completions", key, {
+    method: "POST",
+    headers: { "content-type": "application/json" },
+    body: JSON.stringify({ ...body, stream: true, return_token_ids: true }),
+    signal,
+  });
+  const reader = answer.body.pipeThrough(new TextDecoderStream()).getReader();
+  let rest = "";
+  for (;;) {
+    let read;
+    try {
+      read = await reader.read();
+    } catch (error) {
+      if (error.name === "AbortError") throw error;
+      throw new Refused(`The connection broke before the answer was complete. ${UNREACHABLE}`);
+    }
+    if (read.done) throw new Refused("The connection ended before the answer was complete.");
+    const events = (rest + read.value).split("\n\n");
+    rest = events.pop(); // not complete yet
+    for (const event of events) {
+      if (!event.startsWith("data: ")) continue; // a comment: the server is alive, and the request waits
+      const data = event.slice("data: ".length);
+      if (data === "[DONE]") return;
+      const chunk = JSON.parse(data);
+      if (chunk.error) throw new Refused(`The server stopped this answer. ${chunk.error.message}`);
+      yield chunk;
+    }
+  }
+}

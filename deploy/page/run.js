@@ -1,0 +1,120 @@
+// One answer on the page: its tokens, coloured by the tier that wrote each, and its figures.
+
+const TIERS = ["draft", "lookup", "retrieval", "target"];
+const GIVEN = 4; // lines of the prompt that are shown before the answer
+
+export const number = (value, digits = 0) =>
+  value.toLocaleString("en", { minimumFractionDigits: digits, maximumFractionDigits: digits });
+const seconds = (ms) => `${number(ms / 1e3, 2)} s`;
+
+export class Run {
+  constructor(title, prompt, context) {
+    this.element = document.getElementById("run").content.firstElementChild.cloneNode(true);
+    this.element.querySelector("h3").textContent = title;
+    this.text = this.element.querySelector(".text");
+    this.text.ariaLabel = `Text of the answer ${title.toLowerCase()}`;
+    this.context = context;
+    this.tokens = [];
+    this.spans = [];
+    this.counts = Object.fromEntries(TIERS.map((tier) => [tier, 0]));
+    this.began = performance.now();
+    this.firstAt = this.lastAt = this.firstTokens = null;
+    this.complete = false;
+    const given = document.createElement("span");
+    given.className = "given";
+    given.textContent = prompt.slice(-1000).split("\n").slice(-GIVEN).join("\n");
+    this.text.append(given);
+    this.shares = TIERS.map((tier) => {
+      const share = document.createElement("i");
+      share.dataset.tier = tier;
+      return share;
+    });
+    this.element.querySelector(".shares").append(...this.shares);
+  }
+
+  add(chunk) {
+    const [choice] = chunk.choices;
+    this.told = { ...this.told, ...chunk.triforce };
+    if (choice.token_ids.length) {
+      this.lastAt = performance.now();
+      this.firstAt ??= this.lastAt;
+      this.firstTokens ??= choice.token_ids.length;
+    }
+    const follow = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 40;
+    const spans = choice.token_ids.map((_, index) => {
+      const span = document.createElement("span");
+      span.className = choice.texts[index].trim() ? "token" : "token blank";
+      span.dataset.tier = choice.origins[index];
+      span.textContent = choice.texts[index];
+      this.counts[choice.origins[index]] += 1;
+      return span;
+    });
+    this.tokens.push(...choice.token_ids);
+    this.spans.push(...spans);
+    this.text.append(...spans);
+    // What the server held back until the end, such as half a character, belongs to the last token.
+    const held = choice.text.slice(choice.texts.join("").length);
+    if (held && this.spans.length) this.spans.at(-1).append(held);
+    if (follow) this.text.scrollTop = this.text.scrollHeight;
+    this.complete = choice.finish_reason !== null;
+  }
+
+  // Tokens per second after the first chunk; null before there are any.
+  get rate() {
+    const decoded = this.tokens.length - this.firstTokens;
+    return decoded > 0 && this.lastAt > this.firstAt ? (1e3 * decoded) / (this.lastAt - this.firstAt) : null;
+  }
+
+  get totalMs() {
+    return (this.complete ? this.lastAt : performance.now()) - this.began;
+  }
+
+  show() {
+    const set = (name, value) => {
+      this.element.querySelector(`[data-figure="${name}"]`).textContent = value ?? "–";
+    };
+    const { acceptance, controller, plan, prompt_tokens: read } = this.told ?? {};
+    set("rate", this.rate && number(this.rate, 1));
+    set("first", this.firstAt && seconds(this.firstAt - this.began));
+    set("total", seconds(this.totalMs));
+    set("tokens", number(this.tokens.length));
+    set("acceptance", acceptance && accepted(acceptance));
+    set("plan", planInWords(controller?.plan ?? plan));
+    const limit = this.context ? ` of ${number(this.context)}` : "";
+    set("context", read && `${number(read)} read + ${number(this.tokens.length)} written${limit}`);
+    TIERS.forEach((tier, index) => {
+      this.shares[index].style.flexGrow = this.counts[tier];
+      this.shares[index].hidden = !this.counts[tier];
+    });
+    this.element.querySelector(".counts").textContent = TIERS.filter((tier) => this.counts[tier])
+      .map((tier) => `${tier} ${number((100 * this.counts[tier]) / this.tokens.length)}%`)
+      .join(" · ");
+  }
+}
+
+function accepted(acceptance) {
+  const told = Object.entries(acceptance).filter(([, share]) => share !== null);
+  return told.map(([tier, share]) => `${tier} ${number(100 * share)}%`).join(" · ") || "nothing drafted";
+}
+
+// "retrieval+model 8,3", as the server writes it: who drafts, and how many tokens each of the two tiers drafts.
+function planInWords(plan) {
+  if (!plan) return null;
+  if (plan === "plain") return "no drafts";
+  const [kind, lookaheads] = plan.split(" ");
+  const [retrieval, lowest] = lookaheads.split(",");
+  const names = { model: "draft model", lookup: "lookup", both: "draft model or lookup" };
+  const part = (tier) => (tier === "retrieval" ? `retrieval ${retrieval}` : `${names[tier] ?? tier} ${lowest}`);
+  return kind.split("+").map(part).join(", ") + " ahead";
+}
+
+// Compares two answers token by token: whether they are equal, and the index of the first difference, which is marked.
+export function compare(one, other) {
+  const shorter = Math.min(one.tokens.length, other.tokens.length);
+  let at = 0;
+  while (at < shorter && one.tokens[at] === other.tokens[at]) at += 1;
+  const cut = !(one.complete && other.complete);
+  const equal = at === shorter && (cut || one.tokens.length === other.tokens.length);
+  if (!equal) for (const run of [one, other]) run.spans[at]?.classList.add("differs");
+  return { equal, at, cut };
+}
