@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from deploy.gateway import Gateway
 from deploy.health import Health
+from deploy.keys import keys_of
 from tests.random_messages import messages
 from tests.serve.conftest import Server
 from tests.serve.test_service import Scripted, event, ids, served
@@ -54,6 +55,15 @@ class Context:
 
     code = grpc.StatusCode.OK
 
+    def invocation_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def trailing_metadata(self) -> list[tuple[str, str]]:
+        return []
+
+    def set_trailing_metadata(self, metadata: list[tuple[str, str]]) -> None:
+        assert metadata
+
     def set_code(self, code: grpc.StatusCode) -> None:
         self.code = code
 
@@ -72,7 +82,7 @@ def gateway() -> Gateway:
     _, service, _ = served()
     service.pipelines = Up(event(ids("a b")), event(ids(" c"), pb.FINISH_REASON_LENGTH))
     gateway = Gateway.__new__(Gateway)
-    gateway.service, gateway.health = service, Health(service)
+    gateway.service, gateway.health, gateway.keys = service, Health(service), keys_of(None)
     return gateway
 
 

@@ -562,8 +562,8 @@ def test_the_document_tells_every_status() -> None:
     client, *_ = served(ENDED)
     document = client.get("/openapi.json").json()
     answers = document["paths"]["/v1/completions"]["post"]["responses"]
-    assert set(answers) == {"200", "400", "404", "413", "429", "500", "503", "504"}
-    assert set(document["paths"]["/v1/models/{name}"]["get"]["responses"]) == {"200", "404"}
+    assert set(answers) == {"200", "400", "401", "404", "413", "429", "500", "503", "504"}
+    assert set(document["paths"]["/v1/models/{name}"]["get"]["responses"]) == {"200", "400", "401", "404", "413"}
     told = [each for path in document["paths"].values() for ask in path.values() for each in ask["responses"].items()]
     for status, answer in told:
         if status != "200":

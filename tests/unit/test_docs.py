@@ -97,7 +97,7 @@ def replace(page: str, old: str, new: str) -> Callable[[Path], None]:
     ("change", "said"),
     [
         (replace("index.md", "(models.md)", "(nothing.md)"), "'nothing.md', but the target is not found"),
-        (replace("index.md", "#security", "#nothing"), "does not contain an anchor '#nothing'"),
+        (replace("index.md", "#who-may-reach-what", "#nothing"), "does not contain an anchor '#nothing'"),
         (replace("tour.md", "(../triforce_core/decoder.py)", "(../nothing.py)"), "../nothing.py, which does not exist"),
         (replace("quickstart.md", "sdk_client.py", "nothing.py"), "nothing.py' could not be found"),
         (lambda docs: (docs / "lost.md").write_text("# Lost\n"), 'not included in the "nav" configuration'),
