@@ -177,7 +177,7 @@ def test_a_request_without_a_prompt_is_refused(server: Server) -> None:
     with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
         GenerationStub(channel).Generate(pb.GenerateRequest())
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "prompt: None must be a text or token ids" in refused.value.details()
+    assert "prompt: None must be a text, token ids or messages" in refused.value.details()
 
 
 ASKED: dict[str, Any] = {"max_tokens": 40, "temperature": 0.9, "seed": 6}
