@@ -123,6 +123,8 @@ def test_the_application_gets_the_settings_that_were_given(values: Path) -> None
     given = load_settings(None, **(yaml.safe_load(values.read_text()).get("settings") or {}))
     got = settings_of(values)
     assert got.server.host == "0.0.0.0"
+    config = serve_config(rendered(values))
+    assert (config["http_options"]["port"], config["grpc_options"]["port"]) == (got.server.port, got.server.grpc_port)
     for name in ("target", "retrieval", "draft", "speculation", "device", "max_sequences"):
         assert getattr(got, name) == getattr(given, name)
     assert got.server.drain_s == given.server.drain_s
