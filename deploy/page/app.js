@@ -90,7 +90,7 @@ async function answer(title, body) {
   get("plain").ariaDisabled = "true";
   complain("");
   say("Waiting for the first token: the server reads the document.");
-  const clock = setInterval(() => run.show(), 100);
+  const clock = setInterval(() => run.show(), 50);
   try {
     for await (const chunk of api.complete(body, get("key").value, tab.stop.signal)) {
       if (!run.tokens.length && chunk.choices[0].token_ids.length) say("The answer streams.");

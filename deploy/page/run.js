@@ -15,6 +15,9 @@ export class Run {
     this.text.ariaLabel = `Text of the answer ${title.toLowerCase()}`;
     this.context = context;
     this.tokens = [];
+    this.texts = [];
+    this.origins = [];
+    this.held = "";
     this.spans = [];
     this.counts = Object.fromEntries(TIERS.map((tier) => [tier, 0]));
     this.began = performance.now();
@@ -32,6 +35,7 @@ export class Run {
     this.element.querySelector(".shares").append(...this.shares);
   }
 
+  // Takes what arrived; `show` puts it on the page.
   add(chunk) {
     const [choice] = chunk.choices;
     this.told = { ...this.told, ...chunk.triforce };
@@ -40,23 +44,33 @@ export class Run {
       this.firstAt ??= this.lastAt;
       this.firstTokens ??= choice.token_ids.length;
     }
+    this.tokens.push(...choice.token_ids);
+    this.texts.push(...choice.texts);
+    this.origins.push(...choice.origins);
+    for (const tier of choice.origins) this.counts[tier] += 1;
+    // What the server held back until the end, such as half a character, belongs to the last token.
+    this.held += choice.text.slice(choice.texts.join("").length);
+    this.complete = choice.finish_reason !== null;
+  }
+
+  // Shows the tokens that arrived since the last call. The browser lays out the whole text at each call, so that a
+  // call for every chunk of a fast stream would leave it no time to react to a key.
+  showText() {
+    const added = this.texts.slice(this.spans.length);
+    if (!added.length && !this.held) return;
     const follow = this.text.scrollTop + this.text.clientHeight > this.text.scrollHeight - 40;
-    const spans = choice.token_ids.map((_, index) => {
+    const spans = added.map((text, index) => {
       const span = document.createElement("span");
-      span.className = choice.texts[index].trim() ? "token" : "token blank";
-      span.dataset.tier = choice.origins[index];
-      span.textContent = choice.texts[index];
-      this.counts[choice.origins[index]] += 1;
+      span.className = text.trim() ? "token" : "token blank";
+      span.dataset.tier = this.origins[this.spans.length + index];
+      span.textContent = text;
       return span;
     });
-    this.tokens.push(...choice.token_ids);
     this.spans.push(...spans);
     this.text.append(...spans);
-    // What the server held back until the end, such as half a character, belongs to the last token.
-    const held = choice.text.slice(choice.texts.join("").length);
-    if (held && this.spans.length) this.spans.at(-1).append(held);
+    if (this.spans.length) this.spans.at(-1).append(this.held);
+    this.held = "";
     if (follow) this.text.scrollTop = this.text.scrollHeight;
-    this.complete = choice.finish_reason !== null;
   }
 
   // Tokens per second after the first chunk; null before there are any.
@@ -70,6 +84,7 @@ export class Run {
   }
 
   show() {
+    this.showText();
     const set = (name, value) => {
       this.element.querySelector(`[data-figure="${name}"]`).textContent = value ?? "–";
     };
