@@ -98,7 +98,8 @@ class Built:
         user, group = self.image.user.split(":")
         home = self.image.env["HOME"]
         script = f"""
-            mount -t overlay -o ro,lowerdir=/,upperdir={self.folder}/written,workdir={self.folder}/work overlay "$root"
+            work=$(mktemp -d {self.folder}/work.XXX)  # of its own: containers run side by side
+            mount -t overlay -o ro,lowerdir=/,upperdir={self.folder}/written,workdir=$work overlay "$root"
             {MOUNTS}
             mount -t tmpfs -o uid={user},gid={group} tmpfs "$root{home}"
             mount --bind {settings} "$root/etc/triforce/triforce.yaml"
