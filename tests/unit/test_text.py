@@ -6,7 +6,7 @@ import string
 import time
 from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 from hypothesis import given
@@ -121,6 +121,17 @@ def test_the_deltas_add_up_to_the_decoding_of_all(data: st.DataObject) -> None:
     pieces = run(OutputText(meaning(kind)), split(data.draw, tokens))
     expected = TextDelta(meaning(kind).decode(tokens), tuple(tokens), origins_of(tokens), scores_of(tokens))
     assert joined(pieces) == expected
+
+
+@given(st.data())
+def test_the_lengths_tell_the_characters_that_each_token_completes(data: st.DataObject) -> None:
+    kind, tokens = data.draw(outputs())
+    *pieces, last = run(OutputText(meaning(kind)), split(data.draw, tokens))
+    assert all(sum(piece.lengths) == len(piece.text) for piece in pieces)
+    lengths = [length for piece in [*pieces, last] for length in piece.lengths]
+    assert len(lengths) == len(tokens)
+    completed = [len(certain(meaning(kind), tokens[: count + 1])) for count in range(len(tokens))]
+    assert list(accumulate(lengths)) == completed
 
 
 @given(st.data())
