@@ -55,13 +55,15 @@ def make_dist(folder: Path) -> Built:
     return Built(folder / "dist")
 
 
-def empty_environment(folder: Path, *packages: str) -> Path:
+def empty_environment(folder: Path, *packages: str, locked: bool = True) -> Path:
     """The Python of a new environment in `folder` that holds these packages and what they require, in the versions of
-    requirements.lock. uv takes them from where this project's own environment was installed from, or from its cache.
+    requirements.lock if `locked`. uv takes them from where this project's own environment was installed from, or from
+    its cache.
     """
     uv, variables = prepare_uv()
     python = folder / "environment" / "bin" / "python"
-    given = ["--compile-bytecode", "--constraint", str(REPOSITORY / "requirements.lock"), *packages]
+    constraint = ["--constraint", str(REPOSITORY / "requirements.lock")] if locked else []
+    given = ["--compile-bytecode", *constraint, *packages]
     output_of([uv, "venv", "--quiet", "--python", sys.executable, str(python.parents[1])], variables)
     output_of([uv, "pip", "install", "--quiet", "--python", str(python), *given], variables)
     return python
