@@ -196,10 +196,19 @@ def test_a_stream_that_cannot_go_on_raises(kind: str) -> None:
             assert len(generation.requests) == 1
 
 
-def test_a_failure_after_the_last_chunk_is_none(kind: str) -> None:
-    with serving(Generation(Failure(UNAVAILABLE, 4))) as served:
-        chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5)
-        assert tokens_of(chunks) == expected("abc", 5, 4)[0]
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_failure_before_the_end_of_all_completions_raises(kind: str, after: int) -> None:
+    with serving(Generation(Failure(UNAVAILABLE, after))) as served:
+        with pytest.raises(UnavailableError, match="the replica is gone"):
+            call(kind, served.address, "stream", "abc", max_tokens=2, seed=5, n=2)
+        assert len(served.generation.requests) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_failure_after_the_last_chunk_is_none(kind: str, n: int) -> None:
+    with serving(Generation(Failure(UNAVAILABLE, 4 * n))) as served:
+        chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5, n=n)
+        assert tokens_of(chunks) == [token for nth in range(n) for token in expected("abc", 5 + nth, 4)[0]]
         assert len(served.generation.requests) == 1
 
 

@@ -171,8 +171,13 @@ class Progress:
         self.num_asked = len(request.resume_token_ids)
         self.begun = False  # the user has a chunk
         self.resumed = False  # at least once
-        self.ended = False  # the user has the last chunk
+        self.finished: set[int] = set()  # completions of which the user has the last chunk
         self.seed: int | None = None  # as on the wire
+
+    @property
+    def ended(self) -> bool:
+        """Whether the user has the last chunk of every completion."""
+        return len(self.finished) >= max(self.request.n, 1)
 
     def take(self, message: pb.GenerateChunk) -> Chunk | None:
         """The chunk for the user; None for the empty message that Ray Serve's proxy sends before an error."""
@@ -183,7 +188,9 @@ class Progress:
             message.ClearField("seed")  # the user has it from the first chunk
         elif message.HasField("seed"):
             self.seed = message.seed
-        self.begun, self.ended = True, message.HasField("usage")
+        self.begun = True
+        if message.HasField("usage"):
+            self.finished.add(message.index)
         return chunk_from_proto(message)
 
     def delay_s(self, error: CallError) -> float | None:
