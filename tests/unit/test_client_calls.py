@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import inspect
 import ipaddress
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -305,6 +306,59 @@ def test_many_streams_run_in_one_loop() -> None:
             assert tokens_of(chunks) == expected("abc", seed, 20)[0]
 
     in_loop(Generation(Failure(UNAVAILABLE, 3), Failure(FULL)), use)
+
+
+# -- closed clients ----------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_closed_client_raise_a_typed_error(kind: str) -> None:
+    if kind == "sync":
+        blocking = TriForceClient()
+        blocking.close()
+        blocking.close()
+        for each in (blocking.models, lambda: blocking.generate("abc"), lambda: blocking.stream("abc")):
+            with pytest.raises(CallCancelledError, match="the client was closed"):
+                each()
+        return
+
+    async def main() -> None:
+        client = AsyncTriForceClient()
+        await client.close()
+        await client.close()
+        for each in (client.models, lambda: client.generate("abc"), lambda: anext(client.stream("abc"))):
+            with pytest.raises(CallCancelledError, match="the client was closed"):
+                await each()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_closing_the_client_ends_a_wait_for_the_next_attempt(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_DELAY_S", 2.0 if method == "stream" else 30.0)
+    monkeypatch.setattr(retry, "MAX_DELAY_S", 30.0)
+    with serving(Generation(Failure(UNAVAILABLE))) as served:
+        began = time.monotonic()
+        if kind == "sync":
+            blocking = TriForceClient(served.address, timeout_s=100)
+            threading.Timer(0.5, blocking.close).start()
+            with pytest.raises(CallCancelledError, match="the client was closed"):
+                list(getattr(blocking, method)("abc", max_tokens=4))
+        else:
+
+            async def main() -> None:
+                client = AsyncTriForceClient(served.address, timeout_s=100)
+                answer = getattr(client, method)("abc", max_tokens=4)
+                waiting = asyncio.ensure_future(anext(answer) if method == "stream" else answer)
+                await asyncio.sleep(0.5)
+                await client.close()
+                with pytest.raises(CallCancelledError, match="the client was closed"):
+                    await waiting
+
+            asyncio.run(main())
+        assert time.monotonic() - began < 10
+        assert len(served.generation.requests) == 1
 
 
 # -- TLS and keys ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import grpc
@@ -61,6 +63,21 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: CallCancelledError,
 }
+
+
+def client_closed() -> CallCancelledError:
+    return CallCancelledError("the client was closed", grpc.StatusCode.CANCELLED)
+
+
+@contextmanager
+def typed_if(closed: Callable[[], bool]) -> Iterator[None]:
+    """Raise gRPC's errors for a call on a closed channel as a `CallCancelledError`; `closed` tells them from others."""
+    try:
+        yield
+    except (ValueError, grpc.aio.UsageError):
+        if closed():
+            raise client_closed() from None
+        raise
 
 
 def from_rpc_error(error: grpc.RpcError) -> CallError:
