@@ -31,8 +31,11 @@ from triforce_core.client import (
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
+    ServerError,
     TriForceClient,
     UnavailableError,
+    aio,
+    client,
     retry,
 )
 from triforce_core.client.retry import Attempts
@@ -116,6 +119,19 @@ def test_what_would_fail_again_is_not_tried_again(kind: str, method: str) -> Non
                 call(kind, served.address, method, "abc", max_tokens=4, client={"retries": retries})
             assert failure.value.code is code
             assert len(served.generation.requests) == 1
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_an_answer_that_is_too_long_is_not_asked_for_again(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (client, aio):
+        monkeypatch.setattr(module, "CHANNEL_OPTIONS", [("grpc.max_receive_message_length", 8)])
+    with serving(Generation()) as served:
+        with pytest.raises(ServerError, match=r"larger than max \(\d+ vs. 8\)") as failure:
+            call(kind, served.address, method, "abc", max_tokens=4)
+        assert failure.value.code is FULL
+        assert len(served.generation.requests) == 1
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
