@@ -53,10 +53,13 @@ class Generation(GenerationServicer):
         self.keys, self.with_seed = keys, with_seed
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: dict[str, str | bytes] = {}
+        self.authorizations: list[str | bytes] = []
         self.ended = threading.Event()
 
     def enter(self, context: grpc.ServicerContext) -> None:
-        self.metadata = dict(context.invocation_metadata())
+        sent = context.invocation_metadata()
+        self.metadata = dict(sent)
+        self.authorizations = [value for name, value in sent if name == "authorization"]
         allowed = {f"Bearer {key}" for key in self.keys}
         if allowed and self.metadata.get("authorization") not in allowed:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or not valid")

@@ -460,6 +460,17 @@ def test_a_key_goes_with_every_call(
         assert "authorization" not in served.generation.metadata
 
 
+def test_a_key_in_the_metadata_is_sent_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIFORCE_API_KEY", "sk-2")
+    metadata = [("authorization", "Bearer sk-1")]
+    with serving(Generation(keys=("sk-1",))) as served:
+        for given in ({}, {"api_key": ""}):
+            assert call(kind, served.address, "models", client={"metadata": metadata, **given})
+            assert served.generation.authorizations == ["Bearer sk-1"]
+    with pytest.raises(ValueError, match="api_key: contradicts authorization in metadata"):
+        TriForceClient(api_key="sk-1", metadata=metadata)
+
+
 @pytest.mark.parametrize("key", ["sécret", "a\nb", "a\0"])
 def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(key: str) -> None:
     with pytest.raises(ValueError, match="api_key: must be printable ASCII characters") as refused:
