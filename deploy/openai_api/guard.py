@@ -46,7 +46,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers, path = Headers(scope=scope), scope["path"]
-        call = begin(Call(f"{scope['method']} {path}"[:256]))
+        call = begin(Call("http", f"{scope['method']} {path}"[:256]))
         given_id = headers.get(REQUEST_ID)
 
         async def tell(message: Message) -> None:
@@ -71,7 +71,7 @@ class Guard:
             raise
         finally:
             if path not in PROBES or call.status != 200:
-                call.end(self.service.settings.server.log)
+                self.service.ended(call)
 
 
 async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receive:
