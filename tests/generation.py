@@ -44,17 +44,22 @@ def origin_at(index: int) -> int:
 
 
 class Generation(GenerationServicer):
-    """One token a chunk, with the finish in the last. `failures` says how the next calls fail, in order."""
+    """One token a chunk, with the finish in the last. Of `n` completions, one follows the other, with seeds that count
+    up. `failures` says how the next calls fail, in order.
+    """
 
     def __init__(self, *failures: Failure, keys: tuple[str, ...] = (), with_seed: bool = True) -> None:
         self.failures = deque(failures)
         self.keys, self.with_seed = keys, with_seed
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: dict[str, str | bytes] = {}
+        self.authorizations: list[str | bytes] = []
         self.ended = threading.Event()
 
     def enter(self, context: grpc.ServicerContext) -> None:
-        self.metadata = dict(context.invocation_metadata())
+        sent = context.invocation_metadata()
+        self.metadata = dict(sent)
+        self.authorizations = [value for name, value in sent if name == "authorization"]
         allowed = {f"Bearer {key}" for key in self.keys}
         if allowed and self.metadata.get("authorization") not in allowed:
             context.abort(grpc.StatusCode.UNAUTHENTICATED, "the API key is missing or not valid")
@@ -71,23 +76,24 @@ class Generation(GenerationServicer):
         first = len(request.resume_token_ids)
         told = [token_at(prompt, seed, index) for index in range(first)]
         assert told == list(request.resume_token_ids), "resumed with other tokens than were sent"
-        for index in range(first, request.max_tokens):
-            if failure and index - first == failure.after:
+        order = [(nth, index) for nth in range(max(request.n, 1)) for index in range(first, request.max_tokens)]
+        for sent, (nth, index) in enumerate(order):
+            if failure and sent == failure.after:
                 failure.done()
                 context.abort(failure.code, "the replica is gone")
-            token = token_at(prompt, seed, index)
+            token = token_at(prompt, seed + nth, index)
             text = text_at(token, index)
             chunk = pb.GenerateChunk(
-                text=text, token_ids=[token], origins=bytes([origin_at(index)]), text_lengths=[len(text)]
+                text=text, token_ids=[token], origins=bytes([origin_at(index)]), text_lengths=[len(text)], index=nth
             )
             if index == first and self.with_seed:
-                chunk.seed = seed
+                chunk.seed = seed + nth
             if index == request.max_tokens - 1:
                 chunk.finish_reason = pb.FINISH_REASON_LENGTH
                 chunk.usage.prompt_tokens, chunk.usage.completion_tokens = 3, request.max_tokens
                 chunk.stats.prefill_s = 0.5
             yield chunk
-        if failure and failure.after >= request.max_tokens - first:
+        if failure and failure.after >= len(order):
             context.abort(failure.code, "gone after the last chunk")
 
     def GenerateStream(self, request: pb.GenerateRequest, context: grpc.ServicerContext) -> Iterator[pb.GenerateChunk]:

@@ -11,17 +11,20 @@ import grpc
 from deploy.bench.answers import FailedError, Piece, Question
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
-from triforce_core.client.calls import CHANNEL_OPTIONS
+from triforce_core.client.calls import CHANNEL_OPTIONS, authorization
 from triforce_core.client.errors import CallError, OverloadedError, from_rpc_error
 from triforce_core.client.request import build_request
 from triforce_core.client.results import chunk_from_proto, models_from_proto
 
 
 class GrpcClient:
-    """A client of the service at `address` ("host:port"). Open it with `async with`."""
+    """A client of the service at `address` ("host:port"). Open it with `async with`. It sends the API key of the
+    environment, as the SDK does.
+    """
 
     def __init__(self, address: str) -> None:
         self.address = address
+        self._metadata = authorization()
 
     async def __aenter__(self) -> Self:
         self._channel = grpc.aio.insecure_channel(self.address, options=CHANNEL_OPTIONS)
@@ -35,7 +38,8 @@ class GrpcClient:
 
     async def models(self) -> list[str]:
         try:
-            return [model.id for model in models_from_proto(await self._stub.ListModels(pb.ListModelsRequest()))]
+            answer = await self._stub.ListModels(pb.ListModelsRequest(), metadata=self._metadata)
+            return [model.id for model in models_from_proto(answer)]
         except grpc.RpcError as error:
             raise failed(from_rpc_error(error)) from None
 
@@ -53,7 +57,7 @@ class GrpcClient:
             )
         except CallError as error:
             raise failed(error) from None
-        call = self._stub.GenerateStream(request)
+        call = self._stub.GenerateStream(request, metadata=self._metadata)
         try:
             async for message in call:
                 if message.ByteSize():  # Ray Serve's proxy sends an empty message before an error

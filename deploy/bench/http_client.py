@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 import aiohttp
 
 from deploy.bench.answers import FailedError, Piece, Question
+from triforce_core.client.calls import authorization
 from triforce_core.client.results import Usage
 from triforce_core.errors import require
 
@@ -22,7 +23,9 @@ TOO_MANY_REQUESTS = 429
 
 
 class HttpClient:
-    """A client of the server at `url`, with or without `/v1` at its end. Open it with `async with`."""
+    """A client of the server at `url`, with or without `/v1` at its end. Open it with `async with`. It sends the API
+    key of the environment, as the SDK does.
+    """
 
     def __init__(self, url: str) -> None:
         try:
@@ -32,11 +35,12 @@ class HttpClient:
             sound = False
         require(sound, "url", url, "must be an address such as http://127.0.0.1:8000")
         self.address = url.rstrip("/").removesuffix("/v1")
+        self._headers = dict(authorization())
 
     async def __aenter__(self) -> Self:
         # No limit of connections and no time limits: requests wait in the server only, and the sender times them.
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEPT_IDLE_S)
-        self._session = aiohttp.ClientSession(connector=connector, timeout=NO_LIMITS)
+        self._session = aiohttp.ClientSession(connector=connector, timeout=NO_LIMITS, headers=self._headers)
         return self
 
     async def __aexit__(

@@ -4,6 +4,10 @@ export class Refused extends Error {}
 
 const UNREACHABLE = "The server cannot be reached. Check that it runs and that the network is up, then try again.";
 
+const UNSENDABLE =
+  "The API key has a character that no key has, such as a curly quote or a letter with an accent. " +
+  "Enter a valid key under “API key”.";
+
 const WORDS = {
   401: () => "The server wants an API key, or does not know this one. Enter a valid key under “API key”.",
   403: () => "This API key may not do that.",
@@ -14,6 +18,7 @@ const WORDS = {
 };
 
 async function ask(path, key, options = {}) {
+  if (/[^ -~]/.test(key)) throw new Refused(UNSENDABLE); // `fetch` would fail as if there were no server
   const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
   let answer;
   try {
@@ -23,7 +28,8 @@ async function ask(path, key, options = {}) {
     throw new Refused(UNREACHABLE);
   }
   if (answer.ok) return answer;
-  const said = await answer.json().then((body) => body.error.message, () => ""); // a proxy's answer may not be JSON
+  // A proxy's answer may be other JSON than ours, or none.
+  const said = await answer.json().then((body) => body?.error?.message ?? "", () => "");
   const wait = answer.headers.get("retry-after");
   const words = WORDS[answer.status] ?? (() => `The server refuses this request (${answer.status}). ${said}`);
   throw new Refused(words(said, wait).trim());

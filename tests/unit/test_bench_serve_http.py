@@ -16,6 +16,7 @@ import pytest
 from aiohttp import web
 
 from tests.command_line import Refusals, run
+from tests.generation import Generation, Served
 
 FIRST_S, GAP_S, CHUNKS = 0.03, 0.02, 5
 
@@ -29,17 +30,20 @@ class TimedServer:
     troubles: dict[int, str] = field(default_factory=dict)
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: set[object] = field(default_factory=set)
+    authorizations: set[str | None] = field(default_factory=set)
 
     def app(self) -> web.Application:
         app = web.Application()
         app.add_routes([web.get("/v1/models", self.models), web.post("/v1/completions", self.complete)])
         return app
 
-    async def models(self, _: web.Request) -> web.Response:
+    async def models(self, request: web.Request) -> web.Response:
+        self.authorizations.add(request.headers.get("authorization"))
         return web.json_response({"object": "list", "data": [{"id": "timed"}, {"id": "other"}]})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.connections.add(request.transport)
+        self.authorizations.add(request.headers.get("authorization"))
         body = await request.json()
         self.bodies.append(body)
         trouble = self.troubles.get(len(self.bodies) - 1)
@@ -151,6 +155,45 @@ def test_latencies_and_tokens_are_those_of_the_server(
     again = measured(monkeypatch, capsys, url, *LOAD)
     assert sorted(timed.bodies[14:], key=lambda body: body["seed"]) == sent
     assert again["goodput"] is None
+
+
+def test_the_key_of_the_environment_is_sent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed: TimedServer, url: str
+) -> None:
+    monkeypatch.delenv("TRIFORCE_API_KEY", raising=False)
+    for key, sent in ((None, None), ("sk-1", "Bearer sk-1")):
+        if key is not None:
+            monkeypatch.setenv("TRIFORCE_API_KEY", key)
+        timed.authorizations.clear()
+        figures = measured(monkeypatch, capsys, url, "--concurrency", "1", "--requests", "2")
+        assert figures["answered"] == 2
+        assert timed.authorizations == {sent}
+
+
+def test_the_key_of_the_environment_is_sent_over_grpc(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    served = Served(Generation(keys=("sk-1",)))
+    try:
+        load = ("bench", "serve", "--grpc", served.address, "--concurrency", "1", "--requests", "2", "--json")
+        monkeypatch.setenv("TRIFORCE_API_KEY", "sk-2")
+        assert run(monkeypatch, *load) == 2
+        assert "the API key is missing or not valid" in capsys.readouterr().err
+        monkeypatch.setenv("TRIFORCE_API_KEY", "sk-1")
+        assert run(monkeypatch, *load) == 0
+        assert json.loads(capsys.readouterr().out)["answered"] == 2
+    finally:
+        served.die()
+
+
+@pytest.mark.parametrize("protocol", ["--url", "--grpc"])
+def test_a_key_that_cannot_be_sent_is_refused_and_not_shown(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], protocol: str
+) -> None:
+    monkeypatch.setenv("TRIFORCE_API_KEY", "schlüssel")
+    load = ("bench", "serve", protocol, "http://127.0.0.1:1", "--concurrency", "1", "--requests", "1")
+    assert run(monkeypatch, *load) == 2
+    assert capsys.readouterr() == ("", "triforce: api_key: must be printable ASCII characters\n")
 
 
 def test_troubles_are_counted_by_kind(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import sys
 import time
 from collections.abc import Iterator
@@ -70,6 +71,21 @@ def test_each_token_has_the_colour_of_its_tier(
         assert not text or f"\x1b[{CODES[origin_at(index)]}m{text}\x1b[0m" in shown
     assert "retrieval" in shown
     assert f"demo at {served.address}" in shown
+
+
+def test_a_terminal_gets_no_control_characters_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: Served
+) -> None:
+    told = "\x1b]0;title\x07a\tb\r\n\x9b31m\x7f\0é"
+    monkeypatch.setattr("tests.generation.text_at", lambda *_: told)
+    monkeypatch.setenv("TERM", "xterm-256color")
+    assert chat(monkeypatch, served, "one\ntwo\n") == 0
+    assert capsys.readouterr().out == 2 * f"{6 * told}\n", "a pipe gets all"
+    assert sent(served.generation.requests[1])[1] == ("assistant", 6 * told)
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert chat(monkeypatch, served, "one\n") == 0
+    shown = re.sub(r"\x1b\[[\d;]*m", "", capsys.readouterr().out)  # without the colours
+    assert shown.startswith(6 * "]0;titlea\tb\n31mé" + "\n")
 
 
 def test_an_interrupt_stops_the_answer_only(

@@ -181,6 +181,19 @@ def test_the_end_of_sequence_token_is_no_part_of_the_output(
     assert streamed(monkeypatch, capsys, *arguments, ending) == ended["text"]
 
 
+def test_a_terminal_gets_no_control_characters_of_the_text(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    path = tmp_path / "prompt.py"
+    path.write_text("\x1b]0;title\x07def f():\n\treturn '\x9b31m'\n")
+    arguments = ("--prompt-file", str(path), "--max-tokens", "1", "--echo")
+    assert run(monkeypatch, "generate", *FAST[2:-1], *arguments) == 0
+    assert capsys.readouterr().out.startswith(path.read_text())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert run(monkeypatch, "generate", *FAST[2:-1], *arguments) == 0
+    assert capsys.readouterr().out.startswith("]0;titledef f():\n\treturn '31m'\n")
+
+
 def test_a_single_token_has_no_time_between_tokens_to_tell(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import inspect
 import ipaddress
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +31,11 @@ from triforce_core.client import (
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
+    ServerError,
     TriForceClient,
     UnavailableError,
+    aio,
+    client,
     retry,
 )
 from triforce_core.client.retry import Attempts
@@ -118,6 +122,19 @@ def test_what_would_fail_again_is_not_tried_again(kind: str, method: str) -> Non
 
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
+def test_an_answer_that_is_too_long_is_not_asked_for_again(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (client, aio):
+        monkeypatch.setattr(module, "CHANNEL_OPTIONS", [("grpc.max_receive_message_length", 8)])
+    with serving(Generation()) as served:
+        with pytest.raises(ServerError, match=r"larger than max \(\d+ vs. 8\)") as failure:
+            call(kind, served.address, method, "abc", max_tokens=4)
+        assert failure.value.code is FULL
+        assert len(served.generation.requests) == 1
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
 def test_retries_end_with_the_call_s_time(kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(retry, "MAX_DELAY_S", 0.1)
     with serving(Generation(*[Failure(UNAVAILABLE)] * 1000)) as served:
@@ -196,10 +213,19 @@ def test_a_stream_that_cannot_go_on_raises(kind: str) -> None:
             assert len(generation.requests) == 1
 
 
-def test_a_failure_after_the_last_chunk_is_none(kind: str) -> None:
-    with serving(Generation(Failure(UNAVAILABLE, 4))) as served:
-        chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5)
-        assert tokens_of(chunks) == expected("abc", 5, 4)[0]
+@pytest.mark.parametrize("after", [2, 3])
+def test_a_failure_before_the_end_of_all_completions_raises(kind: str, after: int) -> None:
+    with serving(Generation(Failure(UNAVAILABLE, after))) as served:
+        with pytest.raises(UnavailableError, match="the replica is gone"):
+            call(kind, served.address, "stream", "abc", max_tokens=2, seed=5, n=2)
+        assert len(served.generation.requests) == 1
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_failure_after_the_last_chunk_is_none(kind: str, n: int) -> None:
+    with serving(Generation(Failure(UNAVAILABLE, 4 * n))) as served:
+        chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5, n=n)
+        assert tokens_of(chunks) == [token for nth in range(n) for token in expected("abc", 5 + nth, 4)[0]]
         assert len(served.generation.requests) == 1
 
 
@@ -298,6 +324,59 @@ def test_many_streams_run_in_one_loop() -> None:
     in_loop(Generation(Failure(UNAVAILABLE, 3), Failure(FULL)), use)
 
 
+# -- closed clients ----------------------------------------------------------------------------------------------------
+
+
+def test_calls_of_a_closed_client_raise_a_typed_error(kind: str) -> None:
+    if kind == "sync":
+        blocking = TriForceClient()
+        blocking.close()
+        blocking.close()
+        for each in (blocking.models, lambda: blocking.generate("abc"), lambda: blocking.stream("abc")):
+            with pytest.raises(CallCancelledError, match="the client was closed"):
+                each()
+        return
+
+    async def main() -> None:
+        client = AsyncTriForceClient()
+        await client.close()
+        await client.close()
+        for each in (client.models, lambda: client.generate("abc"), lambda: anext(client.stream("abc"))):
+            with pytest.raises(CallCancelledError, match="the client was closed"):
+                await each()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("method", ["generate", "stream"])
+def test_closing_the_client_ends_a_wait_for_the_next_attempt(
+    kind: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(retry, "FIRST_DELAY_S", 2.0 if method == "stream" else 30.0)
+    monkeypatch.setattr(retry, "MAX_DELAY_S", 30.0)
+    with serving(Generation(Failure(UNAVAILABLE))) as served:
+        began = time.monotonic()
+        if kind == "sync":
+            blocking = TriForceClient(served.address, timeout_s=100)
+            threading.Timer(0.5, blocking.close).start()
+            with pytest.raises(CallCancelledError, match="the client was closed"):
+                list(getattr(blocking, method)("abc", max_tokens=4))
+        else:
+
+            async def main() -> None:
+                client = AsyncTriForceClient(served.address, timeout_s=100)
+                answer = getattr(client, method)("abc", max_tokens=4)
+                waiting = asyncio.ensure_future(anext(answer) if method == "stream" else answer)
+                await asyncio.sleep(0.5)
+                await client.close()
+                with pytest.raises(CallCancelledError, match="the client was closed"):
+                    await waiting
+
+            asyncio.run(main())
+        assert time.monotonic() - began < 10
+        assert len(served.generation.requests) == 1
+
+
 # -- TLS and keys ------------------------------------------------------------------------------------------------------
 
 
@@ -379,6 +458,17 @@ def test_a_key_goes_with_every_call(
         with pytest.raises(AuthenticationError):  # an empty key is none, whatever the environment says
             call(kind, served.address, method, *arguments, client={"api_key": ""}, **named)
         assert "authorization" not in served.generation.metadata
+
+
+def test_a_key_in_the_metadata_is_sent_alone(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIFORCE_API_KEY", "sk-2")
+    metadata = [("authorization", "Bearer sk-1")]
+    with serving(Generation(keys=("sk-1",))) as served:
+        for given in ({}, {"api_key": ""}):
+            assert call(kind, served.address, "models", client={"metadata": metadata, **given})
+            assert served.generation.authorizations == ["Bearer sk-1"]
+    with pytest.raises(ValueError, match="api_key: contradicts authorization in metadata"):
+        TriForceClient(api_key="sk-1", metadata=metadata)
 
 
 @pytest.mark.parametrize("key", ["sécret", "a\nb", "a\0"])

@@ -52,6 +52,13 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy
     assert (result.stdout, result.returncode) == ("[]\n", 0), result.stderr
 
 
+def test_the_sdk_loads_no_engine_where_there_is_one() -> None:
+    """Which would take seconds. In a plain install, an import that is tried and given up would not be seen."""
+    code = "import sys, triforce_core.client; print({'torch', 'transformers', 'ray', 'numpy'} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout, result.returncode) == ("set()\n", 0), result.stderr
+
+
 @pytest.mark.parametrize("module", ["torch", "numpy", "pydantic"])
 def test_the_plain_install_above_is_really_plain(module: str) -> None:
     result = run_plain(f"import {module}")

@@ -16,7 +16,7 @@ from deploy.bench.trace import read_trace
 from deploy.bench.workload import Lengths, Load
 from triforce_core.cli.figures import check_figure, save_figure, show_figures
 from triforce_core.cli.options import JsonOption, TemperatureOption, with_options_of
-from triforce_core.errors import require
+from triforce_core.errors import TriForceError, require
 
 if TYPE_CHECKING:
     from deploy.bench.answers import Record
@@ -104,7 +104,10 @@ def serve(
     figure: Annotated[Path | None, typer.Option(help="draw the latencies into this file: .svg or .png")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a load to a running server and measure its latencies, its throughput, and its errors."""
+    """Send a load to a running server and measure its latencies, its throughput, and its errors.
+
+    The key in $TRIFORCE_API_KEY is sent, as by the SDK.
+    """
     from deploy.bench.grpc_client import GrpcClient
     from deploy.bench.http_client import HttpClient
     from deploy.bench.measures import Goals
@@ -116,7 +119,10 @@ def serve(
     goals = Goals(slo_ttft_ms, slo_itl_ms)
     if figure is not None:
         check_figure(figure)
-    client = HttpClient(url or DEFAULT_URL) if grpc is None else GrpcClient(grpc)
+    try:
+        client = HttpClient(url or DEFAULT_URL) if grpc is None else GrpcClient(grpc)
+    except ValueError as error:  # the key cannot be sent
+        raise TriForceError(str(error)) from None
 
     async def measured() -> tuple[dict[str, Any], list[Record]]:
         async with client:

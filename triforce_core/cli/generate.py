@@ -40,6 +40,7 @@ class Figures(Protocol):
 
 
 COLOURS = {Origin.DRAFT: "green", Origin.RETRIEVAL: "cyan", Origin.TARGET: "default", Origin.LOOKUP: "yellow"}
+CONTROLS = {code: None for code in (*range(0x20), *range(0x7F, 0xA0)) if chr(code) not in "\n\t"}  # C0, DEL and C1
 
 
 def guide(
@@ -124,7 +125,7 @@ def generate(
         for index in range(n):
             completion = Completion(replace(request, seed=nth_seed(seed, index)), meaning, stop_strings)
             if echo and not as_json:
-                console.print(Segments([Segment(text)]), end="")
+                show(console, [TextDelta(text, (), b"")])
             for output in run_to_end(engine, [completion.request]):
                 new = completion.add(output)
                 if not as_json:
@@ -208,10 +209,15 @@ def read_text(path: Path, option: str) -> str:
 def show(console: Console, pieces: Iterable[TextDelta]) -> None:
     """Print pieces of one token each in the colours of their origins; text without a token has no colour.
 
-    The pieces are printed as segments, because `rich.text.Text` would replace tabs and drop control characters.
+    The pieces are printed as segments, because `rich.text.Text` would replace tabs and drop control characters. They
+    are dropped here for a terminal, which a model's text could otherwise command.
     """
     styles = {origin: Style.parse(colour) for origin, colour in COLOURS.items()}
-    segments = [Segment(piece.text, styles[Origin(piece.origins[0])] if piece.origins else None) for piece in pieces]
+    dropped = CONTROLS if console.is_terminal else {}
+    segments = [
+        Segment(piece.text.translate(dropped), styles[Origin(piece.origins[0])] if piece.origins else None)
+        for piece in pieces
+    ]
     console.print(Segments(segments), end="")
 
 

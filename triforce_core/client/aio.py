@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import suppress
 from types import TracebackType
 from typing import Any, Self, Unpack
 
@@ -11,7 +12,7 @@ import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Progress, Result
-from triforce_core.client.errors import CallCancelledError, from_rpc_error
+from triforce_core.client.errors import client_closed, from_rpc_error, typed_if
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
 
@@ -25,6 +26,7 @@ class AsyncTriForceClient(Client):
 
     def __init__(self, address: str = "127.0.0.1:9000", **settings: Any) -> None:
         super().__init__(address, **settings)
+        self._closed = asyncio.Event()
         self._channel = (
             grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
             if self._credentials is None
@@ -78,7 +80,8 @@ class AsyncTriForceClient(Client):
         return await self._call(self._health_call(timeout_s), retries=0)
 
     async def close(self) -> None:
-        """End the connection and every call on it."""
+        """End the connection and every call on it, which raise `CallCancelledError`, as all later ones do."""
+        self._closed.set()
         await self._channel.close(None)
 
     async def __aenter__(self) -> Self:
@@ -96,13 +99,15 @@ class AsyncTriForceClient(Client):
         attempts = self._attempts(call.timeout_s, retries)
         while True:
             try:
-                answer = await method(call.request, timeout=attempts.left_s, metadata=self._metadata)
+                with typed_if(self._closed.is_set):
+                    answer = await method(call.request, timeout=attempts.left_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)
                 delay_s = attempts.delay_s(failure)
                 if delay_s is None:
                     raise failure from error
-                await asyncio.sleep(delay_s)
+                with suppress(TimeoutError):  # the next attempt raises where the client is closed
+                    await asyncio.wait_for(self._closed.wait(), delay_s)
             except asyncio.CancelledError:
                 raise_if_channel_closed()
                 raise
@@ -115,10 +120,13 @@ class AsyncTriForceClient(Client):
             pb.GenerateRequest.SerializeToString,
             response_deserializer=pb.GenerateChunk.FromString,
         )
-        metadata = self._metadata
-        return AsyncChunkStream(
-            progress, lambda: method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
-        )
+        metadata, closed = self._metadata, self._closed.is_set
+
+        def start() -> StreamingCall:
+            with typed_if(closed):
+                return method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
+
+        return AsyncChunkStream(progress, start)
 
 
 class AsyncChunkStream(AsyncIterator[Chunk]):
@@ -184,4 +192,4 @@ def being_cancelled() -> bool:
 def raise_if_channel_closed() -> None:
     """gRPC ends a call whose channel is closed with `asyncio.CancelledError`, though nobody cancels the task."""
     if not being_cancelled():
-        raise CallCancelledError("the client was closed", grpc.StatusCode.CANCELLED) from None
+        raise client_closed() from None

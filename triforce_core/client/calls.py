@@ -59,7 +59,8 @@ class Client:
     `tls` encrypts the connection: `True` trusts the authorities that gRPC trusts by default, `root_certificates` (PEM,
     or the path of a file with it) trusts these instead, and credentials from `grpc.ssl_channel_credentials` may hold a
     certificate of the client. `api_key` is sent with every call; by default it is the environment variable
-    TRIFORCE_API_KEY. Without TLS, it can be read by whoever can read the traffic.
+    TRIFORCE_API_KEY, unless `metadata` has `authorization`. Without TLS, it can be read by whoever can read the
+    traffic.
 
     `application` is the name of the Ray Serve application, needed where the proxy serves several; `metadata` is sent
     with every call. Calls raise `CallError`s (`triforce_core.client.errors`).
@@ -84,10 +85,10 @@ class Client:
         self._metadata = tuple(metadata)
         if application is not None:
             self._metadata += (("application", application),)
-        if key := os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key:
-            if not (key.isascii() and key.isprintable()):
-                raise ValueError("api_key: must be printable ASCII characters")  # the key itself is not shown
-            self._metadata += (("authorization", f"Bearer {key}"),)
+        if "authorization" not in dict(self._metadata):
+            self._metadata += authorization(api_key)
+        elif api_key:
+            raise ValueError("api_key: contradicts authorization in metadata")
 
     def _attempts(self, timeout_s: float | None, retries: int | None = None) -> Attempts:
         return Attempts(timeout_s, self.retries if retries is None else retries)
@@ -140,6 +141,17 @@ class Client:
         return Call("/grpc.health.v1.Health/Check", StringValue(), Int32Value, is_serving, timeout_s)
 
 
+def authorization(api_key: str | None = None) -> tuple[tuple[str, str], ...]:
+    """The header or metadata with the key, by default that of the environment; empty where there is none.
+
+    Raises `ValueError` for a key that cannot be sent.
+    """
+    key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
+    if not (key.isascii() and key.isprintable()):
+        raise ValueError("api_key: must be printable ASCII characters")  # the key itself is not shown
+    return (("authorization", f"Bearer {key}"),) if key else ()
+
+
 def is_serving(answer: Int32Value) -> bool:
     return answer.value == SERVING
 
@@ -171,8 +183,13 @@ class Progress:
         self.num_asked = len(request.resume_token_ids)
         self.begun = False  # the user has a chunk
         self.resumed = False  # at least once
-        self.ended = False  # the user has the last chunk
+        self.finished: set[int] = set()  # completions of which the user has the last chunk
         self.seed: int | None = None  # as on the wire
+
+    @property
+    def ended(self) -> bool:
+        """Whether the user has the last chunk of every completion."""
+        return len(self.finished) >= max(self.request.n, 1)
 
     def take(self, message: pb.GenerateChunk) -> Chunk | None:
         """The chunk for the user; None for the empty message that Ray Serve's proxy sends before an error."""
@@ -183,7 +200,9 @@ class Progress:
             message.ClearField("seed")  # the user has it from the first chunk
         elif message.HasField("seed"):
             self.seed = message.seed
-        self.begun, self.ended = True, message.HasField("usage")
+        self.begun = True
+        if message.HasField("usage"):
+            self.finished.add(message.index)
         return chunk_from_proto(message)
 
     def delay_s(self, error: CallError) -> float | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Protocol, Self, Unpack, cast
@@ -12,7 +11,7 @@ import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Progress, Result
-from triforce_core.client.errors import from_rpc_error
+from triforce_core.client.errors import from_rpc_error, typed_if
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
 
@@ -22,6 +21,7 @@ class TriForceClient(Client):
 
     def __init__(self, address: str = "127.0.0.1:9000", **settings: Any) -> None:
         super().__init__(address, **settings)
+        self._closed = threading.Event()
         self._channel = (
             grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
             if self._credentials is None
@@ -91,7 +91,8 @@ class TriForceClient(Client):
         return self._call(self._health_call(timeout_s), retries=0)
 
     def close(self) -> None:
-        """End the connection and every call on it."""
+        """End the connection and every call on it, which raise `CallCancelledError`, as all later ones do."""
+        self._closed.set()
         self._channel.close()
 
     def __enter__(self) -> Self:
@@ -109,13 +110,14 @@ class TriForceClient(Client):
         attempts = self._attempts(call.timeout_s, retries)
         while True:
             try:
-                answer = method(call.request, timeout=attempts.left_s, metadata=self._metadata)
+                with typed_if(self._closed.is_set):
+                    answer = method(call.request, timeout=attempts.left_s, metadata=self._metadata)
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)
                 delay_s = attempts.delay_s(failure)
                 if delay_s is None:
                     raise failure from error
-                time.sleep(delay_s)
+                self._closed.wait(delay_s)  # the next attempt raises where the client is closed
             else:
                 return call.result(answer)
 
@@ -125,10 +127,11 @@ class TriForceClient(Client):
             pb.GenerateRequest.SerializeToString,
             response_deserializer=pb.GenerateChunk.FromString,
         )
-        metadata = self._metadata  # so that the stream does not hold the client
+        metadata, closed = self._metadata, self._closed.is_set  # so that the stream does not hold the client
 
         def start() -> StreamingCall:
-            call: Any = method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
+            with typed_if(closed):
+                call: Any = method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
             return cast(StreamingCall, call)
 
         return ChunkStream(progress, start)

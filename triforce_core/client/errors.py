@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import cast
 
 import grpc
@@ -46,7 +48,7 @@ class CallCancelledError(CallError):
 
 
 class ServerError(CallError):
-    """The server failed, or answered with a status outside `ERROR_OF_STATUS`."""
+    """The server failed, or its answer is longer than a message may be, or has a status outside `ERROR_OF_STATUS`."""
 
 
 ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
@@ -61,10 +63,29 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: CallCancelledError,
 }
+TOO_LONG = "message larger than max"  # in what gRPC itself says when it refuses to receive or send a message
+
+
+def client_closed() -> CallCancelledError:
+    return CallCancelledError("the client was closed", grpc.StatusCode.CANCELLED)
+
+
+@contextmanager
+def typed_if(closed: Callable[[], bool]) -> Iterator[None]:
+    """Raise gRPC's errors for a call on a closed channel as a `CallCancelledError`; `closed` tells them from others."""
+    try:
+        yield
+    except (ValueError, grpc.aio.UsageError):
+        if closed():
+            raise client_closed() from None
+        raise
 
 
 def from_rpc_error(error: grpc.RpcError) -> CallError:
     """The typed error for a failed call; statuses outside the table are the server's fault."""
     call = cast(grpc.Call, error)  # gRPC raises the failed call itself
-    code = call.code()
-    return ERROR_OF_STATUS.get(code, ServerError)(call.details() or code.name, code)
+    code, details = call.code(), call.details() or ""
+    kind = ERROR_OF_STATUS.get(code, ServerError)
+    if TOO_LONG in details:  # under the status of a full server, which would be worth another attempt
+        kind = ServerError
+    return kind(details or code.name, code)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import random
 import time
 
-import grpc
+from triforce_core.client.errors import CallError, OverloadedError, UnavailableError
 
-from triforce_core.client.errors import CallError
-
-RETRIED = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+RETRIED = (UnavailableError, OverloadedError)
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0
 
 
@@ -32,7 +30,7 @@ class Attempts:
         The delay doubles with each failure. It is shortened by chance, to as little as half, so that clients that
         failed together do not come back together.
         """
-        if error.code not in RETRIED or self.failed == self.retries:
+        if not isinstance(error, RETRIED) or self.failed == self.retries:
             return None
         delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2**self.failed) * random.uniform(0.5, 1)
         self.failed += 1
