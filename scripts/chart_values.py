@@ -144,8 +144,8 @@ class NetworkPolicy(Values):
     clients: Objects = Field([], description="who may reach HTTP and gRPC, as peers of a NetworkPolicy; empty: anyone")
     scrapers: Objects = Field(
         [],
-        description="who may reach the metrics, where podMonitor is enabled. The server's are on the port of the HTTP API,"
-        " which is opened to them; empty: any pod of the cluster reaches Ray's metrics, and `clients` the server's",
+        description="who may reach the metrics, where podMonitor is enabled: Ray's, and the server's on the port of the"
+        " HTTP API; empty: any pod of the cluster reaches Ray's, and `clients` the server's",
     )
 
 
