@@ -24,8 +24,11 @@ log = logging.getLogger("ray.serve")
 
 @dataclass(slots=True)
 class Call:
-    """A call of any API; `key` is the name of the API key and never the key. It holds no prompt and no output."""
+    """A call of the API `http` or `grpc`. `key` is the name of the API key and never the key. It holds no prompt and no
+    output.
+    """
 
+    api: str = ""  # empty: the server itself asks
     route: str = ""
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     key: str = ""

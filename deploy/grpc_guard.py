@@ -79,7 +79,7 @@ def streaming(
 @contextmanager
 def logged(owner: Guarded, method: str, context: RayServegRPCContext) -> Iterator[Call]:
     """The call, which is logged when the block ends, however it ends."""
-    call = Call(method, status=grpc.StatusCode.OK.name)
+    call = Call("grpc", method, status=grpc.StatusCode.OK.name)
     # Serve's proxy has an id for each call, with which its own logs name it: the client's metadata `request_id`, if
     # there is one, whatever is in it.
     given_id = dict(context.trailing_metadata()).get("request_id", "")
@@ -91,7 +91,7 @@ def logged(owner: Guarded, method: str, context: RayServegRPCContext) -> Iterato
         call.status = grpc.StatusCode.CANCELLED.name
         raise
     finally:
-        call.end(owner.service.settings.server.log)
+        owner.service.ended(call)
 
 
 @contextmanager

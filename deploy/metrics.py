@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from deploy.calls import Call, current
 from deploy.errors import entry_for
 from deploy.openai_api.errors import ANSWERS
 from deploy.tier_metrics import Statuses, TierFamilies
@@ -38,11 +39,19 @@ class Meters:
         self.model = service.model.name
         self.requests = self._counter(
             "requests",
-            "Completions that ended, by finish reason; requests that failed, by the code in the error's body, or"
-            " `cancelled` where the client went away. Of bodies that break the schema none.",
+            "Completions that ended, by finish reason; completions that failed, by the code in the error's body, or"
+            " `cancelled` where the client went away. Requests refused before any completion is tried count as calls"
+            " only.",
             "status",
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of the requests that got a first token.")
+        self.calls = self._counter(
+            "calls",
+            "Calls of all HTTP routes and gRPC methods that ended, by API and by status, `cancelled` where the client"
+            " went away before there was one. Health probes that succeed do not count.",
+            "api",
+            "status",
+        )
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that were read, of each prompt once.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens handed to clients.")
         in_flight = self._gauge("requests_in_flight", "Completions at the gateway, streams included.")
         in_flight.set_function(lambda: service.in_flight)
@@ -82,9 +91,13 @@ class Meters:
         of_all = Histogram(f"triforce_{name}", about, ["model_name"], registry=self.registry, buckets=buckets)
         return of_all.labels(self.model)
 
-    async def watched(self, n: int, parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
-        """The same parts of a request's `n` completions, counted. Nothing is held back or changed."""
-        watch = Watch(self, n)
+    def ended(self, call: Call) -> None:
+        """Count a client's call."""
+        self.calls.labels(self.model, call.api, str(call.status or "cancelled")).inc()
+
+    async def watched(self, prompts: int, n: int, parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
+        """The same parts of a request's completions, `n` of each prompt, counted. Nothing is held back or changed."""
+        watch = Watch(self, prompts, n)
         status = "cancelled"  # unless it ends otherwise: closing this generator raises no `Exception`
         try:
             async with aclosing(parts):
@@ -100,7 +113,7 @@ class Meters:
 
 
 class Times(NamedTuple):
-    """Of one completion, in seconds of `perf_counter`."""
+    """Of one completion, in seconds of `monotonic`."""
 
     first: float
     latest: float
@@ -110,16 +123,20 @@ class Times(NamedTuple):
 class Watch:
     """Observes one request."""
 
-    def __init__(self, meters: Meters, n: int) -> None:
-        self.meters, self.running, self.began = meters, max(1, n), time.perf_counter()
+    def __init__(self, meters: Meters, prompts: int, n: int) -> None:
+        self.meters, self.n, self.running = meters, max(1, n), max(1, prompts * n)
+        self.began = current().began
         self.times: dict[int, Times] = {}  # by completion
+        self.read = set[int]()  # prompts, by index
 
     def saw(self, part: Part) -> None:
-        meters, now, tokens = self.meters, time.perf_counter(), len(part.piece.tokens)
+        meters, now, tokens = self.meters, time.monotonic(), len(part.piece.tokens)
         before = self.times.get(part.index)
+        prompt = part.index // self.n
+        if prompt not in self.read:
+            self.read.add(prompt)
+            meters.prompt_tokens.inc(part.prompt_tokens)
         if tokens:
-            if not self.times:
-                meters.prompt_tokens.inc(part.prompt_tokens)
             if before is None:
                 meters.first_token_s.observe(now - self.began)
                 self.times[part.index] = Times(now, now, 0)

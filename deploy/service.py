@@ -159,6 +159,14 @@ def served_name(settings: Settings) -> str:
     return settings.target.served_name or settings.target.model.rstrip("/").rpartition("/")[2]
 
 
+def check_places(prompts: int, n: int, room: int) -> int:
+    """How many places a request for `n` completions of each prompt takes. Raises `InvalidValueError`."""
+    require(1 <= n <= room, "n", n, f"must be at least 1 and at most {room}")
+    rule = f"must need at most {room} places, one for each prompt and each of its n"
+    require(prompts * n <= room, "prompt", f"{prompts} prompts", rule)
+    return prompts * n
+
+
 class Service:
     """Serves completions. Each process that clients connect to has one `Service`. All methods must run on one asyncio
     loop.
@@ -220,16 +228,19 @@ class Service:
         Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
         the request itself are raised before the first part, but for parameters that in the end exclude every token.
         """
-        return self.meters.watched(sum(each.n for each in requests), self.unmetered(*requests))
+        return self.meters.watched(len(requests), requests[0].n, self.unmetered(*requests))
+
+    def ended(self, call: calls.Call) -> None:
+        """A client's call has ended: log and count it."""
+        call.end(self.settings.server.log)
+        self.meters.ended(call)
 
     async def unmetered(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
         """`complete` for the server's own requests, which metrics do not count."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
-        asked, places = requests[0], sum(each.n for each in requests)
-        require(1 <= asked.n <= self.room, "n", asked.n, f"must be at least 1 and at most {self.room}")
-        rule = f"must need at most {self.room} places, one for each prompt and each of its n"
-        require(places <= self.room, "prompt", f"{len(requests)} prompts", rule)
+        asked = requests[0]
+        places = check_places(len(requests), asked.n, self.room)
         call = calls.current()
         if self.in_flight + places > self.room:
             self.shares.refused(call.key, places)

@@ -21,6 +21,7 @@ from triforce_core.errors import (
     UnknownModelError,
 )
 
+ABSENT = object()  # in place of the value of a field that has none
 INVALID, SERVER = "invalid_request_error", "server_error"
 
 
@@ -98,25 +99,28 @@ def malformed_response(error: RequestValidationError) -> Response:
     first = error.errors()[0]
     path = [str(part) for part in first["loc"] if part != "body"]
     if first["type"] == "json_invalid":
-        field, rule, value = "body", f"is not valid JSON: {first['ctx']['error']}", None
+        field, rule, value = "body", f"is not valid JSON: {first['ctx']['error']}", ABSENT
     elif first["type"] in ("model_attributes_type", "missing") and not path:
-        field, rule, value = "body", "must be a JSON object, sent with content-type: application/json", None
+        field, rule, value = "body", "must be a JSON object, sent with content-type: application/json", ABSENT
     elif not path:
-        field, rule, value = "body", f"is refused: {first['msg']}", None
+        field, rule, value = "body", f"is refused: {first['msg']}", ABSENT
     elif first["type"] == "extra_forbidden":
         field, rule, value = ".".join(path), "is not a field of this request", first["input"]
     elif first["type"] == "missing":
-        field, rule, value = ".".join(path), "is required", None
+        field, rule, value = ".".join(path), "is required", ABSENT
     else:
         field, value = ".".join(path), first["input"]
         rule = "is refused: " + first["msg"].removeprefix("Value error, ")
-    text = f"{field}: {rule}" if value is None else str(InvalidValueError(field, value, rule))
+    text = f"{field}: {rule}" if value is ABSENT else str(InvalidValueError(field, value, rule))
     code = "unknown_parameter" if first["type"] == "extra_forbidden" else "malformed_request"
     return AsciiJSON(error_body(text, Answer(400, INVALID, code), field), 400)
 
 
 def http_error_response(error: HTTPException) -> Response:
-    """The response to an unknown path or method."""
+    """The response to an unknown path or method, and to a body that FastAPI cannot decode."""
+    if error.status_code == 400:
+        message = "body: must be JSON in UTF-8, of moderate depth and with numbers of moderate length"
+        return AsciiJSON(error_body(message, Answer(400, INVALID, "malformed_request"), "body"), 400)
     phrase = HTTPStatus(error.status_code).phrase.lower()
     answer = Answer(error.status_code, INVALID, phrase.replace(" ", "_"))
     return AsciiJSON(error_body(str(error.detail), answer), error.status_code, error.headers)

@@ -48,7 +48,7 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers, path = Headers(scope=scope), scope["path"]
-        call = begin(Call(f"{scope['method']} {path}"[:256]))
+        call = begin(Call("http", f"{scope['method']} {path}"[:256]))
         given_id = headers.get(REQUEST_ID)
 
         async def tell(message: Message) -> None:
@@ -77,7 +77,7 @@ class Guard:
                 raise RuntimeError(internal_error(error)) from None  # Serve logs what is raised, with the message
         finally:
             if path not in PROBES or call.status != 200:
-                call.end(self.service.settings.server.log)
+                self.service.ended(call)
 
 
 async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receive:

@@ -65,6 +65,11 @@ class CompletionLogprobs:
         """
         self.echoed += part.echoed
         found = logprobs_fields()
+        if part.echoed:
+            # The echo is the text as the client sent it: special tokens that stand in it are text here.
+            added = self.meaning.tokenizer.added_tokens_decoder.values()
+            echo = part.piece.text[: part.echoed]
+            self.detokenizer = Detokenizer(self.meaning.showing(each.content for each in added if each.content in echo))
         if prompt:
             self.extend(found, prompt, part.prompt_logprobs)
         if part.piece.tokens and not self.in_output:

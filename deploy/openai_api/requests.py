@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
-from deploy.service import ClientRequest, check_drafter, check_lookaheads
+from deploy.service import ClientRequest, check_drafter, check_lookaheads, check_places
 from triforce_core.config import TIER_SETS, SpeculationSettings, TierSet
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
@@ -164,9 +164,13 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no
 }
 
 
-def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings) -> list[ClientRequest]:
-    """The service's form of a request: one for each prompt. Raises `InvalidValueError` naming the field."""
+def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings, room: int) -> list[ClientRequest]:
+    """The service's form of a request: one for each prompt. Raises `InvalidValueError` naming the field.
+
+    More prompts than the service's `room` are refused before a request is made of each.
+    """
     asked, prompts = client_request_from(body, defaults), prompts_from(body.prompt)
+    check_places(len(prompts), asked.n, room)
     alone = len(prompts) == 1 or not asked.resume
     require(
         alone, "resume_token_ids", f"with {len(prompts)} prompts", "continue one completion: ask with its own prompt"

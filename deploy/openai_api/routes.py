@@ -1,4 +1,4 @@
-"""The HTTP application. Its paths and bodies are OpenAI's, except /health and /status, which are for operators."""
+"""The HTTP application: the routes of OpenAI's API, those of vLLM that its users send to, and those for operators."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def http_app(service: Service) -> FastAPI:
     async def complete(body: CompletionRequest) -> Response:
         """Completes one prompt or several, whole or as server-sent events."""
         try:
-            asked = client_requests_from(body, service.settings.speculation)
+            asked = client_requests_from(body, service.settings.speculation, service.room)
             if body.logprobs is not None or body.prompt_logprobs is not None:
                 await strings.load(service.model)
             completions = Completions(service, body, strings, asked)

@@ -102,6 +102,9 @@ def test_a_bad_value_of_a_stream_is_an_ordinary_answer(server: Server) -> None:
     ("body", "content_type", "status", "words"),
     [
         (b'{"prompt": ', "application/json", 400, "body: is not valid JSON"),
+        (b'{"prompt": "\xff"}', "application/json", 400, "body: must be JSON in UTF-8"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "application/json", 400, "body: must be JSON in UTF-8"),
+        (b'{"prompt": "a", "return_token_ids": null}', "application/json", 400, "return_token_ids: None is refused"),
         (b"", "application/json", 400, "body: must be a JSON object"),
         (b"[]", "application/json", 400, "body: must be a JSON object"),
         (b'"text"', "application/json", 400, "body: must be a JSON object"),

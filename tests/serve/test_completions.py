@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
-from deploy.openai_api.requests import UNSUPPORTED
+from deploy.openai_api.requests import UNSUPPORTED, CompletionRequest, client_requests_from
 from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import load_settings
+from triforce_core.errors import InvalidValueError
 
 LENGTH = gen.FINISH_REASON_LENGTH
 
@@ -105,6 +109,15 @@ def test_prompts_take_a_place_for_each_of_their_choices() -> None:
     assert service.in_flight == room - 1
 
 
+def test_too_many_prompts_are_refused_before_a_request_is_made_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    copies = Mock(wraps=replace)
+    monkeypatch.setattr("deploy.openai_api.requests.replace", copies)
+    body = CompletionRequest(prompt=["a"] * 10_000)
+    with pytest.raises(InvalidValueError, match="'10000 prompts' must need at most 8 places"):
+        client_requests_from(body, load_settings().speculation, room=8)
+    assert copies.call_count <= 2
+
+
 def test_a_wrong_prompt_among_several_ends_all() -> None:
     assert refused(prompt=["a", ""])["param"] == "prompt"
     assert refused(prompt=[[5], [10**6]])["param"] == "prompt"
@@ -132,6 +145,15 @@ def test_the_logprobs_of_an_echo_are_of_prompt_and_output() -> None:
     assert len(pieces) > 2
     for name, values in logprobs.items():
         assert [value for piece in pieces for value in piece[name]] == values
+
+
+def test_offsets_count_special_tokens_that_stand_in_the_echoed_text() -> None:
+    script = (prompt_scores("a<eos>b"), scored(ids("c"), LENGTH))
+    answer, _ = answered(script, prompt="a<eos>b", echo=True, logprobs=0)
+    [choice] = answer["choices"]
+    assert choice["text"] == "a<eos>bc"
+    assert choice["logprobs"]["tokens"] == ["a", "<eos>", "b", "c"]
+    assert choice["logprobs"]["text_offset"] == [0, 1, 6, 7]
 
 
 def test_each_of_several_choices_has_the_prompt_s_logprobs() -> None:

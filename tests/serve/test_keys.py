@@ -409,6 +409,7 @@ def test_a_request_is_one_line_of_the_log(file: Path, caplog: pytest.LogCaptureF
     assert 0 < done.pop("ttft_s") <= done.pop("duration_s") < 60
     assert len(done.pop("id")) == 32
     assert done == {
+        "api": "http",
         "route": "POST /v1/completions",
         "key": "bob",
         "status": 200,

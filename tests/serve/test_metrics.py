@@ -15,6 +15,7 @@ import requests
 from prometheus_client.parser import text_string_to_metric_families
 from starlette.testclient import TestClient
 
+from deploy.calls import Call, begin
 from deploy.metrics import FRESH_S, GAPS, LATENCIES
 from deploy.openai_api.routes import http_app
 from deploy.service import Service
@@ -139,6 +140,39 @@ def test_each_completion_of_several_counts() -> None:
     assert found["requests_total"] == {("length",): 3}
     assert found["prompt_tokens_total"] == {(): len(ids("def"))}, "of all of them once, as in `usage`"
     assert found["inter_token_latency_seconds_count"] == {(): 3}
+
+
+def test_every_prompt_of_a_list_counts_once_and_one_that_is_only_read_too() -> None:
+    prompts = ["def", "a b c d", "x y z"]
+    client, *_ = served(event(ids("a")), event(ids(" b"), LENGTH))
+    usage = ask(client, prompt=prompts, n=2).json()["usage"]
+    assert (
+        scrape(client)["prompt_tokens_total"] == {(): usage["prompt_tokens"]} == {(): sum(map(len, map(ids, prompts)))}
+    )
+    client, *_ = served(event(ids("a"), LENGTH))
+    assert ask(client, echo=True, max_tokens=0).status_code == 200
+    assert scrape(client)["prompt_tokens_total"] == {(): len(ids("def"))}
+
+
+def test_the_first_token_is_timed_from_the_call_s_arrival() -> None:
+    async def late() -> dict[str, Series]:
+        _, service, _ = served(event(ids("a"), LENGTH))
+        begin(Call("http", "POST /v1/chat/completions"))
+        await asyncio.sleep(0.2)  # as the rendering of a chat takes, before the service sees it
+        assert [part async for part in service.complete(wanted())]
+        return scraped((await service.scrape.text()).decode())
+
+    found = asyncio.run(late())
+    assert found["time_to_first_token_seconds_sum"][()] >= 0.2
+    assert found["e2e_request_latency_seconds_sum"][()] >= 0.2
+
+
+def test_calls_are_counted_by_status_refused_ones_too() -> None:
+    _, service, _ = served()
+    for call in (Call("http", status=401), Call("http", status=401), Call("grpc", status="OK"), Call("http")):
+        service.ended(call)
+    found = scraped(asyncio.run(service.scrape.text()).decode())
+    assert found["calls_total"] == {("http", "401"): 2, ("grpc", "OK"): 1, ("http", "cancelled"): 1}
 
 
 def test_times_are_those_between_parts() -> None:

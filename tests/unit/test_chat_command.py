@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import sys
 import time
 from collections.abc import Iterator
 
@@ -74,16 +75,20 @@ def test_each_token_has_the_colour_of_its_tier(
 def test_an_interrupt_stops_the_answer_only(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: Served
 ) -> None:
-    generation = served.generation
+    generation, part = served.generation, answer_to(("user", "one"), count=3)
 
     def press() -> None:
-        time.sleep(0.5)  # until what was sent is shown
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        captured = sys.stdout.buffer
+        assert isinstance(captured, io.BytesIO)
+        until = time.monotonic() + 60
+        while part.encode() not in captured.getvalue() and time.monotonic() < until:
+            time.sleep(0.01)
         interrupt()
-        generation.ended.wait(5)
+        generation.ended.wait(60)
 
     generation.failures.append(Failure(grpc.StatusCode.CANCELLED, 3, press))
     assert chat(monkeypatch, served, "one\ntwo\n") == 0
-    part = answer_to(("user", "one"), count=3)
     second = answer_to(("user", "one"), ("assistant", part), ("user", "two"))
     assert capsys.readouterr().out == f"{part} [stopped]\n{second}\n"
     assert sent(generation.requests[1]) == [("user", "one"), ("assistant", part), ("user", "two")]
