@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import traceback
 import uuid
 from collections.abc import Mapping
 from typing import TypeVar
@@ -31,5 +32,21 @@ def entry_for(table: Mapping[type[TriForceError], Entry], error: BaseException) 
 def internal_error(error: BaseException) -> str:
     """Log an unforeseen error, and return the message for the client: an id by which to find the error in the log."""
     error_id = uuid.uuid4().hex[:12]
-    log.error("internal error %s", error_id, exc_info=error)
+    log.error("internal error %s\n%s", error_id, traced(error))
     return f"internal error {error_id}; the server's log tells more"
+
+
+def traced(error: BaseException) -> str:
+    """Where the error, and before it what caused it, was raised, with the types and without the messages, which may
+    quote a prompt.
+    """
+    chain: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in chain:  # an error may be its own cause: `raise error from error`
+        chain.append(cause)
+        cause = cause.__context__ if cause.__cause__ is None and not cause.__suppress_context__ else cause.__cause__
+    return "\nand then\n".join(
+        f"Traceback (most recent call last):\n{''.join(traceback.format_tb(each.__traceback__))}"
+        f"{type(each).__module__}.{type(each).__qualname__}"
+        for each in reversed(chain)
+    )

@@ -12,7 +12,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
-from deploy.grpc_guard import streaming, unary
+from deploy.grpc_guard import logged, reported, streaming, unary
 from deploy.health import Health
 from deploy.keys import keys_of
 from deploy.openai_api.guard import guarded
@@ -81,13 +81,13 @@ class Gateway:
     async def Watch(
         self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[HealthCheckResponse, None]:
-        try:
-            async with aclosing(self.health.watch(request)) as statuses:
+        # Logged, unlike the others: it takes a place for minutes.
+        with logged(self, "Watch", grpc_context) as call, reported(call, grpc_context):
+            async with aclosing(self.health.watch(request, grpc_context.peer())) as statuses:
                 async for status in statuses:
                     yield status
-        except Exception as error:
-            tell(error, grpc_context)
-            yield HealthCheckResponse()
+            return
+        yield HealthCheckResponse()
 
 
 def tell(error: Exception, context: RayServegRPCContext) -> None:

@@ -17,7 +17,7 @@ import grpc
 from ray.serve.grpc_util import RayServegRPCContext
 
 from deploy import grpc_api
-from deploy.calls import REQUEST_ID, Call, begin, checked_id
+from deploy.calls import REQUEST_ID, SOUND_ID, Call, begin, checked_id
 from deploy.keys import ApiKeys
 from deploy.service import Service
 
@@ -80,8 +80,10 @@ def streaming(
 def logged(owner: Guarded, method: str, context: RayServegRPCContext) -> Iterator[Call]:
     """The call, which is logged when the block ends, however it ends."""
     call = Call("grpc", method, status=grpc.StatusCode.OK.name)
-    # Serve's proxy has an id for each call, with which its own logs name it.
-    call.id = dict(context.trailing_metadata()).get("request_id", call.id)
+    # Serve's proxy has an id for each call, with which its own logs name it: the client's metadata `request_id`, if
+    # there is one, whatever is in it.
+    given_id = dict(context.trailing_metadata()).get("request_id", "")
+    call.id = given_id if SOUND_ID.fullmatch(given_id) else call.id
     begin(call)
     try:
         yield call

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from collections import Counter
 from collections.abc import AsyncGenerator
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListResponse
@@ -14,7 +16,9 @@ from triforce_core.errors import InvalidValueError, TriForceError
 SERVICER = "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server"
 SERVICES = ("", "triforce.v1.Generation", "grpc.health.v1.Health")  # the empty name means the server as a whole
 PERIOD_S = 2.0  # between two looks of a watch
-MAX_WATCHES = 16  # each takes a place among the gateway's calls for as long as its client likes
+MAX_WATCHES = 16  # each takes a place among the gateway's calls
+MAX_WATCHES_PER_HOST = 4  # nobody needs a key for a watch, so that one host could take them all
+MAX_WATCH_S = 300.0  # then the watch ends; clients that still want one begin another
 
 
 class UnknownServiceError(InvalidValueError):
@@ -24,7 +28,7 @@ class UnknownServiceError(InvalidValueError):
 class Health:
     def __init__(self, service: Service) -> None:
         self.service = service
-        self.num_watches = 0
+        self.watches = Counter[str]()  # by the client's host
 
     async def check(self, request: HealthCheckRequest) -> HealthCheckResponse:
         """Whether a request would be served. Raises `UnknownServiceError`."""
@@ -38,23 +42,33 @@ class Health:
         status = await self.status("")
         return HealthListResponse(statuses=dict.fromkeys(SERVICES, status))
 
-    async def watch(self, request: HealthCheckRequest) -> AsyncGenerator[HealthCheckResponse, None]:
-        """The status now, and again whenever it has changed, until the server shuts down. Raises `OverloadedError`."""
-        if self.num_watches == MAX_WATCHES:
+    async def watch(self, request: HealthCheckRequest, peer: str) -> AsyncGenerator[HealthCheckResponse, None]:
+        """The status now, and again whenever it has changed, until the server shuts down or `MAX_WATCH_S` have passed.
+        `peer` is gRPC's name of the client: its host, a colon and its port. Raises `OverloadedError`.
+        """
+        if request.service not in SERVICES:
+            yield await self.status(request.service)  # it never changes
+            return
+        host = peer.rpartition(":")[0]
+        if self.watches[host] >= MAX_WATCHES_PER_HOST:
+            raise OverloadedError(f"this host has {MAX_WATCHES_PER_HOST} watches already; use Check")
+        if self.watches.total() >= MAX_WATCHES:
             raise OverloadedError(f"there are {MAX_WATCHES} watches already; use Check")
-        self.num_watches += 1
+        self.watches[host] += 1
         try:
-            told = None
+            told, until = None, time.monotonic() + MAX_WATCH_S
             while True:
                 response = await self.status(request.service)
                 if response != told:
                     yield response
                     told = response
-                if self.service.draining:
+                if self.service.draining or time.monotonic() >= until:
                     return
                 await asyncio.sleep(PERIOD_S)
         finally:
-            self.num_watches -= 1
+            self.watches[host] -= 1
+            if not self.watches[host]:
+                del self.watches[host]
 
     async def status(self, name: str) -> HealthCheckResponse:
         if name not in SERVICES:

@@ -23,7 +23,7 @@ def read_keys(path: Path) -> dict[str, str]:
 
     A line holds a key, or a name, a colon, blanks and a key. Empty lines and lines that begin with # are comments.
     Several keys may have one name, so that an owner can change keys without a gap. A key without a name is called after
-    its line. Raises `InvalidValueError`, which never quotes a line.
+    its hash, so that it keeps its name when other lines change. Raises `InvalidValueError`, which never quotes a line.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -40,7 +40,7 @@ def read_keys(path: Path) -> dict[str, str]:
         require(found is not None, FIELD, str(path), rule)
         assert found is not None
         require(found["key"] not in keys, FIELD, str(path), f"line {number} must not repeat the key of another line")
-        keys[found["key"]] = found["name"] or f"line-{number}"
+        keys[found["key"]] = found["name"] or f"key-{hashed(found['key']).hex()[:8]}"
     return keys
 
 

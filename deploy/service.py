@@ -243,7 +243,7 @@ class Service:
         places = check_places(len(requests), asked.n, self.room)
         call = calls.current()
         if self.in_flight + places > self.room:
-            self.shares.refused(call.key)
+            self.shares.refused(call.key, places)
             raise OverloadedError(f"{self.in_flight} of {self.room} places are taken; try again later")
         self.shares.take(call.key, places)
         self.in_flight += places

@@ -23,20 +23,30 @@ class Shares:
         self.held = Counter[str]()  # by the name of the key
         self.refused_at: dict[str, float] = {}
 
-    def refused(self, key: str) -> None:
-        """No place was free for a request of this key."""
+    def refused(self, key: str, count: int) -> None:
+        """No `count` places were free for a request of this key. Raises `OverloadedError` if they are more than its
+        share; the key does not count as wanting any then, because its share would not be enough.
+        """
+        self._share(key, count)
         self.refused_at[key] = time.monotonic()
 
     def take(self, key: str, count: int) -> None:
         """Hold `count` places for the key until `give_back`. Raises `OverloadedError`."""
+        share, shared = self._share(key, count)
+        if self.held[key] + count > share:
+            raise OverloadedError(f"{shared}, and this one holds {self.held[key]} of its {share}; try again later")
+        self.held[key] += count
+
+    def _share(self, key: str, count: int) -> tuple[int, str]:
+        """The key's share, and between how many keys. Raises `OverloadedError` if `count` places are more."""
         now = time.monotonic()
         self.refused_at = {name: at for name, at in self.refused_at.items() if now - at < WANTED_S}
         keys = {key, *self.held, *self.refused_at}
         share = max(1, self.room // len(keys))
-        if self.held[key] + count > share:
-            shared = f"{self.room} places are shared by {len(keys)} API keys"
-            raise OverloadedError(f"{shared}, and this one holds {self.held[key]} of its {share}; try again later")
-        self.held[key] += count
+        shared = f"{self.room} places are shared by {len(keys)} API keys"
+        if count > share:
+            raise OverloadedError(f"{shared}, and this request needs {count}, more than a share of {share}")
+        return share, shared
 
     def give_back(self, key: str, count: int) -> None:
         self.held[key] -= count

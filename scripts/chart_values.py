@@ -143,7 +143,9 @@ class NetworkPolicy(Values):
     enabled: bool = Field(True, description="let others reach only the APIs; tiers and Ray are reached by each other")
     clients: Objects = Field([], description="who may reach HTTP and gRPC, as peers of a NetworkPolicy; empty: anyone")
     scrapers: Objects = Field(
-        [], description="who may reach the metrics, where podMonitor is enabled; empty: any pod of the cluster"
+        [],
+        description="who may reach the metrics, where podMonitor is enabled: Ray's, and the server's on the port of the"
+        " HTTP API; empty: any pod of the cluster reaches Ray's, and `clients` the server's",
     )
 
 
@@ -163,7 +165,9 @@ class PodMonitor(Values):
     )
     labels: dict[str, str] = Field({}, description="labels by which Prometheus finds it")
     authorization: dict[str, Any] = Field(
-        {}, description="the key for the server's metrics, as in a PodMonitor: {credentials: {name, key}} of a secret"
+        {},
+        description="the key for the server's metrics, as in a PodMonitor: {credentials: {name, key}} of a secret;"
+        " needed where apiKeysSecret is set",
     )
 
 

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.calls import REQUEST_ID, Call, begin, checked_id
+from deploy.errors import internal_error
 from deploy.keys import ApiKeys
 from deploy.openai_api.errors import error_response
 from deploy.service import Service
@@ -18,6 +19,7 @@ from triforce_core.errors import TooLargeError, TriForceError
 # Without a key: whether the server is there, and the page, which is static.
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 PAGE_FILES = "/page/"  # what the page at / consists of: it asks for the key itself
+OPEN_BODY_BYTES = 1024  # of a body that needs no key: no open path has a use for one
 PROBES = frozenset({"/health", "/ready"})  # answered all the time; they are logged where they fail
 
 
@@ -59,16 +61,20 @@ class Guard:
         try:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
+                most_bytes = OPEN_BODY_BYTES
                 if path not in OPEN_PATHS and not path.startswith(PAGE_FILES):
                     call.key = self.keys.owner(headers.get("authorization"))
-                receive = await bounded(receive, headers, self.service.most_body_bytes)
+                    most_bytes = self.service.most_body_bytes
+                receive = await bounded(receive, headers, most_bytes)
             except TriForceError as error:
                 await error_response(error)(scope, receive, tell)
             else:
                 await self.app(scope, receive, tell)
-        except Exception:
-            call.status = call.status or 500  # Starlette answers so
-            raise
+        except Exception as error:
+            if call.status is None:
+                await error_response(error)(scope, receive, tell)
+            else:  # the answer has begun, and must not end as if it were whole
+                raise RuntimeError(internal_error(error)) from None  # Serve logs what is raised, with the message
         finally:
             if path not in PROBES or call.status != 200:
                 self.service.ended(call)
@@ -77,20 +83,20 @@ class Guard:
 async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receive:
     """`receive` for a request whose body is within the limit. Raises `TooLargeError` before the body is parsed.
 
-    The server below holds a client to the length that it states. A body without one is counted here.
+    The server below holds a client to the length that it states, unless the body comes in pieces. Those are counted
+    here, whatever else is stated.
     """
-    stated = headers.get("content-length", "")
-    if stated.isascii() and stated.isdecimal():
-        check_length(int(stated), most_bytes)
-        return receive
     if "transfer-encoding" not in headers:
+        stated = headers.get("content-length", "").lstrip("0")
+        if stated.isascii() and stated.isdecimal():
+            check_length(stated, most_bytes)
         return receive
     parts: list[Message] = []
     length, more = 0, True
     while more:
         parts.append(await receive())
         length += len(parts[-1].get("body", b""))
-        check_length(length, most_bytes)
+        check_length(str(length), most_bytes)
         more = parts[-1].get("more_body", False)
     rest = iter(parts)
 
@@ -100,7 +106,10 @@ async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receiv
     return again
 
 
-def check_length(length: int, most_bytes: int) -> None:
-    if length > most_bytes:
-        rule = f"must be at most {most_bytes} bytes, which hold the longest prompt that the context may hold"
-        raise TooLargeError("body", f"{length} bytes", rule)
+def check_length(length: str, most_bytes: int) -> None:
+    """Raise `TooLargeError` if the decimal number is above `most_bytes`. Both are compared as text: a stated length may
+    have thousands of digits, more than Python reads as a number.
+    """
+    most = str(most_bytes)
+    if (len(length), length) > (len(most), most):
+        raise TooLargeError("body", f"{length} bytes", f"must be at most {most} bytes on this path")

@@ -251,6 +251,7 @@ WRONG = {
     "workers.pod": ("workers: {pod: null}", "workers: pod is required"),
     "head.resources": ("head: {resources: null}", "head: resources is required"),
     "podMonitor": ("podMonitor: null", "podMonitor is required"),
+    "podMonitor.authorization": ("{apiKeysSecret: keys, podMonitor: {enabled: true}}", "podMonitor.authorization"),
     "image.tags": ("image: {tags: latest}", "tags"),
     "fullnameOverride": ("fullnameOverride: Upper", "fullnameOverride"),
 }

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.charts import CHART, EXAMPLES, environment, of_kind, pod_templates, rayservice, rendered
@@ -88,13 +89,37 @@ def test_others_reach_the_apis_alone(values: Path) -> None:
         elif ports == {server.port, server.grpc_port}:
             pass
         else:
-            assert (ports, bool(senders)) in (({8265}, True), ({8080, server.port}, True))
+            assert (ports, bool(senders)) in (({8265}, True), ({8080}, True))
+
+
+CLIENTS = "networkPolicy.clients[0].podSelector.matchLabels.app=edge"
+SCRAPERS = "networkPolicy.scrapers[0].podSelector.matchLabels.app=prometheus"
+
+
+@pytest.mark.parametrize("scraped", [False, True])
+@pytest.mark.parametrize("named", [(), (SCRAPERS,), (CLIENTS,), (CLIENTS, SCRAPERS)])
+def test_the_http_api_is_open_to_clients_and_named_scrapers_alone(scraped: bool, named: tuple[str, ...]) -> None:
+    """The server's metrics are on the port of the API, so whoever may scrape them may call it."""
+    values = [f"podMonitor.enabled={str(scraped).lower()}", *named]
+    objects = rendered(EXAMPLES[0], *(each for value in values for each in ("--set", value)))
+    [policy] = of_kind(objects, "NetworkPolicy")
+    senders = {}
+    for port in (settings_of(EXAMPLES[0]).server.port, 8080):
+        rules = [rule for rule in policy["spec"]["ingress"] if port in {each["port"] for each in rule.get("ports", [])}]
+        if any("from" not in rule for rule in rules):
+            senders[port] = {"anyone"}
+            continue
+        labels = [each.get("podSelector", {}).get("matchLabels", {}) for rule in rules for each in rule["from"]]
+        senders[port] = {each.get("app", each.get("app.kubernetes.io/name", "any pod")) for each in labels}
+    api, rays = senders.values()
+    scrapers = {"prometheus"} if scraped and SCRAPERS in named else set()
+    assert api == ({"edge", "triforce-test", *scrapers} if CLIENTS in named else {"anyone"})
+    assert rays == ((scrapers or {"any pod"}) if scraped else set())
 
 
 def test_one_pod_is_scraped_for_the_server_s_metrics_and_each_for_ray_s() -> None:
     """Every proxy would answer with the figures of the one gateway."""
-    key = "podMonitor.authorization.credentials.name=triforce-key"
-    objects = rendered(ALL, "--set", key)
+    objects = rendered(ALL)
     scraped = {}
     for monitor in of_kind(objects, "PodMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
@@ -108,7 +133,7 @@ def test_one_pod_is_scraped_for_the_server_s_metrics_and_each_for_ray_s() -> Non
         scraped[endpoint["port"]] = set(pods), endpoint
     assert scraped["serve"][0] == {"head"} < scraped["metrics"][0] == set(pod_templates(objects))
     assert scraped["serve"][1]["path"] == "/metrics"
-    assert scraped["serve"][1]["authorization"] == {"credentials": {"name": "triforce-key"}}
+    assert scraped["serve"][1]["authorization"] == {"credentials": {"name": "scraper", "key": "api_key"}}
 
 
 @each_example

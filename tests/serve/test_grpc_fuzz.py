@@ -55,6 +55,9 @@ class Context:
 
     code = grpc.StatusCode.OK
 
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:50000"
+
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return []
 
@@ -111,7 +114,7 @@ def test_no_message_leads_to_an_unknown_error(gateway: Gateway, asked: tuple[str
     name, request = asked
     status = asyncio.run(asyncio.wait_for(status_of(gateway, name, request), 60))
     assert status in STATUSES, f"{name}({request}): {status}"
-    assert gateway.service.in_flight == gateway.health.num_watches == 0
+    assert gateway.service.in_flight == gateway.health.watches.total() == 0
     SEEN[name, status] += 1
 
 

@@ -60,8 +60,11 @@ def test_the_list_has_every_service() -> None:
     assert {name: each.status for name, each in statuses.items()} == dict.fromkeys(health.SERVICES, NOT_SERVING)
 
 
-async def statuses(found: Health, name: str = "") -> list[int]:
-    async with aclosing(found.watch(HealthCheckRequest(service=name))) as watch:
+PEER = "ipv4:10.0.0.1:40000"
+
+
+async def statuses(found: Health, name: str = "", peer: str = PEER) -> list[int]:
+    async with aclosing(found.watch(HealthCheckRequest(service=name), peer)) as watch:
         return [response.status async for response in watch]
 
 
@@ -78,23 +81,59 @@ def test_a_watch_tells_changes_and_ends_with_the_server(monkeypatch: pytest.Monk
         return await watch
 
     assert asyncio.run(main()) == [SERVING, NOT_SERVING, SERVING, NOT_SERVING]
-    assert found.num_watches == 0
+    assert not found.watches
+
+
+def test_a_watch_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "PERIOD_S", 0.02)
+    monkeypatch.setattr(health, "MAX_WATCH_S", 0.1)
+    found, _ = switched()
+    assert asyncio.run(asyncio.wait_for(statuses(found), 10)) == [SERVING]
+    assert not found.watches
 
 
 def test_watches_are_limited_and_give_their_places_back() -> None:
     found, _ = switched()
+    hosts = health.MAX_WATCHES // health.MAX_WATCHES_PER_HOST
+    peers = [
+        f"ipv4:10.0.0.{host}:{port}" for host in range(1, hosts + 1) for port in range(health.MAX_WATCHES_PER_HOST)
+    ]
 
     async def main() -> None:
-        watches = [found.watch(HealthCheckRequest()) for _ in range(health.MAX_WATCHES)]
+        watches = [found.watch(HealthCheckRequest(), peer) for peer in peers]
         for watch in watches:
             await anext(watch)
         with pytest.raises(OverloadedError, match="16 watches already"):
-            await statuses(found)
+            await statuses(found, peer="ipv6:[::1]:40000")
         await watches[0].aclose()
-        another = found.watch(HealthCheckRequest(service="other"))
-        assert (await anext(another)).status == HealthCheckResponse.SERVICE_UNKNOWN
+        another = found.watch(HealthCheckRequest(), "ipv6:[::1]:40000")
+        assert (await anext(another)).status == SERVING
         for watch in (*watches, another):
             await watch.aclose()
 
     asyncio.run(main())
-    assert found.num_watches == 0
+    assert not found.watches
+
+
+def test_one_host_cannot_take_the_watches_of_others() -> None:
+    found, _ = switched()
+
+    async def main() -> None:
+        watches = [found.watch(HealthCheckRequest(), f"ipv4:10.0.0.1:{port}") for port in range(4)]
+        for watch in watches:
+            await anext(watch)
+        with pytest.raises(OverloadedError, match="this host has 4 watches already"):
+            await statuses(found, peer="ipv4:10.0.0.1:4")
+        other = found.watch(HealthCheckRequest(), "ipv4:10.0.0.2:1")
+        assert (await anext(other)).status == SERVING
+        for watch in (*watches, other):
+            await watch.aclose()
+
+    asyncio.run(main())
+
+
+def test_a_watch_of_a_service_that_there_is_not_ends_at_once() -> None:
+    found, _ = switched()
+    watched = asyncio.run(asyncio.wait_for(statuses(found, "other"), 10))
+    assert watched == [HealthCheckResponse.SERVICE_UNKNOWN]
+    assert not found.watches

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
+import traceback
 from collections.abc import AsyncIterator, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -12,15 +14,20 @@ from typing import Any
 
 import grpc
 import pytest
+from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthListRequest
 from openai import AuthenticationError, OpenAI
+from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 
+from deploy import health
 from deploy import keys as keys_module
-from deploy.errors import OverloadedError, UnauthenticatedError
+from deploy.errors import OverloadedError, UnauthenticatedError, traced
 from deploy.gateway import Gateway
+from deploy.health import SERVICES, Health
 from deploy.keys import ApiKeys, keys_of
-from deploy.openai_api.guard import OPEN_PATHS
+from deploy.openai_api.guard import OPEN_PATHS, guarded
 from deploy.openai_api.routes import http_app
+from deploy.page import FILES as PAGE
 from deploy.service import ClientRequest, Service
 from deploy.shares import Shares
 from tests.serve.test_service import EOS, Scripted, WithoutTiers, event, ids, model
@@ -51,6 +58,7 @@ def gateway(file: Path | None, *script: pb.DecodeEvent | Exception | float, **se
     made = Gateway.__new__(Gateway)  # without Ray
     settings = load_settings(server=server)
     made.service = Service(settings, model(), WithoutTiers(*script or ENDED))
+    made.health = Health(made.service)
     made.keys = keys_of(None if file is None else str(file))
     return made
 
@@ -71,10 +79,14 @@ class Context:
     """What a method uses of Serve's gRPC context."""
 
     def __init__(self, **metadata: str) -> None:
+        # Serve's proxy takes the client's `request_id`, if there is one; otherwise it makes one.
+        self.trailing = [("request_id", metadata.pop("request_id", "by-serve"))]
         self.metadata = [(name.replace("_", "-"), value) for name, value in metadata.items()]
-        self.trailing = [("request_id", "by-serve")]
         self.status: tuple[grpc.StatusCode, str] | None = None
         self.code: Any = None
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:50000"
 
     def invocation_metadata(self) -> list[tuple[str, str]]:
         return self.metadata
@@ -121,7 +133,7 @@ def lines_of(caplog: pytest.LogCaptureFixture) -> Iterator[dict[str, Any]]:
 def test_keys_have_the_names_of_their_lines(file: Path) -> None:
     keys = ApiKeys(file)
     owners = {key: keys.owner(f"Bearer {key}") for key in ("alice-key", "bob:key-1", "bob-key-2", "nobody-key")}
-    assert owners == {"alice-key": "alice", "bob:key-1": "bob", "bob-key-2": "bob", "nobody-key": "line-6"}
+    assert owners == {"alice-key": "alice", "bob:key-1": "bob", "bob-key-2": "bob", "nobody-key": "key-c1588d68"}
     assert keys.owner("bearer  alice-key ") == "alice"
     for wrong in (None, "", "Bearer", "Bearer ", "alice-key", "Basic alice-key", "Bearer alice", "Bearer alice-key2"):
         with pytest.raises(UnauthenticatedError) as refused:
@@ -129,6 +141,15 @@ def test_keys_have_the_names_of_their_lines(file: Path) -> None:
         assert not wrong or "alice" not in str(refused.value)
     with pytest.raises(UnauthenticatedError):
         keys.owner("Bearer \udce9\xe9")
+
+
+def test_a_key_without_a_name_keeps_its_name_when_other_lines_change(file: Path) -> None:
+    before = ApiKeys(file).owner("Bearer nobody-key")
+    file.write_text("other-key\nnobody-key\n")
+    keys = ApiKeys(file)
+    assert keys.owner("Bearer nobody-key") == before
+    assert keys.owner("Bearer other-key") != before
+    assert "nobody" not in before
 
 
 @pytest.mark.parametrize(
@@ -188,6 +209,7 @@ def test_the_file_is_not_read_for_each_request(file: Path) -> None:
 
 
 def test_without_a_key_no_route_answers_but_those_for_probes(file: Path) -> None:
+    assert set(OPEN_PATHS) == {"/", "/health", "/ready"}
     made = gateway(file)
     client = http(made)
     documented = http_app(made.service).openapi()["paths"]
@@ -206,7 +228,20 @@ def test_without_a_key_no_route_answers_but_those_for_probes(file: Path) -> None
                     error = answer.json()["error"]
                     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert client.get("/health").json() == client.get("/ready").json() == {"status": "ok"}
-    assert client.get("/").status_code in (200, 404)  # the page, where there is one
+
+
+def test_the_page_loads_without_a_key_and_nothing_beside_it(file: Path) -> None:
+    """A browser loads it before a person can type a key."""
+    client = http(gateway(file))
+    page = client.get("/")
+    assert page.status_code == 200
+    assert page.headers["content-type"].startswith("text/html")
+    names = [each.relative_to(PAGE).as_posix() for each in PAGE.rglob("*") if each.is_file()]
+    assert {"index.html", "app.js"} <= set(names)
+    for name in (*names, "demo.py"):
+        assert client.get(f"/page/{name}").status_code == 200, name
+    for outside in ("/page/../app.py", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page/none", "/page/", "/page"):
+        assert client.get(outside, follow_redirects=False).status_code in (401, 404), outside
 
 
 def test_with_a_key_it_answers(file: Path) -> None:
@@ -293,6 +328,47 @@ def test_a_body_above_the_limit_is_refused_before_it_is_parsed(monkeypatch: pyte
         assert "101 bytes" in error["message"] or "105 bytes" in error["message"]
 
 
+def taken(made: Gateway, path: str, pieces: int = 64, **headers: str) -> tuple[int, int]:
+    """The status, and how many pieces of 1000 bytes were taken, of a body that is sent in that many."""
+    given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
+    scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": given}
+    count, status = 0, 0
+
+    async def receive() -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        return {"type": "http.request", "body": b"x" * 1000, "more_body": count < pieces}
+
+    async def send(message: Any) -> None:
+        nonlocal status
+        status = message.get("status", status)
+
+    asyncio.run(made.__serve_build_asgi_app__()(scope, receive, send))
+    return status, count
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/page/app.js", "/page/demo.py", "/page/none"])
+def test_without_a_key_no_body_is_kept(file: Path, path: str) -> None:
+    made = gateway(file)
+    assert taken(made, path, transfer_encoding="chunked") == (413, 2)
+    assert taken(made, path, content_length="64000") == (413, 0)
+    assert taken(made, "/v1/completions", transfer_encoding="chunked") == (401, 0)
+
+
+def test_a_body_in_pieces_is_counted_whatever_length_it_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Service, "most_body_bytes", 2000)
+    assert taken(gateway(None), "/v1/completions", transfer_encoding="chunked", content_length="5") == (413, 3)
+
+
+def test_a_stated_length_may_have_any_number_of_digits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Service, "most_body_bytes", 2000)
+    made = gateway(None)
+    for length in ("2001", "10000", "9" * 5000):
+        assert taken(made, "/v1/completions", content_length=length) == (413, 0)
+    for length in ("2000", "999", "0" * 5000 + "2000"):
+        assert taken(made, "/v1/completions", pieces=1, content_length=length) == (400, 1)  # it is no JSON
+
+
 def test_the_limit_of_a_body_has_room_for_the_longest_prompt() -> None:
     service = gateway(None).service
     longest = service.model.limits.context_length * service.max_token_characters
@@ -333,6 +409,7 @@ def test_a_request_is_one_line_of_the_log(file: Path, caplog: pytest.LogCaptureF
     assert 0 < done.pop("ttft_s") <= done.pop("duration_s") < 60
     assert len(done.pop("id")) == 32
     assert done == {
+        "api": "http",
         "route": "POST /v1/completions",
         "key": "bob",
         "status": 200,
@@ -343,6 +420,53 @@ def test_a_request_is_one_line_of_the_log(file: Path, caplog: pytest.LogCaptureF
     assert (refused["status"], refused["key"], refused["ttft_s"], refused["finish_reason"]) == (401, "", None, None)
     for secret in (PROMPT, "bob-key-2", "a-wrong-key"):
         assert secret not in caplog.text
+
+
+def test_an_unforeseen_error_of_any_route_is_logged_without_its_message(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def failing(*_: Any, **__: Any) -> None:
+        try:
+            raise ValueError(PROMPT)
+        except ValueError as error:
+            raise RuntimeError(PROMPT) from error
+
+    monkeypatch.setattr(Service, "encode", failing)
+    monkeypatch.setattr(Service, "check", failing)
+    for path in ("/tokenize", "/v1/completions", "/health"):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            client = TestClient(gateway(None).__serve_build_asgi_app__())  # raises what Serve would log
+            answer = client.get(path) if path == "/health" else client.post(path, json={"prompt": PROMPT})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "internal_error")
+        assert answer.headers["x-request-id"]
+        assert PROMPT not in caplog.text + answer.text
+        for expected in ("internal error", "in failing", "builtins.ValueError", "builtins.RuntimeError"):
+            assert expected in caplog.text
+        assert next(lines_of(caplog))["status"] == 500
+
+
+def test_an_error_that_is_its_own_cause_is_logged() -> None:
+    """As Serve's handles may raise them again."""
+    error = ValueError(PROMPT)
+    error.__cause__ = error
+    assert traced(error).count("builtins.ValueError") == 1
+
+
+def test_an_error_within_an_answer_that_has_begun_breaks_it_off_without_the_message(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = http_app(gateway(None).service)
+
+    async def pieces() -> AsyncIterator[bytes]:
+        yield b"a"
+        raise ValueError(PROMPT)
+
+    app.add_route("/broken", lambda request: StreamingResponse(pieces()), methods=["GET"])
+    with caplog.at_level(logging.INFO), pytest.raises(RuntimeError, match=r"^internal error \w{12}") as raised:
+        TestClient(guarded(app, gateway(None).service, keys_of(None))).get("/broken")
+    assert PROMPT not in "".join(traceback.format_exception(raised.value)) + caplog.text
+    assert "builtins.ValueError" in caplog.text
 
 
 def test_the_log_may_be_json(caplog: pytest.LogCaptureFixture) -> None:
@@ -380,6 +504,41 @@ def test_no_grpc_method_answers_without_a_key(file: Path, method: str, caplog: p
     assert (lines[-1]["route"], lines[-1]["key"]) == (method, "alice")
     assert lines[-1]["finish_reason"] == ("stop" if method.startswith("Generate") else None)
     assert PROMPT not in caplog.text
+
+
+@pytest.mark.parametrize("given", ["x" * 6000, "caf\xe9", "", "two\nlines"])
+def test_serves_id_is_taken_where_it_is_sound(caplog: pytest.LogCaptureFixture, given: str) -> None:
+    """Serve takes the client's metadata `request_id` for it, and returns that itself."""
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        for wished in (given, "mine"):
+            called(gateway(None), "ListModels", Context(request_id=wished))
+    own, serves = [line["id"] for line in lines_of(caplog)]
+    assert re.fullmatch(r"[0-9a-f]{32}", own)
+    assert serves == "mine"
+
+
+def test_the_health_service_answers_without_a_key(file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made = gateway(file)
+    made.service.draining = True  # so that a watch ends
+    for metadata in ({}, bearer("wrong")):
+        context = Context(**metadata)
+        request = HealthCheckRequest()
+        with caplog.at_level(logging.INFO, "ray.serve"):
+            assert called(made, "Check", context, request) == called(made, "Watch", context, request)
+        assert context.status is None
+    assert [line["route"] for line in lines_of(caplog)] == ["Watch"] * 2
+    assert set(asyncio.run(made.List(HealthListRequest())).statuses) == set(SERVICES)
+
+
+def test_a_watch_that_is_refused_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(health, "MAX_WATCHES_PER_HOST", 0)
+    context = Context()
+    with caplog.at_level(logging.INFO, "ray.serve"):
+        [empty] = called(gateway(None), "Watch", context, HealthCheckRequest())
+    assert not empty.ListFields()
+    assert context.status is not None
+    assert context.status[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert [line["status"] for line in lines_of(caplog)] == ["RESOURCE_EXHAUSTED"]
 
 
 def test_errors_of_grpc_calls_are_reported_after_an_empty_answer(caplog: pytest.LogCaptureFixture) -> None:
@@ -423,7 +582,7 @@ def test_a_key_alone_may_hold_all_places_and_shares_them_with_others() -> None:
         shares.take("a", 1)
     with pytest.raises(OverloadedError):
         shares.take("a", 1)
-    shares.refused("b")  # there was no place for it
+    shares.refused("b", 1)  # there was no place for it
     shares.give_back("a", 1)
     with pytest.raises(OverloadedError, match="8 places are shared by 2 API keys, and this one holds 7 of its 4"):
         shares.take("a", 1)  # though one is free: it is for b
@@ -437,10 +596,53 @@ def test_a_key_alone_may_hold_all_places_and_shares_them_with_others() -> None:
     assert set(shares.held) == {"a"}
 
 
+def test_a_request_above_the_share_leaves_others_theirs() -> None:
+    """It cannot be served while another key has requests, so that nothing is kept free for it."""
+    shares = Shares(8)
+    for _ in range(8):
+        shares.take("a", 1)
+    for _ in range(3):
+        with pytest.raises(OverloadedError, match="2 API keys, and this request needs 5, more than a share of 4"):
+            shares.refused("b", 5)
+    shares.give_back("a", 1)
+    shares.take("a", 1)  # as if b had never asked
+    shares.refused("b", 4)
+    shares.give_back("a", 4)
+    with pytest.raises(OverloadedError, match="holds 4 of its 4"):
+        shares.take("a", 1)
+    with pytest.raises(OverloadedError, match="needs 5, more than a share of 4"):
+        shares.take("b", 5)
+    shares.take("b", 4)
+
+
+def test_a_request_above_the_share_is_told_so(file: Path) -> None:
+    """At a full server too, over gRPC."""
+
+    async def run() -> tuple[grpc.StatusCode, str] | None:
+        made = gateway(file, event(ids("a")), 0.2, event(ids(" b"), gen.FINISH_REASON_LENGTH), max_queued=1)
+        room = made.service.room
+        asked = [gen.GenerateRequest(text="a")] * room
+        filling = [
+            asyncio.create_task(made.Generate(each, grpc_context=Context(**bearer("alice-key"))))  # type: ignore[arg-type]
+            for each in asked
+        ]
+        await asyncio.sleep(0.1)
+        large = Context(**bearer("nobody-key"))
+        await made.Generate(gen.GenerateRequest(text="a", n=room // 2 + 1), grpc_context=large)  # type: ignore[arg-type]
+        assert not made.service.shares.refused_at
+        await asyncio.gather(*filling)
+        return large.status
+
+    status = asyncio.run(run())
+    assert status is not None
+    assert status[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+    assert "more than a share of" in status[1]
+
+
 def test_a_key_that_wants_no_more_frees_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deploy.shares.WANTED_S", 0.0)
     shares = Shares(4)
-    shares.refused("b")
+    shares.refused("b", 1)
     for _ in range(4):
         shares.take("a", 1)
     shares = Shares(2)

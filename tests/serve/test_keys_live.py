@@ -13,6 +13,7 @@ from pathlib import Path
 import grpc
 import pytest
 import requests
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from ray.serve.generated import serve_pb2, serve_pb2_grpc
 
@@ -83,6 +84,12 @@ def test_without_a_key_nothing_of_ours_is_reached(started: Started) -> None:
             assert answer.status_code == 401, (method, path, answer.text)
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert requests.get(f"{url}/v1/models", headers=bearer(SECOND), timeout=30).status_code == 200
+    # The page's files are open; each is refused a body.
+    for path in ("/", "/page/app.js", "/page/demo.py"):
+        assert requests.get(url + path, timeout=30).status_code == 200
+    for path in ("/", "/page/app.js", "/health"):
+        pieces = (b"x" * 1000 for _ in range(3))
+        assert requests.post(url + path, data=pieces, timeout=30).status_code == 413
     # Serve's own: that there is an application, and its name.
     assert requests.get(f"{url}/-/healthz", timeout=30).text == "success"
     assert requests.get(f"{url}/-/routes", timeout=30).json() == {"/": "triforce"}
@@ -97,10 +104,19 @@ def test_the_same_over_grpc(started: Started) -> None:
                 lambda m: stub.Generate(asked, metadata=m, timeout=30),
                 lambda m: list(stub.GenerateStream(asked, metadata=m, timeout=30)),
                 lambda m: stub.ListModels(gen.ListModelsRequest(), metadata=m, timeout=30),
+                lambda m: stub.Tokenize(gen.TokenizeRequest(text=PROMPT), metadata=m, timeout=30),
+                lambda m: stub.Detokenize(gen.DetokenizeRequest(token_ids=[1]), metadata=m, timeout=30),
             ):
                 with pytest.raises(grpc.RpcError) as refused:
                     call(metadata)
                 assert refused.value.code() is grpc.StatusCode.UNAUTHENTICATED, refused.value
+        # grpc.health.v1, which load balancers ask, is open.
+        health, whole = health_pb2_grpc.HealthStub(channel), health_pb2.HealthCheckRequest()
+        assert health.Check(whole, timeout=30).status == health_pb2.HealthCheckResponse.SERVING
+        assert "triforce.v1.Generation" in health.List(health_pb2.HealthListRequest(), timeout=30).statuses
+        watch = health.Watch(whole, timeout=30)
+        assert next(watch).status == health_pb2.HealthCheckResponse.SERVING
+        watch.cancel()
         mine = (("authorization", f"Bearer {FIRST}"), ("x-request-id", "mine over gRPC"))
         answer, call = stub.Generate.with_call(asked, metadata=mine, timeout=60)
         assert answer.usage.completion_tokens == 4

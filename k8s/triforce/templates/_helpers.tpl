@@ -163,6 +163,9 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- if ($settings.server | default dict).api_keys -}}
 {{- fail "settings.server.api_keys: must not be set in a cluster: apiKeysSecret names the secret with the keys" -}}
 {{- end -}}
+{{- if and .Values.podMonitor.enabled .Values.apiKeysSecret (not .Values.podMonitor.authorization) -}}
+{{- fail "podMonitor.authorization: must name a secret with an API key where apiKeysSecret is set, or else the server answers every scrape with 401" -}}
+{{- end -}}
 {{- if and (include "triforce.claim" .) .Values.models.image.reference -}}
 {{- fail "models.image.reference: must be empty where models.claim is given" -}}
 {{- end -}}
