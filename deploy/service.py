@@ -11,7 +11,7 @@ import json
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -98,6 +98,9 @@ class ClientRequest:
         None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
     )
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
+    # What makes this request from the client's where that takes time: it runs once the request has its places, within
+    # its deadline. The places, the deadline and the model are as they are here.
+    prepare: Callable[[], Awaitable[ClientRequest]] | None = None
 
     @property
     def only_prompt(self) -> bool:
@@ -258,10 +261,11 @@ class Service:
                 completions: list[AsyncGenerator[Part, None]] = []
                 for each in requests:
                     async with asyncio.timeout_at(deadline):
-                        request = await self.request(each)
+                        made = each if each.prepare is None else await each.prepare()
+                        request = await self.request(made)
                     call.prompt_tokens += len(request.prompt)
                     first = len(completions)
-                    completions += [self.parts(each, request, nth, deadline, first) for nth in range(each.n)]
+                    completions += [self.parts(made, request, nth, deadline, first) for nth in range(each.n)]
                 async with aclosing(merged(completions)) as parts:
                     async for part in parts:
                         self.served = True

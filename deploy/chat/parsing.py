@@ -8,8 +8,9 @@ were read, and until then what was read may still turn out to be content.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Protocol
 
 
@@ -40,22 +41,16 @@ class Arguments:
 Event = Content | Reasoning | Call | Arguments
 
 
-def add(events: list[Event], event: Event) -> None:
-    """Append an event, or its text to an event of the same kind before it."""
-    if not isinstance(event, Call) and not event.text:
-        return
-    last = events[-1] if events else None
-    if isinstance(event, Call) or type(last) is not type(event):
-        events.append(event)
-    else:
-        assert not isinstance(last, Call | None)
-        events[-1] = replace(last, text=last.text + event.text)
-
-
-def extended(events: list[Event], more: list[Event]) -> list[Event]:
-    for event in more:
-        add(events, event)
-    return events
+def merged(events: Iterable[Event]) -> list[Event]:
+    """The same, with neighbours of one kind as one event, and no empty texts."""
+    found: list[Event] = []
+    told = (event for event in events if isinstance(event, Call) or event.text)
+    for kind, neighbours in groupby(told, type):
+        if kind is Call:
+            found += neighbours
+        else:
+            found.append(kind("".join(each.text for each in neighbours if not isinstance(each, Call))))
+    return found
 
 
 class Parser(Protocol):
@@ -67,9 +62,16 @@ class Parser(Protocol):
         """What was held back. Call it when no text follows."""
         ...
 
+    @property
+    def in_call(self) -> bool:
+        """Whether the latest call has no end yet."""
+        ...
+
 
 class PlainText:
     """Finds nothing: all is content."""
+
+    in_call = False
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -119,9 +121,10 @@ class SplitsReasoning:
         events: list[Event] = []
         for index, character in enumerate(text):
             if self.state == "content":
-                return extended(events, self.inner.feed(text[index:]))
+                events += self.inner.feed(text[index:])
+                break
             self._see(character, events)
-        return events
+        return merged(events)
 
     def _see(self, character: str, events: list[Event]) -> None:
         if self.state == "begin":
@@ -143,19 +146,22 @@ class SplitsReasoning:
             if before is None:
                 self.state = "after"
             else:
-                add(events, Reasoning(before))
+                events.append(Reasoning(before))
 
     def _leave(self, events: list[Event]) -> None:
         self.state = "content"
-        extended(events, self.inner.feed("".join(self.blank) + self.held))
+        events += self.inner.feed("".join(self.blank) + self.held)
         self.blank, self.held = [], ""
 
     def finish(self) -> list[Event]:
-        events: list[Event] = []
-        add(events, Reasoning(self.end.held))
+        events: list[Event] = [Reasoning(self.end.held)]
         if self.blank or self.held:
             self._leave(events)
-        return extended(events, self.inner.finish())
+        return merged([*events, *self.inner.finish()])
+
+    @property
+    def in_call(self) -> bool:
+        return self.inner.in_call
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +207,17 @@ class CallObject:
         self._follow(character)
         if not self.announced:
             self._announce(events)
-        if self.announced and self.arguments and (self.kind == "{" or self.ended):
-            text = "".join(self.arguments)
-            add(events, Arguments(text if self.kind == "{" else unquoted(text)))
+        if self.announced and self.arguments:
+            events.append(Arguments("".join(self.arguments)))
             self.arguments = []
 
     def _announce(self, events: list[Event]) -> None:
         if self.ended and not self.kind and self.bare:
             self.kind, self.arguments = "{", ["{", "}"]
-        if self.wrong or self.name is None or not self.kind:
+        if self.ended and self.kind and self.kind != "{":
+            text = unquoted("".join(self.arguments))
+            self.kind, self.arguments, self.wrong = "{", [text], self.wrong or not is_object(text)
+        if self.wrong or self.name is None or self.kind != "{":
             self.wrong |= self.ended
         elif self.names is not None and self.name not in self.names:
             self.wrong = True
@@ -279,6 +287,13 @@ def unquoted(arguments: str) -> str:
     return "{}" if arguments == "null" or text == "" else arguments if text is None else text
 
 
+def is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
 class FindsCalls:
     """Finds tool calls in an output. White space around the calls is dropped.
 
@@ -290,8 +305,9 @@ class FindsCalls:
         self.marker = Marker(form.begin) if form.begin else None
         self.state = "text" if form.begin else "open"  # open: before an object; then: call; after (an object)
         self.opening = form.opening  # what must come before the object
-        self.held = ""  # read in the states open and after, and perhaps content
-        self.blank = ""  # white space of the content, which is dropped if a call follows
+        self.before: list[str] = []  # read in the state open, and perhaps content
+        self.held = ""  # read in the state after, and perhaps the form's end
+        self.blank: list[str] = []  # white space of the content, which is dropped if a call follows
         self.follows = False  # nothing but white space came since the latest call
         self.call = CallObject(self.names, bare=True)
 
@@ -299,13 +315,13 @@ class FindsCalls:
         events: list[Event] = []
         for character in text:
             self._see(character, events)
-        return events
+        return merged(events)
 
     def _see(self, character: str, events: list[Event]) -> None:
         if self.state == "text":
             before = character if self.marker is None else self.marker.see(character)
             if before is None:
-                self.held, self.state, self.opening = self.form.begin, "open", self.form.opening
+                self.before, self.state, self.opening = [self.form.begin], "open", self.form.opening
             else:
                 self._content(before, events)
         elif self.state == "open":
@@ -313,9 +329,9 @@ class FindsCalls:
         elif self.state == "call":
             self.call.see(character, events)
             if self.call.wrong and not self.call.announced:
-                self._give_up("".join(self.call.raw), events)
+                self._give_up(self.call.raw, events)
             elif self.call.announced:
-                self.blank, self.held, self.follows = "", "", True
+                self.blank, self.before, self.held, self.follows = [], [], "", True
                 if self.call.ended:
                     self.state = "after"
         else:
@@ -323,21 +339,22 @@ class FindsCalls:
 
     def _open(self, character: str, events: list[Event]) -> None:
         if character.isspace() or (self.opening and character == self.opening):
-            self.held += character
+            self.before.append(character)
             self.opening = self.opening if character.isspace() else ""
         elif character == "{" and not self.opening:
             self.state = "call"
             self.call = CallObject(self.names, bare=bool(self.form.begin))
             self.call.see(character, events)
         else:
-            self._give_up(character, events)
+            self._give_up([], events)
+            self._see(character, events)  # it may begin the next call
 
     def _after(self, character: str, events: list[Event]) -> None:
         if character.isspace() and not self.held.strip():
             return
         self.held += character
         if self.held == self.form.separator:
-            self.state = "open"
+            self.before, self.held, self.state = [self.held], "", "open"
         elif self.held == self.form.end:
             self.held, self.state = "", "text"
         elif not self.form.end.startswith(self.held):
@@ -345,25 +362,29 @@ class FindsCalls:
             for each in held:  # it may begin the next call
                 self._see(each, events)
 
-    def _give_up(self, rest: str, events: list[Event]) -> None:
-        held, self.held, self.state = self.held, "", "text"
-        self._content(held + rest, events)
+    def _give_up(self, rest: list[str], events: list[Event]) -> None:
+        before, self.before, self.state = self.before, [], "text"
+        self._content("".join([*before, *rest]), events)
 
     def _content(self, text: str, events: list[Event]) -> None:
-        for character in text:
-            if not character.isspace():
-                add(events, Content(self.blank + character))
-                self.blank, self.follows = "", False
-            elif not self.follows:
-                self.blank += character
+        if self.follows:
+            text = text.lstrip()
+        dark = text.rstrip()
+        if dark:
+            events += [*map(Content, self.blank), Content(dark)]
+            self.blank, self.follows = [], False
+        self.blank.append(text[len(dark) :])
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
         if self.state == "call" and not self.call.announced:
-            self._give_up("".join(self.call.raw), events)
+            self._give_up(self.call.raw, events)
         elif self.state == "open":
-            self._give_up("", events)
+            self._give_up([], events)
         elif self.state == "text" and self.marker is not None:
             self._content(self.marker.held, events)
-        add(events, Content(self.blank))
-        return events
+        return merged([*events, *map(Content, self.blank)])
+
+    @property
+    def in_call(self) -> bool:
+        return self.state == "call" and self.call.announced

@@ -1,12 +1,13 @@
 """Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one.
 
 Templates write their special tokens themselves, so none are added. Where a client's text holds a special token, or
-another token that the template writes, it is encoded as plain text: no message can end itself or speak for another
-role.
+another token that the template writes, it is encoded as plain text: where the marks of messages are such tokens, no
+message can end itself or speak for another role. The plain template's marks are text that messages can hold.
 """
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import json
 from collections.abc import Mapping, Sequence
@@ -27,7 +28,12 @@ PLAIN = """\
 {%- endfor %}
 {%- if add_generation_prompt %}{{ "\\nassistant:" }}{% endif %}"""
 PASSED = ("name", "tool_call_id", "reasoning_content")  # fields of a message that the template gets as they are
-RESERVED = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "conversations", "messages"}
+FIELDS_CHARACTERS = 128  # the names of the fields of a message, or of a tool call, and their punctuation
+RESERVED = {
+    *inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters,
+    *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
+    *("conversations", "messages", "raise_exception", "strftime_now"),
+}
 # What a template raises: by `raise_exception`, or because a message lacks what it expects.
 TEMPLATE_ERRORS = (
     TemplateError,
@@ -51,6 +57,7 @@ class ChatTemplate:
         Raises `InvalidValueError` for a file that cannot be read.
         """
         self.encoder, self.max_characters = encoder, max_characters
+        self.reserved = RESERVED | {*tokenizer.special_tokens_map}
         self.source = None if path is None else read(path)
         self.plain = self.source is None and not tokenizer.chat_template
         if self.plain:
@@ -72,14 +79,15 @@ class ChatTemplate:
         """
         variables = dict(variables or {})
         for name in variables:
-            require(name not in RESERVED, "chat_template_kwargs", name, "is set by the server")
+            require(name not in self.reserved, "chat_template_kwargs", name, "is set by the server")
         contradicts = add_generation_prompt and continue_final_message
         rule = "contradicts add_generation_prompt, which must then be false"
         require(not contradicts, "continue_final_message", True, rule)
         require(len(messages) > 0, "messages", [], "must hold at least one message")
-        keeps_developer = "developer" in self.text
-        chat = [message_for_template(each, index, keeps_developer) for index, each in enumerate(messages)]
-        size = self.checked_size(chat, [*tools], variables)
+        continues_calls = continue_final_message and messages[-1].get("tool_calls")
+        rule = "contradicts the last message, whose tool_calls cannot be continued"
+        require(not continues_calls, "continue_final_message", True, rule)
+        chat, size = await asyncio.to_thread(self.prepared, messages, tools, variables)
 
         def encoded(tokenizer: Any) -> tuple[int, ...]:
             try:
@@ -103,19 +111,29 @@ class ChatTemplate:
 
         return await self.encoder.run(size, encoded)
 
-    def checked_size(self, *parts: Any) -> int:
-        """The number of characters of a chat, more or less. Raises `InvalidValueError` for a chat that is too large or
-        not valid Unicode.
+    def prepared(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any],
+    ) -> tuple[list[dict[str, Any]], int]:
+        """The messages as templates expect them, and the number of characters of a chat, more or less. Not for an event
+        loop: it takes time for each message.
+
+        Raises `InvalidValueError` for a chat that is malformed, too large or not valid Unicode.
         """
-        text = json.dumps(parts, ensure_ascii=False)
+        keeps_developer = "developer" in self.text
+        chat = [message_for_template(each, index, keeps_developer) for index, each in enumerate(messages)]
+        text = json.dumps([chat, [*tools], variables], ensure_ascii=False)
         texts_only = len(text) - 2 * text.count("\\")  # JSON may write one character as two, or as six
-        if texts_only > self.max_characters + 1024 * len(parts[0]):  # the names of a message's fields
+        fields = FIELDS_CHARACTERS * (len(chat) + sum(len(each.get("tool_calls", ())) for each in chat))
+        if texts_only > self.max_characters + fields:
             raise TooLargeError("messages", f"{len(text)} characters", "cannot fit the context")
         try:
             text.encode()
         except UnicodeEncodeError:
             raise InvalidValueError("messages", "their text", "must be text without lone surrogates") from None
-        return len(text)
+        return chat, len(text)
 
 
 def read(path: str) -> str:
@@ -144,7 +162,7 @@ def message_for_template(message: Mapping[str, Any], index: int, keeps_developer
         found["content"] = ""
     found |= {name: message[name] for name in PASSED if message.get(name) is not None}
     if calls:
-        found["tool_calls"] = [call_for_template(call, f"{place}.tool_calls.{nth}") for nth, call in enumerate(calls)]
+        found["tool_calls"] = [call_for_template(call) for call in calls]
     return found
 
 
@@ -156,19 +174,25 @@ def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
     for index, part in enumerate(content):
         kind = part.get("type")
         require(kind == "text", f"{place}.{index}.type", kind, "is not supported: only parts of type text are")
+        for name in part:
+            require(name in ("type", "text"), f"{place}.{index}.{name}", part[name], "is not a field of a text part")
         text = part.get("text")
         require(isinstance(text, str), f"{place}.{index}.text", text, "must be a text")
         texts.append(str(text))
     return "\n".join(texts)
 
 
-def call_for_template(call: Mapping[str, Any], place: str) -> dict[str, Any]:
+def call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+    """The call, with its arguments as an object. What is none stays a text: an answer that ended within its arguments
+    is part of the next request, too.
+    """
     function = call["function"]
     try:
         arguments = json.loads(function["arguments"] or "{}")
     except (ValueError, RecursionError):
         arguments = None
-    rule = "must be a JSON object, as a text"
-    require(isinstance(arguments, dict), f"{place}.function.arguments", function["arguments"], rule)
-    called = {"name": function["name"], "arguments": arguments}
+    called = {
+        "name": function["name"],
+        "arguments": arguments if isinstance(arguments, dict) else function["arguments"],
+    }
     return {"id": call.get("id"), "type": "function", "function": called}

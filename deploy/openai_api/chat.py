@@ -11,45 +11,51 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import JSONResponse, Response
 
-from deploy.chat.parsing import Arguments, Call, Content, Event, Reasoning
+from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning
 from deploy.openai_api.chat_requests import Chat, ChatRequest, chat_from
-from deploy.openai_api.completion import extras, usage
+from deploy.openai_api.completion import extras, progress, token_texts, usage
 from deploy.openai_api.errors import ANSWERS, answer_to, documented, error_response
 from deploy.openai_api.logprobs import TokenStrings
-from deploy.openai_api.streaming import EventStream, event, with_idle
+from deploy.openai_api.streaming import WHOLE_OR_EVENTS, EventStream, event, with_idle
 from deploy.service import Part, Service
+from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Origin
 
 ID_CHARACTERS = 9  # of a tool call's id: the templates of Mistral's models refuse other lengths
 
 
 class Choice:
-    """One answer, as its parts come: deltas for a stream, and their sum."""
+    """One answer, as its parts come: deltas for a stream, or their sum, which a stream does not keep."""
 
     def __init__(self, chat: Chat, body: ChatRequest, strings: TokenStrings, index: int) -> None:
         self.chat, self.body, self.strings, self.index = chat, body, strings, index
-        self.parser = chat.parser()
+        self.parser: Parser | None = None  # until the first part
         self.begun = False  # whether the client has a chunk
         self.content: list[str] = []
         self.reasoning: list[str] = []
-        self.calls: list[dict[str, Any]] = []
-        self.ignores = False  # the call that is being read is one too many
+        self.calls: list[dict[str, Any]] = []  # without their arguments
+        self.arguments: list[list[str]] = []  # of each call, in pieces
+        self.ignores = False  # the latest call is one too many
         self.logprobs: list[dict[str, Any]] = []
-        self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": []}
+        self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": [], "texts": []}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         """What the part adds, as choices of chunks; empty if it adds nothing that the client asked for.
 
         Logprobs, token ids and the finish reason are in the last of them.
         """
+        if self.parser is None:
+            self.parser = self.chat.parser(part.prompt)
         events = self.parser.feed(part.piece.text)
         if part.done:
             events = [*events, *self.parser.finish()]
         deltas = [delta for each in events for delta in self.deltas(each)]
         logprobs = self.scored(part)
         tokens = tokens_of(part) if self.body.return_token_ids else {}
-        for name, values in tokens.items():
-            self.tokens[name] += values
+        if not self.body.stream:
+            self.logprobs += logprobs
+            for name, values in tokens.items():
+                self.tokens[name] += values
         if part.done or (not deltas and part.piece.tokens and (logprobs or tokens)):
             deltas.append({})
         found = [self.chunk(delta) for delta in deltas]
@@ -65,24 +71,28 @@ class Choice:
     def deltas(self, found: Event) -> list[dict[str, Any]]:
         """What the client sees of an event."""
         if isinstance(found, Content):
-            self.content.append(found.text)
+            self.keep(self.content, found.text)
             return [{"content": found.text}]
         if isinstance(found, Reasoning):
-            self.reasoning.append(found.text)
+            self.keep(self.reasoning, found.text)
             return [{"reasoning_content": found.text, "reasoning": found.text}]
         if isinstance(found, Call):
             self.ignores = self.chat.single_call and bool(self.calls)
             if self.ignores:
                 return []
             function = {"name": found.name, "arguments": ""}
-            call = {"id": uuid.uuid4().hex[:ID_CHARACTERS], "type": "function", "function": function}
-            self.calls.append(call)
-            return [{"tool_calls": [{"index": len(self.calls) - 1, **call, "function": {**function}}]}]
+            self.calls.append({"id": uuid.uuid4().hex[:ID_CHARACTERS], "type": "function", "function": function})
+            self.arguments.append([])
+            return [{"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}]
         if self.ignores:
             return []
         assert isinstance(found, Arguments)
-        self.calls[-1]["function"]["arguments"] += found.text
+        self.keep(self.arguments[-1], found.text)
         return [{"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": found.text}}]}]
+
+    def keep(self, texts: list[str], text: str) -> None:
+        if not self.body.stream:
+            texts.append(text)
 
     def scored(self, part: Part) -> list[dict[str, Any]]:
         """The logprobs of a part's tokens, be they content, reasoning or tool calls."""
@@ -90,12 +100,10 @@ class Choice:
             return []
         pairs = zip(part.piece.tokens, part.piece.logprobs, strict=True)
         number = self.body.top_logprobs or 0
-        found = [
+        return [
             self.entry(token, score.logprob) | {"top_logprobs": [self.entry(*each) for each in score.top[:number]]}
             for token, score in pairs
         ]
-        self.logprobs += found
-        return found
 
     def entry(self, token: int, logprob: float | None) -> dict[str, Any]:
         text = self.strings.bytes_of(token)
@@ -104,7 +112,9 @@ class Choice:
     def finish_reason(self, part: Part) -> str | None:
         if part.done is None:
             return None
-        return "tool_calls" if part.done.finish_reason == "stop" and self.calls else part.done.finish_reason
+        cut = self.parser is not None and self.parser.in_call and not self.ignores  # such as by a stop string
+        ends_in_calls = part.done.finish_reason == "stop" and self.calls and not cut
+        return "tool_calls" if ends_in_calls else part.done.finish_reason
 
     def whole(self, end: Part) -> dict[str, Any]:
         """The answer as a choice of a whole completion."""
@@ -112,7 +122,12 @@ class Choice:
         if self.reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
         if self.calls:
-            message |= {"content": message["content"] or None, "tool_calls": self.calls}
+            functions = [
+                {**call["function"], "arguments": "".join(pieces)}
+                for call, pieces in zip(self.calls, self.arguments, strict=True)
+            ]
+            calls = [call | {"function": function} for call, function in zip(self.calls, functions, strict=True)]
+            message |= {"content": message["content"] or None, "tool_calls": calls}
         asked = self.chat.asked.logprobs is not None
         return {
             "index": self.index,
@@ -125,7 +140,7 @@ class Choice:
 
 def tokens_of(part: Part) -> dict[str, list[Any]]:
     origins = [Origin(origin).name.lower() for origin in part.piece.origins]
-    return {"token_ids": [*part.piece.tokens], "origins": origins}
+    return {"token_ids": [*part.piece.tokens], "origins": origins, "texts": token_texts(part)}
 
 
 class ChatCompletion:
@@ -162,7 +177,8 @@ class ChatCompletion:
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
         """Server-sent events: chunks for each part, and a comment for each None.
 
-        The first chunk of a choice has its role and seed, and the last one how it was made.
+        The first chunk of a choice has its role and seed, and the last one how it was made; each chunk with token ids
+        also says how the output was made until now.
         """
         with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         frame = {**self.frame, "object": "chat.completion.chunk"}
@@ -180,8 +196,11 @@ class ChatCompletion:
                         opening = choice.chunk({"role": "assistant", "content": ""})
                         yield event({**frame, "choices": [opening], "triforce": {"seed": part.seed}, **no_usage})
                     for chunk in choice.chunks(part):
-                        made = {"triforce": extras(part, part.done)} if part.done and chunk["finish_reason"] else {}
-                        yield event({**frame, "choices": [chunk], **made, **no_usage})
+                        made = progress(part) if "token_ids" in chunk else {}
+                        if part.done:
+                            made = extras(part, part.done) if chunk["finish_reason"] else {}
+                        told = {"triforce": made} if made else {}
+                        yield event({**frame, "choices": [chunk], **told, **no_usage})
                     if part.done:
                         ends.append(part)
                         if len(ends) == len(self.choices):
@@ -198,11 +217,11 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
     router = APIRouter()
     refusals = {answer.status for answer in ANSWERS.values()}
 
-    @router.post("/v1/chat/completions", responses=documented(*refusals, 500))
+    @router.post("/v1/chat/completions", responses=WHOLE_OR_EVENTS | documented(*refusals, 500))
     async def chat(body: ChatRequest) -> Response:
         """Answers a chat, whole or as server-sent events."""
         try:
-            chat = await chat_from(body, service)
+            chat = chat_from(body, service)
             if chat.asked.logprobs is not None:
                 await strings.load(service.model)
             completion = ChatCompletion(service, body, chat, strings)
@@ -216,6 +235,10 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
                 await paced.aclose()
                 raise
             return EventStream(completion.events(first, paced), source=paced)
+        except InvalidValueError as error:
+            if error.field == "prompt":  # which chats have under another name
+                error = type(error)("messages", error.value, error.rule)
+            return error_response(error)
         except Exception as error:
             return error_response(error)
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -12,19 +15,23 @@ from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
 from deploy.openai_api.requests import Body, CommonRequest, checked_as, common_request_from
 from deploy.service import ClientRequest, Service
-from triforce_core.errors import require
+from triforce_core.errors import InvalidValueError, TooLargeError, require
 from triforce_core.sampling.guides import Guide
 
 MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 128
+FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
 UNSUPPORTED_TEXT = "accepted only with a value that has no effect"
 IGNORED = "accepted and ignored"
 
 
 class CalledFunction(Body):
+    """The function that was called."""
+
     name: str
-    arguments: str = Field(description="a JSON object, as a text")
+    arguments: str = Field(description="a JSON object, as a text; the template gets another text as it stands")
+    parsed_arguments: Any = Field(None, description=IGNORED)
 
 
 class ToolCall(Body):
@@ -33,6 +40,7 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
+    index: int | None = Field(None, description=IGNORED)
 
 
 class Message(Body):
@@ -44,7 +52,7 @@ class Message(Body):
     )
     name: str | None = None
     tool_calls: list[ToolCall] | None = None
-    tool_call_id: str | None = None
+    tool_call_id: str | None = Field(None, description="which call a message of role `tool` answers; only there")
     reasoning_content: str | None = Field(None, description="an earlier answer's, for templates that repeat it")
     reasoning: str | None = Field(None, description="the same")
     # What OpenAI's client sends when an answer's message becomes part of the next request.
@@ -52,10 +60,13 @@ class Message(Body):
     audio: None = None
     function_call: None = None
     annotations: list[Any] | None = Field(None, description=IGNORED)
+    parsed: Any = Field(None, description=IGNORED)
 
 
 class Function(Body):
-    name: str = Field(min_length=1)
+    """A function that the model may call."""
+
+    name: str = Field(description="1 to 128 letters, digits, underscores, dashes or dots")
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="the JSON schema of the arguments")
     strict: bool | None = Field(
@@ -134,15 +145,24 @@ class Chat:
     asked: ClientRequest
     family: Family
     tools: tuple[str, ...]  # names of the functions that may be called
-    reasoning_begun: bool  # by the prompt
     single_call: bool
+    tokenizer: Any
 
-    def parser(self) -> Parser:
-        return self.family.parser(self.tools, reasoning_begun=self.reasoning_begun)
+    def reasoning_begun(self, prompt: Sequence[int]) -> bool:
+        end = self.tokenizer.decode([*prompt[-TAIL:]], skip_special_tokens=False).rstrip()
+        return self.family.reasoning is not None and end.endswith(self.family.reasoning.begin)
+
+    def parser(self, prompt: Sequence[int]) -> Parser:
+        return self.family.parser(self.tools, reasoning_begun=self.reasoning_begun(prompt))
 
 
-async def chat_from(body: ChatRequest, service: Service) -> Chat:
-    """Raises `InvalidValueError` or a subclass, naming the field."""
+def chat_from(body: ChatRequest, service: Service) -> Chat:
+    """What can be told at once. The prompt is rendered, and the guide compiled, when the service has admitted the
+    request.
+
+    Raises `InvalidValueError` or a subclass, naming the field, as does the request's `prepare`.
+    """
+    check_messages(body.messages, service.model.limits.context_length)
     for name, accepted in UNSUPPORTED.items():
         value = getattr(body, name)
         rule = f"is not supported: leave it out or set it to {json.dumps(accepted[-1])}"
@@ -152,24 +172,48 @@ async def chat_from(body: ChatRequest, service: Service) -> Chat:
     family = Family.of(service.chat.text)
     require(1 <= asked.n <= service.room, "n", asked.n, f"must be at least 1 and at most {service.room}")
     tools = offered(body, family)
-    prompt = await service.chat.render(
-        [message.model_dump(exclude_none=True) | reasoning_of(message) for message in body.messages],
-        tools,
-        add_generation_prompt=body.add_generation_prompt and not body.continue_final_message,
-        continue_final_message=body.continue_final_message,
-        variables=body.chat_template_kwargs,
+    asked = replace(
+        asked,
+        max_tokens=max_tokens_of(body),
+        logprobs=logprobs_of(body),
+        shown=family.markers if tools else family.reasoning_markers,
     )
-    end = service.model.tokenizer.decode(prompt[-TAIL:], skip_special_tokens=False).rstrip()
-    chat = Chat(
-        replace(asked, prompt=prompt, max_tokens=max_tokens_of(body), logprobs=logprobs_of(body)),
-        family,
-        tuple(tool["function"]["name"] for tool in tools),
-        reasoning_begun=family.reasoning is not None and end.endswith(family.reasoning.begin),
-        single_call=body.parallel_tool_calls is False,
+    names = tuple(tool.function.name for tool in tools)
+    chat = Chat(asked, family, names, body.parallel_tool_calls is False, service.model.tokenizer)
+
+    async def prepare() -> ClientRequest:
+        messages, described = await asyncio.to_thread(plain, body.messages, tools)
+        prompt = await service.chat.render(
+            messages,
+            described,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=body.chat_template_kwargs,
+        )
+        return replace(asked, prompt=prompt, guide=await guide_of(body, chat, described, prompt, service))
+
+    return replace(chat, asked=replace(asked, prepare=prepare))
+
+
+def check_messages(messages: Sequence[Message], context_length: int) -> None:
+    """Refuse more messages than the context can hold, before any work is done for each, and malformed ones."""
+    parts = sum(len(each.content) for each in messages if isinstance(each.content, list))
+    calls = sum(len(each.tool_calls or ()) for each in messages)
+    if len(messages) + parts + calls > context_length:
+        counts = f"{len(messages)} messages, {parts} text parts and {calls} tool calls"
+        raise TooLargeError("messages", counts, f"cannot fit the context of {context_length} tokens")
+    for index, each in enumerate(messages):
+        rule = "must be given in messages of role tool, and only in these"
+        sound = (each.role == "tool") == (each.tool_call_id is not None)
+        require(sound, f"messages.{index}.tool_call_id", each.tool_call_id, rule)
+
+
+def plain(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Messages and tools in the form that templates read."""
+    return (
+        [message.model_dump(exclude_none=True) | reasoning_of(message) for message in messages],
+        [tool.model_dump(exclude_none=True) for tool in tools],
     )
-    guide = guide_of(body, chat, tools, service)
-    shown = family.markers if tools else family.reasoning_markers
-    return replace(chat, asked=replace(chat.asked, guide=guide, shown=shown))
 
 
 def reasoning_of(message: Message) -> dict[str, str]:
@@ -177,57 +221,83 @@ def reasoning_of(message: Message) -> dict[str, str]:
     return {} if found is None else {"reasoning_content": found}
 
 
-def offered(body: ChatRequest, family: Family) -> list[dict[str, Any]]:
+def offered(body: ChatRequest, family: Family) -> list[Tool]:
     """The tools that the prompt tells of: none with `tool_choice: none`. Raises `InvalidValueError`."""
     tools = body.tools or []
     require(len(tools) <= MAX_TOOLS, "tools", f"{len(tools)} tools", f"must be at most {MAX_TOOLS}")
     names = [tool.function.name for tool in tools]
+    for index, name in enumerate(names):
+        rule = "must be 1 to 128 letters, digits, underscores, dashes or dots"
+        require(FUNCTION_NAME.fullmatch(name) is not None, f"tools.{index}.function.name", name, rule)
     require(len({*names}) == len(names), "tools", names, "must have different names")
     if isinstance(body.tool_choice, NamedTool):
         name = body.tool_choice.function.name
         require(name in names, "tool_choice.function.name", name, "must be the name of one of the tools")
-    elif body.tool_choice == "required":
+    elif body.tool_choice in ("required", "auto"):
         require(bool(tools), "tool_choice", body.tool_choice, "needs tools")
     if body.tool_choice == "none":
         return []
     rule = "are not supported: the model's chat template has no form of tool calls that this server can read"
     require(not tools or family.tools is not None, "tools", names, rule)
-    return [tool.model_dump(exclude_none=True) for tool in tools]
+    return tools
 
 
-def guide_of(body: ChatRequest, chat: Chat, tools: list[dict[str, Any]], service: Service) -> Guide | None:
-    """The form of the output: that which the client asks for, calls if it forces them, and reasoning before them."""
+async def guide_of(
+    body: ChatRequest, chat: Chat, tools: list[dict[str, Any]], prompt: Sequence[int], service: Service
+) -> Guide | None:
+    """The form of the output: that which the client asks for, calls if it forces them, and reasoning before them.
+
+    Raises `InvalidValueError` for one that cannot be compiled, naming the part of the request that is to blame.
+    """
     guide, choice, field = chat.asked.guide, body.tool_choice, "tool_choice"
+    given: Any = choice if isinstance(choice, str) else "a function"
     forced = bool(tools) and choice not in (None, "auto")
-    if forced and guide is not None:
-        require(False, field, choice if isinstance(choice, str) else "a function", f"contradicts {guide.name}")
+    if forced:
+        require(guide is None, field, given, f"contradicts {guide and guide.name}")
+        require(not chat.asked.stop, "stop", body.stop, "contradicts tool_choice: a forced call must not be cut")
     answer: Any = None
+    parts: list[Guide] = []  # of the form, each by the client's name
     if guide is not None:
         if guide.form not in ("json_schema", "json_object") or (chat.family.reasoning is None and not tools):
             require(not tools, "tools", chat.tools, f"contradict {guide.name}")
             return guide
-        guide.grammar()  # refuses what is no schema
-        answer, field = {"type": "object"} if guide.form == "json_object" else json.loads(guide.value), guide.name
+        await asyncio.to_thread(guide.grammar)  # refuses what is no schema
+        answer = {"type": "object"} if guide.form == "json_object" else json.loads(guide.value)
+        field, given, parts = guide.name, guide.value, [guide]
     elif not forced:
         return None
+    for index, tool in enumerate(tools):
+        schema = tool["function"].get("parameters")
+        if schema:
+            parts.append(Guide("json_schema", json.dumps(schema), f"tools.{index}.function.parameters", schema))
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
     text = grammar(
         chat.family,
         tools,
         service.added_ids,
-        reasoning_begun=chat.reasoning_begun,
+        reasoning_begun=chat.reasoning_begun(prompt),
         several=not chat.single_call and not isinstance(choice, NamedTool),
         answer=answer,
     )
-    return Guide("grammar", text, field)
+    whole = Guide("grammar", text, field, given)
+    try:
+        await service.grammar(chat.asked, whole)  # which keeps it for the request
+    except InvalidValueError as error:
+        if error.field == field:
+            for part in parts:
+                await service.grammar(chat.asked, part)
+        raise
+    return whole
 
 
 def max_tokens_of(body: ChatRequest) -> int | None:
     new, old = body.max_completion_tokens, body.max_tokens
     differ = new is not None and old is not None and new != old
     require(not differ, "max_tokens", old, f"contradicts max_completion_tokens {new}")
-    return old if new is None else new
+    field, asked = ("max_tokens", old) if new is None else ("max_completion_tokens", new)
+    require(asked is None or asked >= 1, field, asked, "must be at least 1")
+    return asked
 
 
 def logprobs_of(body: ChatRequest) -> int | None:

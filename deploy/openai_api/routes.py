@@ -23,7 +23,7 @@ from deploy.openai_api.errors import (
 from deploy.openai_api.logprobs import TokenStrings
 from deploy.openai_api.operators import operator_routes
 from deploy.openai_api.requests import CompletionRequest, client_requests_from
-from deploy.openai_api.streaming import EventStream, with_idle
+from deploy.openai_api.streaming import WHOLE_OR_EVENTS, EventStream, with_idle
 from deploy.openai_api.tokens import token_routes
 from deploy.openai_api.unsupported import unsupported_routes
 from deploy.page import add_page
@@ -53,7 +53,7 @@ def http_app(service: Service) -> FastAPI:
 
     refusals = {answer.status for answer in ANSWERS.values()}
 
-    @app.post("/v1/completions", responses=documented(*refusals, 500))
+    @app.post("/v1/completions", responses=WHOLE_OR_EVENTS | documented(*refusals, 500))
     async def complete(body: CompletionRequest) -> Response:
         """Completes one prompt or several, whole or as server-sent events."""
         try:

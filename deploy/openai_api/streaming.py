@@ -18,6 +18,18 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
+# What FastAPI's `responses` say of a whole answer and of a stream.
+WHOLE_OR_EVENTS: dict[int | str, dict[str, Any]] = {
+    200: {
+        "description": "The answer as an object; with `stream: true` its chunks as server-sent events",
+        "content": {
+            "application/json": {"schema": {"type": "object"}},
+            "text/event-stream": {"schema": {"type": "string"}},
+        },
+    }
+}
+
+
 class EventStream(StreamingResponse):
     """Server-sent events; however the response ends, `source` is closed."""
 

@@ -6,8 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from deploy.openai_api import chat_requests, requests
 from deploy.openai_api.errors import ANSWERS, RETRY
-from deploy.openai_api.requests import UNSUPPORTED
 from deploy.openai_api.routes import http_app
 from scripts.reference.markdown import code, fenced, sentence, table
 
@@ -17,9 +17,19 @@ SECTIONS = (
     ("ResponseFormat", "`response_format`"),
     ("NamedSchema", "`response_format.json_schema`"),
     ("StructuredOutputs", "`structured_outputs`"),
+    ("ChatRequest", "A chat completion request"),
+    ("Message", "`messages`"),
+    ("ToolCall", "`messages.tool_calls`"),
+    ("CalledFunction", "`messages.tool_calls.function`"),
+    ("Tool", "`tools`"),
+    ("Function", "`tools.function`"),
     ("TokenizeRequest", "Text to tokens"),
     ("DetokenizeRequest", "Tokens to text"),
 )
+UNSUPPORTED = {
+    "CompletionRequest": requests.UNSUPPORTED,
+    "ChatRequest": requests.UNSUPPORTED | chat_requests.UNSUPPORTED,
+}
 
 
 def page() -> str:
@@ -28,15 +38,16 @@ def page() -> str:
     parts = [
         "# HTTP\n",
         "For clients: the routes of the HTTP API, the fields of a request, its answers and errors.\n",
-        "The API is OpenAI's completions API with a few fields more; a running server describes"
-        " it at `/openapi.json` for tools and at `/docs` for readers. At `/` there is a page for people, a client of"
-        " this API.\n",
+        "The API is that of OpenAI's completions and [chat completions](../chat.md), with a few fields more; a running"
+        " server describes it at `/openapi.json` for tools and at `/docs` for readers. At `/` there is a page for"
+        " people, a client of this API.\n",
         "## Routes\n",
         table(("route", "statuses", "meaning"), [route_of(*each) for each in routes_in(document)]),
     ]
     for name, title in SECTIONS:
         schema = document["components"]["schemas"][name]
-        rows = [field_of(name, each, schema) for name, each in schema["properties"].items()]
+        unsupported = UNSUPPORTED.get(name, {})
+        rows = [field_of(field, each, schema, unsupported) for field, each in schema["properties"].items()]
         parts += [f"## {title}\n", sentence(schema["description"]) + "\n"]
         parts.append(table(("field", "type", "default", "meaning"), rows))
     errors = [
@@ -83,12 +94,14 @@ def route_of(path: str, verb: str, operation: dict[str, Any]) -> tuple[str, str,
     return code(f"{verb.upper()} {path}"), ", ".join(operation["responses"]), sentence(meaning)
 
 
-def field_of(name: str, schema: dict[str, Any], owner: dict[str, Any]) -> tuple[str, str, str, str]:
+def field_of(
+    name: str, schema: dict[str, Any], owner: dict[str, Any], unsupported: dict[str, tuple[Any, ...]]
+) -> tuple[str, str, str, str]:
     default = "required" if name in owner.get("required", ()) else code(json.dumps(schema.get("default")))
     meaning = schema.get("description", "as in OpenAI's API")
-    if name in UNSUPPORTED:
-        meaning = f"not supported: {' or '.join(code(json.dumps(value)) for value in UNSUPPORTED[name])} only"
-    return code(name), " or ".join(dict.fromkeys(kinds_in(schema))), default, meaning
+    if name in unsupported:
+        meaning = f"not supported: {' or '.join(code(json.dumps(value)) for value in unsupported[name])} only"
+    return code(name), " or ".join(dict.fromkeys(kinds_in(schema))) or "null", default, meaning
 
 
 def kinds_in(schema: dict[str, Any]) -> Iterator[str]:
@@ -96,12 +109,12 @@ def kinds_in(schema: dict[str, Any]) -> Iterator[str]:
     for each in schema.get("anyOf", [schema]):
         if "$ref" in each:
             yield code(each["$ref"].rpartition("/")[2])
-        elif "enum" in each:
-            yield ", ".join(map(code, each["enum"]))
+        elif "enum" in each or "const" in each:
+            yield ", ".join(map(code, each.get("enum", [each.get("const")])))
         elif each.get("type") == "array":
             yield f"list of {' or '.join(kinds_in(each['items']))}"
         elif each.get("type") == "object":
             values = each["additionalProperties"]
             yield "object" if values is True else f"mapping to {' or '.join(kinds_in(values))}"
         elif each.get("type") != "null":
-            yield str(each["type"])
+            yield str(each.get("type", "any value"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import random
 from collections.abc import AsyncGenerator, Iterator
@@ -11,17 +12,22 @@ from functools import cache
 from typing import Any
 
 import pytest
-from openai import BadRequestError, OpenAI, pydantic_function_tool
+from openai import APIStatusError, BadRequestError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+from deploy.chat.template import ChatTemplate
+from deploy.openai_api import chat
+from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.routes import http_app
 from deploy.service import ServedModel, Service
+from scripts.reference import http_api
 from tests.chat_models import ENDS, tokenizer
 from tests.serve.conftest import Server
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
+from triforce_core.sampling.guides import Guide
 
 USER = {"role": "user", "content": "How warm is it in Łódź?"}
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -36,6 +42,13 @@ ANSWERS = {
     "mistral": f"[TOOL_CALLS] [{CALL['qwen']}]",
     "llama": CALL["llama"],
 }
+
+
+TEXT = {"type": "text", "text": "a"}
+
+
+def tool(name: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
 
 
 @cache
@@ -55,6 +68,7 @@ class Answering:
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         self.requests.append(request)
         left = self.ids
+        stats = pb.DecodeStats(decoded=len(self.ids), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3)
         while left:
             size = self.random.choice([1, 1, 2, 3, 7, 30, 1000])
             block, left = left[:size], left[size:]
@@ -62,8 +76,7 @@ class Answering:
             for score, token in zip(scores, block, strict=False):
                 score.top_ids.extend([token, 5])
                 score.top_logprobs.extend([-0.5, -1.5])
-            yield pb.DecodeEvent(token_ids=block, origins=bytes(len(block)), logprobs=scores)
-        stats = pb.DecodeStats(decoded=len(self.ids), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3)
+            yield pb.DecodeEvent(token_ids=block, origins=bytes(len(block)), logprobs=scores, stats=stats)
         yield pb.DecodeEvent(finish_reason=self.end, stats=stats)
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
@@ -73,12 +86,15 @@ class Answering:
         """It can serve."""
 
 
+def service_of(family: str, pipelines: Answering) -> Service:
+    end = tokenizer(family).convert_tokens_to_ids(ENDS[family])
+    return Service(load_settings(), replace(demo(), tokenizer=tokenizer(family), stop_token_ids=(end,)), pipelines)
+
+
 @contextmanager
 def answered(family: str, text: str = "", *, cut: int = 0, length: bool = False) -> Iterator[tuple[OpenAI, Answering]]:
     pipelines = Answering(family, text, cut=cut, length=length)
-    end = tokenizer(family).convert_tokens_to_ids(ENDS[family])
-    model = replace(demo(), tokenizer=tokenizer(family), stop_token_ids=(end,))
-    with TestClient(http_app(Service(load_settings(), model, pipelines)), raise_server_exceptions=False) as http:
+    with TestClient(http_app(service_of(family, pipelines)), raise_server_exceptions=False) as http:
         yield OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0), pipelines
 
 
@@ -138,6 +154,35 @@ def test_a_call_goes_round(family: str) -> None:
     assert prompt.index(ARGUMENTS) < prompt.index("3 °C")
 
 
+def test_a_cut_call_goes_round() -> None:
+    """A conversation goes on after an answer that ended within a call's arguments."""
+    with answered("qwen", ANSWERS["qwen"][:-20], length=True) as (client, pipelines):
+        answer = ask(client, tools=TOOLS).choices[0]
+        [call] = answer.message.tool_calls
+        assert answer.finish_reason == "length"
+        assert call.function.arguments == ARGUMENTS[: len(call.function.arguments)] != ARGUMENTS
+        result = {"role": "tool", "tool_call_id": call.id, "content": "not called"}
+        ask(client, messages=[USER, answer.message, result], tools=TOOLS)
+        assert json.dumps(call.function.arguments, ensure_ascii=False) in prompt_of("qwen", pipelines)
+
+
+@pytest.mark.parametrize("stop", ["Łód", '"city"', '"</tool'])
+def test_a_stop_string_within_a_call_is_why_it_ended(stop: str) -> None:
+    kept = ARGUMENTS.partition(stop)[0]
+    with answered("qwen", ANSWERS["qwen"], cut=6) as (client, _):
+        whole = ask(client, tools=TOOLS, stop=stop).choices[0]
+        streamed = joined(list(ask(client, stream=True, tools=TOOLS, stop=[stop])))
+    assert (whole.message.tool_calls[0].function.arguments, whole.finish_reason) == (kept, "stop")
+    assert (streamed[2], streamed[3]) == ([{"name": "weather", "arguments": kept}], "stop")
+
+
+def test_a_stop_string_after_a_call_ends_an_answer_with_a_call() -> None:
+    with answered("qwen", f"{ANSWERS['qwen']}\nDone. Or not.", cut=6) as (client, _):
+        choice = ask(client, tools=TOOLS, stop=" Or").choices[0]
+    assert (choice.message.content, choice.finish_reason) == ("Done.", "tool_calls")
+    assert choice.message.tool_calls[0].function.arguments == ARGUMENTS
+
+
 class Place(BaseModel):
     city: str
 
@@ -152,6 +197,133 @@ def test_openai_s_client_parses_calls_and_schemas() -> None:
         answer = client.chat.completions.parse(model="demo", messages=[USER], response_format=Place)  # type: ignore[list-item]
         assert answer.choices[0].message.parsed == Place(city="Łódź")
         assert "city" in pipelines.requests[-1].grammar
+
+
+def test_messages_that_openai_s_client_parsed_go_round() -> None:
+    """They hold what was parsed, too, and the indices of streamed calls."""
+    asked: dict[str, Any] = {
+        "model": "demo",
+        "messages": [USER],
+        "tools": [pydantic_function_tool(Place, name="weather")],
+    }
+    with answered("qwen", ANSWERS["qwen"], cut=1) as (client, pipelines):
+        with client.chat.completions.stream(**asked) as stream:
+            streamed = stream.get_final_completion().choices[0].message
+        for message in (client.chat.completions.parse(**asked).choices[0].message, streamed):
+            [call] = message.tool_calls
+            result = {"role": "tool", "tool_call_id": call.id, "content": "3 °C"}
+            ask(client, messages=[USER, message, result], tools=TOOLS)
+            prompt = prompt_of("qwen", pipelines)
+            assert prompt.index(ARGUMENTS) < prompt.index("3 °C")
+    with answered("none", '{"city": "Łódź"}') as (client, pipelines):
+        parsed = client.chat.completions.parse(model="demo", messages=[USER], response_format=Place)  # type: ignore[list-item]
+        ask(client, messages=[USER, parsed.choices[0].message, USER])
+        assert 'assistant: {"city": "Łódź"}\n' in prompt_of("none", pipelines)
+
+
+def test_a_chat_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = []
+
+    async def render(self: ChatTemplate, messages: Any, *_: Any, **__: Any) -> tuple[int, ...]:
+        rendered.append(messages)
+        await asyncio.sleep(2)
+        return (1,)
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    service = service_of("none", Answering("none", "a", cut=0))
+
+    def status() -> int:
+        body = {"messages": [USER], "timeout_s": 0.05}
+        return TestClient(http_app(service)).post("/v1/chat/completions", json=body).status_code
+
+    assert status() == 504
+    assert len(rendered) == 1
+    service.in_flight = service.room
+    assert status() == 429
+    service.draining = True
+    assert status() == 503
+    assert len(rendered) == 1
+
+
+def test_more_messages_than_the_context_holds_are_refused_before_they_are_rendered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rendered = []
+    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **_: rendered.append(args))
+    count = demo().limits.context_length + 1
+    part, call = {"type": "text", "text": ""}, {"id": "1", "function": {"name": "f", "arguments": "{}"}}
+    many: list[list[dict[str, Any]]] = [
+        [{"role": "user", "content": ""}] * count,
+        [{"role": "user", "content": [part] * count}],
+        [{"role": "assistant", "tool_calls": [call] * count}],
+        [{"role": "user", "content": [part] * (count // 2)}] * 2,
+    ]
+    http = TestClient(http_app(service_of("qwen", Answering("qwen", "a", cut=0))))
+    for messages in many:
+        answer = http.post("/v1/chat/completions", json={"messages": messages})
+        assert answer.status_code == 413
+        assert f"cannot fit the context of {count - 1} tokens" in answer.json()["error"]["message"]
+    assert not rendered
+
+
+def test_a_stream_keeps_nothing_of_what_it_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[chat.ChatCompletion] = []
+
+    class Seen(chat.ChatCompletion):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+
+    monkeypatch.setattr(chat, "ChatCompletion", Seen)
+    asked = {"logprobs": True, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
+    with answered("qwen", f"{ANSWERS['qwen']}\nso") as (client, _):
+        assert joined(list(ask(client, stream=True, **asked)))[2]
+        assert ask(client, **asked).choices[0].token_ids
+    streamed, whole = [
+        [each.logprobs, each.content, each.reasoning, *each.arguments, *each.tokens.values()]
+        for completion in made
+        for each in completion.choices
+    ]
+    assert not any(streamed)
+    assert all(whole)
+
+
+def test_no_grammar_is_made_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop, plain = [], Guide.grammar
+
+    def grammar(guide: Guide) -> str:
+        try:
+            asyncio.get_running_loop()
+            on_loop.append(guide.name)
+        except RuntimeError:
+            pass
+        return plain(guide)
+
+    monkeypatch.setattr(Guide, "grammar", grammar)
+    with answered("qwen", '<think>hm</think>{"a": 1}') as (client, pipelines):
+        ask(client, response_format={"type": "json_object"})
+        ask(client, tools=TOOLS, tool_choice="required")
+    assert [bool(request.grammar) for request in pipelines.requests] == [True, True]
+    assert on_loop == []
+
+
+def test_a_chat_that_is_too_long_is_refused_by_its_own_name() -> None:
+    long = {"role": "user", "content": "a" * demo().limits.context_length}
+    with answered("qwen", "a") as (client, _), pytest.raises(APIStatusError) as error:
+        ask(client, messages=[long])
+    assert error.value.status_code == 413
+    assert error.value.param == "messages"
+
+
+def test_the_document_names_the_fields_and_the_form_of_streams() -> None:
+    unused: Any = None  # the routes are described without a service behind them
+    paths = http_app(unused).openapi()["paths"]
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = paths[path]["post"]["responses"]["200"]
+        assert "text/event-stream" in answer["content"]
+        assert "server-sent events" in answer["description"]
+    reference = http_api.page()
+    assert all(f"| `{field}` |" in reference for field in (*ChatRequest.model_fields, *Message.model_fields))
 
 
 @pytest.mark.parametrize("family", ["qwen", "llama", "none"])
@@ -227,6 +399,10 @@ def test_token_ids_and_extras_come_where_asked_for() -> None:
         chunks = list(ask(client, stream=True, extra_body={"return_token_ids": True}))
     assert choice.token_ids == pipelines.ids
     assert choice.origins == ["draft"] * 3
+    assert choice.texts == ["a", "b", "c"]
+    told = [chunk for chunk in chunks if getattr(chunk.choices[0], "token_ids", None)]
+    assert [text for chunk in told for text in chunk.choices[0].texts] == choice.texts
+    assert all("acceptance" in chunk.triforce for chunk in told)
     assert [token for chunk in chunks for token in getattr(chunk.choices[0], "token_ids", [])] == pipelines.ids
     assert chunks[0].triforce["seed"] >= 0
     assert "acceptance" in chunks[-1].triforce
@@ -293,6 +469,33 @@ def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
         ({"messages": [{**USER, "mood": "x"}]}, "messages.0.mood: 'x' is not a field"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"tools": TOOLS, "tool_choice": "required", "stop": "\n"}, "stop: '\\n' contradicts tool_choice"),
+        ({"messages": [{"role": "user", "content": [TEXT | {"x": 1}]}]}, "messages.0.content.0.x: 1 is not a field"),
+        (
+            {"tools": tool("f", {"type": "nothing"}), "tool_choice": "required"},
+            "tools.0.function.parameters: {'type': 'nothing'} cannot be compiled",
+        ),
+        (
+            {"tools": TOOLS + tool("f", {"type": "nothing"}), "response_format": {"type": "json_object"}},
+            "tools.1.function.parameters: {'type': 'nothing'} cannot be compiled",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
+            """response_format.json_schema.schema: '{"type": "nothing"}' cannot be compiled""",
+        ),
+        ({"max_completion_tokens": 0}, "max_completion_tokens: 0 must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            "continue_final_message: True contradicts add_generation_prompt",
+        ),
+        ({"messages": [USER, {"role": "tool", "content": "a"}]}, "messages.1.tool_call_id: None must be given in"),
+        (
+            {"messages": [USER | {"tool_call_id": "1"}]},
+            "messages.0.tool_call_id: '1' must be given in messages of role",
+        ),
+        ({"tool_choice": "auto"}, "tool_choice: 'auto' needs tools"),
+        ({"tools": tool("a b\n", {})}, "tools.0.function.name: 'a b\\n' must be 1 to 128 letters"),
     ],
     ids=str,
 )

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from deploy.chat import parsing
 from deploy.chat.families import BRACKETED_THINK, HERMES, LLAMA3, MISTRAL, THINK, Family
-from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning, extended
+from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning, merged
 
 NAMES = ("get_weather", "f")
 FAMILIES = {
@@ -50,8 +52,8 @@ texts = st.lists(fragment, max_size=12).map("".join)
 def parsed(parser: Parser, *chunks: str) -> list[Event]:
     events: list[Event] = []
     for chunk in chunks:
-        extended(events, parser.feed(chunk))
-    return extended(events, parser.finish())
+        events += parser.feed(chunk)
+    return merged([*events, *parser.finish()])
 
 
 def read(family: str, text: str, *, begun: bool = False) -> list[Event]:
@@ -103,6 +105,12 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
         ("qwen", f"<tool_call>{CALL}{hermes(CALL)}", FOUND * 2),  # the first end is missing
         ("qwen", '<tool_call>{"name": "f"}</tool_call>', [Call("f"), Arguments("{}")]),
         ("qwen", '<tool_call>{"name": "f", "arguments": {"a": ', [Call("f"), Arguments('{"a": ')]),
+        ("qwen", f"<tool_call>\n{hermes(CALL)}", [Content("<tool_call>"), *FOUND]),  # the first begins nothing
+        ("mistral", f"[TOOL_CALLS] [[TOOL_CALLS] [{CALL}]", [Content("[TOOL_CALLS] ["), *FOUND]),
+        ("qwen", hermes('{"name": "f", "arguments": [1]}'), [Content(hermes('{"name": "f", "arguments": [1]}'))]),
+        ("qwen", hermes('{"name": "f", "arguments": "no"}'), [Content(hermes('{"name": "f", "arguments": "no"}'))]),
+        ("llama", '{"parameters": 3, "name": "f"}', [Content('{"parameters": 3, "name": "f"}')]),
+        ("qwen", "hm</think>yes", [Content("hm</think>yes")]),
         ("qwen", "<tool_call>f()</tool_call>", [Content("<tool_call>f()</tool_call>")]),
         ("qwen", "a <think> later </think>", [Content("a <think> later </think>")]),
         ("qwen", "<think>never done", [Reasoning("never done")]),
@@ -154,9 +162,49 @@ def test_any_arguments_come_through(arguments: dict[str, object]) -> None:
             assert len(events) == 2
 
 
-def test_a_long_output_takes_time_in_proportion_to_its_length() -> None:
-    """The parsers read each character once, also in outputs that begin a call again and again."""
-    for text in ("<tool_call>" * 20_000, "<tool_call>{" * 20_000, "\n" * 100_000, "[TOOL_CALLS] [" * 10_000):
-        for family in ("qwen", "mistral"):
-            events = read(family, text)
-            assert "".join(event.text for event in events if isinstance(event, Content)) == text
+LONG = {
+    "calls begin": "<tool_call>",
+    "objects begin": "<tool_call>{",
+    "other calls begin": "[TOOL_CALLS] [",
+    "white space": "\n",
+    "letters": "x",
+}
+
+
+@pytest.mark.parametrize("family", ["qwen", "mistral", "llama"])
+@pytest.mark.parametrize("unit", LONG.values(), ids=LONG)
+@pytest.mark.parametrize("begin", ["", '{"type": "', "<tool_call>", "<think>"])
+def test_a_long_output_takes_work_in_proportion_to_its_length(
+    family: str, unit: str, begin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each character is copied a few times, also in outputs that begin a call again and again."""
+    copied = 0
+
+    def counted(kind: Any) -> Any:
+        class Counted(kind):  # type: ignore[misc]
+            def __init__(self, text: str) -> None:
+                nonlocal copied
+                copied += len(text)
+                super().__init__(text)
+
+        return Counted
+
+    for kind in (Content, Reasoning, Arguments):
+        monkeypatch.setattr(parsing, kind.__name__, counted(kind))
+    text = begin + unit * (5_000 // len(unit))
+    events = read(family, text)
+    told = "".join(event.text for event in events if not isinstance(event, Call))
+    assert told in (text, text.removeprefix("<think>"), "")  # white space at the beginning of reasoning is dropped
+    assert copied <= 4 * len(text)
+
+
+@pytest.mark.parametrize("family", ["qwen", "mistral", "llama"])
+def test_it_is_known_whether_a_call_has_its_end(family: str) -> None:
+    key = "parameters" if family == "llama" else "arguments"
+    call = f'{{"name": "f", "{key}": {{"a": {{"b": "c"}}}}}}'
+    begin = {"qwen": "<tool_call>\n", "mistral": "[TOOL_CALLS][", "llama": ""}[family]
+    inside = range(call.index("{", 1) + 1, len(call))  # from the beginning of the arguments
+    for end in range(len(call) + 1):
+        parser = FAMILIES[family].parser(NAMES, reasoning_begun=False)
+        parsed(parser, begin + call[:end])
+        assert parser.in_call == (end in inside), call[:end]

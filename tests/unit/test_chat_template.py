@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,14 @@ def test_the_text_around_a_special_token_stays() -> None:
         ([USER, {**ROUND[1], "tool_calls": [{**CALLS[0], "id": "1"}]}], {}, "should be 9 characters long"),
         ([USER], {"variables": {"tokenize": False}}, "chat_template_kwargs: 'tokenize' is set by the server"),
         ([USER], {"variables": {"messages": []}}, "chat_template_kwargs: 'messages' is set by the server"),
+        ([USER], {"variables": {"bos_token": "X"}}, "chat_template_kwargs: 'bos_token' is set by the server"),
+        ([USER], {"variables": {"raise_exception": 1}}, "chat_template_kwargs: 'raise_exception' is set by the server"),
+        ([USER], {"variables": {"strftime_now": 1}}, "chat_template_kwargs: 'strftime_now' is set by the server"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "a", "bogus": 1}]}],
+            {},
+            "messages.0.content.0.bogus: 1 is not a field of a text part",
+        ),
         ([{"role": "user", "content": "\ud800"}], {}, "must be text without lone surrogates"),
     ],
 )
@@ -121,13 +130,17 @@ def test_what_is_refused(chat: list[Any], options: dict[str, Any], message: str)
     assert message in str(error.value)
 
 
-@pytest.mark.parametrize("arguments", ["[]", "{", "3"])
-def test_arguments_must_be_an_object(arguments: str) -> None:
+@pytest.mark.parametrize("arguments", ["[1]", '{"city": "Par', "3"])
+def test_arguments_that_are_no_object_stay_a_text(arguments: str) -> None:
+    """Or the conversation could not go on after an answer that ended within a call."""
     call = {**CALLS[0], "function": {"name": "f", "arguments": arguments}}
-    with pytest.raises(
-        InvalidValueError, match=r"messages\.1\.tool_calls\.0\.function\.arguments: .* must be a JSON ob"
-    ):
-        ids("qwen", USER, {"role": "assistant", "content": None, "tool_calls": [call]})
+    chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, ROUND[2]]
+    assert f'"arguments": {json.dumps(arguments)}' in text("qwen", *chat)
+
+
+def test_a_message_with_calls_is_not_continued() -> None:
+    with pytest.raises(InvalidValueError, match=r"^continue_final_message: True contradicts the last message"):
+        ids("qwen", *ROUND[:2], add_generation_prompt=False, continue_final_message=True)
 
 
 def test_a_template_is_in_a_sandbox(tmp_path: Path) -> None:
@@ -140,4 +153,6 @@ def test_a_template_is_in_a_sandbox(tmp_path: Path) -> None:
 def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
     with pytest.raises(TooLargeError, match="cannot fit the context"):
         ids("qwen", {"role": "user", "content": "a" * 200_000})
+    with pytest.raises(TooLargeError, match="cannot fit the context"):  # whose limit messages raise by little
+        ids("qwen", *[{"role": "user", "content": "a" * 700}] * 200)
     assert ids("qwen", {"role": "user", "content": "\n" * 90_000})  # which JSON writes with twice as many

@@ -50,10 +50,15 @@ class Guide:
     form: str
     value: Any
     field: str = ""  # what the client calls the form, where it has another name
+    given: Any = None  # what the client gave, where the value was made from it
 
     @property
     def name(self) -> str:
         return self.field or self.form
+
+    @property
+    def shown(self) -> Any:
+        return self.value if self.given is None else self.given
 
     def grammar(self) -> str:
         """Raises `InvalidValueError` for a value that cannot be read. May take long: not for an event loop."""
@@ -65,12 +70,12 @@ class Guide:
     def check(self, compiled: LLMatcher) -> None:
         """Raise `InvalidValueError` if the grammar could not be compiled."""
         reason = " ".join(compiled.get_error().split())  # llguidance shows the place in lines of its own
-        require(not compiled.is_error(), self.name, self.value, f"cannot be compiled: {reason:.500}")
+        require(not compiled.is_error(), self.name, self.shown, f"cannot be compiled: {reason:.500}")
 
 
 def no_token(guide: Guide | None, num_tokens: int) -> InvalidValueError:
     """The error of a request whose parameters exclude every token that could follow its `num_tokens` output tokens."""
-    field, value = ("sampling", "these parameters") if guide is None else (guide.name, guide.value)
+    field, value = ("sampling", "these parameters") if guide is None else (guide.name, guide.shown)
     return InvalidValueError(field, value, f"allows no token after {num_tokens} output tokens")
 
 
