@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from triforce_core.cli.bench_paths import paths
 from triforce_core.cli.bench_serve import serve
 from triforce_core.cli.bench_sweep import sweep
 from triforce_core.cli.figures import show_figures
@@ -29,6 +30,7 @@ ForceOption = Annotated[bool, typer.Option("--force", help="run at any load aver
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within one run.")
 bench_app.command()(serve)
+bench_app.command()(paths)
 bench_app.command()(sweep)
 
 

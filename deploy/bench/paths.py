@@ -1,0 +1,146 @@
+"""What the way through HTTP or gRPC adds to a token's time: the same request over each, and to the target directly."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import AsyncGenerator, Callable
+from contextlib import aclosing
+from itertools import pairwise
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import aiohttp
+import grpc
+
+from actors.wire import request_to_proto
+from deploy.bench.answers import Client, FailedError, Piece, Question
+from deploy.bench.grpc_client import GrpcClient
+from deploy.bench.http_client import HttpClient
+from deploy.bench.prompts import words_of
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
+from triforce_core.client.results import Usage
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import require
+from triforce_core.messages import SamplingParams
+
+BODY = "a " * 500_000  # one MB; no model's context holds it, or it is read as any prompt
+
+
+class TargetClient:
+    """Asks the target's process itself, as the replica does. The prompt is text of which `tokens` has the ids."""
+
+    def __init__(self, address: str, tokens: dict[str, list[int]]) -> None:
+        self.address, self.tokens = address, tokens
+
+    async def __aenter__(self) -> Self:
+        self._channel = grpc.aio.insecure_channel(self.address)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self._channel.close(None)
+
+    async def models(self) -> list[str]:
+        return []
+
+    async def answer(self, question: Question) -> AsyncGenerator[Piece, None]:
+        prompt = self.tokens[question.prompt]
+        sampling = SamplingParams(temperature=question.temperature)
+        asked = Request(
+            tuple(prompt), max_tokens=question.max_tokens, sampling=sampling, seed=question.seed, lookaheads=None
+        )
+        count = 0
+        async for event in TargetStub(self._channel).Decode(request_to_proto(asked)):
+            count += len(event.token_ids)
+            last = event.finish_reason != 0
+            yield Piece("", Usage(len(prompt), count) if last else None)
+
+
+class Timed(NamedTuple):
+    """One answer, in milliseconds."""
+
+    token_ms: float  # from the first piece to the last, for each token after the first piece
+    longest_gap_ms: float
+
+
+async def timed(client: Client, question: Question) -> Timed:
+    """Raises `FailedError`."""
+    times: list[float] = []
+    usage = None
+    async with aclosing(client.answer(question)) as pieces:
+        async for piece in pieces:
+            times.append(time.perf_counter())
+            usage = piece.usage or usage
+    if usage is None or len(times) < 3:
+        raise FailedError("short", "the answer is too short to be timed")
+    # The first piece has one token, which the pass that ends the prompt gives.
+    token_ms = 1e3 * (times[-1] - times[0]) / (usage.completion_tokens - 1)
+    return Timed(token_ms, 1e3 * max(b - a for a, b in pairwise(times)))
+
+
+async def bench_paths(
+    url: str,
+    grpc_address: str,
+    *,
+    context: int,
+    output: int,
+    repeats: int,
+    temperature: float,
+    progress: Callable[[str], None],
+) -> dict[str, Any]:
+    """Milliseconds a token over HTTP, over gRPC and directly, in turns; and over HTTP while bodies of one MB arrive.
+
+    Raises `FailedError`, or `InvalidValueError` if `url` and the target are not one server's.
+    """
+    async with aiohttp.ClientSession(url) as session, HttpClient(url) as http, GrpcClient(grpc_address) as ours:
+        status, tokens = await fetched(session, "/status"), dict[str, list[int]]()
+        addresses = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
+        require(len(addresses) == 1, "url", url, f"must be a server of one replica; it has {len(addresses)} targets")
+        prompt = words_of("paths", context)
+        while (count := len(ids := (await fetched(session, "/tokenize", {"prompt": prompt}))["tokens"])) > context:
+            prompt = " ".join(prompt.split()[: min(-1, -((count - context) // 2))])
+        tokens[prompt] = ids
+        model = (await http.models())[0]
+        async with TargetClient(addresses[0], tokens) as target:
+            clients: dict[str, Client] = {"direct": target, "http": http, "grpc": ours}
+            found: dict[str, list[Timed]] = {name: [] for name in (*clients, "http_beside_bodies")}
+            for turn in range(repeats):
+                question = Question(model, prompt, output, temperature, seed=turn)
+                for name, client in clients.items():
+                    progress(f"{turn + 1} of {repeats}: {name}")
+                    found[name].append(await timed(client, question))
+                progress(f"{turn + 1} of {repeats}: http beside bodies of 1 MB")
+                found["http_beside_bodies"].append(await beside_bodies(session, http, question))
+    middle = {name: statistics.median(each.token_ms for each in times) for name, times in found.items()}
+    return {
+        "prompt_tokens": len(ids),
+        "output_tokens": output,
+        "token_ms": {name: round(value, 3) for name, value in middle.items()},
+        "over_direct": {name: round(middle[name] / middle["direct"], 3) for name in ("http", "grpc")},
+        "longest_gap_ms": {name: [round(each.longest_gap_ms, 1) for each in times] for name, times in found.items()},
+    }
+
+
+async def beside_bodies(session: aiohttp.ClientSession, client: Client, question: Question) -> Timed:
+    """An answer while another client sends a body of one MB again and again."""
+
+    async def send() -> None:
+        while True:
+            async with session.post("/v1/completions", json={"prompt": BODY, "max_tokens": 1}) as response:
+                await response.read()
+
+    sending = asyncio.create_task(send())
+    try:
+        return await timed(client, question)
+    finally:
+        sending.cancel()
+
+
+async def fetched(session: aiohttp.ClientSession, path: str, body: dict[str, Any] | None = None) -> Any:
+    asking = session.get(path) if body is None else session.post(path, json=body)
+    async with asking as response:
+        response.raise_for_status()
+        return await response.json()

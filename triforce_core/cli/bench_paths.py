@@ -1,0 +1,43 @@
+"""`triforce bench paths`."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Annotated
+
+import typer
+
+from triforce_core.cli.bench_serve import DEFAULT_URL
+from triforce_core.cli.figures import show_figures
+from triforce_core.cli.options import JsonOption, TemperatureOption
+from triforce_core.errors import require
+
+
+def paths(
+    url: Annotated[str, typer.Option(help="a running server of one replica")] = DEFAULT_URL,
+    grpc: Annotated[str, typer.Option(help="the same server's gRPC address")] = "127.0.0.1:9000",
+    context: Annotated[int, typer.Option(help="prompt tokens at most")] = 16000,
+    output: Annotated[int, typer.Option(help="output tokens")] = 128,
+    repeats: Annotated[int, typer.Option(help="answers over each way")] = 5,
+    temperature: TemperatureOption = 0.0,
+    as_json: JsonOption = False,
+) -> None:
+    """What the way through HTTP or gRPC adds to a token's time: each against the target asked directly, in turns; and
+    a stream's longest gaps while bodies of 1 MB arrive.
+    """
+    from deploy.bench.paths import bench_paths
+
+    for name, value, least in (("context", context, 1), ("output", output, 8), ("repeats", repeats, 1)):
+        require(value >= least, name, value, f"must be at least {least}")
+    figures = asyncio.run(
+        bench_paths(
+            url,
+            grpc,
+            context=context,
+            output=output,
+            repeats=repeats,
+            temperature=temperature,
+            progress=lambda text: typer.echo(text, err=True),
+        )
+    )
+    show_figures(figures, as_json=as_json)
