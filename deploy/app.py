@@ -292,7 +292,7 @@ def application(settings: Settings) -> Iterator[None]:
     """The application on Ray Serve, ready inside the context. Raises `UnavailableError` if it does not start."""
     from ray import serve
 
-    from deploy.grpc_api import SERVICERS
+    from deploy.grpc_services import SERVICERS
 
     tell(f"starting the tiers ({settings.dtype}, {settings.device})")
     server = settings.server

@@ -13,6 +13,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
 from deploy.grpc_guard import logged, reported, streaming, unary
+from deploy.grpc_services import parsed
 from deploy.health import Health
 from deploy.keys import keys_of
 from deploy.openai_api.guard import guarded
@@ -38,11 +39,11 @@ class Gateway:
         """Called before the application ends; see `Service.drain`."""
         return await self.service.drain(timeout_s)
 
-    @unary(pb.GenerateResponse)
+    @unary(pb.GenerateRequest, pb.GenerateResponse)
     async def Generate(self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext) -> pb.GenerateResponse:
         return await grpc_api.generate(self.service, request)
 
-    @streaming(pb.GenerateChunk)
+    @streaming(pb.GenerateRequest, pb.GenerateChunk)
     async def GenerateStream(
         self, request: pb.GenerateRequest, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[pb.GenerateChunk, None]:
@@ -50,17 +51,17 @@ class Gateway:
             async for chunk in chunks:
                 yield chunk
 
-    @unary(pb.ListModelsResponse)
+    @unary(pb.ListModelsRequest, pb.ListModelsResponse)
     async def ListModels(
         self, request: pb.ListModelsRequest, grpc_context: RayServegRPCContext
     ) -> pb.ListModelsResponse:
         return grpc_api.list_models(self.service)
 
-    @unary(pb.TokenizeResponse)
+    @unary(pb.TokenizeRequest, pb.TokenizeResponse)
     async def Tokenize(self, request: pb.TokenizeRequest, grpc_context: RayServegRPCContext) -> pb.TokenizeResponse:
         return await grpc_api.tokenize(self.service, request)
 
-    @unary(pb.DetokenizeResponse)
+    @unary(pb.DetokenizeRequest, pb.DetokenizeResponse)
     async def Detokenize(
         self, request: pb.DetokenizeRequest, grpc_context: RayServegRPCContext
     ) -> pb.DetokenizeResponse:
@@ -68,22 +69,29 @@ class Gateway:
 
     # grpc.health.v1 needs no API key.
 
-    async def Check(self, request: HealthCheckRequest, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
+    async def Check(self, request: bytes, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
         try:
-            return await self.health.check(request)
+            return await self.health.check(parsed(HealthCheckRequest, request))
         except Exception as error:
             tell(error, grpc_context)
             return HealthCheckResponse()
 
-    async def List(self, request: HealthListRequest) -> HealthListResponse:
-        return await self.health.list()
+    async def List(self, request: bytes, grpc_context: RayServegRPCContext) -> HealthListResponse:
+        try:
+            parsed(HealthListRequest, request)
+            return await self.health.list()
+        except Exception as error:
+            tell(error, grpc_context)
+            return HealthListResponse()
 
     async def Watch(
-        self, request: HealthCheckRequest, grpc_context: RayServegRPCContext
+        self, request: bytes, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[HealthCheckResponse, None]:
         # Logged, unlike the others: it takes a place for minutes.
         with logged(self, "Watch", grpc_context) as call, reported(call, grpc_context):
-            async with aclosing(self.health.watch(request, grpc_context.peer())) as statuses:
+            async with aclosing(
+                self.health.watch(parsed(HealthCheckRequest, request), grpc_context.peer())
+            ) as statuses:
                 async for status in statuses:
                     yield status
             return

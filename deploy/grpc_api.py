@@ -16,7 +16,6 @@ from actors.wire import (
 )
 from deploy.errors import OverloadedError, UnauthenticatedError, entry_for, internal_error
 from deploy.grpc_chat import messages_of, tools_of
-from deploy.health import SERVICER as HEALTH_SERVICER
 from deploy.health import UnknownServiceError
 from deploy.service import ClientRequest, Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
@@ -30,9 +29,6 @@ from triforce_core.errors import (
     require,
 )
 from triforce_core.sampling.guides import Guide
-
-SERVICER = "triforce_core._gen.triforce.v1.generation_pb2_grpc.add_GenerationServicer_to_server"
-SERVICERS = [SERVICER, HEALTH_SERVICER]
 
 STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
     InvalidValueError: grpc.StatusCode.INVALID_ARGUMENT,

@@ -14,10 +14,12 @@ from contextlib import aclosing, contextmanager
 from typing import Any, Protocol, TypeVar
 
 import grpc
+from google.protobuf.message import Message
 from ray.serve.grpc_util import RayServegRPCContext
 
 from deploy import grpc_api
 from deploy.calls import REQUEST_ID, SOUND_ID, Call, begin, checked_id
+from deploy.grpc_services import parsed
 from deploy.keys import ApiKeys
 from deploy.service import Service
 
@@ -30,22 +32,26 @@ class Guarded(Protocol):
 
 
 Owner = TypeVar("Owner", bound=Guarded)
-Asked = TypeVar("Asked")
+Asked = TypeVar("Asked", bound=Message)
 Answer = TypeVar("Answer")
 Unary = Callable[[Owner, Asked, RayServegRPCContext], Awaitable[Answer]]
-GuardedUnary = Callable[[Owner, Asked, RayServegRPCContext], Coroutine[Any, Any, Answer]]
+GuardedUnary = Callable[[Owner, Asked | bytes, RayServegRPCContext], Coroutine[Any, Any, Answer]]
 Streaming = Callable[[Owner, Asked, RayServegRPCContext], AsyncGenerator[Answer, None]]
 
 
-def unary(empty: Callable[[], Answer]) -> Callable[[Unary[Owner, Asked, Answer]], GuardedUnary[Owner, Asked, Answer]]:
-    """Guards a method that answers once. Where it fails, the answer is `empty`, and gRPC sends the status alone."""
+def unary(
+    kind: type[Asked], empty: Callable[[], Answer]
+) -> Callable[[Unary[Owner, Asked, Answer]], GuardedUnary[Owner, Asked, Answer]]:
+    """Guards a method that takes a message of this kind and answers once. Where it fails, the answer is `empty`, and
+    gRPC sends the status alone.
+    """
 
     def guard(method: Unary[Owner, Asked, Answer]) -> GuardedUnary[Owner, Asked, Answer]:
         @functools.wraps(method)
-        async def guarded(self: Owner, request: Asked, grpc_context: RayServegRPCContext) -> Answer:
+        async def guarded(self: Owner, request: Asked | bytes, grpc_context: RayServegRPCContext) -> Answer:
             with logged(self, method.__name__, grpc_context) as call, reported(call, grpc_context):
                 admit(call, self.keys, grpc_context)
-                return await method(self, request, grpc_context)
+                return await method(self, parsed(kind, request), grpc_context)
             return empty()
 
         return guarded
@@ -54,6 +60,7 @@ def unary(empty: Callable[[], Answer]) -> Callable[[Unary[Owner, Asked, Answer]]
 
 
 def streaming(
+    kind: type[Asked],
     empty: Callable[[], Answer],
 ) -> Callable[[Streaming[Owner, Asked, Answer]], Streaming[Owner, Asked, Answer]]:
     """The same for a method that answers with a stream."""
@@ -61,11 +68,11 @@ def streaming(
     def guard(method: Streaming[Owner, Asked, Answer]) -> Streaming[Owner, Asked, Answer]:
         @functools.wraps(method)
         async def guarded(
-            self: Owner, request: Asked, grpc_context: RayServegRPCContext
+            self: Owner, request: Asked | bytes, grpc_context: RayServegRPCContext
         ) -> AsyncGenerator[Answer, None]:
             with logged(self, method.__name__, grpc_context) as call, reported(call, grpc_context):
                 admit(call, self.keys, grpc_context)
-                async with aclosing(method(self, request, grpc_context)) as answers:
+                async with aclosing(method(self, parsed(kind, request), grpc_context)) as answers:
                     async for answer in answers:
                         yield answer
                 return

@@ -13,7 +13,6 @@ from deploy.errors import OverloadedError
 from deploy.service import Service
 from triforce_core.errors import InvalidValueError, TriForceError
 
-SERVICER = "grpc_health.v1.health_pb2_grpc.add_HealthServicer_to_server"
 SERVICES = ("", "triforce.v1.Generation", "grpc.health.v1.Health")  # the empty name means the server as a whole
 PERIOD_S = 2.0  # between two looks of a watch
 MAX_WATCHES = 16  # each takes a place among the gateway's calls

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from deploy.app import ENVIRONMENT
-from deploy.grpc_api import SERVICERS
+from deploy.grpc_services import SERVICERS
 from scripts.generate_chart import generated
 from tests.charts import (
     CHART,

@@ -14,7 +14,7 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthListRequest
+from grpc_health.v1.health_pb2 import HealthCheckRequest
 from openai import AuthenticationError, OpenAI
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
@@ -527,7 +527,7 @@ def test_the_health_service_answers_without_a_key(file: Path, caplog: pytest.Log
             assert called(made, "Check", context, request) == called(made, "Watch", context, request)
         assert context.status is None
     assert [line["route"] for line in lines_of(caplog)] == ["Watch"] * 2
-    assert set(asyncio.run(made.List(HealthListRequest())).statuses) == set(SERVICES)
+    assert set(asyncio.run(made.List(b"", Context())).statuses) == set(SERVICES)
 
 
 def test_a_watch_that_is_refused_is_logged(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
