@@ -184,6 +184,7 @@ class LayerChunks:
 
     def mass(self) -> Tensor:
         held, cutter = self.held, self.cutter
+        assert held.mass, "the sequence was opened for such a selector, and its attention counted from the beginning"
         counted = held.mass[self.layer].shape[1]
         if counted < cutter.position:
             queries, first = held.queries[self.layer], held.query_positions.start
