@@ -15,7 +15,7 @@ from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.mass import attention_mass
+from triforce_core.kv.mass import MOST_LOGITS, attention_mass
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.selectors.mean_key import mean_keys
@@ -216,7 +216,7 @@ def test_mass_is_that_of_dense_attention(monkeypatch: pytest.MonkeyPatch) -> Non
     future = torch.arange(100) > torch.arange(60, 100)[:, None]
     expected = logits.masked_fill(future, -torch.inf).softmax(-1).sum((0, 1)).float()
     for most in (1 << 24, 2100, 1):
-        monkeypatch.setattr("triforce_core.kv.mass.MOST_LOGITS", most)
+        monkeypatch.setitem(MOST_LOGITS, "cpu", most)
         torch.testing.assert_close(attention_mass(queries, keys), expected)
 
 

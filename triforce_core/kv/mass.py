@@ -10,7 +10,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-MOST_LOGITS = 1 << 24  # at a time: 64 MiB in float32
+# Logits at a time, by the type of the device. On a CPU 4 MiB of them stay in its cache, which takes a third of the time
+# of 64 MiB; a GPU needs large pieces.
+MOST_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
 def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
@@ -22,7 +24,7 @@ def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
     """
     (heads, count, head_dim), tokens = queries.shape, len(keys)
     mass = torch.zeros(tokens, dtype=torch.float32, device=keys.device)
-    together = max(1, MOST_LOGITS // (heads * tokens))
+    together = max(1, MOST_LOGITS[keys.device.type] // (heads * tokens))
     for first in range(0, count, together):
         some = queries[:, first : first + together]
         rows = some.shape[1]

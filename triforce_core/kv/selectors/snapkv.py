@@ -35,7 +35,12 @@ class SnapKV:
             own = grouped(chunks.queries, kv_heads)
             # The product is in the model's precision and the softmax in float32, as in transformers' own attention.
             logits = (own @ keys.flatten(1, 2).mT).float() * own.shape[-1] ** -0.5  # [kv_heads, rows of group, tokens]
-            tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
-            future = (tokens > positions[:, None]).repeat(own.shape[1] // rows, 1)
-            sums.append(logits.masked_fill(future, -torch.inf).unflatten(-1, (-1, size)).logsumexp(-1))
+            if start + logits.shape[-1] > first + 1:
+                tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
+                future = (tokens > positions[:, None]).repeat(own.shape[1] // rows, 1)
+                logits.masked_fill_(future, -torch.inf)
+            # One peak for all chunks of the piece, because `logsumexp` of few numbers is slow. It is finite, so that a
+            # query that sees nothing here gets zeros.
+            peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
+            sums.append((logits - peak).exp_().unflatten(-1, (-1, size)).sum(-1).log() + peak)
         return torch.cat(sums, dim=-1).softmax(-1)[..., : chunks.count].mean(1)
