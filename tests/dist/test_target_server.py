@@ -28,7 +28,7 @@ from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Stats
 from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
-from triforce_core.messages import GREEDY, Claim, Proposer, Tier, Verdict
+from triforce_core.messages import GREEDY, Claim, Proposer, Tally, Tier, Verdict
 
 
 class Hanging(Counting):
@@ -45,8 +45,13 @@ class Hanging(Counting):
 
 
 class NoSnapshots:
+    selector = "streaming"
+
     def update(self, sequence: object, *, wanted: bool) -> None:
         """None is ever due."""
+
+    def saw(self, sequence: object, tally: Tally) -> None:
+        """Nothing depends on it."""
 
 
 @contextmanager

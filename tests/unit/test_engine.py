@@ -16,8 +16,13 @@ from triforce_core.messages import GREEDY, Proposal, Tally
 
 
 class NoSnapshots:
+    selector = "streaming"
+
     def update(self, sequence: object, *, wanted: bool) -> None:
         """None is ever due."""
+
+    def saw(self, sequence: object, tally: Tally) -> None:
+        """Nothing depends on it."""
 
 
 @pytest.fixture
