@@ -535,7 +535,7 @@ class Settings(Strict):
             raise ValueError(f"tiers {given.tiers} must be target where target.eviction is {target.eviction}")
         if "lookaheads" in given.model_fields_set and any(given.lookaheads):
             raise ValueError(f"lookaheads {given.lookaheads} must be (0, 0) where target.eviction is {target.eviction}")
-        return given.model_copy(update={"tiers": "target", "lookaheads": (0, 0)})
+        return given.model_copy(update={"tiers": "target"})
 
     @field_validator("placement")
     @classmethod

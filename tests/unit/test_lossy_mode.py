@@ -166,7 +166,7 @@ def test_requests_that_ask_for_speculation_are_refused_by_name() -> None:
 
 def test_the_settings_of_a_lossy_target_are_those_of_one_that_decodes_alone() -> None:
     settings = lossy()
-    assert settings.speculation.effective == settings.speculation.lookaheads == (0, 0)
+    assert settings.speculation.effective == (0, 0)
     assert settings.placement.groups[0].tiers == ("target", "retrieval", "draft")
     assert not settings.controlled
     assert load_settings().target.lossy is None
