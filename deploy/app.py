@@ -217,7 +217,7 @@ def check_models(settings: Settings) -> Limits:
         load_config,
     )
 
-    drafter = drafter_weights(settings)
+    drafter = None if settings.target.lossy else drafter_weights(settings)
     check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)

@@ -73,6 +73,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
     rows = {
         "model": f"{name}, {settings.dtype}, on {device}",
+        **({"LOSSY": settings.target.lossy} if settings.target.lossy else {}),
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
         "page": f"{url}/ in a browser",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
@@ -89,6 +90,8 @@ def process(settings: Settings, tiers: tuple[str, ...], threads: Mapping[str, in
     """One process of a pipeline as text: its tiers, each with its threads, and the cores that it is restricted to."""
     named = [f"{tier} ({plural(threads[tier], 'thread')})" if tier in threads else tier for tier in tiers]
     [group] = [group for group in settings.placement.groups if group.tiers == tiers]
+    if settings.target.lossy:
+        named = named[:1]  # nothing drafts
     cores = "" if group.cores is None else f" on cores {', '.join(map(str, group.cores))}"
     return " + ".join(named) + cores
 

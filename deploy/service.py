@@ -131,6 +131,7 @@ class Part:
     index: int = 0  # of the completion, among the request's `n`; those of several requests are counted through
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
     prompt: tuple[int, ...] = ()
+    lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
     echoed: int = 0  # leading characters of the text that are the prompt's
     so_far: pb.DecodeStats | None = None  # of a part before the last: how the output was made until now
 
@@ -144,19 +145,29 @@ class ServedModel:
     stop_token_ids: tuple[int, ...]
     tokenizer: Any
     fingerprint: str  # while it is unchanged, the same seed gives the same output
+    lossy: str | None = None  # what its cache forgets, in words; None: nothing
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
     def load(cls, settings: Settings) -> ServedModel:
         target = settings.target.model
         what = [triforce_core.__version__, target, settings.dtype, settings.device, settings.attention]
+        if settings.target.lossy:
+            what += [settings.target.lossy, str(settings.target.heavy_share)]
         return cls(
             name=served_name(settings),
             limits=target_limits(load_config(target, "target"), settings),
             stop_token_ids=stop_token_ids(target),
             tokenizer=load_tokenizer(target),
-            fingerprint="fp_" + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:10],
+            fingerprint=fingerprint(what, settings),
+            lossy=settings.target.lossy,
         )
+
+
+def fingerprint(what: Sequence[str | None], settings: Settings) -> str:
+    """A short name of what determines the output; that of a lossy target says so."""
+    kind = "fp_lossy_" if settings.target.lossy else "fp_"
+    return kind + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:10]
 
 
 def served_name(settings: Settings) -> str:
@@ -392,7 +403,12 @@ class Service:
             include_stop=asked.include_stop,
         )
         frame = Part(
-            TextDelta("", (), b""), request.seed, len(request.prompt), index=first + index, prompt=request.prompt
+            TextDelta("", (), b""),
+            request.seed,
+            len(request.prompt),
+            index=first + index,
+            prompt=request.prompt,
+            lossy=self.model.lossy,
         )
         if output.stopped:  # the client already has the whole output
             yield replace(frame, piece=output.finish(), done=Done(FinishReason.STOP, output.num_tokens, Stats()))
@@ -437,6 +453,8 @@ class Service:
     def plan(self, asked: ClientRequest) -> tuple[tuple[int, int] | None, Drafting]:
         """The lookaheads that the request pins, None if it leaves them to the target, and who drafts."""
         check_drafter("drafter", asked.drafter)
+        rule = f"must be left out: target.eviction is {self.settings.target.eviction}, and nothing drafts"
+        require(asked.drafter is None or self.model.lossy is None, "drafter", asked.drafter, rule)
         drafting = DRAFTINGS[asked.drafter or "model"]
         if asked.lookaheads is not None:
             check_lookaheads("lookaheads", asked.lookaheads)

@@ -64,6 +64,12 @@ class DraftSettings(Strict):
     window: int = Field(
         252, ge=1, description="last tokens that a draft model sees; smaller for a short context or little memory"
     )
+    cache: Literal["streaming", "heavy_hitter"] = Field(
+        "streaming",
+        description="what a draft model sees: the first 4 tokens and the window, or as many tokens of which half are"
+        " those with the most attention (H2O) and half the latest; heavy_hitter needs a drafter with as many positions"
+        " as the text has tokens",
+    )
 
     @property
     def slack(self) -> int:
@@ -160,6 +166,22 @@ class TargetSettings(Strict):
         description="with offload, how many of the first layers keep their KV on the device; set as many as fit",
     )
     offload_path: str | None = Field(None, description="directory of the KV file when offload is disk")
+    eviction: Literal["none", "heavy_hitter", "streaming"] = Field(
+        "none",
+        description="LOSSY unless none: each request keeps kv_budget tokens of KV and forgets the others, so its tokens"
+        " are not those of the model; heavy_hitter (H2O) keeps those with the most attention and the latest, streaming"
+        " (StreamingLLM) the first 4 and the latest; without speculation",
+    )
+    kv_budget: int | None = Field(
+        None, ge=16, description="with eviction, tokens of KV that each request keeps; by default 1024"
+    )
+    heavy_share: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="with heavy_hitter, the share of kv_budget for tokens with the most attention; the rest are the"
+        " latest tokens",
+    )
     prefill_chunk: int = Field(
         default_factory=lambda given: 2048 if given.get("offload") == "none" else OFFLOADED_PREFILL_CHUNK,
         ge=16,
@@ -191,6 +213,34 @@ class TargetSettings(Strict):
     def _audited(self) -> TargetSettings:
         if self.audit and (self.offload != "none" or self.tensor_parallel > 1):
             raise ValueError(f"audit {self.audit} must be 0 with offload or tensor_parallel")
+        return self
+
+    @property
+    def kept_tokens(self) -> int:
+        """With eviction: the tokens of KV that a request keeps. A quarter more are held before some are evicted."""
+        return self.kv_budget or 1024
+
+    @property
+    def lossy(self) -> str | None:
+        """What is forgotten, in words, for all who must know that outputs are not the model's own; None: nothing."""
+        if self.eviction == "none":
+            return None
+        return f"{self.eviction} keeps {self.kept_tokens} tokens of KV of each request and forgets the others"
+
+    @model_validator(mode="after")
+    def _evicting(self) -> TargetSettings:
+        if self.eviction == "none" and self.kv_budget is not None:
+            raise ValueError(f"kv_budget {self.kv_budget} must be null where eviction is none: all KV is kept")
+        if self.eviction != "heavy_hitter" and self.heavy_share != 0.5:
+            raise ValueError(f"heavy_share {self.heavy_share:g} must be 0.5 where eviction is {self.eviction}")
+        if self.eviction == "none":
+            return self
+        others = {"offload": "none", "tensor_parallel": 1, "kv_pool_tokens": None, "audit": 0}
+        for field, needed in others.items():
+            given = getattr(self, field)
+            if given != needed:
+                rule = "null" if needed is None else needed
+                raise ValueError(f"{field} {given} must be {rule} where eviction is {self.eviction}")
         return self
 
     @model_validator(mode="after")
@@ -479,6 +529,29 @@ class Settings(Strict):
         if "max_stall_ms" in given.model_fields_set and given.max_stall_ms is not None:
             raise ValueError(f"max_stall_ms {given.max_stall_ms:g} must be off where deterministic is true")
         return given.model_copy(update={"max_stall_ms": None})
+
+    @field_validator("speculation")
+    @classmethod
+    def _alone_where_evicting(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
+        """A target that evicts KV decodes by itself: there is nothing from which lower tiers could be exact."""
+        target = others.data.get("target")
+        if target is None or target.eviction == "none":
+            return given
+        if "tiers" in given.model_fields_set and given.tiers != "target":
+            raise ValueError(f"tiers {given.tiers} must be target where target.eviction is {target.eviction}")
+        if "lookaheads" in given.model_fields_set and any(given.lookaheads):
+            raise ValueError(f"lookaheads {given.lookaheads} must be (0, 0) where target.eviction is {target.eviction}")
+        return given.model_copy(update={"tiers": "target"})
+
+    @field_validator("placement")
+    @classmethod
+    def _one_process_where_evicting(cls, given: PlacementSettings, others: ValidationInfo) -> PlacementSettings:
+        target = others.data.get("target")
+        if target is None or target.eviction == "none":
+            return given
+        if "colocate" in given.model_fields_set and given.colocate != "all":
+            raise ValueError(f"colocate {given.colocate} must be all where target.eviction is {target.eviction}")
+        return given.model_copy(update={"colocate": "all"})
 
     @field_validator("placement")
     @classmethod

@@ -65,8 +65,9 @@ def process_bytes(settings: Settings, group: DeviceGroup) -> int:
 
 def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     """The bytes of a tier's KV on one rank: on its device, and in host memory if that is its device."""
-    from triforce_core.engine.cache_sizes import draft_window, retrieval_tail
+    from triforce_core.engine.cache_sizes import draft_heavy_hitters, draft_window, retrieval_tail
     from triforce_core.engine.limits import target_limits
+    from triforce_core.engine.lossy import lossy_bytes
     from triforce_core.engine.target_kv import check_pool, offload_for
     from triforce_core.kv.base import KVGeometry
     from triforce_core.kv.memory import HOST
@@ -77,12 +78,17 @@ def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     layers, kv_heads, head_dim = kv_shape(config)
     device = torch_device(settings.device)
     geometry = KVGeometry(layers, kv_heads // settings.ranks((tier,)), head_dim, DTYPES[settings.dtype], device)
+    heads = config.num_attention_heads
+    if tier == "draft" and settings.draft.cache == "heavy_hitter":
+        return settings.max_sequences * draft_heavy_hitters(settings).bytes_each(geometry, heads)
     if tier == "draft":
         return geometry.bytes_per_token * settings.max_sequences * draft_window(settings).capacity
     if tier == "retrieval":
         return (
             geometry.bytes_per_token * settings.max_sequences * (settings.retrieval.budget + retrieval_tail(settings))
         )
+    if settings.target.lossy:
+        return settings.max_sequences * lossy_bytes(geometry, heads, settings)
     pool, offload = target_limits(config, settings).kv_pool_tokens, offload_for(settings, layers)
     check_pool(offload, geometry, pool)
     if offload is None:

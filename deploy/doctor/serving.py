@@ -25,6 +25,8 @@ def models(settings: Settings) -> Finding:
         f"target {settings.target.model} (vocabulary of {limits.vocab_size}, context of {limits.context_length} tokens,"
         f" KV for {limits.kv_pool_tokens}), drafter {settings.draft.model}"
     )
+    if settings.target.lossy:
+        return note(f"{found}: LOSSY, {settings.target.lossy}", "nothing, if that is meant; else target.eviction: none")
     if limits.kv_pool_tokens < limits.context_length:
         advice = f"raise target.kv_pool_tokens to {limits.context_length}, or lower target.context_length to the pool"
         return note(f"{found}: there is KV for less than one context", advice)
@@ -56,6 +58,8 @@ def models_of(settings: Settings) -> dict[str, tuple[str, str]]:
     from triforce_core.engine.drafters import drafter_weights
 
     found = {"target": (settings.target.model, "target")}
+    if settings.target.lossy:
+        return found
     own = settings.retrieval.model
     found["retrieval"] = found["target"] if own is None else (own, "self-drafter")
     if drafter := drafter_weights(settings):

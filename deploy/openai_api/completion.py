@@ -169,7 +169,8 @@ def progress(part: Part) -> dict[str, Any]:
 def extras(part: Part, done: Done) -> dict[str, Any]:
     """Fields beyond OpenAI's: how the output was made, and the seed that reproduces it."""
     stats = done.stats
-    return {
+    lossy = {} if part.lossy is None else {"lossy": part.lossy}
+    return lossy | {
         "seed": part.seed,
         "queued_s": stats.queued_s,
         "prefill_s": stats.prefill_s,

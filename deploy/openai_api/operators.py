@@ -44,6 +44,8 @@ def operator_routes(service: Service) -> APIRouter:
             replicas = {}
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
         target = {"model": service.model.name, "dtype": service.settings.dtype}
+        if service.model.lossy is not None:
+            target["lossy"] = service.model.lossy
         return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
 
     @app.get("/metrics", response_class=PlainTextResponse)

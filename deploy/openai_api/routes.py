@@ -107,7 +107,8 @@ class App(FastAPI):
 
 
 def model_card(model: ServedModel) -> dict[str, Any]:
-    return {
+    lossy = {} if model.lossy is None else {"lossy": model.lossy}
+    return lossy | {
         "id": model.name,
         "object": "model",
         "created": model.created,

@@ -17,6 +17,7 @@ from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import Forward, Held, KVCache, KVGeometry, Lack
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.heavy_hitter import HeavyHitterKV, HeavyHitterSettings
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
@@ -153,9 +154,11 @@ def test_a_cache_that_cannot_have_any_is_named_where_graphs_are_asked_for(said: 
     model = random_model()
     geometry, kernel = kv_geometry(model), KERNELS["reference"]
     offloaded = OffloadedKV(geometry, 100, kernel, Offload())
+    heavy = HeavyHitterKV(geometry, 1, HeavyHitterSettings(), kernel, model.config.num_attention_heads)
     host = {"target": {"offload": "host"}}
     expected = [
         (offloaded, host, "with target.offload: host what the target copies differs from pass to pass"),
+        (heavy, {}, "the heavy-hitter cache keeps the queries of each pass, which these passes do not"),
         (AnyKV(geometry, 100, kernel), {}, "the cache policy AnyKV has no passes of constant shape"),
     ]
     for mode, device in [("eager", "cpu"), ("on", "cuda:0"), ("auto", "cuda:0")]:

@@ -44,7 +44,10 @@ def config(
     if schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
         return
-    settings = resolved(load_settings(config)).model_dump(mode="json")
+    found = resolved(load_settings(config))
+    if found.target.lossy:
+        typer.echo(f"# lossy: {found.target.lossy}", err=as_json)  # JSON has no comments
+    settings = found.model_dump(mode="json")
     typer.echo(json.dumps(settings) if as_json else yaml.safe_dump(settings, sort_keys=False), nl=as_json)
 
 

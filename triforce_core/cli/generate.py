@@ -138,7 +138,8 @@ def generate(
                 typer.echo(json.dumps(completion.report(text if echo else "")))
                 continue
             console.print()
-            console.print(legend(completion.stats, settings.dtype))
+            place = f"{settings.dtype}, LOSSY: {settings.target.lossy}" if settings.target.lossy else settings.dtype
+            console.print(legend(completion.stats, place))
 
 
 class Completion:

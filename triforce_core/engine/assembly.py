@@ -13,16 +13,18 @@ from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.drafting import ModelProposer
-from triforce_core.engine.cache_sizes import draft_window, retrieval_tail
+from triforce_core.engine.cache_sizes import draft_heavy_hitters, draft_window, retrieval_tail
 from triforce_core.engine.controller import Controller, Tiers
 from triforce_core.engine.drafters import drafter_for, drafter_weights
 from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import target_limits
+from triforce_core.engine.lossy import Lossy, NothingBelow, lossy_kv
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.target_kv import target_kv
 from triforce_core.errors import require
 from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.heavy_hitter import HeavyHitterKV
 from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
@@ -46,6 +48,13 @@ FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first s
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
     """The draft tier that runs `model`, and looks up too where it is asked to."""
+    kv = heavy_hitter_kv(model, settings) if settings.draft.cache == "heavy_hitter" else streaming_kv(model, settings)
+    runner = runner_for(model, kv, settings, FEW_DRAFT_TOKENS)
+    return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
+
+
+def streaming_kv(model: PreTrainedModel, settings: Settings) -> StreamingKV:
+    """The draft tier's cache of sinks and window."""
     window = draft_window(settings)
     positions = context_length(model.config)
     rule = f"makes a cache of {window.capacity} tokens, which must fit the drafter's {positions} positions"
@@ -53,9 +62,17 @@ def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
     geometry, sequences = kv_geometry(model), settings.max_sequences
     num_bytes = geometry.bytes_per_token * window.capacity * sequences
     check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
-    kv = StreamingKV(geometry, sequences, window, kernel_for(settings, geometry.head_dim))
-    runner = runner_for(model, kv, settings, FEW_DRAFT_TOKENS)
-    return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
+    return StreamingKV(geometry, sequences, window, kernel_for(settings, geometry.head_dim))
+
+
+def heavy_hitter_kv(model: PreTrainedModel, settings: Settings) -> HeavyHitterKV:
+    """The draft tier's cache of heavy hitters. Texts longer than the drafter's positions are not drafted by it."""
+    sizes, num_heads = draft_heavy_hitters(settings), model.config.num_attention_heads
+    geometry, sequences = kv_geometry(model), settings.max_sequences
+    num_bytes = sequences * sizes.bytes_each(geometry, num_heads)
+    check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
+    kernel, positions = kernel_for(settings, geometry.head_dim), context_length(model.config)
+    return HeavyHitterKV(geometry, sequences, sizes, kernel, num_heads, positions)
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
@@ -131,7 +148,7 @@ def target_engine(
     below: Proposer,
     sink: SnapshotSink,
     *,
-    kv: FullKV | LeadingFullKV | None = None,
+    kv: FullKV | LeadingFullKV | Lossy | None = None,
     micro_batches: int = 1,
     first_sequence_id: int = 1,
     doorbell: Doorbell | None = None,
@@ -192,12 +209,15 @@ def local_engine(
     ranks: Leader | None = None,
     make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
-    """The engine of a whole chain in this process.
+    """The engine of a whole chain in this process; of the target alone where it evicts KV.
 
     Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the settings name a
     model for it, drafts come from prompt lookup alone. With `ranks`, target and retrieval tier are divided over the
     ranks.
     """
+    if settings.target.lossy:
+        forgetful = lossy_kv(target, settings)
+        return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful, make_verifier=make_verifier)
     own = target if self_drafter is None else self_drafter
     full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)
     if drafter is not None:

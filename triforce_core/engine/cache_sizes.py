@@ -1,8 +1,11 @@
-"""The sizes in tokens of the two drafting tiers' caches, by the settings; that of the target's is in limits.py."""
+"""The sizes in tokens, by the settings, of the caches whose memory is fixed: of the two drafting tiers, and of a target
+that evicts KV. The size of other targets' caches is in limits.py.
+"""
 
 from __future__ import annotations
 
 from triforce_core.config import MAX_LOOKAHEAD, Settings
+from triforce_core.kv.heavy_hitter import HeavyHitterSettings
 from triforce_core.kv.streaming import WindowSettings
 
 MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEAD, and one token on either side
@@ -11,6 +14,30 @@ MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEA
 def draft_window(settings: Settings) -> WindowSettings:
     """The draft tier's window; its capacity is the number of tokens of each sequence."""
     return WindowSettings(window=settings.draft.window, slack=settings.draft.slack)
+
+
+def draft_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
+    """The same for `draft.cache: heavy_hitter`: as many tokens as sinks and window, half of them heavy hitters.
+
+    The tier above may still take back its whole block. If it takes back more, as it does now and then where it runs
+    ahead, the cache makes good for it.
+    """
+    window = draft_window(settings)
+    budget = window.sinks + window.window
+    lag, drafts = MAX_LOOKAHEAD + 2, MAX_LOOKAHEAD
+    return HeavyHitterSettings(budget, budget // 2, window.slack, lag, drafts)
+
+
+def target_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
+    """Of a target with `eviction: heavy_hitter`."""
+    budget = settings.target.kept_tokens
+    return HeavyHitterSettings(budget, round(budget * settings.target.heavy_share), budget // 4)
+
+
+def target_window(settings: Settings) -> WindowSettings:
+    """Of a target with `eviction: streaming`."""
+    budget, sinks = settings.target.kept_tokens, 4
+    return WindowSettings(sinks, budget - sinks, budget // 4)
 
 
 def retrieval_tail(settings: Settings) -> int:

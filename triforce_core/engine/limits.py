@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.config import SELECTOR_NAMES, Settings
+from triforce_core.engine.cache_sizes import target_heavy_hitters, target_window
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import TooLargeError, require
 from triforce_core.models.files import context_length, kv_shape
@@ -23,6 +24,7 @@ class Limits:
     context_length: int  # tokens of prompt and output together
     kv_pool_tokens: int
     vocab_size: int
+    eviction: str = "none"  # otherwise requests of any length take the same memory, and none speculates
 
     def check(self, request: Request) -> None:
         """Raise `InvalidValueError` or `TooLargeError` for a request that can never be served."""
@@ -40,8 +42,11 @@ class Limits:
         counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
         if length > self.context_length:
             raise TooLargeError("prompt", counts, f"must fit the context of {self.context_length} tokens")
-        if length > self.kv_pool_tokens:
+        if length > self.kv_pool_tokens and self.eviction == "none":
             raise TooLargeError("prompt", counts, f"must fit the KV pool of {self.kv_pool_tokens} tokens")
+        rule = f"must be (0, 0): target.eviction is {self.eviction}, and a target that forgets does not speculate"
+        speculates = any(request.lookaheads or ())
+        require(self.eviction == "none" or not speculates, "lookaheads", request.lookaheads, rule)
         self.check_tokens("prompt", request.prompt)  # last: their number is bounded by now
         self.check_tokens("resume_token_ids", request.resume)
         count, rule = len(request.stop_token_ids), f"must be at most {MAX_STOP_TOKENS} tokens"
@@ -59,7 +64,8 @@ class Limits:
         """The most output tokens that fit after `prompt_tokens` prompt tokens; 1 where none fit, which `check` then
         refuses.
         """
-        return max(1, min(self.context_length, self.kv_pool_tokens) - prompt_tokens)
+        longest = min(self.context_length, self.kv_pool_tokens) if self.eviction == "none" else self.context_length
+        return max(1, longest - prompt_tokens)
 
     def check_tokens(self, field: str, tokens: tuple[int, ...]) -> None:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
@@ -81,4 +87,8 @@ def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
     require(resident <= layers, "target.resident_layers", resident, f"must be at most the model's {layers} layers")
     # Offload is for one long context rather than several, and it should not claim more host memory than that needs.
     pool = context if settings.target.offload != "none" else 2 * context
-    return Limits(context, settings.target.kv_pool_tokens or pool, config.vocab_size)
+    if settings.target.eviction == "heavy_hitter":
+        pool = settings.max_sequences * target_heavy_hitters(settings).capacity
+    elif settings.target.eviction == "streaming":
+        pool = settings.max_sequences * target_window(settings).capacity
+    return Limits(context, settings.target.kv_pool_tokens or pool, config.vocab_size, settings.target.eviction)

@@ -49,7 +49,7 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
         require(wanted == here, f"{tier}.tensor_parallel", wanted, f"needs {wanted} ranks: this command has {here}")
     if drafting is None:
         drafting = settings.speculation.effective[1] > 0
-    drafter = drafter_weights(settings) if drafting else None
+    drafter = drafter_weights(settings) if drafting and not settings.target.lossy else None
     check_pair(settings.target.model, drafter)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
@@ -63,6 +63,6 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
         load(settings.target.model, "target", ranks),
         load(drafter, "drafter") if drafter else None,
         settings,
-        load_retrieval_model(settings, ranks) if settings.retrieval.own_weights else None,
+        load_retrieval_model(settings, ranks) if settings.retrieval.own_weights and not settings.target.lossy else None,
         ranks=ranks,
     )

@@ -46,7 +46,9 @@ class WarmUp:
         first and the last; the others are decoded plainly, and without the retrieval tier.
         """
         given = self.settings.speculation
-        whole = given.effective if any(given.effective) else given.lookaheads
+        # Requests may ask for drafts even if the settings do not, unless the target is lossy.
+        asked = any(given.effective) or self.settings.target.lossy
+        whole = given.effective if asked else given.lookaheads
         stages = (
             (SHORT_PROMPT, FEW_OUTPUT_TOKENS, whole),
             (SHORT_PROMPT, FEW_OUTPUT_TOKENS, (0, 0)),  # again, for the prefill rate of a warm pipeline

@@ -23,6 +23,7 @@ from triforce_core.config import Settings
 from triforce_core.kv.base import Batch, KVCache
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.heavy_hitter import HeavyHitterKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
@@ -145,6 +146,8 @@ def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
         kernel = kernel_name(settings)
         return f"with attention: {kernel} a graph of the target would copy every context at its greatest length"
+    if isinstance(kv, HeavyHitterKV):
+        return "the heavy-hitter cache keeps the queries of each pass, which these passes do not"
     if not isinstance(kv, FixedKV | FullKV):
         return f"the cache policy {type(kv).__name__} has no passes of constant shape"
     return None
