@@ -1,0 +1,111 @@
+"""The caches under evaluation: how each gives the logits of a stretch, after a text that the target has read.
+
+A cut cache is a snapshot of the full cache, cut where the stretch begins: what the retrieval tier drafts with, and what
+a method that compresses the cache after the prompt decodes with. An evicting cache reads the whole text by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from triforce_core.errors import require
+from triforce_core.evaluation.plan import Budget, EvalPlan
+from triforce_core.evaluation.reading import Reader, Reading
+from triforce_core.evaluation.texts import Input, Stretch
+from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.selectors import SELECTORS, Selector
+from triforce_core.kv.streaming import StreamingKV, WindowSettings
+
+FULL, TRIFORCE = "full", "triforce"
+SINKS = 4  # tokens
+
+LogitsOf = Callable[[Stretch], Tensor]  # the logits of a stretch, [tokens, vocab] float32
+OpenCache = Callable[[Reading, Input, int], LogitsOf]  # over a text, with a budget in tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One cache at one budget: a row of the tables."""
+
+    cache: str
+    budget: Budget | None  # None: it keeps everything
+
+    def open(self, reading: Reading, text: Input) -> LogitsOf:
+        """The cache over the text. Its budget is a share of the tokens before the first stretch."""
+        if self.budget is None:
+            return reading.logits  # once more over the KV that is held
+        budget = self.budget.tokens(text.stretches[0].start, reading.chunk)
+        return CACHES[self.cache](reading, text, budget)
+
+
+def selector_named(name: str) -> Selector:
+    return SELECTORS[name]()
+
+
+def selectors_of(plan: EvalPlan) -> list[str]:
+    """The names of the plan's selectors; none: all of them."""
+    return [name for name in plan.caches or CUT if name in CUT]
+
+
+def cut_by(name: str) -> OpenCache:
+    """Snapshots by a selector, as the retrieval tier has them."""
+
+    def open_cache(reading: Reading, text: Input, budget: int) -> LogitsOf:
+        selector, model = selector_named(name), reading.sparse
+
+        def logits(stretch: Stretch) -> Tensor:
+            sparse = RetrievalKV(model.geometry, 1, budget, stretch.stop - stretch.start, model.kernel)
+            taken = sparse.take(reading.cut(stretch, budget, selector))
+            assert taken, "the snapshot has at most the budget"
+            return model.over(sparse, text.tokens).logits(stretch)
+
+        return logits
+
+    return open_cache
+
+
+def streaming_llm(reading: Reading, text: Input, budget: int) -> LogitsOf:
+    """Sinks and a window of the last tokens, at the positions of a small cache, as StreamingLLM (Xiao et al. 2023) has
+    them. The window is the budget's at the first stretch and grows from there to the end of the text.
+    """
+    model, first = reading.target, text.stretches[0].start
+    window = WindowSettings(SINKS, budget - SINKS, slack=len(text.tokens) - first)
+    reader = model.over(StreamingKV(model.geometry, 1, window, model.kernel), text.tokens)
+
+    def logits(stretch: Stretch) -> Tensor:
+        if reader.at == 0:
+            reader.skip_to(first)
+        return reader.logits(stretch)
+
+    return logits
+
+
+def evicting(reader: Reader) -> LogitsOf:
+    """A cache that reads the text itself, stretch after stretch, and forgets as it goes."""
+
+    def logits(stretch: Stretch) -> Tensor:
+        reader.read(stretch.start)
+        return reader.logits(stretch)
+
+    return logits
+
+
+CUT: Mapping[str, OpenCache] = {name: cut_by(name) for name in SELECTORS}
+EVICTING: Mapping[str, OpenCache] = {"streaming_llm": streaming_llm}
+CACHES: Mapping[str, OpenCache] = {**CUT, **EVICTING}
+
+
+def cases_of(plan: EvalPlan) -> list[Case]:
+    """The full cache, then each cache of the plan at each budget.
+
+    Raises:
+        InvalidValueError: a name is that of no cache.
+    """
+    known = (FULL, TRIFORCE, *CACHES)
+    for name in plan.caches:
+        require(name in known, "selectors", name, f"must be one of {', '.join(known)}")
+    named = [name for name in plan.caches or CACHES if name in CACHES]
+    return [Case(FULL, None), *(Case(name, budget) for name in named for budget in plan.budgets)]

@@ -1,0 +1,130 @@
+"""`triforce eval`: loads the pair, runs the tasks of a plan, and gathers their figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any
+
+import torch
+
+from triforce_core import __version__
+from triforce_core.attention import kernel_for
+from triforce_core.config import Settings
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.inspection import runners_of
+from triforce_core.engine.loading import load_local_engine
+from triforce_core.errors import require
+from triforce_core.evaluation.caches import CUT, TRIFORCE, Case, cases_of, selector_named, selectors_of
+from triforce_core.evaluation.choice import PUBLISHED, choose
+from triforce_core.evaluation.costs import measure_costs
+from triforce_core.evaluation.measures import Counts
+from triforce_core.evaluation.plan import LEAST_CHUNKS, EvalPlan
+from triforce_core.evaluation.reading import Model, Reading
+from triforce_core.evaluation.texts import Input, held_out_inputs, needle_inputs
+from triforce_core.evaluation.walk import Results, Watch, measure, measure_triforce
+from triforce_core.messages import Tier
+from triforce_core.models.cpu import cpu_summary
+from triforce_core.models.load import context_length, kv_geometry, load_config, load_tokenizer
+from triforce_core.models.runner import threads_for
+
+WHOLE_FILES = 4  # held-out files that the whole engine decodes
+
+
+class Evaluation:
+    """The inputs of a plan, checked and made before a model is loaded."""
+
+    def __init__(self, settings: Settings, plan: EvalPlan) -> None:
+        """Raises `InvalidValueError`: the plan names an unknown cache, or lengths that do not fit the model or the
+        files.
+        """
+        self.settings, self.plan = settings, plan
+        self.cases = cases_of(plan)
+        self.selectors = selectors_of(plan)
+        chunk = settings.retrieval.chunk
+        for budget in plan.budgets:
+            fits = budget.is_percent or (budget.amount % chunk == 0 and budget.amount >= LEAST_CHUNKS * chunk)
+            require(
+                fits,
+                "budgets",
+                budget.name,
+                f"must be a multiple of the chunk, {chunk}, and {LEAST_CHUNKS * chunk} at least",
+            )
+        longest = context_length(load_config(settings.target.model, "target"))
+        for length in plan.lengths:
+            require(length <= longest, "lengths", length, f"must fit the context of {longest} tokens")
+        fits = plan.context + plan.scored < longest
+        require(fits or not plan.reads_files, "context", plan.context, f"must fit the context of {longest} tokens")
+        tokenizer = load_tokenizer(settings.target.model)
+        self.files = held_out_inputs(tokenizer, plan) if plan.reads_files else []
+        self.needles = needle_inputs(tokenizer, plan) if "needle" in plan.tasks else []
+        whole = TRIFORCE in plan.caches or not plan.caches
+        self.whole_files = self.files[:WHOLE_FILES] if whole else []
+        self.whole_needles = list({text.group: text for text in self.needles}.values()) if whole else []
+
+    @property
+    def steps(self) -> int:
+        """How many times `Watch.begin` is called."""
+        inputs = (self.files, self.needles, self.whole_files, self.whole_needles)
+        return sum(map(len, inputs)) + len(self.plan.lengths) * ("cost" in self.plan.tasks)
+
+    def run(self, watch: Watch) -> dict[str, Any]:
+        """The figures, with what they depend on."""
+        load_before = os.getloadavg()[0]
+        engine = load_local_engine(self.settings)
+        runners = runners_of(engine)
+        target = self._model(runners[Tier.TARGET].model)
+        sparse = self._model(runners[Tier.RETRIEVAL].model) if Tier.RETRIEVAL in runners else target
+        selectors = [selector_named(name) for name in self.selectors]
+
+        def read(text: Input) -> Reading:
+            return Reading(target, sparse, text.tokens, self.settings.retrieval.chunk, selectors)
+
+        figures: dict[str, Any] = {
+            "plan": self.plan.record(),
+            "machine": {"cpu": cpu_summary(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
+            "versions": {"triforce": __version__, "torch": version("torch"), "transformers": version("transformers")},
+            "settings": self.settings.model_dump(mode="json"),
+        }
+        if self.files:
+            found = measure(self.files, self.cases, read, watch)
+            figures["files"] = self._rows(found, ("half",), ("all",), leave_out="needle")
+            figures["choice"] = choose(figures["files"], [*CUT])
+        if self.needles:
+            found = measure(self.needles, self.cases, read, watch)
+            figures["needles"] = self._rows(found, ("kind", "length", "depth"), ("all", None, None))
+        if self.whole_files or self.whole_needles:
+            figures["triforce"] = self._whole(engine, read, watch)
+        if "cost" in self.plan.tasks:
+            figures["costs"] = measure_costs(target, self.selectors, self.plan, self.settings, watch)
+        return figures | {"published": PUBLISHED, "load_average": [load_before, os.getloadavg()[0]]}
+
+    def _model(self, model: Any) -> Model:
+        kernel = kernel_for(self.settings, kv_geometry(model).head_dim)
+        return Model(model, kernel, threads_for(self.settings))
+
+    def _rows(
+        self, found: Results, names: Sequence[str], all_of_them: tuple[Any, ...], leave_out: str = ""
+    ) -> list[dict[str, Any]]:
+        """A row for each case and group, and one for each case over all groups."""
+        tasks = [task for task in self.plan.tasks if task != leave_out]
+        whole: dict[Case, Counts] = {}
+        for (case, _), counts in found.items():
+            whole[case] = whole.get(case, Counts()) + counts
+        results = found | {(case, all_of_them): counts for case, counts in whole.items()}
+        order = {case: number for number, case in enumerate(self.cases)}
+        return [
+            {"cache": case.cache, "budget": case.budget and case.budget.name}
+            | dict(zip(names, group, strict=True))
+            | counts.figures(tasks)
+            for (case, group), counts in sorted(results.items(), key=lambda item: order[item[0][0]])
+        ]
+
+    def _whole(self, engine: Engine, read: Any, watch: Watch) -> dict[str, Any]:
+        """The figures of the whole engine on files and on needles, where there are any."""
+        inputs = {"files": self.whole_files, "needles": self.whole_needles}
+        lookaheads = self.settings.speculation.effective
+        return {
+            name: measure_triforce(texts, engine, lookaheads, read, watch) for name, texts in inputs.items() if texts
+        }
