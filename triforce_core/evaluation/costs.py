@@ -60,7 +60,7 @@ def _turn(target: Model, name: str, context: int, block: int, settings: Settings
     every, budget, chunk = settings.retrieval.refresh_every, settings.retrieval.budget, settings.retrieval.chunk
     tokens = tuple(position % target.model.config.vocab_size for position in range(context + every + block + 1))
     selector = selector_named(name)
-    reading = Reading(target, target, tokens, chunk, [selector])
+    reading = Reading(target, target, tokens, chunk, [name])
     full, chunks = reading.full, chunks_of(budget, chunk)
     full.fill(Span(SEQUENCE, 0, tokens[:context], reading.spec))
     first = _ms(target, lambda: full.cut(SEQUENCE, context, chunks, selector))

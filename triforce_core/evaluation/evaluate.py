@@ -16,7 +16,7 @@ from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
-from triforce_core.evaluation.caches import CUT, TRIFORCE, Case, cases_of, selector_named, selectors_of
+from triforce_core.evaluation.caches import CUT, TRIFORCE, Case, cases_of, selectors_of
 from triforce_core.evaluation.choice import PUBLISHED, choose
 from triforce_core.evaluation.costs import measure_costs
 from triforce_core.evaluation.measures import Counts
@@ -76,10 +76,9 @@ class Evaluation:
         runners = runners_of(engine)
         target = self._model(runners[Tier.TARGET].model)
         sparse = self._model(runners[Tier.RETRIEVAL].model) if Tier.RETRIEVAL in runners else target
-        selectors = [selector_named(name) for name in self.selectors]
 
         def read(text: Input) -> Reading:
-            return Reading(target, sparse, text.tokens, self.settings.retrieval.chunk, selectors)
+            return Reading(target, sparse, text.tokens, self.settings.retrieval.chunk, self.selectors)
 
         figures: dict[str, Any] = {
             "plan": self.plan.record(),

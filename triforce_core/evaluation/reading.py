@@ -73,7 +73,7 @@ class Reading(Reader):
     queries = 32  # the most that a selector asks for
 
     def __init__(
-        self, target: Model, sparse: Model, tokens: tuple[int, ...], chunk: int, selectors: Sequence[Selector]
+        self, target: Model, sparse: Model, tokens: tuple[int, ...], chunk: int, selectors: Sequence[str]
     ) -> None:
         """`sparse`: the model that runs over sparse caches; the target, or the retrieval tier's own. `chunk`: tokens
         that are chosen together. `selectors`: those that will choose.
