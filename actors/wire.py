@@ -134,6 +134,7 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
         stop_token_ids=request.stop_token_ids,
         lookaheads=None if request.lookaheads is None else gen.Lookaheads(values=request.lookaheads),
         drafting=int(request.drafting),
+        selector=request.selector or "",
         grammar=request.grammar,
         logprobs=request.logprobs,
         prompt_logprobs=request.prompt_logprobs,

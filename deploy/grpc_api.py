@@ -73,6 +73,7 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
         echo=request.echo,
         priority=request.priority,
         drafter=request.drafter or None,
+        selector=request.selector or None,
     )
 
 

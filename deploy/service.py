@@ -97,6 +97,7 @@ class ClientRequest:
     drafter: str | None = (
         None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
     )
+    selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
 
     @property
@@ -295,6 +296,7 @@ class Service:
             seed=secrets.randbits(SEED_BITS) if asked.seed is None else asked.seed,
             lookaheads=lookaheads,
             drafting=drafting,
+            selector=asked.selector,
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
             resume=asked.resume,
             logprobs=asked.logprobs,

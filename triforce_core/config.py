@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import yaml
 from pydantic import (
@@ -30,6 +30,9 @@ COLOCATED = {
     "draft_with_retrieval": (("target",), ("retrieval", "draft")),
     "all": (("target", "retrieval", "draft"),),
 }
+# The keys of `kv.selectors.SELECTORS`.
+SelectorName = Literal["mean_key", "mean_key_recent", "quest", "snapkv", "h2o", "streaming"]
+SELECTOR_NAMES: tuple[str, ...] = get_args(SelectorName)
 MAX_LOOKAHEAD = 64  # most tokens that a tier may be asked to draft at once; caches are sized for it
 Lookahead = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_LOOKAHEAD})]
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
@@ -95,7 +98,10 @@ class RetrievalSettings(Strict):
     refresh_every: int = Field(
         64, ge=1, description="tokens between snapshots; a smaller number keeps them fresher but sends more of them"
     )
-    selector: Literal["mean_key"] = Field("mean_key", description="how chunks are ranked; see kv/selectors.py")
+    selector: SelectorName = Field(
+        "mean_key",
+        description="how chunks are ranked, for requests that do not say (docs/selectors.md); `h2o` makes prompts dear",
+    )
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",
         description="how snapshots travel between tier actors: through Ray's object store, or from GPU to GPU by Ray"

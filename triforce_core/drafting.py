@@ -32,7 +32,7 @@ class ModelProposer:
         lacks: dict[int, Lack] = {}
         active = [i for i, w in enumerate(work) if w.lookaheads[0]]
         while active:
-            forwards = [Forward(statement(work[i].span, drafted[i]), num_sampled=1) for i in active]
+            forwards = [Forward(statement(work[i].span, drafted[i]), 1, len(drafted[i])) for i in active]
             began = perf_counter()
             with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
                 logits, batch = self.runner.forward(forwards)

@@ -121,6 +121,7 @@ class SequenceSpec:
     # logprobs.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    selector: str = "mean_key"  # of the target alone: a key of kv.selectors.SELECTORS, by which snapshots are cut
 
     @property
     def edits_logits(self) -> bool:

@@ -65,7 +65,7 @@ class ModelVerifier:
         num_sampled = len(claim.proposed) + 1 if claim.sample else 0
         if self.scorer is not None and (spec := self._spec(claim)) is not None:
             num_sampled = max(num_sampled, self.scorer.num_positions(claim, spec))
-        return Forward(claim.span.extended(claim.proposed), num_sampled)
+        return Forward(claim.span.extended(claim.proposed), num_sampled, len(claim.proposed))
 
     def _spec(self, claim: Claim) -> SequenceSpec | None:
         held = self.runner.kv.held.get(claim.span.sequence_id)

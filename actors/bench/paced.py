@@ -171,11 +171,15 @@ class NoSnapshots(SnapshotSchedule):
     """A schedule without snapshots, because there is no KV to hand over."""
 
     def __init__(self) -> None:
-        """Needs nothing."""
+        """Needs nothing but the name of a selector, which no request uses."""
+        self.selector = "streaming"
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
         """Nothing to do."""
         return False
+
+    def saw(self, sequence: Sequence, tally: Tally) -> None:
+        """Nothing to note."""
 
 
 def paced_engine(pace: Pace, settings: Settings, below: Proposer, doorbell: Doorbell) -> Engine:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
 
 from deploy.service import ClientRequest, check_drafter, check_lookaheads
-from triforce_core.config import TIER_SETS, SpeculationSettings, TierSet
+from triforce_core.config import SELECTOR_NAMES, TIER_SETS, SpeculationSettings, TierSet
+from triforce_core.engine.limits import check_selector
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 from triforce_core.sampling.guides import Guide
@@ -56,6 +57,10 @@ class Speculation(Body):
     drafter: str | None = Field(
         None,
         description="who drafts at the lowest tier: model, lookup or both; without lookaheads, those of the settings",
+    )
+    selector: str | None = Field(
+        None,
+        description=f"how the retrieval tier's chunks are chosen: {', '.join(SELECTOR_NAMES)}; by default the setting",
     )
 
 
@@ -203,6 +208,8 @@ def common_request_from(
 
     drafter = body.speculation.drafter if body.speculation else None
     check_drafter("speculation.drafter", drafter)
+    selector = body.speculation.selector if body.speculation else None
+    check_selector("speculation.selector", selector)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
     return ClientRequest(
         prompt=prompt,
@@ -226,6 +233,7 @@ def common_request_from(
         truncate_prompt_tokens=body.truncate_prompt_tokens,
         priority=body.priority or 0,
         drafter=drafter,
+        selector=selector,
     )
 
 

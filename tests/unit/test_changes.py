@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.stating import fragment, num_bytes, spec
 from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Forward, KVGeometry
-from triforce_core.kv.cutting import FullHeld
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.retrieval import MAX_WAITING, RetrievalKV
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, arrange

@@ -18,8 +18,8 @@ from tests.stating import Statement, ask, fragment, full_kv, full_runner, geomet
 from triforce_core.attention import KERNELS
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import KVGeometry
-from triforce_core.kv.cutting import FullHeld
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.memory import mapped
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import MeanKey

@@ -22,7 +22,6 @@ from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Request
-from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Claim, Proposer, SamplingParams, SequenceSpec, Tier, Verdict, Work
 from triforce_core.run_ahead import RunAhead
@@ -124,7 +123,7 @@ class Chain:
                 prefill_chunk=rng.choice([2, 5, 100]),
                 step_ahead=rng.choice([1, 1, 4, 256]),
             ),
-            SnapshotSchedule(self.target, self.sink, ChunkSettings(), MeanKey(), rng.choice([3, 10, 1000])),  # type: ignore[arg-type]
+            SnapshotSchedule(self.target, self.sink, ChunkSettings(), "mean_key", rng.choice([3, 10, 1000])),  # type: ignore[arg-type]
             Limits(64, self.target.allocator.num_slots, VOCAB),
             settled=self.settled,
             events=events,

@@ -13,8 +13,8 @@ from tests.stating import spec
 from triforce_core.attention import KERNELS
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import KVGeometry
-from triforce_core.kv.cutting import FullHeld
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.shards import join, split
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import random
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
-from transformers import AttentionInterface
-from transformers.models.llama.modeling_llama import eager_attention_forward
 
 from tests.random_models import Pair, plain_logits, random_pair, random_tokens
+from tests.recording import Recorded, recorded
 from tests.stating import Statement, ask, fragment, full_kv, full_runner
 from triforce_core.config import RetrievalSettings
 from triforce_core.kv.selectors import SELECTORS, MeanKey
@@ -48,42 +46,12 @@ def test_how_the_budget_is_divided(chunks: ChunkSettings, position: int) -> None
         assert num_chosen == complete, "what fits is held whole"
 
 
-class Recorded:
-    """Queries, keys and values of every layer of one plain pass, after RoPE, [heads, tokens, head_dim] each."""
-
-    def __init__(self) -> None:
-        self.queries: list[Tensor] = []
-        self.keys: list[Tensor] = []
-        self.values: list[Tensor] = []
-
-
-def recording_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **named: Any) -> Any:
-    record: Recorded = named.pop("record")
-    record.queries.append(query[0])
-    record.keys.append(key[0])
-    record.values.append(value[0])
-    count = query.shape[2]
-    causal = torch.zeros(1, 1, count, count).masked_fill(torch.ones(count, count).triu(1).bool(), -torch.inf)
-    return eager_attention_forward(module, query, key, value, causal, named["scaling"])
-
-
-AttentionInterface.register("recording", recording_attention)
-
-
 @pytest.fixture(scope="module", params=[(4, 4), (4, 2), (8, 2), (4, 1)], ids="heads={0[0]}/{0[1]}".format)
 def pair(request: pytest.FixtureRequest) -> Pair:
     heads, kv_heads = request.param
     pair = random_pair(num_attention_heads=heads, num_key_value_heads=kv_heads, seed=heads + kv_heads)
     pair.theirs.set_attn_implementation("recording")
     return pair
-
-
-def recorded(pair: Pair, text: Tokens) -> Recorded:
-    record = Recorded()
-    ids = torch.tensor([text])
-    with torch.inference_mode():
-        pair.theirs(input_ids=ids, position_ids=torch.arange(len(text))[None], use_cache=False, record=record)
-    return record
 
 
 def brute_force(record: Recorded, layer: int, head: int, position: int, chunks: ChunkSettings) -> list[int]:
@@ -171,31 +139,8 @@ def test_landmarks_are_right_after_a_rollback(pair: Pair, chunks: ChunkSettings)
         text = text[: rng.randint(90, 190)]
 
 
-def test_query_heads_of_a_group_share_their_vote() -> None:
-    """Within a group the order of heads does not matter; a head that moves to another group takes its vote with it."""
-    generator = torch.Generator().manual_seed(0)
-    queries, landmarks = torch.randn(6, 3, 16, generator=generator), torch.randn(2, 40, 16, generator=generator)
-    scores = MeanKey().scores(queries, landmarks)
-    assert scores.shape == (2, 40)
-    torch.testing.assert_close(MeanKey().scores(queries[[2, 0, 1, 3, 5, 4]], landmarks), scores)
-    assert not torch.allclose(MeanKey().scores(queries[[3, 1, 2, 0, 4, 5]], landmarks), scores)
-    louder = queries.clone()
-    louder[0] *= 1000  # a head with huge scores still has one vote
-    assert (MeanKey().scores(louder, landmarks)[0].sum() - scores[0].sum()).abs() < 1e-5
-
-
 def test_the_settings_know_the_selectors_by_name() -> None:
-    assert {*get_args(RetrievalSettings.model_fields["selector"].annotation)} == SELECTORS.keys()
-
-
-@pytest.mark.parametrize("name", SELECTORS)
-def test_landmarks_are_made_chunk_by_chunk(name: str) -> None:
-    """So that those of a growing text can be kept: the landmarks of two halves are those of the whole."""
-    selector = SELECTORS[name]()
-    keys = torch.randn(2, 12, 8, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    halves = [selector.landmarks(keys[:, :5]), selector.landmarks(keys[:, 5:])]
-    assert torch.equal(torch.cat(halves, 1), selector.landmarks(keys))
-    assert selector.scores(torch.randn(4, 2, 16), selector.landmarks(keys)).shape == (2, 12)
+    assert [*get_args(RetrievalSettings.model_fields["selector"].annotation)] == [*SELECTORS]
 
 
 def test_recording_changes_nothing() -> None:

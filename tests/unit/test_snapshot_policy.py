@@ -20,7 +20,7 @@ class Recorder:
     def __init__(self, refresh_every: int) -> None:
         self.sent: list[Sent] = []
         self.version, self.known, self.occupied, self.loses = 0, 0, False, False
-        self.policy = SnapshotSchedule(self, self, ChunkSettings(), MeanKey(), refresh_every)  # type: ignore[arg-type]
+        self.policy = SnapshotSchedule(self, self, ChunkSettings(), "mean_key", refresh_every)  # type: ignore[arg-type]
         request = Request((1,) * 100, 1000, GREEDY, 0, (4, 2))
         self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100), [1] * 100)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from triforce_core.config import Settings, load_settings
+from triforce_core.config import SELECTOR_NAMES, Settings, load_settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import SamplingParams
 from triforce_core.models.precision import resolved
@@ -126,6 +126,7 @@ SETTING_OPTIONS = {
     ),
     "budget": SettingOption(int, "tokens of KV in the retrieval tier", ("retrieval.budget",)),
     "chunk": SettingOption(int, "tokens selected together", ("retrieval.chunk",)),
+    "selector": SettingOption(str, f"how chunks are selected: {' | '.join(SELECTOR_NAMES)}", ("retrieval.selector",)),
     "dtype": SettingOption(str, "auto | float32 | bfloat16 | float16", ("dtype",)),
     "target": SettingOption(str, "model directory or hub id", ("target.model",)),
     "drafter": SettingOption(str, "model directory or hub id, or ngram for prompt lookup", ("draft.model",)),
@@ -184,7 +185,7 @@ def settings_from(config: Path | None, given: dict[str, Any]) -> Settings:
 
 
 DECODING_OPTIONS = (
-    *("tiers", "lookaheads", "budget", "chunk", "dtype", "target", "drafter", "self_drafter_quantization"),
+    *("tiers", "lookaheads", "budget", "chunk", "selector", "dtype", "target", "drafter", "self_drafter_quantization"),
     *(*KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS, "threads"),
 )
 

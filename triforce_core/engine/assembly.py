@@ -25,7 +25,6 @@ from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
-from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
@@ -157,8 +156,7 @@ def target_engine(
         longest_block=sum(settings.speculation.effective),
     )
     chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
-    selector = SELECTORS[settings.retrieval.selector]()
-    policy = SnapshotSchedule(kv, sink, chunks, selector, settings.retrieval.refresh_every)
+    policy = SnapshotSchedule(kv, sink, chunks, settings.retrieval.selector, settings.retrieval.refresh_every)
     controller = Controller(tiers_of(settings, micro_batches)) if settings.controlled else None
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)
 

@@ -12,13 +12,14 @@ from typing import Protocol
 
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.controller import Controller, plan_of, recent_cut
+from triforce_core.engine.freshness import SinceCut, has_sagged
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
 from triforce_core.engine.totals import Totals
-from triforce_core.kv.selectors import Selector
+from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
-from triforce_core.messages import Proposal, Proposer, SequenceSpec
+from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally
 
 
 class SnapshotSource(Protocol):
@@ -30,7 +31,8 @@ class SnapshotSource(Protocol):
 
 
 class SnapshotSchedule:
-    """Decides when a snapshot is cut: chunks of tokens are selected again every `refresh_every` committed tokens.
+    """Decides when a snapshot is cut: chunks of tokens are selected again every `refresh_every` committed tokens, and
+    sooner if the retrieval tier asks, or if clearly less of what it drafts is accepted than right after the last cut.
     `sink` takes the snapshots to the retrieval tier.
     """
 
@@ -39,15 +41,16 @@ class SnapshotSchedule:
         kv: SnapshotSource,
         sink: SnapshotSink,
         chunks: ChunkSettings,
-        selector: Selector,
+        selector: str,
         refresh_every: int,
     ) -> None:
+        """`selector`: a key of `SELECTORS`, for requests that name none."""
         self.kv, self.sink, self.chunks, self.selector = kv, sink, chunks, selector
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if the sequence has none, its last is old or was refused, or one is wanted. Returns
-        whether it did.
+        """Cut and send a snapshot if the sequence has none, its last is old, sags or was refused, or one is wanted.
+        Returns whether it did.
 
         `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
         and while its plan leaves the retrieval tier out.
@@ -60,13 +63,22 @@ class SnapshotSchedule:
         # Lost or refused, because the tier lacks the version to which its changes apply.
         lost = last is not None and last.has_base and base != last.version
         whole = wanted or lost
-        if whole or last is None or position - last.position >= self.refresh_every:
-            snapshot = self.kv.cut(sequence_id, position, self.chunks, self.selector, 0 if whole else base)
-            sequence.last_cut = snapshot.record
+        since = sequence.since_cut
+        old = last is None or position - last.position >= self.refresh_every
+        if whole or old or has_sagged(since.first, since.later):
+            selector = SELECTORS[sequence.spec.selector]()
+            snapshot = self.kv.cut(sequence_id, position, self.chunks, selector, 0 if whole else base)
+            sequence.last_cut, sequence.since_cut = snapshot.record, SinceCut()
             sequence.stats.snapshots += 1
             self.sink.deliver(snapshot)
             return True
         return False
+
+    def saw(self, sequence: Sequence, tally: Tally) -> None:
+        """Note what the target made of a round of the retrieval tier: the first quarter of an interval shows what a
+        fresh snapshot is worth.
+        """
+        sequence.since_cut.add(tally, self.refresh_every // 4)
 
     def arrived(self, sequence: Sequence) -> bool:
         """Whether the retrieval tier has the latest snapshot."""
@@ -113,6 +125,7 @@ class Engine:
     def submit(self, request: Request) -> int:
         """Queue a request and return its sequence id. Raises `InvalidValueError` or `TooLargeError`."""
         self.limits.check(request)
+        retrieves = request.lookaheads is None or request.lookaheads[0] > 0
         spec = SequenceSpec(
             sampling=request.sampling,
             seed=request.seed,
@@ -122,6 +135,8 @@ class Engine:
             grammar=request.grammar,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
+            # Of the others no snapshot is cut, so nothing need be kept for one.
+            selector=request.selector or self.snapshots.selector if retrieves else "streaming",
         )
         deadline = math.inf if request.timeout_s is None else time.perf_counter() + request.timeout_s
         with self.lock:
@@ -250,6 +265,8 @@ class Engine:
             stats.decode_s += round_s
             plan = plan_of(work)
             stats.add(plan, proposal.tallies)
+            if plan.retrieval:
+                self.snapshots.saw(sequence, proposal.tallies[0])
             self.totals.add(plan, proposal.tallies, len(proposal.tokens))
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:

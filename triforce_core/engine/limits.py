@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
 
-from triforce_core.config import Settings
+from triforce_core.config import SELECTOR_NAMES, Settings
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import TooLargeError, require
 from triforce_core.models.files import context_length, kv_shape
@@ -33,6 +33,7 @@ class Limits:
         require(-(2**63) <= request.seed < 2**63, "seed", request.seed, "must be at least -2**63 and below 2**63")
         rule = f"must be at least {-MAX_PRIORITY} and at most {MAX_PRIORITY}"
         require(-MAX_PRIORITY <= request.priority <= MAX_PRIORITY, "priority", request.priority, rule)
+        check_selector("selector", request.selector)
         in_time = request.timeout_s is None or request.timeout_s > 0
         require(in_time, "timeout_s", request.timeout_s, "must be above 0")
         length = len(request.prompt) + request.max_tokens
@@ -64,6 +65,11 @@ class Limits:
         if tokens and not 0 <= min(tokens) <= max(tokens) < self.vocab_size:
             wrong = next(token for token in tokens if not 0 <= token < self.vocab_size)
             require(False, field, wrong, f"is not a token id: must be at least 0 and below {self.vocab_size}")
+
+
+def check_selector(field: str, selector: str | None) -> None:
+    rule = f"must be one of {', '.join(SELECTOR_NAMES)}"
+    require(selector is None or selector in SELECTOR_NAMES, field, selector, rule)
 
 
 def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:

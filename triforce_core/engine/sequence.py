@@ -10,6 +10,7 @@ from hashlib import blake2b
 from itertools import zip_longest
 
 from triforce_core.engine.acceptances import Drafted
+from triforce_core.engine.freshness import SinceCut
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
 from triforce_core.plans import PLAIN, Plan
@@ -41,6 +42,7 @@ class Request:
     priority: int = 0  # requests with a lower number are served first
     timeout_s: float | None = None  # seconds after its submission in which the request must end
     drafting: Drafting = Drafting.MODEL  # where `lookaheads` are given
+    selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
 
 
 SEED_BITS = 53  # of seeds that are drawn or derived: JSON readers that use doubles keep them exact
@@ -142,6 +144,7 @@ class Sequence:
     drafted: Drafted = field(default_factory=Drafted)
     cut_s: float = 0.0  # seconds for snapshots of any request since its last tokens
     last_cut: CutRecord | None = None  # the latest snapshot
+    since_cut: SinceCut = field(default_factory=SinceCut)
     stats: Stats = field(default_factory=Stats)
     clock: float = field(default_factory=time.perf_counter)
     scored: int = 0  # prompt tokens whose logprobs the target has reported

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import torch
@@ -46,6 +46,7 @@ class Forward:
 
     span: Span
     num_sampled: int  # 0: a prefill chunk
+    num_drafted: int = 0  # of its last tokens, which the caller may take back
 
 
 @dataclass(slots=True)
@@ -57,6 +58,7 @@ class Held:
     cached: int = 0  # KV is held below this position; a policy may keep only part of it
     ranges: list[Range] = field(default_factory=list)  # slots of the pool that this sequence owns
     unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)
+    drafted: int = 0  # of the last statement's tokens, which may be taken back
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,7 @@ class Placement:
     positions: range  # one per token, for the rotary embedding
     writes: list[Range]  # slots for the new KV, in order
     visible: list[Range]  # slots of the earlier KV that all these tokens see
+    left: int = 0  # last tokens of the statement that another pass must forward, after this one
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ class Batch:
     cache: Attending
     rows: list[Row] = field(default_factory=list)
     lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
+    rest: list[Forward] = field(default_factory=list)  # for the next pass: what the policy cannot take in this one
 
     @property
     def num_tokens(self) -> int:
@@ -144,7 +148,10 @@ class KVCache(ABC):
                 batch.lacking[sequence_id] = placed
                 continue
             if placed.tokens:
-                batch.rows.append(Row(sequence_id, batch.num_tokens, placed, forward.num_sampled))
+                num_sampled = max(0, forward.num_sampled - placed.left)
+                batch.rows.append(Row(sequence_id, batch.num_tokens, placed, num_sampled))
+            if placed.left:
+                batch.rest.append(replace(forward, num_sampled=min(forward.num_sampled, placed.left)))
         return batch
 
     def _align(self, forward: Forward) -> Placement | Lack:
@@ -163,6 +170,7 @@ class KVCache(ABC):
         common = common_prefix(held.tokens, span)
         held.tokens[common:] = span.tokens[common - span.start :]
         held.unchanged = min(held.unchanged, common)
+        held.drafted = forward.num_drafted
         # A token whose logits are needed is forwarded again even if its KV is held.
         keep = min(held.cached, common, span.end - forward.num_sampled)
         return self.place(span.sequence_id, held, keep, span.end, forward.num_sampled)

@@ -2,43 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from triforce_core.kv.base import Held, KVGeometry
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.full_held import FullHeld, Layout
+from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import sliced
-from triforce_core.kv.selectors import Selector
+from triforce_core.kv.selectors import Landmark, Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
 
-LANDMARKED_TOGETHER = 1024  # chunks per copy of keys, which bounds the memory of the copies
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """The order of the chunks in a snapshot. After them come the remaining tokens below `position`."""
-
-    chunks: Tensor  # [layers, kv_heads, places] int64
-    chunk: int
-    position: int
-
-
-@dataclass(slots=True)
-class FullHeld(Held):
-    """Adds the size of its next growth, and the inputs of chunk selection: queries of the last pass and landmarks of
-    the complete chunks.
-    """
-
-    next_growth: int = 0  # tokens
-    query_positions: range = range(0)
-    queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
-    # per layer: [kv_heads, chunks, …], on the device of its pool
-    landmarks: list[Tensor | None] = field(default_factory=list)
-    landmarked: int = 0  # tokens covered by landmarks
-    snapshots_cut: int = 0
-    layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
+READ_TOGETHER = 1024  # chunks per copy of keys, which bounds the memory of the copies
 
 
 class Pools(Protocol):
@@ -110,7 +87,7 @@ class SnapshotCutter:
 
     def choose(self) -> Tensor:
         """The complete chunks of the snapshot, [layers, kv_heads, chunks] int64, ascending: the first chunk, the chunks
-        of the recent window, and those that the last query attends to most, chosen per layer and KV head.
+        of the recent window, and those that the selector ranks highest, chosen per layer and KV head.
         """
         layers, kv_heads = self.geometry.num_layers, self.geometry.num_kv_heads
         local_start, num_chosen = self.settings.split(self.position)
@@ -119,37 +96,20 @@ class SnapshotCutter:
             return torch.arange(complete, device=self.slots.device).expand(layers, kv_heads, -1)
         best = []
         for layer in range(layers):
-            scores = self._scores(layer, local_start)
+            scores = self.selector.scores(LayerChunks(self, layer, first_local))
             scores[:, 0] = torch.inf  # the attention sinks
             best.append(scores.topk(num_chosen, dim=-1).indices.sort(-1).values)
-        self.held.landmarked = max(self.held.landmarked, local_start)
         local = torch.arange(first_local, complete, device=self.slots.device).expand(layers, kv_heads, -1)
         return torch.cat([torch.stack(best), local], dim=2)
 
-    def _scores(self, layer: int, local_start: int) -> Tensor:
-        """The score of each chunk below `local_start` for the queries before `position`, [kv_heads, chunks] float32."""
-        held = self.held
-        known, landmarks = held.landmarked // self.chunk, held.landmarks[layer]
-        if landmarks is not None:
-            landmarks = landmarks[:, :known]
-        if known * self.chunk < local_start:
-            new = self._landmarks(layer, self.slots[known * self.chunk : local_start])
-            landmarks = new if landmarks is None or not known else torch.cat([landmarks, new], dim=1)
-        assert landmarks is not None
-        held.landmarks[layer] = landmarks
-        queries = held.queries[layer]
-        assert queries is not None
-        usable = max(1, self.position - held.query_positions.start)  # later queries saw tokens that were not accepted
-        return self.selector.scores(queries[:, :usable], landmarks[:, : local_start // self.chunk].to(queries.device))
-
-    def _landmarks(self, layer: int, slots: Tensor) -> Tensor:
-        """The landmarks of the chunks in `slots`, [kv_heads, chunks, …], on the device of the layer's pool.
-
-        Copies few keys at a time.
+    def keys(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
+        """The keys of the complete chunks from position `start` to `stop`, few at a time: the position of the first,
+        and [kv_heads, chunks, chunk, head_dim] on the device of the layer's pool.
         """
-        few_slots = slots.split(LANDMARKED_TOGETHER * self.chunk)
-        keys = (self.pools.read(self.pools.keys[layer], self._all_heads(), few) for few in few_slots)
-        return torch.cat([self.selector.landmarks(few.unflatten(1, (-1, self.chunk))) for few in keys], dim=1)
+        for first in range(start, stop, READ_TOGETHER * self.chunk):
+            few = self.slots[first : min(stop, first + READ_TOGETHER * self.chunk)]
+            keys = self.pools.read(self.pools.keys[layer], self.all_heads(), few)
+            yield first, keys.unflatten(1, (-1, self.chunk))
 
     # -- the copies ------------------------------------------------------------------------------------------------
 
@@ -173,11 +133,11 @@ class SnapshotCutter:
         keys, values = self._empty(*tokens.shape)
         for layer in range(self.geometry.num_layers):
             slots = self.slots[tokens[layer]]
-            keys[layer] = self.pools.read(self.pools.keys[layer], self._all_heads(), slots)
-            values[layer] = self.pools.read(self.pools.values[layer], self._all_heads(), slots)
+            keys[layer] = self.pools.read(self.pools.keys[layer], self.all_heads(), slots)
+            values[layer] = self.pools.read(self.pools.values[layer], self.all_heads(), slots)
         return keys, values
 
-    def _all_heads(self) -> Tensor:
+    def all_heads(self) -> Tensor:
         return torch.arange(self.geometry.num_kv_heads, device=self.slots.device)[:, None]
 
     def _empty(self, *shape: int) -> tuple[Tensor, Tensor]:
@@ -185,3 +145,52 @@ class SnapshotCutter:
         size = (2, *shape, self.geometry.head_dim)
         keys, values = torch.empty(size, dtype=self.geometry.dtype, device=self.geometry.device)
         return keys, values
+
+
+class LayerChunks:
+    """What a selector sees of one layer; see `Chunks`."""
+
+    def __init__(self, cutter: SnapshotCutter, layer: int, count: int) -> None:
+        self.cutter, self.layer, self.count = cutter, layer, count
+        self.held, self.kv_heads = cutter.held, cutter.geometry.num_kv_heads
+        queries = self.held.queries[layer]
+        assert queries is not None, "a snapshot is cut after a pass"
+        usable = max(1, cutter.position - self.held.query_positions.start)  # later ones saw tokens not accepted
+        wanted = cutter.selector.num_queries or 1
+        self.queries = queries[:, :usable][:, -wanted:]
+
+    def first_query(self) -> int:
+        stop = min(self.cutter.position, self.held.query_positions.stop)
+        return max(stop - self.queries.shape[1], self.held.query_positions.start)
+
+    def landmarks(self, landmark: Landmark) -> Tensor:
+        known, chunk = self.held.landmarks_of(landmark, self.cutter.chunk), self.cutter.chunk
+        found = known[self.layer]
+        covered = 0 if found is None else found.shape[1] * chunk
+        if covered < self.count * chunk:
+            new = [landmark(keys) for _, keys in self.cutter.keys(self.layer, covered, self.count * chunk)]
+            found = torch.cat(new if found is None else [found, *new], dim=1)
+            known[self.layer] = found
+        assert found is not None
+        return found[:, : self.count].to(self.queries.device)
+
+    def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
+        cutter, local_start = self.cutter, self.count * self.cutter.chunk
+        for first, keys in cutter.keys(self.layer, 0, local_start):
+            yield first, keys.to(self.queries.device)
+        if local_start < cutter.position:
+            local = cutter.pools.read(cutter.pools.keys[self.layer], cutter.all_heads(), cutter.slots[local_start:])
+            yield local_start, local[:, None].to(self.queries.device)
+
+    def mass(self) -> Tensor:
+        held, cutter = self.held, self.cutter
+        counted = held.mass[self.layer].shape[1]
+        if counted < cutter.position:
+            queries, first = held.queries[self.layer], held.query_positions.start
+            assert queries is not None
+            pool, heads = cutter.pools.keys[self.layer], cutter.all_heads()[:, 0]
+            keys = (cutter.pools.read(pool, head, cutter.slots) for head in heads)
+            waiting = queries[:, counted - first : cutter.position - first]
+            held.mass[self.layer] = with_more(held.mass[self.layer], waiting, keys)
+        by_chunk: Tensor = held.mass[self.layer][:, : self.count * cutter.chunk].unflatten(1, (-1, cutter.chunk))
+        return by_chunk.sum(-1)

@@ -5,18 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, Placement
-from triforce_core.kv.cutting import FullHeld, SnapshotCutter
+from triforce_core.kv.cutting import SnapshotCutter
+from triforce_core.kv.full_held import FullHeld
+from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import Range, size_of, sliced
-from triforce_core.kv.selectors import Selector
+from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
-
-RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
-MOST_QUERIES = (
-    2 * MAX_LOOKAHEAD + 2
-)  # tokens of the longest block; more are sampled where a prompt's logprobs are asked
 
 MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured passes have room for so many
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
@@ -30,10 +26,12 @@ class FullKV(KVCache):
     held: dict[int, FullHeld]  # type: ignore[assignment]
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
-        layers = self.geometry.num_layers
-        return FullHeld(
-            spec, ranges=ranges, next_growth=FIRST_GROWTH, queries=[None] * layers, landmarks=[None] * layers
-        )
+        layers, num_queries = self.geometry.num_layers, SELECTORS[spec.selector]().num_queries
+        held = FullHeld(spec, ranges=ranges, next_growth=FIRST_GROWTH, queries=[None] * layers, num_queries=num_queries)
+        if num_queries is None:
+            nothing = torch.zeros(self.geometry.num_kv_heads, 0, device=self.geometry.device)
+            held.mass = [nothing] * layers
+        return held
 
     def slots_for(self, spec: SequenceSpec) -> int:
         return spec.max_length
@@ -89,10 +87,9 @@ class FullKV(KVCache):
         assert isinstance(held, FullHeld)
         assert end <= self.room(held), "a sequence grows before it is stated further"
         held.cached = end
-        held.landmarked = min(held.landmarked, keep)
+        held.roll_back(keep)
         if keep < end:
-            num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)
-            held.query_positions = range(max(keep, end - num_queries), end)
+            held.expect_queries(keep, end, num_sampled)
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),
@@ -101,10 +98,34 @@ class FullKV(KVCache):
         )
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+        output = super().attend(layer, query, keys, values, scale, batch)
         for row in batch.rows:
-            held = self.held[row.sequence_id]
-            held.queries[layer] = query[:, row.stop - len(held.query_positions) : row.stop].clone()
-        return super().attend(layer, query, keys, values, scale, batch)
+            self.take_queries(layer, self.held[row.sequence_id], query[:, row.first : row.stop])
+        return output
+
+    def take_queries(self, layer: int, held: FullHeld, queries: Tensor) -> None:
+        """Keep queries of a pass, and count the attention of those that its place decided to count. `queries` [heads,
+        tokens of the pass, head_dim]. Their KV must be in the cache.
+        """
+        if not held.simple:
+            before = held.queries[layer]
+            if before is not None and held.num_carried:
+                queries = torch.cat([before[:, : held.num_carried], queries], dim=1)
+            if held.mass:
+                self._count(layer, held, queries)
+        held.queries[layer] = queries[:, queries.shape[1] - len(held.query_positions) :].clone()
+
+    def _count(self, layer: int, held: FullHeld, queries: Tensor) -> None:
+        """Add the attention of the settled ones among these queries, the last ones of the text."""
+        counted = held.mass[layer].shape[1]
+        if counted == held.count_to:
+            return
+        first = held.query_positions.stop - queries.shape[1]
+        pool_keys, _ = self.on_device(layer)
+        ranges = sliced(held.ranges, 0, held.count_to)
+        keys = (torch.cat([head[start:stop] for start, stop in ranges]) for head in pool_keys)
+        settled = queries[:, counted - first : held.count_to - first]
+        held.mass[layer] = with_more(held.mass[layer], settled, keys)
 
     @torch.inference_mode()
     def fill(self, span: Span) -> None:
@@ -123,13 +144,15 @@ class FullKV(KVCache):
                     head.normal_()
             shape = len(keys), len(held.query_positions), keys.shape[-1]  # queries are always on the device
             held.queries[layer] = torch.empty(shape, dtype=keys.dtype, device=self.geometry.device).normal_()
+            if held.mass:
+                held.mass[layer] = torch.ones(len(keys), held.count_to, device=self.geometry.device)
 
     @torch.inference_mode()
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot:
         """A sparse copy of the sequence's KV below `position`, which must be settled and held. It has the first chunk,
-        the recent window, and the chunks that the last query attends to most, chosen per layer and KV head.
+        the recent window, and the chunks that the selector ranks highest, chosen per layer and KV head.
 
         It states changes to the snapshot of version `base` if that is the latest one or the base of the latest, has
         chunks of the same size and covers at most as much text; otherwise it is whole, with its chunks in the text's

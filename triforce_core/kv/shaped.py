@@ -134,4 +134,8 @@ class VerifyBatch(ShapedBatch):
         for i, row in enumerate(batch.rows):
             held = self.full.held[row.sequence_id]
             stop = i * self.shape.queries + len(row.placed.tokens)
-            held.queries = [*self.queries[:, :, stop - len(held.query_positions) : stop].clone()]
+            if held.simple:
+                held.queries = [*self.queries[:, :, stop - len(held.query_positions) : stop].clone()]
+                continue
+            for layer, queries in enumerate(self.queries):
+                self.full.take_queries(layer, held, queries[:, i * self.shape.queries : stop])

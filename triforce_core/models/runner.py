@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.costs import MANY_TOKENS, Part
-from triforce_core.kv.base import Batch, Forward, Held, KVGeometry
+from triforce_core.kv.base import Batch, Forward, Held, KVGeometry, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
 from triforce_core.models.pass_clock import PassClock
@@ -80,11 +81,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
-        """Bring every sequence up to its span in one pass.
+        """Bring every sequence up to its span, in one pass unless its cache takes only so much at once.
 
         Returns the sampled rows' logits, [Σ num_sampled, vocab] float32 in the order of `batch.rows`, and the batch,
         whose `lacking` names the sequences that could not take part.
         """
+        passes = [self._pass(forwards)]
+        while rest := passes[-1][1].rest:
+            passes.append(self._pass(rest))
+        return passes[0] if len(passes) == 1 else as_one(passes)
+
+    def _pass(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
+        """One pass, which returns what `forward` does."""
         started, began = time.perf_counter(), self.clock.now()
         batch = self.kv.prepare(forwards)
         if not batch.rows:
@@ -118,3 +126,20 @@ class ModelRunner:
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
             self.kv.release(sequence_id)
+
+
+def as_one(passes: list[tuple[Tensor, Batch]]) -> tuple[Tensor, Batch]:
+    """The results of consecutive passes as those of one: each sequence's logits in the order of its text.
+
+    The rows are those of the sequences' last passes, with the number of all their sampled tokens.
+    """
+    parts: dict[int, list[Tensor]] = {}
+    rows: dict[int, Row] = {}
+    for logits, batch in passes:
+        for row, part in zip(batch.rows, logits.split([row.num_sampled for row in batch.rows]), strict=True):
+            parts.setdefault(row.sequence_id, []).append(part)
+            rows[row.sequence_id] = row
+    whole = {sequence_id: torch.cat(own) for sequence_id, own in parts.items()}
+    lacking = {sequence_id: lack for _, batch in passes for sequence_id, lack in batch.lacking.items()}
+    together = [replace(rows[sequence_id], num_sampled=len(own)) for sequence_id, own in whole.items()]
+    return torch.cat([*whole.values()]), Batch(passes[0][1].cache, together, lacking)

@@ -1,0 +1,89 @@
+"""What the full cache keeps of a sequence beside its KV, so that chunks can be selected.
+
+`landmarks` belong to the chunks: they depend on keys alone, so that requests with the same prefix could share them. The
+queries and the attention mass belong to the request.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from triforce_core.config import MAX_LOOKAHEAD
+from triforce_core.kv.base import Held
+from triforce_core.kv.selectors import Landmark
+
+RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
+MOST_QUERIES = (
+    2 * MAX_LOOKAHEAD + 2
+)  # tokens of the longest block; more are sampled where a prompt's logprobs are asked
+COUNTED_TOGETHER = 64  # settled queries that wait until their attention is counted: each time, all keys are read
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The order of the chunks in a snapshot. After them come the remaining tokens below `position`."""
+
+    chunks: Tensor  # [layers, kv_heads, places] int64
+    chunk: int
+    position: int
+
+
+@dataclass(slots=True)
+class FullHeld(Held):
+    """Adds the size of its next growth, and the inputs of chunk selection."""
+
+    next_growth: int = 0  # tokens
+    snapshots_cut: int = 0
+    layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
+
+    # Of the complete chunks of this size, per layer: [kv_heads, chunks, …], on the device of the layer's pool.
+    landmarks: dict[tuple[Landmark, int], list[Tensor | None]] = field(default_factory=dict)
+
+    num_queries: int | None = 1  # that the request's selector needs
+    query_positions: range = range(0)
+    queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
+    num_carried: int = 0  # of these, how many of the first stay when the next pass brings its own
+    # Where `num_queries` is None, per layer: the attention that each of the first tokens has got from the queries of
+    # these tokens, which are settled, [kv_heads, tokens] float32. Later queries are not counted yet.
+    mass: list[Tensor] = field(default_factory=list)
+    count_to: int = 0  # the next pass counts queries below this position
+
+    @property
+    def simple(self) -> bool:
+        """Whether the queries of the last pass are enough."""
+        return self.num_queries == 1
+
+    def landmarks_of(self, landmark: Landmark, chunk: int) -> list[Tensor | None]:
+        """The landmarks of chunks of this size, by layer; None where none are known yet."""
+        return self.landmarks.setdefault((landmark, chunk), [None] * len(self.queries))
+
+    def roll_back(self, keep: int) -> None:
+        """Forget what was computed of tokens from `keep` on."""
+        for (landmark, chunk), layers in self.landmarks.items():
+            if layers[0] is not None and layers[0].shape[1] * chunk > keep:
+                rest = [None if each is None else each[:, : keep // chunk] for each in layers]
+                self.landmarks[landmark, chunk] = rest
+        if self.mass and self.mass[0].shape[1] > keep:
+            self.mass = [each[:, :keep] for each in self.mass]
+
+    def expect_queries(self, keep: int, end: int, num_sampled: int) -> None:
+        """Decide which queries are kept when those of tokens `keep` to `end` have come.
+
+        Of these tokens the last `num_sampled - 1` may be drafts; a snapshot may be cut where they begin or later. Only
+        queries before that position count as settled.
+        """
+        if self.simple:
+            num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)
+            self.query_positions = range(max(keep, end - num_queries), end)
+            return
+        settled = end - min(max(num_sampled, 1), MOST_QUERIES) + 1
+        before = self.query_positions
+        known = before.start if before.start <= keep <= before.stop else keep
+        first = max(known, settled - (self.num_queries or 1))
+        if self.num_queries is None:
+            counted = self.mass[0].shape[1]
+            self.count_to = settled if settled - counted >= COUNTED_TOGETHER else counted
+            first = max(known, min(first, self.count_to))
+        self.num_carried, self.query_positions = keep - known, range(first, end)

@@ -1,0 +1,61 @@
+"""What a selector is, and what it sees of a text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Protocol
+
+from torch import Tensor
+
+# keys [kv_heads, chunks, chunk, head_dim] → a landmark of each chunk, [kv_heads, chunks, …]. It depends on the keys of
+# its chunk alone, so that it may be kept for as long as the chunk.
+Landmark = Callable[[Tensor], Tensor]
+
+
+class Chunks(Protocol):
+    """One layer of a text, in chunks, at the cut of a snapshot. `count` chunks can be chosen; all lie before the recent
+    window, which is always in the snapshot. Tensors are on the device that computes.
+    """
+
+    count: int
+    kv_heads: int
+    queries: Tensor  # [heads, rows, head_dim], of the last tokens before the cut, at most `num_queries`
+
+    def landmarks(self, landmark: Landmark) -> Tensor:
+        """The landmarks of the chunks, [kv_heads, count, …]; they are kept from one cut to the next."""
+        ...
+
+    def first_query(self) -> int:
+        """The position of the first row of `queries`."""
+        ...
+
+    def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
+        """All keys before the cut, some chunks at a time: the position of the first, and [kv_heads, chunks, chunk,
+        head_dim]. The last piece is the recent window as one chunk, unless it is empty.
+        """
+        ...
+
+    def mass(self) -> Tensor:
+        """How much attention each chunk got from all queries before the cut, [kv_heads, count] float32. Only for
+        requests whose selector has `num_queries` None.
+        """
+        ...
+
+
+class Selector(Protocol):
+    """Ranks the chunks of a text. It has no state and must be picklable, because it is sent to the other ranks."""
+
+    @property
+    def num_queries(self) -> int | None:
+        """How many of the latest queries it needs. None: all, of which the attention is summed as the text grows."""
+        ...
+
+    def scores(self, chunks: Chunks) -> Tensor:
+        """[kv_heads, chunks.count] float32, higher for better. Query heads that share a KV head share one selection."""
+        ...
+
+
+def grouped(queries: Tensor, kv_heads: int) -> Tensor:
+    """queries [heads, rows, head_dim] by the KV head that they read, [kv_heads, heads per KV head × rows, head_dim]."""
+    own: Tensor = queries.unflatten(0, (kv_heads, -1))
+    return own.flatten(1, 2)

@@ -1,0 +1,43 @@
+"""TriForce's selector: what the latest queries think of each chunk's mean key (Sun et al. 2024, arXiv 2404.11912, 4.1).
+
+The paper asks the last query alone (`mean_key`). The mean over several (`mean_key_recent`) is steadier: a single query
+may look for something that the next tokens do not need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from triforce_core.kv.selectors.base import Chunks, grouped
+
+
+@dataclass(frozen=True, slots=True)
+class MeanKey:
+    """Scores the last `num_queries` queries against each chunk's mean key.
+
+    Query heads that share a KV head share one selection: their softmaxes over the chunks are averaged, so that no head
+    dominates by the scale of its scores. With one query head per KV head and one query this ranks chunks as the paper
+    does. Several queries are averaged in the same way.
+    """
+
+    num_queries: int = 1
+
+    def scores(self, chunks: Chunks) -> Tensor:
+        return shares(chunks.queries, chunks.landmarks(mean_keys))
+
+
+def mean_keys(keys: Tensor) -> Tensor:
+    """The landmarks, [kv_heads, chunks, head_dim]; see `Landmark`."""
+    return keys.mean(2, dtype=torch.float32).to(keys.dtype)
+
+
+def shares(queries: Tensor, means: Tensor) -> Tensor:
+    """queries [heads, rows, head_dim] and means [kv_heads, chunks, head_dim] → each chunk's share, [kv_heads, chunks]
+    float32; those of a KV head sum to 1.
+    """
+    own = grouped(queries.float(), means.shape[0])
+    found: Tensor = ((own @ means.float().mT) * queries.shape[-1] ** -0.5).softmax(-1)
+    return found.mean(1)
