@@ -97,6 +97,22 @@ def test_selectors_see_one_token_more_than_the_snapshot_of_an_answer_holds(name:
         assert torch.equal(snapshot.keys[layer], keys[:, start : start + CONTEXT])
 
 
+@pytest.mark.parametrize("name", CUT)
+def test_one_reading_serves_all_selectors(name: str) -> None:
+    """Each chooses what it would of a text that is read for it alone, also at a second cut."""
+    together, alone = (Reading(MODEL, MODEL, TOKENS, 8, names) for names in ([*CUT], [name]))
+    for start in (150, CONTEXT):
+        stretch = Stretch(start, start + 10, seen=start)
+        for reading in (together, alone):
+            reading.read(start)
+        for other in CUT:
+            together.cut(stretch, 64, selector_named(other))
+        cut, expected = (reading.cut(stretch, 64, selector_named(name)) for reading in (together, alone))
+        torch.testing.assert_close((cut.keys, cut.values), (expected.keys, expected.values))
+        together.logits(stretch)
+        alone.logits(stretch)
+
+
 def test_written_is_what_greedy_decoding_writes() -> None:
     expected = list(TOKENS[: CONTEXT + 1])
     for _ in range(5):
@@ -248,7 +264,18 @@ ROW = {
 }
 SCHEMA = {
     "type": "object",
-    "required": ["plan", "machine", "versions", "settings", "files", "needles", "triforce", "costs", "published"],
+    "required": [
+        "plan",
+        "machine",
+        "versions",
+        "settings",
+        "files",
+        "needles",
+        "triforce",
+        "costs",
+        "prefills",
+        "published",
+    ],
     "properties": {
         "files": {"items": {"required": ["half", "perplexity", "agreement"], **ROW}},
         "needles": {"items": {"required": ["kind", "length", "depth", "recall"], **ROW}},
@@ -268,7 +295,8 @@ def test_the_command_measures_and_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "figures"
-    arguments = ("eval", *TINY, "--dtype", "float32", "--threads", "1", "--force", "--out", str(out), "--json")
+    some = ("--selectors", "triforce,mean_key,h2o,streaming_llm,heavy_hitter")
+    arguments = ("eval", *TINY, *some, "--dtype", "float32", "--threads", "1", "--force", "--out", str(out), "--json")
     assert run(monkeypatch, *arguments, "--task", "needle,perplexity,agreement,acceptance,cost") == 0
     captured = capsys.readouterr()
     figures = json.loads(captured.out)
@@ -294,7 +322,8 @@ def test_the_command_measures_and_writes(
         assert whole["same_text"] == 1
         assert whole["speculative_rounds"] > 0
         assert whole["recall"] == whole["recall_full"]
-    assert {row["selector"] for row in figures["costs"]} == {*CUT}
+    assert [row["selector"] for row in figures["costs"]] == ["mean_key", "h2o"]
+    assert [row["selector"] for row in figures["prefills"]] == ["mean_key", "h2o"]
 
 
 @pytest.mark.usefixtures("_threads")

@@ -1,7 +1,7 @@
 """The caches under evaluation: how each gives the logits of a stretch, after a text that the target has read.
 
 A cut cache is a snapshot of the full cache, cut where the stretch begins: what the retrieval tier drafts with, and what
-a method that compresses the cache after the prompt decodes with. An evicting cache reads the whole text by itself.
+a method that compresses the cache after the prompt decodes with. The other caches are filled without the full one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,18 @@ from torch import Tensor
 
 from triforce_core.errors import require
 from triforce_core.evaluation.plan import Budget, EvalPlan
-from triforce_core.evaluation.reading import Reader, Reading
+from triforce_core.evaluation.reading import Reading
 from triforce_core.evaluation.texts import Input, Stretch
+from triforce_core.kv.heavy_hitter import HeavyHitterKV, HeavyHitterSettings
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 
 FULL, TRIFORCE = "full", "triforce"
 SINKS = 4  # tokens
+EVICT_EVERY = (
+    64  # tokens by which the evicting cache grows beyond its budget; as the retrieval tier's between snapshots
+)
 
 LogitsOf = Callable[[Stretch], Tensor]  # the logits of a stretch, [tokens, vocab] float32
 OpenCache = Callable[[Reading, Input, int], LogitsOf]  # over a text, with a budget in tokens
@@ -83,8 +87,14 @@ def streaming_llm(reading: Reading, text: Input, budget: int) -> LogitsOf:
     return logits
 
 
-def evicting(reader: Reader) -> LogitsOf:
-    """A cache that reads the text itself, stretch after stretch, and forgets as it goes."""
+def heavy_hitter(reading: Reading, text: Input, budget: int) -> LogitsOf:
+    """Heavy hitters and the last tokens, half of the budget each, as H2O (Zhang et al. 2023) has them. The cache reads
+    the text by itself, stretch after stretch, and forgets as it goes.
+    """
+    model = reading.target
+    settings = HeavyHitterSettings(budget, heavy=budget // 2, slack=EVICT_EVERY)
+    heads = model.model.config.num_attention_heads
+    reader = model.over(HeavyHitterKV(model.geometry, 1, settings, model.kernel, heads), text.tokens)
 
     def logits(stretch: Stretch) -> Tensor:
         reader.read(stretch.start)
@@ -94,7 +104,7 @@ def evicting(reader: Reader) -> LogitsOf:
 
 
 CUT: Mapping[str, OpenCache] = {name: cut_by(name) for name in SELECTORS}
-EVICTING: Mapping[str, OpenCache] = {"streaming_llm": streaming_llm}
+EVICTING: Mapping[str, OpenCache] = {"streaming_llm": streaming_llm, "heavy_hitter": heavy_hitter}
 CACHES: Mapping[str, OpenCache] = {**CUT, **EVICTING}
 
 

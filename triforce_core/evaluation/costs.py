@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -20,12 +21,16 @@ from triforce_core.evaluation.texts import Stretch
 from triforce_core.evaluation.walk import Watch
 from triforce_core.messages import Span
 
-TURNS = 5  # of which the medians are reported; the first is a warm-up
+Row = dict[str, Any]
+
+TURNS = 5  # of which the medians are reported, after a warm-up
+PREFILL_TURNS = 2
+PREFILL = 4096  # tokens, or the greatest length if that is less
 
 
 def measure_costs(
     target: Model, selectors: Sequence[str], plan: EvalPlan, settings: Settings, watch: Watch
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """A row for each context and selector: the first cut, a refresh `refresh_every` tokens later, a verification pass.
 
     `share_of_decoding` is the most of the target's time that refreshes take: when every drafted token is accepted, so
@@ -53,6 +58,26 @@ def measure_costs(
                 }
             )
     return rows
+
+
+def measure_prefills(target: Model, selectors: Sequence[str], plan: EvalPlan, chunk: int, watch: Watch) -> list[Row]:
+    """A row for each selector: the milliseconds in which the target reads a prompt and keeps what the selector needs,
+    and how many times those of the first selector they are.
+    """
+    context = min(PREFILL, max(plan.lengths))
+    watch.begin(f"prefill of {context}")
+    tokens = tuple(position % target.model.config.vocab_size for position in range(context))
+    times: dict[str, list[float]] = {name: [] for name in selectors}
+    for turn in range(PREFILL_TURNS):
+        for name in selectors if turn % 2 else reversed(selectors):
+            reading = Reading(target, target, tokens, chunk, [name])
+            times[name].append(_ms(target, partial(reading.read, context)))
+    fastest = {name: min(each) for name, each in times.items()}
+    first = fastest[selectors[0]]
+    return [
+        {"context": context, "selector": name, "prefill_ms": ms, "over_first": ms / first}
+        for name, ms in fastest.items()
+    ]
 
 
 def _turn(target: Model, name: str, context: int, block: int, settings: Settings) -> tuple[float, float, float]:

@@ -18,7 +18,7 @@ from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
 from triforce_core.evaluation.caches import CUT, TRIFORCE, Case, cases_of, selectors_of
 from triforce_core.evaluation.choice import PUBLISHED, choose
-from triforce_core.evaluation.costs import measure_costs
+from triforce_core.evaluation.costs import measure_costs, measure_prefills
 from triforce_core.evaluation.measures import Counts
 from triforce_core.evaluation.plan import LEAST_CHUNKS, EvalPlan
 from triforce_core.evaluation.reading import Model, Reading
@@ -42,6 +42,9 @@ class Evaluation:
         self.settings, self.plan = settings, plan
         self.cases = cases_of(plan)
         self.selectors = selectors_of(plan)
+        require(
+            bool(self.selectors) or "cost" not in plan.tasks, "selectors", list(plan.caches), "has none that has a cost"
+        )
         chunk = settings.retrieval.chunk
         for budget in plan.budgets:
             fits = budget.is_percent or (budget.amount % chunk == 0 and budget.amount >= LEAST_CHUNKS * chunk)
@@ -67,7 +70,7 @@ class Evaluation:
     def steps(self) -> int:
         """How many times `Watch.begin` is called."""
         inputs = (self.files, self.needles, self.whole_files, self.whole_needles)
-        return sum(map(len, inputs)) + len(self.plan.lengths) * ("cost" in self.plan.tasks)
+        return sum(map(len, inputs)) + (len(self.plan.lengths) + 1) * ("cost" in self.plan.tasks)
 
     def run(self, watch: Watch) -> dict[str, Any]:
         """The figures, with what they depend on."""
@@ -97,6 +100,8 @@ class Evaluation:
             figures["triforce"] = self._whole(engine, read, watch)
         if "cost" in self.plan.tasks:
             figures["costs"] = measure_costs(target, self.selectors, self.plan, self.settings, watch)
+            chunk = self.settings.retrieval.chunk
+            figures["prefills"] = measure_prefills(target, self.selectors, self.plan, chunk, watch)
         return figures | {"published": PUBLISHED, "load_average": [load_before, os.getloadavg()[0]]}
 
     def _model(self, model: Any) -> Model:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -12,7 +13,7 @@ from triforce_core.attention import Kernel
 from triforce_core.evaluation.texts import Stretch
 from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.selectors import Selector
+from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.load import kv_geometry
@@ -70,7 +71,7 @@ class Reader:
 class Reading(Reader):
     """A text and the target's full cache of it."""
 
-    queries = 32  # the most that a selector asks for
+    queries = 32  # the most that a selector asks for, unless it asks for all; they are one pass of the text
 
     def __init__(
         self, target: Model, sparse: Model, tokens: tuple[int, ...], chunk: int, selectors: Sequence[str]
@@ -81,14 +82,11 @@ class Reading(Reader):
         self.full = FullKV(target.geometry, len(tokens), target.kernel)
         super().__init__(target.over(self.full, tokens).runner, tokens)
         self.target, self.sparse, self.chunk = target, sparse, chunk
-        self.landmarks_of: Selector | None = None
+        self.spec = replace(self.spec, selector=neediest(selectors))
 
     def cut(self, stretch: Stretch, budget: int, selector: Selector) -> Snapshot:
         """A whole snapshot of the text below the stretch."""
         self.read(stretch.seen)
-        held = self.full.held[SEQUENCE]
-        if selector is not self.landmarks_of:  # landmarks of another selector mean nothing to this one
-            held.landmarks, held.landmarked, self.landmarks_of = [None] * len(held.landmarks), 0, selector
         snapshot = self.full.cut(SEQUENCE, stretch.seen, chunks_of(budget, self.chunk), selector)
         # The last tokens of a snapshot are those just before its position.
         kept = snapshot.num_tokens - (stretch.seen - stretch.start)
@@ -103,6 +101,12 @@ class Reading(Reader):
             self.tokens += (int(self._forward(len(self.tokens), 1).argmax()),)
         written, self.tokens, self.at = list(self.tokens[start + 1 :]), tokens, start
         return written
+
+
+def neediest(selectors: Sequence[str]) -> str:
+    """The selector for which the full cache keeps what all of these need."""
+    needs = {name: SELECTORS[name]().num_queries for name in selectors}
+    return max(needs, key=lambda name: needs[name] or math.inf, default="streaming")
 
 
 def chunks_of(budget: int, chunk: int) -> ChunkSettings:

@@ -63,6 +63,11 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
             for row in costs
         ]
         yield from _section("Costs", table(header, rows))
+    if prefills := figures.get("prefills"):
+        context, first = prefills[0]["context"], prefills[0]["selector"]
+        cells = [[row["selector"], f"{row['prefill_ms']:.0f}", f"{row['over_first']:.2f}"] for row in prefills]
+        columns = ("selector", f"prefill of {context} tokens, ms", f"times that of {first}")
+        yield from _section("Prefill", table(columns, cells))
     published = figures["published"]
     lines = [[row["cache"], _decimals(row["pg19_acceptance"]), _decimals(row["needle"])] for row in published["rows"]]
     yield from _section(
