@@ -45,7 +45,7 @@ def read(text: Input) -> Reading:
 
 
 def counts(case: Case, text: Input = TEXT) -> Counts:
-    return measure([text], [case], read, Silent())[case, text.group]
+    return measure([text], [case], read, Silent(), None)[case, text.group]
 
 
 # -- what a cache must score -------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_the_full_cache_agrees_with_itself() -> None:
 @pytest.mark.parametrize("seen", [CONTEXT, CONTEXT + 1])
 def test_a_budget_that_covers_the_text_agrees_exactly(cache: str, seen: int) -> None:
     text = Input("random", TOKENS, (Stretch(CONTEXT, CONTEXT + SCORED, seen),), ("A",))
-    results = measure([text], [Case("full", None), Case(cache, Budget(256))], read, Silent())
+    results = measure([text], [Case("full", None), Case(cache, Budget(256))], read, Silent(), None)
     full, covering = results.values()
     assert covering.same_greedy == covering.same_sampled == SCORED
     assert covering.loss == pytest.approx(full.loss, rel=1e-5)

@@ -11,7 +11,7 @@ import typer
 
 from triforce_core.cli.bench_sweep import progression
 from triforce_core.cli.figures import save_figure
-from triforce_core.cli.options import JsonOption, SeedOption, decoding_settings, with_options_of
+from triforce_core.cli.options import JsonOption, decoding_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.evaluation.plan import TASKS, Budget, EvalPlan, listed, parse_lengths
@@ -36,7 +36,7 @@ def evaluate(
     documents: Annotated[int, typer.Option(help="held-out files, in two halves")] = DEFAULTS.documents,
     context: Annotated[int, typer.Option(help="tokens of each file before the scored ones")] = DEFAULTS.context,
     probes: Annotated[int, typer.Option(help="needle inputs of each kind")] = DEFAULTS.probes,
-    seed: SeedOption = 0,
+    seed: Annotated[int, typer.Option(min=0, help="of the needle inputs")] = DEFAULTS.seed,
     out: Annotated[
         Path | None, typer.Option(help="write eval.json, eval.md and eval.svg into this folder", file_okay=False)
     ] = None,

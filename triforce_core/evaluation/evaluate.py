@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Any
 
@@ -12,7 +11,6 @@ import torch
 from triforce_core import __version__
 from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
-from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
@@ -23,13 +21,13 @@ from triforce_core.evaluation.measures import Counts
 from triforce_core.evaluation.plan import LEAST_CHUNKS, EvalPlan
 from triforce_core.evaluation.reading import Model, Reading
 from triforce_core.evaluation.texts import Input, held_out_inputs, needle_inputs
-from triforce_core.evaluation.walk import Results, Watch, measure, measure_triforce
+from triforce_core.evaluation.walk import Results, Watch, Whole, measure
 from triforce_core.messages import Tier
 from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import context_length, kv_geometry, load_config, load_tokenizer
 from triforce_core.models.runner import threads_for
 
-WHOLE_FILES = 4  # held-out files that the whole engine decodes
+WHOLE_FILES = 4  # held-out files that the whole engine decodes; of needle inputs, one of each length
 
 
 class Evaluation:
@@ -62,20 +60,17 @@ class Evaluation:
         tokenizer = load_tokenizer(settings.target.model)
         self.files = held_out_inputs(tokenizer, plan) if plan.reads_files else []
         self.needles = needle_inputs(tokenizer, plan) if "needle" in plan.tasks else []
-        whole = TRIFORCE in plan.caches or not plan.caches
-        self.whole_files = self.files[:WHOLE_FILES] if whole else []
-        self.whole_needles = list({text.group: text for text in self.needles}.values()) if whole else []
+        self.with_whole = TRIFORCE in plan.caches or not plan.caches
 
     @property
     def steps(self) -> int:
         """How many times `Watch.begin` is called."""
-        inputs = (self.files, self.needles, self.whole_files, self.whole_needles)
-        return sum(map(len, inputs)) + (len(self.plan.lengths) + 1) * ("cost" in self.plan.tasks)
+        return len(self.files) + len(self.needles) + (len(self.plan.lengths) + 1) * ("cost" in self.plan.tasks)
 
     def run(self, watch: Watch) -> dict[str, Any]:
         """The figures, with what they depend on."""
         load_before = os.getloadavg()[0]
-        engine = load_local_engine(self.settings)
+        engine = load_local_engine(self.settings, drafting=None if self.with_whole else False)
         runners = runners_of(engine)
         target = self._model(runners[Tier.TARGET].model)
         sparse = self._model(runners[Tier.RETRIEVAL].model) if Tier.RETRIEVAL in runners else target
@@ -89,15 +84,19 @@ class Evaluation:
             "versions": {"triforce": __version__, "torch": version("torch"), "transformers": version("transformers")},
             "settings": self.settings.model_dump(mode="json"),
         }
+        whole: dict[str, Any] = {}
+        for name, inputs in (("files", self.files), ("needles", self.needles)):
+            if not inputs:
+                continue
+            some = inputs[:WHOLE_FILES] if name == "files" else {text.group[1]: text for text in inputs}.values()
+            ours = Whole(engine, self.settings.speculation.effective, some) if self.with_whole else None
+            figures[name] = self._rows(name, measure(inputs, self.cases, read, watch, ours))
+            if ours is not None:
+                whole[name] = ours.figures()
         if self.files:
-            found = measure(self.files, self.cases, read, watch)
-            figures["files"] = self._rows(found, ("half",), ("all",), leave_out="needle")
             figures["choice"] = choose(figures["files"], [*CUT])
-        if self.needles:
-            found = measure(self.needles, self.cases, read, watch)
-            figures["needles"] = self._rows(found, ("kind", "length", "depth"), ("all", None, None))
-        if self.whole_files or self.whole_needles:
-            figures["triforce"] = self._whole(engine, read, watch)
+        if whole:
+            figures["triforce"] = whole
         if "cost" in self.plan.tasks:
             figures["costs"] = measure_costs(target, self.selectors, self.plan, self.settings, watch)
             chunk = self.settings.retrieval.chunk
@@ -108,11 +107,12 @@ class Evaluation:
         kernel = kernel_for(self.settings, kv_geometry(model).head_dim)
         return Model(model, kernel, threads_for(self.settings))
 
-    def _rows(
-        self, found: Results, names: Sequence[str], all_of_them: tuple[Any, ...], leave_out: str = ""
-    ) -> list[dict[str, Any]]:
+    def _rows(self, kind: str, found: Results) -> list[dict[str, Any]]:
         """A row for each case and group, and one for each case over all groups."""
-        tasks = [task for task in self.plan.tasks if task != leave_out]
+        on_files = kind == "files"
+        names: tuple[str, ...] = ("half",) if on_files else ("kind", "length", "depth")
+        all_of_them = ("all",) if on_files else ("all", None, None)
+        tasks = [task for task in self.plan.tasks if not (on_files and task == "needle")]
         whole: dict[Case, Counts] = {}
         for (case, _), counts in found.items():
             whole[case] = whole.get(case, Counts()) + counts
@@ -124,11 +124,3 @@ class Evaluation:
             | counts.figures(tasks)
             for (case, group), counts in sorted(results.items(), key=lambda item: order[item[0][0]])
         ]
-
-    def _whole(self, engine: Engine, read: Any, watch: Watch) -> dict[str, Any]:
-        """The figures of the whole engine on files and on needles, where there are any."""
-        inputs = {"files": self.whole_files, "needles": self.whole_needles}
-        lookaheads = self.settings.speculation.effective
-        return {
-            name: measure_triforce(texts, engine, lookaheads, read, watch) for name, texts in inputs.items() if texts
-        }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 from triforce_core.engine.engine import Engine, run_to_end
@@ -24,8 +25,49 @@ class Watch(Protocol):
     def begin(self, name: str) -> None: ...
 
 
-def measure(inputs: Sequence[Input], cases: Sequence[Case], read: Open, watch: Watch) -> Results:
-    """The counts of each case over each group of inputs. `read` gives a fresh full cache for an input."""
+@dataclass(slots=True)
+class Whole:
+    """The whole engine against the full cache alone: the first stretch of some inputs, written greedily by both."""
+
+    engine: Engine
+    lookaheads: tuple[int, int]
+    inputs: Collection[Input]
+    texts: int = 0
+    tokens: int = 0
+    speculative_rounds: int = 0
+    same: int = 0  # texts that are equal
+    right: int = 0  # texts of the engine that are the input's own
+    right_full: int = 0  # the same of the full cache
+
+    def add(self, text: Input, reading: Reading) -> None:
+        stretch = text.stretches[0]
+        truth = list(stretch.predicted(text.tokens))
+        request = Request(text.tokens[: stretch.start + 1], len(truth), GREEDY, 0, self.lookaheads)
+        outputs = list(run_to_end(self.engine, [request]))
+        own = [token for output in outputs for token in output.tokens]
+        full = reading.written(stretch.start, len(truth))
+        self.texts += 1
+        self.tokens += len(truth)
+        self.speculative_rounds += outputs[-1].stats.speculative_rounds
+        self.same += own == full
+        self.right += own == truth
+        self.right_full += full == truth
+
+    def figures(self) -> dict[str, Any]:
+        return {
+            "texts": self.texts,
+            "tokens": self.tokens,
+            "speculative_rounds": self.speculative_rounds,
+            "same_text": self.same / self.texts,
+            "recall": self.right / self.texts,
+            "recall_full": self.right_full / self.texts,
+        }
+
+
+def measure(inputs: Sequence[Input], cases: Sequence[Case], read: Open, watch: Watch, whole: Whole | None) -> Results:
+    """The counts of each case over each group of inputs, and those of `whole`. `read` gives an empty full cache for an
+    input.
+    """
     results: Results = {}
     for text in inputs:
         watch.begin(text.name)
@@ -38,32 +80,6 @@ def measure(inputs: Sequence[Input], cases: Sequence[Case], read: Open, watch: W
             for case, scored in own:
                 counts = Counts.of(exact, scored, stretch.predicted(text.tokens))
                 results[case, text.group] = results.get((case, text.group), Counts()) + counts
+        if whole is not None and text in whole.inputs:
+            whole.add(text, reading)
     return results
-
-
-def measure_triforce(
-    inputs: Sequence[Input], engine: Engine, lookaheads: tuple[int, int], read: Open, watch: Watch
-) -> dict[str, Any]:
-    """The first stretch of each input, decoded greedily by the whole engine with these lookaheads, and token by token
-    with the full cache alone: what both write, and how often that is the text.
-    """
-    texts = tokens = same = right = right_full = rounds = 0
-    for text in inputs:
-        watch.begin(f"TriForce: {text.name}")
-        stretch = text.stretches[0]
-        truth = list(stretch.predicted(text.tokens))
-        request = Request(text.tokens[: stretch.start + 1], len(truth), GREEDY, 0, lookaheads)
-        outputs = list(run_to_end(engine, [request]))
-        own = [token for output in outputs for token in output.tokens]
-        full = read(text).written(stretch.start, len(truth))
-        texts, tokens, same = texts + 1, tokens + len(truth), same + (own == full)
-        right, right_full = right + (own == truth), right_full + (full == truth)
-        rounds += outputs[-1].stats.speculative_rounds
-    return {
-        "texts": texts,
-        "tokens": tokens,
-        "speculative_rounds": rounds,
-        "same_text": same / texts,
-        "recall": right / texts,
-        "recall_full": right_full / texts,
-    }
