@@ -51,6 +51,7 @@ CASES: list[tuple[dict[str, Any], int, str, str]] = [  # what is sent, the statu
     ({"speculation": {"lookaheads": [8, 65]}}, 400, "speculation.lookaheads", "at most 64"),
     ({"speculation": {"lookaheads": [-1, 3]}}, 400, "speculation.lookaheads", "at least 0"),
     ({"speculation": {"drafter": "human"}}, 400, "speculation.drafter", "must be one of model, lookup, both"),
+    ({"speculation": {"selector": "best"}}, 400, "speculation.selector", "must be one of mean_key, mean_key_recent"),
     ({"speculation": {"tiers": "draft"}}, 400, "speculation.tiers", "'draft' is refused"),
     ({"timeout_s": 0}, 400, "timeout_s", "must be above 0"),
     ({"timeout_s": -1}, 400, "timeout_s", "-1.0 must be above 0 and finite"),

@@ -345,8 +345,9 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
     assert SAMPLING.keys() == fields, "try the new field here, too"
     client, service, pipelines = served(ENDED)
     asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7}
-    assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2]}).status_code == 200
+    assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2], "selector": "quest"}).status_code == 200
     asked["seed"] %= 2**64
+    asked["selector"] = "quest"
     generated(service, **asked, sampling=gen.Sampling(**SAMPLING), lookaheads=gen.Lookaheads(values=[5, 2]))
     expected = pb.DecodeRequest(
         prompt_token_ids=ids("def"),
@@ -523,6 +524,16 @@ def test_the_grpc_door_refuses_a_top_k_that_is_none() -> None:
     _, service, _ = served(ENDED)
     with pytest.raises(InvalidValueError, match=f"top_k: {2**32 - 1} must be 0 .off. or more, and below 2..31"):
         generated(service, sampling=gen.Sampling(top_k=2**32 - 1))
+
+
+def test_an_unknown_selector_is_refused_at_both_doors() -> None:
+    client, service, _ = served(ENDED)
+    answer = ask(client, speculation={"selector": "best"})
+    assert answer.status_code == 400
+    message = answer.json()["error"]["message"]
+    assert "speculation.selector: 'best' must be one of mean_key, mean_key_recent, quest, snapkv, h2o, str" in message
+    with pytest.raises(InvalidValueError, match=r"selector: 'best' must be one of mean_key,"):
+        generated(service, selector="best")
 
 
 def test_no_lookaheads_are_not_the_default_ones() -> None:

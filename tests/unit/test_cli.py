@@ -101,11 +101,25 @@ def test_generate_is_the_same_whatever_drafts(
     assert int8["stats"]["acceptance"]["retrieval"] > 0.5
 
 
-@pytest.mark.slow
-def test_generate_is_the_same_on_two_ranks(
+def test_generate_is_the_same_whatever_selects(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str
 ) -> None:
-    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--seed", "3")
+    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--seed", "3", "--budget", "64")
+    mean_key, h2o = (generated(monkeypatch, capsys, *arguments, "--selector", name) for name in ("mean_key", "h2o"))
+    assert mean_key["token_ids"] == h2o["token_ids"]
+    assert mean_key["stats"]["snapshots"] > 0 < h2o["stats"]["snapshots"]
+    assert run(monkeypatch, "generate", *FAST, *arguments, "--selector", "best") != 0
+    assert re.search(r"retrieval\.selector: '?best'? .*mean_key", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("selector", ["mean_key", "snapkv", "h2o"])
+def test_generate_is_the_same_on_two_ranks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], prompt: str, selector: str, tmp_path: Path
+) -> None:
+    config = tmp_path / "pinned.yaml"  # the controller's choices depend on times, and acceptance on these choices
+    config.write_text(f"speculation: {{controller: off}}\nretrieval: {{budget: 64, selector: {selector}}}\n")
+    arguments = ("--prompt-file", prompt, "--temperature", "0.8", "--seed", "3", "--config", str(config))
     whole = generated(monkeypatch, capsys, *arguments)
     divided = generated(monkeypatch, capsys, *arguments, "--tensor-parallel", "2")
     assert divided["token_ids"] == whole["token_ids"]

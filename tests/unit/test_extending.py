@@ -21,6 +21,7 @@ from triforce_core.engine.inspection import held_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Lack
+from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.runner import ModelRunner
@@ -52,18 +53,24 @@ def test_the_drafter_drafts_and_changes_no_token(held_out: HeldOut, monkeypatch:
     assert drafted[-1].stats.tallies[0].proposed > 0
 
 
-def test_the_selector_bounds_what_a_chunk_can_give() -> None:
-    selector = defined_in("# triforce_core/kv/selectors.py")["KeyBounds"]()
-    torch.manual_seed(0)
-    keys, queries = torch.randn(2, 12, 8, 16), torch.randn(4, 3, 16)  # 12 chunks of 8 tokens, 2 KV heads
-    scores = selector.scores(queries, selector.landmarks(keys))
-    products = torch.einsum("kgd,kctd->kcgt", queries[:, -1].unflatten(0, (2, 2)), keys)
-    assert scores.shape == (2, 12)
-    assert (scores >= products.amax((2, 3))).all()
+def test_the_selector_goes_by_the_first_key_of_each_chunk() -> None:
+    selector = defined_in("# triforce_core/kv/selectors/first_key.py")["FirstKey"]()
     pair, text = random_pair(), random_tokens(100, seed=1)
     runner = full_runner(pair, 200)
     ask(runner, Statement(1, text))
-    assert full_kv(runner).cut(1, len(text), ChunkSettings(32, 8, 8), selector).num_tokens <= 32
+    kv, chunks = full_kv(runner), ChunkSettings(32, 8, 8)
+    assert kv.cut(1, len(text), chunks, selector).num_tokens <= 32
+    local_start, num_chosen = chunks.split(len(text))
+    [(start, _)] = kv.held[1].ranges
+    with torch.inference_mode():
+        choice = SnapshotCutter(kv, kv.held[1], len(text), chunks, selector).choose()
+        for layer, queries in enumerate(kv.held[1].queries):
+            assert queries is not None
+            first = kv.keys[layer][:, start : start + local_start : 8]
+            logits = torch.einsum("kgd,kcd->kgc", queries[:, -1].unflatten(0, (2, 2)), first) / 4
+            wanted = logits.softmax(-1).mean(1)
+            wanted[:, 0] = torch.inf
+            assert torch.equal(choice[layer, :, :num_chosen], wanted.topk(num_chosen).indices.sort(-1).values)
 
 
 def test_the_cache_policy_holds_short_texts_and_no_long_ones() -> None:

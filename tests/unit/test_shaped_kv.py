@@ -90,7 +90,8 @@ def normal(seed: int, *shape: int) -> Tensor:
 class Both:
     """Two caches with the same history: one runs passes of constant shape where they fit, the other never does."""
 
-    def __init__(self, make: Callable[[], FixedKV | FullKV]) -> None:
+    def __init__(self, make: Callable[[], FixedKV | FullKV], selector: str = "mean_key") -> None:
+        self.selector = selector
         self.ordinary, self.fixed = make(), make()
         for kv in (self.ordinary, self.fixed):
             for pool in (*kv.keys, *kv.values):
@@ -99,6 +100,7 @@ class Both:
         self.texts: dict[int, tuple[int, ...]] = {}
         self.versions = 0
         self.compared = 0  # rows of passes that fitted
+        self.counted = 0  # tokens whose attention is counted, of all layers of a sequence
         self.fragmented = 0  # of these, the ones whose sequence lies in several ranges
 
     def state(self, passed: list[Statement]) -> None:
@@ -111,7 +113,8 @@ class Both:
             text = text[: max(0, len(text) - s.rolled_back)]
             text += random_tokens(s.grown, seed=len(text) + s.sequence)
             self.texts[s.sequence] = text
-            forwards.append(Forward(Span(s.sequence, 0, text, spec(length_of(s.sequence))), min(s.sampled, s.grown)))
+            of_sequence = replace(spec(length_of(s.sequence)), selector=self.selector)
+            forwards.append(Forward(Span(s.sequence, 0, text, of_sequence), min(s.sampled, s.grown)))
         batch, fixed = self.ordinary.prepare(forwards), self.fixed.prepare(forwards)
         assert [row.placed for row in batch.rows] == [row.placed for row in fixed.rows]
         self.attend(batch, fixed)
@@ -176,6 +179,8 @@ class Both:
                 theirs, ours = self.ordinary.held[row.sequence_id], self.fixed.held[row.sequence_id]
                 assert ours.query_positions == theirs.query_positions
                 torch.testing.assert_close(ours.queries, theirs.queries, atol=0, rtol=0)
+                torch.testing.assert_close(ours.mass, theirs.mass, atol=1e-5, rtol=0)
+                self.counted = max(self.counted, sum(mass.shape[1] for mass in theirs.mass))
 
     def check_inputs(self, batch: Batch, places: list[int]) -> None:
         assert self.pass_.token_ids[places].tolist() == [t for row in batch.rows for t in row.placed.tokens]
@@ -192,6 +197,22 @@ def test_any_history(make: Callable[[], FixedKV | FullKV], history: list[list[St
     assert (both.pass_.splits > 1) == (make in (long_retrieval, full))
     for passed in history:
         both.state(passed)
+
+
+@pytest.mark.parametrize("selector", ["mean_key_recent", "h2o"])
+@given(histories)
+def test_selectors_find_the_same_queries_and_the_same_mass(selector: str, history: list[list[Statement]]) -> None:
+    both = Both(full, selector)
+    for passed in history:
+        both.state(passed)
+
+
+def test_the_attention_of_passes_of_constant_shape_is_counted() -> None:
+    both = Both(full, "h2o")
+    for i in range(30):
+        both.state([Statement(2, min(i, 2), 5, 3, fresh=False)])
+    assert both.compared == 30 * LAYERS
+    assert both.counted >= LAYERS * 64
 
 
 @pytest.mark.parametrize("make", [streaming, retrieval, full])

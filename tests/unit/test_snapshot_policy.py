@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 
 from triforce_core.engine.engine import SnapshotSchedule
+from triforce_core.engine.freshness import has_sagged
 from triforce_core.engine.sequence import Request, Sequence
-from triforce_core.kv.selectors import MeanKey
+from triforce_core.kv.selectors import Quest, Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
-from triforce_core.messages import GREEDY, SequenceSpec
+from triforce_core.messages import GREEDY, SequenceSpec, Tally
 from triforce_core.plans import Plan
 
 Sent = tuple[int, int]  # position, base
@@ -19,10 +20,11 @@ class Recorder:
 
     def __init__(self, refresh_every: int) -> None:
         self.sent: list[Sent] = []
+        self.selectors: list[Selector] = []
         self.version, self.known, self.occupied, self.loses = 0, 0, False, False
         self.policy = SnapshotSchedule(self, self, ChunkSettings(), "mean_key", refresh_every)  # type: ignore[arg-type]
         request = Request((1,) * 100, 1000, GREEDY, 0, (4, 2))
-        self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100), [1] * 100)
+        self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100, selector="quest"), [1] * 100)
 
     def grow(self, count: int, *, wanted: bool = False) -> list[Sent]:
         """Commit tokens; what was sent then."""
@@ -37,7 +39,13 @@ class Recorder:
         changes = Changes(base, 8, none, none, none) if base else None
         return Snapshot(7, self.version, position, none, none, changes)
 
-    def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: MeanKey, base: int) -> Snapshot:
+    def round(self, accepted: int, rejected: int) -> list[Sent]:
+        """A round of the target commits the accepted tokens and one of its own; what was sent then."""
+        self.policy.saw(self.sequence, Tally(1, accepted + rejected, accepted, rejected))
+        return self.grow(accepted + 1)
+
+    def cut(self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int) -> Snapshot:
+        self.selectors.append(selector)
         self.sent.append((position, base))
         return self.snapshot(position, base)
 
@@ -82,3 +90,45 @@ def test_whoever_does_not_draft_gets_none() -> None:
     it = Recorder(refresh_every=1)
     it.sequence.plan = Plan(0, 3)
     assert it.grow(5, wanted=True) == []
+
+
+def test_a_snapshot_is_cut_by_the_selector_of_its_request() -> None:
+    it = Recorder(refresh_every=10)
+    it.grow(0)
+    assert it.selectors == [Quest()]
+
+
+def tally(accepted: int, rejected: int) -> Tally:
+    return Tally(1, accepted + rejected, accepted, rejected)
+
+
+def test_acceptance_has_sagged_only_where_chance_is_an_unlikely_reason() -> None:
+    assert not has_sagged(tally(16, 0), tally(0, 0)), "nothing to compare"
+    assert not has_sagged(tally(0, 0), tally(0, 9))
+    assert not has_sagged(tally(0, 16), tally(0, 40)), "it was never good"
+    assert not has_sagged(tally(8, 8), tally(16, 0)), "it has risen"
+    assert not has_sagged(tally(16, 0), tally(14, 2)), "a rejection or two mean little"
+    assert not has_sagged(tally(1, 0), tally(0, 1)), "nor does a single token"
+    assert has_sagged(tally(16, 0), tally(10, 6))
+    assert has_sagged(tally(14, 2), tally(8, 8))
+    assert not has_sagged(tally(14, 2), tally(12, 4))
+    assert has_sagged(tally(140, 20), tally(120, 40)), "the same fall, of ten times as many tokens"
+
+
+def test_a_snapshot_that_no_longer_serves_is_renewed_early() -> None:
+    it = Recorder(refresh_every=64)
+    assert it.grow(0) == [(99, 0)]
+    for _ in range(2):
+        assert it.round(8, 0) == []
+    assert it.round(6, 1) == []
+    assert it.round(0, 1) == [], "as chance has it"
+    assert it.round(1, 1) == [(127, 1)], "changes to the one that is there"
+    for _ in range(8):
+        assert it.round(0, 1) == [], "what a fresh one does not help is not renewed again"
+    assert it.sequence.stats.snapshots == 2
+
+
+def test_steady_acceptance_leaves_the_interval_as_it_is() -> None:
+    it = Recorder(refresh_every=64)
+    sent = [it.grow(0), *(it.round(3, 1) for _ in range(40))]
+    assert [position for cuts in sent for position, _ in cuts] == [99, 163, 227]

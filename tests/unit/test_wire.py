@@ -15,6 +15,7 @@ from actors.target_server import request_from_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.client.results import FINISH_REASONS
+from triforce_core.config import SELECTOR_NAMES
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import GREEDY, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
@@ -98,6 +99,7 @@ REQUEST_FIELDS = {
     "priority": st.integers(-(2**31), 2**31 - 1),
     "timeout_s": st.none() | st.floats(allow_nan=False),
     "drafting": st.sampled_from(Drafting),
+    "selector": st.none() | st.sampled_from(SELECTOR_NAMES),
 }
 
 
