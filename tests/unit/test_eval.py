@@ -98,12 +98,13 @@ def test_selectors_see_one_token_more_than_the_snapshot_of_an_answer_holds(name:
 
 
 @pytest.mark.parametrize("name", CUT)
-def test_one_reading_serves_all_selectors(name: str) -> None:
-    """Each chooses what it would of a text that is read for it alone, also at a second cut."""
+def test_one_reading_serves_all_selectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chooses what it would of a text that is read for it alone, also at a second cut, and with other passes."""
     together, alone = (Reading(MODEL, MODEL, TOKENS, 8, names) for names in ([*CUT], [name]))
     for start in (150, CONTEXT):
         stretch = Stretch(start, start + 10, seen=start)
-        for reading in (together, alone):
+        for reading, pass_tokens in ((together, 48), (alone, 2048)):
+            monkeypatch.setattr("triforce_core.evaluation.reading.PREFILL_CHUNK", pass_tokens)
             reading.read(start)
         for other in CUT:
             together.cut(stretch, 64, selector_named(other))
