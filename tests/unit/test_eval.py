@@ -79,10 +79,14 @@ def test_a_small_budget_forgets(cache: str) -> None:
 
 def test_streaming_llm_sees_sinks_and_window_and_nothing_else() -> None:
     budget = 32
-    reading = read(TEXT)
-    logits = CACHES["streaming_llm"](reading, TEXT, budget)(TEXT.stretches[0])
-    held = TOKENS[:SINKS] + TOKENS[CONTEXT - (budget - SINKS) : CONTEXT + SCORED]
-    torch.testing.assert_close(logits, plain_logits(PAIR.theirs, held)[budget:], rtol=1e-4, atol=1e-4)
+    # The third stretch begins 64 tokens after the first, so the window is filled anew; before, it only grows.
+    starts = (CONTEXT - 64, CONTEXT - 48, CONTEXT)
+    text = Input("random", TOKENS, tuple(Stretch(start, start + SCORED, seen=start) for start in starts), ("A",))
+    logits_of = CACHES["streaming_llm"](read(text), text, budget)
+    for stretch, filled in zip(text.stretches, (starts[0], starts[0], starts[2]), strict=True):
+        held = TOKENS[:SINKS] + TOKENS[filled - (budget - SINKS) : stretch.stop]
+        expected = plain_logits(PAIR.theirs, held)[-SCORED:]
+        torch.testing.assert_close(logits_of(stretch), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", CUT)
@@ -215,9 +219,8 @@ def test_files_alternate_between_the_halves() -> None:
     assert [text.group for text in inputs] == [("A",), ("B",), ("A",), ("B",)]
     assert len({text.name for text in inputs}) == 4
     for text in inputs:
-        (stretch,) = text.stretches
-        assert (stretch.start, stretch.stop, stretch.seen) == (128, 192, 128)
-        assert len(stretch.predicted(text.tokens)) == 64
+        assert [(s.start, s.stop, s.seen) for s in text.stretches] == [(128, 192, 128), (192, 256, 192)]
+        assert [len(stretch.predicted(text.tokens)) for stretch in text.stretches] == [64, 64]
 
 
 def test_a_budget_may_be_a_share_of_the_context() -> None:
@@ -313,7 +316,7 @@ def test_the_command_measures_and_writes(
 
     assert of(figures["files"], cache="full", half="all")["acceptance"] == {"T0": 1, "T1": 1}
     halves = [of(figures["files"], cache="mean_key", budget="64", half=half) for half in ("A", "B", "all")]
-    assert [row["tokens"] for row in halves] == [64, 64, 128]
+    assert [row["tokens"] for row in halves] == [128, 128, 256]
     assert 0 < halves[2]["agreement"] < 1
     many = {"kind": MANY_KEYS, "length": 512}
     assert of(figures["needles"], cache="full", **many)["recall"] == 1

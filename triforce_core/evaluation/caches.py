@@ -13,7 +13,7 @@ from torch import Tensor
 
 from triforce_core.errors import require
 from triforce_core.evaluation.plan import Budget, EvalPlan
-from triforce_core.evaluation.reading import Reading
+from triforce_core.evaluation.reading import Reader, Reading
 from triforce_core.evaluation.texts import Input, Stretch
 from triforce_core.kv.heavy_hitter import HeavyHitterKV, HeavyHitterSettings
 from triforce_core.kv.retrieval import RetrievalKV
@@ -73,16 +73,22 @@ def cut_by(name: str) -> OpenCache:
 
 def streaming_llm(reading: Reading, text: Input, budget: int) -> LogitsOf:
     """Sinks and a window of the last tokens, at the positions of a small cache, as StreamingLLM (Xiao et al. 2023) has
-    them. The window is the budget's at the first stretch and grows from there to the end of the text.
+    them. The window is filled anew for a stretch that begins `EVICT_EVERY` tokens or more after the last filling.
     """
-    model, first = reading.target, text.stretches[0].start
-    window = WindowSettings(SINKS, budget - SINKS, slack=len(text.tokens) - first)
-    reader = model.over(StreamingKV(model.geometry, 1, window, model.kernel), text.tokens)
+    model, longest = reading.target, max(stretch.stop - stretch.start for stretch in text.stretches)
+    window = WindowSettings(SINKS, budget - SINKS, slack=EVICT_EVERY + longest)
+
+    def filled(start: int) -> tuple[Reader, int]:
+        reader = model.over(StreamingKV(model.geometry, 1, window, model.kernel), text.tokens)
+        reader.skip_to(start)
+        return reader, start
+
+    latest: list[tuple[Reader, int]] = []
 
     def logits(stretch: Stretch) -> Tensor:
-        if reader.at == 0:
-            reader.skip_to(first)
-        return reader.logits(stretch)
+        if not latest or stretch.start >= latest[0][1] + EVICT_EVERY:
+            latest[:] = [filled(stretch.start)]
+        return latest[0][0].logits(stretch)
 
     return logits
 

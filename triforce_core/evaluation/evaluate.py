@@ -55,7 +55,7 @@ class Evaluation:
         longest = context_length(load_config(settings.target.model, "target"))
         for length in plan.lengths:
             require(length <= longest, "lengths", length, f"must fit the context of {longest} tokens")
-        fits = plan.context + plan.scored < longest
+        fits = plan.end < longest
         require(fits or not plan.reads_files, "context", plan.context, f"must fit the context of {longest} tokens")
         tokenizer = load_tokenizer(settings.target.model)
         self.files = held_out_inputs(tokenizer, plan) if plan.reads_files else []

@@ -52,7 +52,8 @@ class EvalPlan:
     lengths: tuple[int, ...] = (1024, 2048, 4096, 8192, 16384)  # of needle inputs, and contexts of the costs
     documents: int = 18  # held-out files, in two halves
     context: int = 8192  # tokens of each file that are read before the scored ones
-    scored: int = 64  # tokens after them; as many as lie between two snapshots
+    scored: int = 64  # tokens of each stretch after them: as many as lie between two snapshots
+    stretches: int = 2  # of each file, one after the other
     depths: tuple[float, ...] = (0.0, 0.25, 0.5, 0.75)  # of the needle of inputs with one key, as a share of the length
     probes: int = 2  # needle inputs of each length with one key at each depth, and with many keys
     keys: int = 8  # of an input with many keys, all asked for; as many more are distractors
@@ -73,6 +74,11 @@ class EvalPlan:
         require(self.documents >= 2, "documents", self.documents, "must be at least 2, one for each half")
         require(self.context >= 64, "context", self.context, "must be at least 64 tokens")
         require(self.probes >= 1, "probes", self.probes, "must be at least 1")
+
+    @property
+    def end(self) -> int:
+        """Where the last stretch of a file stops."""
+        return self.context + self.scored * self.stretches
 
     @property
     def reads_files(self) -> bool:

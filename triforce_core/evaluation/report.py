@@ -25,7 +25,7 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     settings, plan = figures["settings"], figures["plan"]
     files, needles = figures.get("files", []), figures.get("needles", [])
     yield f"{settings['target']['model']}, {settings['dtype']}, chunks of {settings['retrieval']['chunk']} tokens.\n"
-    where = f"{plan['documents']} held-out files, {plan['scored']} tokens after {plan['context']}"
+    where = f"{plan['documents']} held-out files, {plan['stretches']} × {plan['scored']} tokens after {plan['context']}"
     everything = [row for row in files if row["half"] == "all"]
     if everything and "acceptance" in everything[0]:
         yield from _section(f"Acceptance at T = 0 / T = 1: {where}", by_budget(everything, _acceptance))
@@ -47,9 +47,11 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     for name, row in figures.get("triforce", {}).items():
         yield (
             f"TriForce (lossless) on {row['texts']} {name}, {row['tokens']} tokens in {row['speculative_rounds']}"
-            f" speculative rounds: the full cache's own text in {row['same_text']:.1%} of them; the given text in"
-            f" {row['recall']:.1%} (full cache: {row['recall_full']:.1%}).\n"
+            f" speculative rounds: {row['same_text']:.1%} of the texts are the full cache's own."
         )
+        if name == "needles":
+            yield f"Recall there: TriForce {_decimals(row['recall'])}, full cache {_decimals(row['recall_full'])}."
+        yield ""
     if costs := figures.get("costs"):
         header = ("context", "selector", "first cut, ms", "refresh, ms", "verify, ms", "refresh / verify", "at most")
         rows = [
@@ -68,11 +70,13 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         cells = [[row["selector"], f"{row['prefill_ms']:.0f}", f"{row['over_first']:.2f}"] for row in prefills]
         columns = ("selector", f"prefill of {context} tokens, ms", f"times that of {first}")
         yield from _section("Prefill", table(columns, cells))
-    published = figures["published"]
-    lines = [[row["cache"], _decimals(row["pg19_acceptance"]), _decimals(row["needle"])] for row in published["rows"]]
-    yield from _section(
-        f"Published ({published['source']})", table(("cache", "acceptance, PG-19", "needle recall, 4K budget"), lines)
-    )
+    if files or needles:
+        published = figures["published"]
+        cells = [
+            [row["cache"], _decimals(row["pg19_acceptance"]), _decimals(row["needle"])] for row in published["rows"]
+        ]
+        columns = ("cache", "acceptance, PG-19", "needle recall, 4K budget")
+        yield from _section(f"Published ({published['source']})", table(columns, cells))
 
 
 def _choice(choice: Row) -> str:

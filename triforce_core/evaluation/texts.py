@@ -45,21 +45,22 @@ class Input:
 
 
 def held_out_inputs(tokenizer: Any, plan: EvalPlan) -> list[Input]:
-    """The first tokens of held-out files, each with one stretch at its end. Files alternate between the two halves, so
-    their group is "A" or "B".
+    """The first tokens of held-out files, each with its stretches at the end. Files alternate between the two halves,
+    so their group is "A" or "B".
 
     Raises:
         InvalidValueError: there are fewer files than the plan asks for, or one of them is too short.
     """
     require(plan.documents <= len(HELD_OUT), "documents", plan.documents, f"must be at most {len(HELD_OUT)} files")
-    length = plan.context + plan.scored + 1
+    starts = [plan.context + plan.scored * number for number in range(plan.stretches)]
+    length = plan.end + 1
     inputs = []
     for number, name in enumerate(HELD_OUT[: plan.documents]):
         tokens = tokenizer(held_out_path(name).read_text(encoding="utf-8"))["input_ids"]
-        most = len(tokens) - plan.scored - 1
+        most = len(tokens) - (length - plan.context)
         require(len(tokens) >= length, "context", plan.context, f"must be at most {most}, the length of {name}")
-        stretch = Stretch(plan.context, plan.context + plan.scored, seen=plan.context)
-        inputs.append(Input(name, tuple(tokens[:length]), (stretch,), ("AB"[number % 2],)))
+        stretches = tuple(Stretch(start, start + plan.scored, seen=start) for start in starts)
+        inputs.append(Input(name, tuple(tokens[:length]), stretches, ("AB"[number % 2],)))
     return inputs
 
 
