@@ -13,6 +13,7 @@ from triforce_core.cli.bench import bench_app
 from triforce_core.cli.chat import chat
 from triforce_core.cli.demo import demo_app
 from triforce_core.cli.doctor import doctor
+from triforce_core.cli.eval import evaluate
 from triforce_core.cli.generate import generate
 from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
 from triforce_core.cli.simulate import simulate
@@ -23,6 +24,7 @@ from triforce_core.models.precision import resolved
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(chat)
 app.command()(doctor)
+app.command("eval")(evaluate)
 app.command()(generate)
 app.command()(simulate)
 app.add_typer(bench_app, name="bench")

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 
 from triforce_core.demo_training.settings import CorpusSettings
 
-Tokens = npt.NDArray[np.uint16]
+Tokens = npt.NDArray[np.unsignedinteger]  # 16 bits, if they suffice for the vocabulary
 EOS = 0
 
 _PERMISSIVE = re.compile(r"\b(MIT|BSD|0BSD|Apache|PSF|Python Software Foundation)\b", re.IGNORECASE)

@@ -59,6 +59,7 @@ class RecallTasks:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("[a-z]{3,8}", word))
+        self.dtype: npt.DTypeLike = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
     @classmethod
     def from_file(cls, path: Path) -> RecallTasks:
@@ -83,13 +84,12 @@ class RecallTasks:
 
     def _encode(self, texts: list[tuple[str, str]]) -> list[Snippet]:
         snippets = []
-        for (text, value), encoding in zip(
-            texts, self._tokenizer.encode_batch([text for text, _ in texts]), strict=True
-        ):
+        encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
+        for (text, value), encoding in zip(texts, encodings, strict=True):
             start = text.rindex(value)
             stop = start + len(value)
             is_value = np.array([a < stop and b > start and text[a:b] != '"' for a, b in encoding.offsets], dtype=bool)
-            snippets.append(Snippet(np.array(encoding.ids, dtype=np.uint16), is_value))
+            snippets.append(Snippet(np.array(encoding.ids, dtype=self.dtype), is_value))
         return snippets
 
 
@@ -153,7 +153,7 @@ def _strew(
     answers.append(np.zeros(len(rest), bool))
     short = max(0, length - sum(map(len, ids)))  # a dense sequence may be too short: pad it with ignored tokens
     return RecallSequence(
-        np.concatenate([*ids, np.zeros(short, np.uint16)])[:length].astype(np.uint16),
+        np.concatenate([*ids, np.zeros(short, filler.dtype)])[:length],
         np.concatenate([*weights, np.zeros(short, np.float32)])[:length],
         np.concatenate([*answers, np.zeros(short, bool)])[:length],
     )
