@@ -368,3 +368,9 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     refusals.check(named, "eval", *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_target_that_forgets_is_refused(refusals: Refusals, tmp_path: Path) -> None:
+    settings = tmp_path / "triforce.yaml"
+    settings.write_text("target: {eviction: heavy_hitter}\n")
+    refusals.check(["target.eviction", "'heavy_hitter'", "must be none"], "eval", "--config", str(settings))

@@ -37,6 +37,8 @@ class Evaluation:
         """Raises `InvalidValueError`: the plan names an unknown cache, or lengths that do not fit the model or the
         files.
         """
+        eviction, rule = settings.target.eviction, "must be none: the full cache is what all others are compared with"
+        require(eviction == "none", "target.eviction", eviction, rule)
         self.settings, self.plan = settings, plan
         self.cases = cases_of(plan)
         self.selectors = selectors_of(plan)
