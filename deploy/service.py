@@ -454,7 +454,8 @@ class Service:
         """The lookaheads that the request pins, None if it leaves them to the target, and who drafts."""
         check_drafter("drafter", asked.drafter)
         rule = f"must be left out: target.eviction is {self.settings.target.eviction}, and nothing drafts"
-        require(asked.drafter is None or self.model.lossy is None, "drafter", asked.drafter, rule)
+        for name, value in (("drafter", asked.drafter), ("selector", asked.selector)):
+            require(value is None or self.model.lossy is None, name, value, rule)
         drafting = DRAFTINGS[asked.drafter or "model"]
         if asked.lookaheads is not None:
             check_lookaheads("lookaheads", asked.lookaheads)

@@ -76,8 +76,10 @@ class SnapshotSchedule:
 
     def saw(self, sequence: Sequence, tally: Tally) -> None:
         """Note what the target made of a round of the retrieval tier: the first quarter of an interval shows what a
-        fresh snapshot is worth.
+        fresh snapshot is worth. Until that snapshot has arrived, the tier drafts with the one before.
         """
+        if not self.arrived(sequence):
+            return
         sequence.since_cut.add(tally, self.refresh_every // 4)
 
     def arrived(self, sequence: Sequence) -> bool:

@@ -119,6 +119,7 @@ class HeavyHitterKV(FixedKV):
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:
         assert isinstance(held, HeavyHeld)
         if end > self.most_tokens:
+            held.cached = min(held.cached, keep)
             return Lack()
         if keep < held.start:
             self._empty(held)
