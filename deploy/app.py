@@ -42,6 +42,8 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     # On a busy machine a proxy takes longer to start than Serve's 5 s; three checks later Serve would kill it.
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
+    # Ray gives its workers the niceness 15, with which any other busy process leaves the tiers a thirtieth of a core.
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
     "TOKENIZERS_PARALLELISM": "false",
 }

@@ -13,7 +13,7 @@ import requests
 
 from deploy import leave
 from deploy.app import APPLICATION, application_of
-from deploy.grpc_api import SERVICER
+from deploy.grpc_services import SERVICERS
 from tests.serve.conftest import free_ports
 from tests.starting import LocalRay, fake_nodes
 from triforce_core.config import load_settings
@@ -38,7 +38,7 @@ def port(local_ray: LocalRay) -> Iterator[int]:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": "127.0.0.1", "port": port},
-            grpc_options={"port": grpc_port, "grpc_servicer_functions": [SERVICER]},
+            grpc_options={"port": grpc_port, "grpc_servicer_functions": SERVICERS},
         )
         serve.run(application_of(settings), name=APPLICATION, route_prefix="/")
         yield port

@@ -36,8 +36,13 @@ class Room:
 class Policy:
     """Remembers for which sequences snapshots are due, and how long these are then."""
 
+    selector = "mean_key"
+
     def __init__(self) -> None:
         self.updates: list[tuple[int, bool]] = []
+
+    def saw(self, sequence: Sequence, tally: Tally) -> None:
+        pass
 
     def update(self, sequence: Sequence, *, wanted: bool) -> None:
         self.updates.append((len(sequence.tokens), wanted))

@@ -134,8 +134,10 @@ def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
     ],
 )
 def test_no_field_is_left_behind(fields: Iterable[str], message: type[Message]) -> None:
-    """The strategies above might forget a new field too. Logprobs and `no_token` are the target's and its engine's."""
-    local = {"logprobs", "prompt_logprobs", "no_token"}
+    """The strategies above might forget a new field too. Logprobs, `no_token` and the selector are the target's
+    and its engine's.
+    """
+    local = {"logprobs", "prompt_logprobs", "no_token", "selector"}
     assert [name for name in fields if name not in local] == [field.name for field in message.DESCRIPTOR.fields]
 
 

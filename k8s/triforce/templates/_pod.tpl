@@ -131,6 +131,7 @@ killed, so it suits pods only.
 - {name: RAY_USAGE_STATS_ENABLED, value: "0"}
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
 - {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
+- {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "1"}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "67108864"}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
