@@ -144,11 +144,12 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
 def finish(chunk: pb.GenerateChunk, part: Part, done: Done) -> None:
     chunk.finish_reason = finish_reason_to_proto(done.finish_reason)
     chunk.usage.prompt_tokens, chunk.usage.completion_tokens = part.prompt_tokens, done.completion_tokens
-    chunk.stats.CopyFrom(stats_of(done.stats))
+    chunk.stats.CopyFrom(stats_of(done.stats, part.lossy))
 
 
-def stats_of(stats: Stats) -> pb.Stats:
+def stats_of(stats: Stats, lossy: str | None) -> pb.Stats:
     return pb.Stats(
+        lossy=lossy or "",
         prefill_s=stats.prefill_s,
         ms_per_token=stats.ms_per_token,
         tokens_per_round=stats.tokens_per_round,
@@ -166,7 +167,8 @@ def stats_of(stats: Stats) -> pb.Stats:
 
 def list_models(service: Service) -> pb.ListModelsResponse:
     model = service.model
-    return pb.ListModelsResponse(models=[pb.Model(id=model.name, context_length=model.limits.context_length)])
+    named = pb.Model(id=model.name, context_length=model.limits.context_length, lossy=model.lossy or "")
+    return pb.ListModelsResponse(models=[named])
 
 
 async def tokenize(service: Service, request: pb.TokenizeRequest) -> pb.TokenizeResponse:

@@ -101,6 +101,9 @@ class Slots:
         self.owned[sequence_id] += more
         return True
 
+    def keys_after(self, tokens: int) -> int:
+        return tokens
+
     def hemmed_in(self, sequence_id: int) -> bool:
         return sequence_id in self.hemmed
 

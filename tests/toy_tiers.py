@@ -147,6 +147,9 @@ class ToyTarget(ToyTier):
             self.ranges[sequence_id] += more
         return more is not None
 
+    def keys_after(self, tokens: int) -> int:
+        return tokens
+
     def hemmed_in(self, sequence_id: int) -> bool:
         return False
 

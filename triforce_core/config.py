@@ -20,7 +20,7 @@ from pydantic import (
     model_validator,
 )
 
-from triforce_core.errors import InvalidValueError
+from triforce_core.errors import InvalidValueError, require
 
 TIER_SETS = {"target": (False, False), "retrieval,target": (True, False), "draft,retrieval,target": (True, True)}
 TierSet = Literal["target", "retrieval,target", "draft,retrieval,target"]
@@ -226,6 +226,10 @@ class TargetSettings(Strict):
         if self.eviction == "none":
             return None
         return f"{self.eviction} keeps {self.kept_tokens} tokens of KV of each request and forgets the others"
+
+    def require_lossless(self, because: str = "a target that forgets does not speculate") -> None:
+        """Raises `InvalidValueError` where the target forgets."""
+        require(self.eviction == "none", "target.eviction", self.eviction, f"must be none: {because}")
 
     @model_validator(mode="after")
     def _evicting(self) -> TargetSettings:

@@ -21,6 +21,7 @@ class Question:
     temperature: float
     seed: int
     priority: int | None = None
+    lookaheads: tuple[int, int] | None = None  # None: the server chooses
 
 
 class Piece(NamedTuple):

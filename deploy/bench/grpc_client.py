@@ -53,6 +53,7 @@ class GrpcClient:
                     "temperature": question.temperature,
                     "seed": question.seed,
                     "priority": question.priority or 0,
+                    "lookaheads": question.lookaheads,
                 },
             )
         except CallError as error:

@@ -68,6 +68,8 @@ class HttpClient:
         }
         if question.priority is not None:  # not a field of OpenAI's: many servers would refuse it
             body["priority"] = question.priority
+        if question.lookaheads is not None:
+            body["speculation"] = {"lookaheads": question.lookaheads}
         done = False
         with failures():
             async with self._session.post(f"{self.address}/v1/completions", json=body) as response:

@@ -25,6 +25,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 
+LOOKAHEADS = (8, 3)  # the same in all answers: by its own choice the server would decode them differently
 BODY = "a " * 500_000  # one MB; no model's context holds it, or it is read as any prompt
 
 
@@ -50,7 +51,11 @@ class TargetClient:
         prompt = self.tokens[question.prompt]
         sampling = SamplingParams(temperature=question.temperature)
         asked = Request(
-            tuple(prompt), max_tokens=question.max_tokens, sampling=sampling, seed=question.seed, lookaheads=None
+            tuple(prompt),
+            max_tokens=question.max_tokens,
+            sampling=sampling,
+            seed=question.seed,
+            lookaheads=question.lookaheads,
         )
         count = 0
         async for event in TargetStub(self._channel).Decode(request_to_proto(asked)):
@@ -108,18 +113,20 @@ async def bench_paths(
             clients: dict[str, Client] = {"direct": target, "http": http, "grpc": ours}
             found: dict[str, list[Timed]] = {name: [] for name in (*clients, "http_beside_bodies")}
             for turn in range(repeats):
-                question = Question(model, prompt, output, temperature, seed=turn)
+                question = Question(model, prompt, output, temperature, seed=turn, lookaheads=LOOKAHEADS)
                 for name, client in clients.items():
                     progress(f"{turn + 1} of {repeats}: {name}")
                     found[name].append(await timed(client, question))
                 progress(f"{turn + 1} of {repeats}: http beside bodies of 1 MB")
                 found["http_beside_bodies"].append(await beside_bodies(session, http, question))
-    middle = {name: statistics.median(each.token_ms for each in times) for name, times in found.items()}
+    times = {name: [each.token_ms for each in answers] for name, answers in found.items()}
+    ratios = {name: [a / b for a, b in zip(times[name], times["direct"], strict=True)] for name in ("http", "grpc")}
     return {
         "prompt_tokens": len(ids),
         "output_tokens": output,
-        "token_ms": {name: round(value, 3) for name, value in middle.items()},
-        "over_direct": {name: round(middle[name] / middle["direct"], 3) for name in ("http", "grpc")},
+        "token_ms": {name: round(statistics.median(each), 3) for name, each in times.items()},
+        "over_direct": {name: round(statistics.median(each), 3) for name, each in ratios.items()},
+        "over_direct_each": {name: [round(ratio, 3) for ratio in each] for name, each in ratios.items()},
         "longest_gap_ms": {name: [round(each.longest_gap_ms, 1) for each in times] for name, times in found.items()},
     }
 

@@ -62,6 +62,7 @@ def test_the_demo_pair(held_out: HeldOut, temperature: float, monkeypatch: pytes
     evictions = evictions_of(engine, monkeypatch)
     outcome = finish(engine, requests())
     assert outcome.tokens == plain
+    assert len({sequence_id for sequence_id, _ in evictions}) == 3
     for sequence_id in {sequence_id for sequence_id, _ in evictions}:
         starts = [start for each, start in evictions if each == sequence_id]
         assert len(starts) > (1090 - 2 * 270) // 32 - 4

@@ -48,3 +48,17 @@ def test_a_full_server_refuses_and_is_not_taken_for_broken(
     assert figures["answered"] >= places
     assert figures["refused"] > 0
     assert figures["errors"] == {}
+
+
+def test_paths_compares_http_and_grpc_with_the_target_asked_directly(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], server: Server
+) -> None:
+    where = ("--url", server.url, "--grpc", server.grpc_address)
+    assert (
+        run(monkeypatch, "bench", "paths", "--json", *where, "--context", "300", "--output", "24", "--repeats", "2")
+        == 0
+    )
+    figures = json.loads(capsys.readouterr().out)
+    assert 200 < figures["prompt_tokens"] <= 300
+    assert all(figures["token_ms"][way] > 0 for way in ("direct", "http", "grpc", "http_beside_bodies"))
+    assert all(len(figures["over_direct_each"][way]) == 2 for way in ("http", "grpc"))

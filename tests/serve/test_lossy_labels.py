@@ -16,10 +16,13 @@ from actors.target_server import event_to_proto, request_from_proto
 from deploy.directions import directions
 from deploy.doctor.room import kv_bytes
 from deploy.doctor.serving import models, models_of
+from deploy.grpc_api import generate, list_models
 from deploy.openai_api.routes import http_app
 from deploy.service import ServedModel, Service
 from tests.command_line import run
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core._gen.triforce.v1.generation_pb2 import GenerateRequest
+from triforce_core.client.results import completion_from_proto, models_from_proto
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.loading import load_local_engine
@@ -47,9 +50,12 @@ class Local:
         """It can serve."""
 
 
+def service_of(settings: Settings) -> Service:
+    return Service(settings, ServedModel.load(settings), Local(load_local_engine(settings)))
+
+
 def served(settings: Settings) -> TestClient:
-    service = Service(settings, ServedModel.load(settings), Local(load_local_engine(settings)))
-    return TestClient(http_app(service))
+    return TestClient(http_app(service_of(settings)))
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +92,16 @@ def test_a_lossy_target_says_so_in_every_answer(client: TestClient) -> None:
         assert answer["triforce"]["lossy"] == TEXT
         assert answer["system_fingerprint"].startswith("fp_lossy_")
         assert events_of(ask(client, stream=True))[-1]["triforce"]["lossy"] == TEXT
+
+
+@pytest.mark.parametrize(("target", "said"), [(LOSSY, TEXT), ({}, None)])
+def test_the_sdk_shows_it(target: dict[str, Any], said: str | None) -> None:
+    settings = load_settings(dtype="float32", max_sequences=2, speculation={"tiers": "target"}, target=target)
+    service = service_of(settings)
+    answer = asyncio.run(generate(service, GenerateRequest(text=PROMPT, max_tokens=4, seed=1)))
+    [choice] = completion_from_proto(answer).choices
+    assert choice.stats.lossy == said
+    assert [model.lossy for model in models_from_proto(list_models(service))] == [said]
 
 
 def test_a_lossless_target_says_nothing_of_it() -> None:

@@ -16,6 +16,7 @@ from tests.command_line import Refusals, run
 from tests.random_models import plain_logits, random_pair, random_tokens
 from triforce_core.attention import KERNELS
 from triforce_core.demo import weights_dir
+from triforce_core.evaluation import batches
 from triforce_core.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
 from triforce_core.evaluation.choice import choose
 from triforce_core.evaluation.measures import Counts, Scored
@@ -167,7 +168,7 @@ def test_counts_add_up() -> None:
 
 
 def row(cache: str, half: str, rate: float, budget: str = "1024") -> dict[str, Any]:
-    return {"cache": cache, "budget": budget, "half": half, "acceptance": {"T0": rate, "T1": rate - 0.1}}
+    return {"cache": cache, "budget": budget, "half": half, "tokens": 900, "acceptance": {"T0": rate, "T1": rate - 0.1}}
 
 
 def test_the_selector_is_chosen_on_one_half_and_reported_on_the_other() -> None:
@@ -180,6 +181,7 @@ def test_the_selector_is_chosen_on_one_half_and_reported_on_the_other() -> None:
     chosen = choose(rows, ["near", "best"])
     assert chosen is not None
     assert (chosen["selector"], chosen["half_a"]["T0"], chosen["half_b"]["T0"]) == ("best", 0.9, 0.7)
+    assert chosen["standard_error"] == pytest.approx(0.01)
     assert choose(rows, ["absent"]) is None
 
 
@@ -320,6 +322,7 @@ def test_the_command_measures_and_writes(
     assert 0 < halves[2]["agreement"] < 1
     many = {"kind": MANY_KEYS, "length": 512}
     assert of(figures["needles"], cache="full", **many)["recall"] == 1
+    assert of(figures["needles"], cache="full", kind="all")["length"] == 512
     streaming = of(figures["needles"], cache="streaming_llm", budget="64", **many)
     assert (streaming["answers"], streaming["recall"]) == (8, 0), "its window holds none of the keys"
     for whole in figures["triforce"].values():
@@ -328,6 +331,25 @@ def test_the_command_measures_and_writes(
         assert whole["recall"] == whole["recall_full"]
     assert [row["selector"] for row in figures["costs"]] == ["mean_key", "h2o"]
     assert [row["selector"] for row in figures["prefills"]] == ["mean_key", "h2o"]
+
+
+@pytest.mark.usefixtures("_threads")
+def test_batches_fit_into_the_memory_of_four_full_caches(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(batches, "OUTPUT", 16)
+    arguments = ("eval", *TINY[:4], "--dtype", "float32", "--threads", "1", "--force", "--budget", "64")
+    assert run(monkeypatch, *arguments, "--task", "batch", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["batches"]
+    by_cache = {kind: [row["batch"] for row in rows if row["cache"] == kind] for kind in batches.KINDS}
+    assert by_cache["full"] == [1, 2, 4]
+    assert by_cache["heavy_hitter"][-1] > 8, "a quarter of the tokens, and the queries since the last eviction"
+    assert max(by_cache["triforce"], default=0) < 4, "the drafting tiers have KV too"
+    assert all(row["kv_bytes"] <= row["memory"] and row["tokens_per_s"] > 0 for row in rows)
+
+
+def test_batches_double_up_to_the_largest() -> None:
+    assert [batches.up_to(most) for most in (0, 1, 4, 11)] == [[], [1], [1, 2, 4], [1, 2, 4, 8, 11]]
 
 
 @pytest.mark.usefixtures("_threads")

@@ -54,6 +54,7 @@ def decode(
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.engine.followers import local_ranks
 
+    settings.target.require_lossless()
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force), local_ranks(settings) as ranks:
         figures = bench_decode(
@@ -86,6 +87,7 @@ def parameters(
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.bench.parameters import bench_parameters
 
+    settings.target.require_lossless()
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force):
         figures = bench_parameters(settings, context=context, output=output, repeats=repeats, report=progress.print)
@@ -167,6 +169,7 @@ def pipeline(
     from deploy.app import prepare_environment
     from triforce_core.bench.machine import quiet_machine
 
+    settings.target.require_lossless()
     speculation = settings.speculation.model_copy(update={"micro_batches": micro_batches})
     placement = settings.placement if cores is None else settings.placement.model_copy(update=parse_cores(cores))
     settings = settings.model_copy(update={"speculation": speculation, "placement": placement})

@@ -56,6 +56,7 @@ def sweep(
     """
     axes, fixed = parse_axes(axis or ["context"]), parse_plans(plans)
     sampled, sparse = SamplingParams(temperature), settings.retrieval
+    settings.target.require_lossless()
     base = Point(context, sparse.budget, sparse.chunk, settings.dtype, sampled.temperature)
     points = points_of(axes, base)
     check_modes(points, axes, fixed, settings)

@@ -14,7 +14,7 @@ from triforce_core.cli.figures import save_figure
 from triforce_core.cli.options import JsonOption, decoding_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.evaluation.plan import TASKS, Budget, EvalPlan, listed, parse_lengths
+from triforce_core.evaluation.plan import TASKS, TIMED, Budget, EvalPlan, listed, parse_lengths
 
 DEFAULTS = EvalPlan()
 
@@ -40,8 +40,8 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="write eval.json, eval.md and eval.svg into this folder", file_okay=False)
     ] = None,
-    max_load: Annotated[float, typer.Option(help="refuse --task cost above this load average")] = 1.0,
-    force: Annotated[bool, typer.Option("--force", help="measure costs at any load average")] = False,
+    max_load: Annotated[float, typer.Option(help="refuse --task cost and batch above this load average")] = 1.0,
+    force: Annotated[bool, typer.Option("--force", help="measure times at any load average")] = False,
     as_json: JsonOption = False,
 ) -> None:
     """What sparse caches keep of the full cache's answers: needle recall, perplexity, agreement, acceptance, cost."""
@@ -63,7 +63,7 @@ def evaluate(
     from triforce_core.evaluation.report import report
 
     evaluation = Evaluation(settings, plan)
-    timed = "cost" in plan.tasks
+    timed = bool(TIMED & set(plan.tasks))
     alone = quiet_machine(max_load, force=force) if timed else nullcontext()  # load changes times only
     with alone, progression(evaluation.steps) as watch:
         figures = evaluation.run(watch)

@@ -54,6 +54,7 @@ class Stats:
     acceptance: Acceptance
     preempted: int = 0  # how many times its KV was dropped because the server's pool was full
     controller: Controller = field(default_factory=Controller)
+    lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +137,7 @@ class Chunk:
 class Model:
     id: str
     context_length: int  # tokens of prompt and output together
+    lossy: str | None = None  # what the target forgets, in words; None: nothing
 
 
 def completion_from_proto(message: pb.GenerateResponse) -> Completion:
@@ -175,7 +177,7 @@ def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
 
 
 def models_from_proto(message: pb.ListModelsResponse) -> tuple[Model, ...]:
-    return tuple(Model(model.id, model.context_length) for model in message.models)
+    return tuple(Model(model.id, model.context_length, model.lossy or None) for model in message.models)
 
 
 def _signed(seed: int) -> int:
@@ -208,6 +210,7 @@ def _stats(message: pb.Stats) -> Stats:
         ),
         preempted=message.preempted,
         controller=_controller(message.controller),
+        lossy=message.lossy or None,
     )
 
 

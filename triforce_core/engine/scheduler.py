@@ -26,6 +26,10 @@ class Pool(Protocol):
 
     def grow(self, sequence_id: int, tokens: int) -> bool: ...
 
+    def keys_after(self, tokens: int) -> int:
+        """How many keys the next token of a text sees at most, after so many tokens of it."""
+        ...
+
     def hemmed_in(self, sequence_id: int) -> bool:
         """Whether a sequence can grow in place only."""
         ...
@@ -153,7 +157,7 @@ class Scheduler:
             if not tokens:
                 continue
             sequence.work = next_chunk(sequence, tokens)
-            shares.append(Part(tokens, sequence.prefilled))
+            shares.append(Part(tokens, self.kv.keys_after(sequence.prefilled)))
             self.told += tokens
             room -= tokens
             scored_room -= tokens * scored
@@ -166,7 +170,7 @@ class Scheduler:
         """The tokens of this request's next chunk, beside these shares of others: as many as `room` and `max_stall_s`
         allow.
         """
-        left, before = sequence.given - sequence.prefilled, sequence.prefilled
+        left, before = sequence.given - sequence.prefilled, self.kv.keys_after(sequence.prefilled)
         decoding = self.decoding
         hurried = bool(decoding) and self.max_stall_s < math.inf
         if hurried and not self.costs.known:
@@ -190,8 +194,9 @@ class Scheduler:
 
     def least_stall_s(self, context: int) -> float:
         """The seconds of a pass over the smallest chunk at the end of such a context; 0 while unknown."""
-        least = max(CHUNK_UNIT, math.ceil(self.costs.least_chunk(context)))
-        return self.costs.seconds([Part(least, context)])
+        before = self.kv.keys_after(context)
+        least = max(CHUNK_UNIT, math.ceil(self.costs.least_chunk(before)))
+        return self.costs.seconds([Part(least, before)])
 
     @property
     def asked_tokens(self) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,17 +23,27 @@ def choose(rows: Sequence[dict[str, Any]], selectors: Sequence[str]) -> dict[str
     """The selector with the highest acceptance at temperature 0 on half A, and its acceptance on half B.
 
     Args:
-        rows: figures of held-out files, with `cache`, `budget`, `half` and `acceptance`.
+        rows: figures of held-out files, with `cache`, `budget`, `half`, `tokens` and `acceptance`.
         selectors: the names that compete.
 
     Returns:
-        None where no selector was measured at the budget, or no acceptance.
+        None where no selector was measured at the budget, or no acceptance. The standard error is that of a share of
+        as many independent tokens as a half has.
     """
     by_half: dict[str, dict[str, dict[str, float]]] = {"A": {}, "B": {}}
+    tokens = 0
     for row in rows:
         if row["budget"] == BUDGET and row["cache"] in selectors and row["half"] in by_half and "acceptance" in row:
             by_half[row["half"]][row["cache"]] = row["acceptance"]
+            tokens = row["tokens"]
     if not by_half["A"]:
         return None
     best = max(by_half["A"], key=lambda name: by_half["A"][name]["T0"])
-    return {"budget": BUDGET, "selector": best, "half_a": by_half["A"][best], "half_b": by_half["B"][best]}
+    rate = by_half["A"][best]["T0"]
+    return {
+        "budget": BUDGET,
+        "selector": best,
+        "half_a": by_half["A"][best],
+        "half_b": by_half["B"][best],
+        "standard_error": math.sqrt(rate * (1 - rate) / tokens),
+    }

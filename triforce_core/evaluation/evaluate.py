@@ -14,11 +14,12 @@ from triforce_core.config import Settings
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
-from triforce_core.evaluation.caches import CUT, TRIFORCE, Case, cases_of, selectors_of
+from triforce_core.evaluation.batches import KINDS, measure_batches
+from triforce_core.evaluation.caches import CUT, TRIFORCE, cases_of, selectors_of
 from triforce_core.evaluation.choice import PUBLISHED, choose
 from triforce_core.evaluation.costs import measure_costs, measure_prefills
 from triforce_core.evaluation.measures import Counts
-from triforce_core.evaluation.plan import LEAST_CHUNKS, EvalPlan
+from triforce_core.evaluation.plan import LEAST_CHUNKS, ON_FILES, EvalPlan
 from triforce_core.evaluation.reading import Model, Reading
 from triforce_core.evaluation.texts import Input, held_out_inputs, needle_inputs
 from triforce_core.evaluation.walk import Results, Watch, Whole, measure
@@ -37,8 +38,7 @@ class Evaluation:
         """Raises `InvalidValueError`: the plan names an unknown cache, or lengths that do not fit the model or the
         files.
         """
-        eviction, rule = settings.target.eviction, "must be none: the full cache is what all others are compared with"
-        require(eviction == "none", "target.eviction", eviction, rule)
+        settings.target.require_lossless("the full cache is what all others are compared with")
         self.settings, self.plan = settings, plan
         self.cases = cases_of(plan)
         self.selectors = selectors_of(plan)
@@ -67,7 +67,13 @@ class Evaluation:
     @property
     def steps(self) -> int:
         """How many times `Watch.begin` is called."""
-        return len(self.files) + len(self.needles) + (len(self.plan.lengths) + 1) * ("cost" in self.plan.tasks)
+        read = (len(self.files) if self.scores_files else 0) + len(self.needles)
+        costs = (len(self.plan.lengths) + 1) * ("cost" in self.plan.tasks)
+        return read + costs + len(KINDS) * ("batch" in self.plan.tasks)
+
+    @property
+    def scores_files(self) -> bool:
+        return bool(ON_FILES & set(self.plan.tasks))
 
     def run(self, watch: Watch) -> dict[str, Any]:
         """The figures, with what they depend on."""
@@ -87,7 +93,7 @@ class Evaluation:
             "settings": self.settings.model_dump(mode="json"),
         }
         whole: dict[str, Any] = {}
-        for name, inputs in (("files", self.files), ("needles", self.needles)):
+        for name, inputs in (("files", self.files if self.scores_files else []), ("needles", self.needles)):
             if not inputs:
                 continue
             some = inputs[:WHOLE_FILES] if name == "files" else {text.group[1]: text for text in inputs}.values()
@@ -95,7 +101,7 @@ class Evaluation:
             figures[name] = self._rows(name, measure(inputs, self.cases, read, watch, ours))
             if ours is not None:
                 whole[name] = ours.figures()
-        if self.files:
+        if self.scores_files:
             figures["choice"] = choose(figures["files"], [*CUT])
         if whole:
             figures["triforce"] = whole
@@ -103,6 +109,10 @@ class Evaluation:
             figures["costs"] = measure_costs(target, self.selectors, self.plan, self.settings, watch)
             chunk = self.settings.retrieval.chunk
             figures["prefills"] = measure_prefills(target, self.selectors, self.plan, chunk, watch)
+        if "batch" in self.plan.tasks:
+            del engine, runners  # their KV is none of the batches'
+            prompts = [text.tokens[: self.plan.context] for text in self.files]
+            figures["batches"] = measure_batches(self.settings, prompts, watch)
         return figures | {"published": PUBLISHED, "load_average": [load_before, os.getloadavg()[0]]}
 
     def _model(self, model: Any) -> Model:
@@ -110,15 +120,19 @@ class Evaluation:
         return Model(model, kernel, threads_for(self.settings))
 
     def _rows(self, kind: str, found: Results) -> list[dict[str, Any]]:
-        """A row for each case and group, and one for each case over all groups."""
+        """A row for each case and group, and one over both halves, or over all needle inputs of the greatest length:
+        large budgets cover the short ones.
+        """
         on_files = kind == "files"
         names: tuple[str, ...] = ("half",) if on_files else ("kind", "length", "depth")
-        all_of_them = ("all",) if on_files else ("all", None, None)
         tasks = [task for task in self.plan.tasks if not (on_files and task == "needle")]
-        whole: dict[Case, Counts] = {}
-        for (case, _), counts in found.items():
-            whole[case] = whole.get(case, Counts()) + counts
-        results = found | {(case, all_of_them): counts for case, counts in whole.items()}
+        longest = max(self.plan.lengths)
+        all_of_them = ("all",) if on_files else ("all", longest, None)
+        whole: Results = {}
+        for (case, group), counts in found.items():
+            if on_files or group[1] == longest:
+                whole[case, all_of_them] = whole.get((case, all_of_them), Counts()) + counts
+        results = found | whole
         order = {case: number for number, case in enumerate(self.cases)}
         return [
             {"cache": case.cache, "budget": case.budget and case.budget.name}

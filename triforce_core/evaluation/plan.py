@@ -7,9 +7,10 @@ from typing import Any
 
 from triforce_core.errors import require
 
-TASKS = ("needle", "perplexity", "agreement", "acceptance", "cost")
+TASKS = ("needle", "perplexity", "agreement", "acceptance", "cost", "batch")
+TIMED = frozenset({"cost", "batch"})
 LEAST_CHUNKS = 4  # of a budget: sinks, recent tokens, and something to choose
-ON_FILES = frozenset({"perplexity", "agreement", "acceptance"})  # tasks on held-out files
+ON_FILES = frozenset({"perplexity", "agreement", "acceptance"})  # tasks on stretches of held-out files
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,7 @@ class EvalPlan:
 
     @property
     def reads_files(self) -> bool:
-        return bool(ON_FILES & set(self.tasks))
+        return bool((ON_FILES | {"batch"}) & set(self.tasks))
 
     def record(self) -> dict[str, Any]:
         """The plan as JSON holds it."""

@@ -41,9 +41,11 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         yield from _section(f"Recall, {MANY_KEYS} at the start, by length", spread(many, "length"))
         yield from _section(f"Recall, {ONE_KEY}, by depth", spread(one, "depth"))
         whole = [row for row in needles if row["kind"] == "all"]
-        yield from _section("Recall, all needle inputs", by_budget(whole, _share("recall")))
+        longest = whole[0]["length"]
+        yield from _section(f"Recall, needle inputs of {longest} tokens", by_budget(whole, _share("recall")))
         if "acceptance" in whole[0]:
-            yield from _section("Acceptance at T = 0 / T = 1: answers", by_budget(whole, _acceptance))
+            title = f"Acceptance at T = 0 / T = 1: answers to needle inputs of {longest} tokens"
+            yield from _section(title, by_budget(whole, _acceptance))
     for name, row in figures.get("triforce", {}).items():
         yield (
             f"TriForce (lossless) on {row['texts']} {name}, {row['tokens']} tokens in {row['speculative_rounds']}"
@@ -70,6 +72,13 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         cells = [[row["selector"], f"{row['prefill_ms']:.0f}", f"{row['over_first']:.2f}"] for row in prefills]
         columns = ("selector", f"prefill of {context} tokens, ms", f"times that of {first}")
         yield from _section("Prefill", table(columns, cells))
+    if batches := figures.get("batches"):
+        cells = [
+            [label(row["cache"]), str(row["batch"]), f"{row['kv_bytes'] / 2**20:.0f}", f"{row['tokens_per_s']:.1f}"]
+            for row in batches
+        ]
+        title = f"Decoding after {plan['context']} tokens, in {batches[0]['memory'] / 2**20:.0f} MiB of KV"
+        yield from _section(title, table(("cache", "batch", "KV, MiB", "tokens a second"), cells))
     if files or needles:
         published = figures["published"]
         cells = [
@@ -81,7 +90,11 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
 
 def _choice(choice: Row) -> str:
     a, b = _pair(choice["half_a"]), _pair(choice["half_b"])
-    return f"Best selector at {choice['budget']} tokens on half A: `{choice['selector']}`, {a}. On half B: {b}."
+    error = _decimals(choice["standard_error"])
+    return (
+        f"Best selector at {choice['budget']} tokens on half A: `{choice['selector']}`, {a}. On half B: {b}."
+        f" The standard error of each at T = 0 is {error}."
+    )
 
 
 def by_budget(rows: Sequence[Row], shown: Any) -> str:

@@ -79,6 +79,9 @@ class FullKV(KVCache):
                 return True
         return False
 
+    def keys_after(self, tokens: int) -> int:
+        return tokens
+
     def hemmed_in(self, sequence_id: int) -> bool:
         """Whether a sequence can grow in place only, because it has as many ranges as it may."""
         return len(self.held[sequence_id].ranges) == MOST_RANGES

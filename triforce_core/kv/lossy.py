@@ -30,6 +30,9 @@ class LossyKV(FixedKV):
         """A sequence never needs more slots than it has."""
         return True
 
+    def keys_after(self, tokens: int) -> int:
+        return min(tokens, self.slots_each)
+
     def hemmed_in(self, sequence_id: int) -> bool:
         return False
 

@@ -137,6 +137,9 @@ class LeadingFullKV(LeadingKV):
             self.broadcast(Open(sequence_id, spec, tokens))
             return self.full.open(sequence_id, spec, tokens)
 
+    def keys_after(self, tokens: int) -> int:
+        return tokens
+
     def hemmed_in(self, sequence_id: int) -> bool:
         return self.full.hemmed_in(sequence_id)
 

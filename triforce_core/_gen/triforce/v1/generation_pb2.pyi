@@ -218,20 +218,22 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ...) -> None: ...
 
 class Stats(_message.Message):
-    __slots__ = ("prefill_s", "ms_per_token", "tokens_per_round", "acceptance", "preempted", "controller")
+    __slots__ = ("prefill_s", "ms_per_token", "tokens_per_round", "acceptance", "preempted", "controller", "lossy")
     PREFILL_S_FIELD_NUMBER: _ClassVar[int]
     MS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
     TOKENS_PER_ROUND_FIELD_NUMBER: _ClassVar[int]
     ACCEPTANCE_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     CONTROLLER_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     prefill_s: float
     ms_per_token: float
     tokens_per_round: float
     acceptance: Acceptance
     preempted: int
     controller: Controller
-    def __init__(self, prefill_s: _Optional[float] = ..., ms_per_token: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., preempted: _Optional[int] = ..., controller: _Optional[_Union[Controller, _Mapping]] = ...) -> None: ...
+    lossy: str
+    def __init__(self, prefill_s: _Optional[float] = ..., ms_per_token: _Optional[float] = ..., tokens_per_round: _Optional[float] = ..., acceptance: _Optional[_Union[Acceptance, _Mapping]] = ..., preempted: _Optional[int] = ..., controller: _Optional[_Union[Controller, _Mapping]] = ..., lossy: _Optional[str] = ...) -> None: ...
 
 class Controller(_message.Message):
     __slots__ = ("plan", "rounds", "changes", "expected_ms_per_token", "plain_ms_per_token")
@@ -273,12 +275,14 @@ class ListModelsResponse(_message.Message):
     def __init__(self, models: _Optional[_Iterable[_Union[Model, _Mapping]]] = ...) -> None: ...
 
 class Model(_message.Message):
-    __slots__ = ("id", "context_length")
+    __slots__ = ("id", "context_length", "lossy")
     ID_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     id: str
     context_length: int
-    def __init__(self, id: _Optional[str] = ..., context_length: _Optional[int] = ...) -> None: ...
+    lossy: str
+    def __init__(self, id: _Optional[str] = ..., context_length: _Optional[int] = ..., lossy: _Optional[str] = ...) -> None: ...
 
 class TokenizeRequest(_message.Message):
     __slots__ = ("model", "text", "messages")
@@ -291,12 +295,14 @@ class TokenizeRequest(_message.Message):
     def __init__(self, model: _Optional[str] = ..., text: _Optional[str] = ..., messages: _Optional[_Union[ChatMessages, _Mapping]] = ...) -> None: ...
 
 class TokenizeResponse(_message.Message):
-    __slots__ = ("token_ids", "context_length")
+    __slots__ = ("token_ids", "context_length", "lossy")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     CONTEXT_LENGTH_FIELD_NUMBER: _ClassVar[int]
+    LOSSY_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     context_length: int
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., context_length: _Optional[int] = ...) -> None: ...
+    lossy: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., context_length: _Optional[int] = ..., lossy: _Optional[str] = ...) -> None: ...
 
 class DetokenizeRequest(_message.Message):
     __slots__ = ("model", "token_ids")
