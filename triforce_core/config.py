@@ -105,7 +105,7 @@ class RetrievalSettings(Strict):
         64, ge=1, description="tokens between snapshots; a smaller number keeps them fresher but sends more of them"
     )
     selector: SelectorName = Field(
-        "mean_key",
+        "mean_key_recent",
         description="how chunks are ranked, for requests that do not say (docs/selectors.md); `h2o` makes prompts dear",
     )
     transport: Literal["object_store", "rdt"] = Field(
@@ -113,13 +113,6 @@ class RetrievalSettings(Strict):
         description="how snapshots travel between tier actors: through Ray's object store, or from GPU to GPU by Ray"
         " Direct Transport, which needs NIXL",
     )
-
-    @property
-    def recent(self) -> int:
-        """The tokens just before the snapshot's position that are always kept: 64, but at most a quarter of the budget,
-        so that most of a small budget is left for selected chunks.
-        """
-        return min(64, self.budget // 4)
 
     @property
     def own_weights(self) -> bool:

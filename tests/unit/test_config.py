@@ -175,11 +175,6 @@ def test_there_is_a_micro_batch_for_each_process(colocate: str, expected: int) -
     assert load_settings(placement={"colocate": colocate}, speculation={"micro_batches": 1}).micro_batches == 1
 
 
-@pytest.mark.parametrize(("budget", "recent"), [(32, 8), (256, 64), (1024, 64), (4096, 64)])
-def test_a_snapshot_keeps_some_recent_tokens_and_has_room_for_chosen_ones(budget: int, recent: int) -> None:
-    assert load_settings(retrieval={"budget": budget}).retrieval.recent == recent
-
-
 @pytest.mark.parametrize(("window", "slack"), [(1, 2), (20, 12), (252, 128)])
 def test_a_window_grows_by_half_of_itself(window: int, slack: int) -> None:
     assert load_settings(draft={"window": window}).draft.slack == slack

@@ -145,7 +145,7 @@ def _score_target(target: PreTrainedModel, tokens: list[int], first: int, means:
     exact = []
     for start in range(first, len(tokens), REFRESH):
         stop = min(start + REFRESH, len(tokens))
-        snapshots = {budget: full.cut(_SEQUENCE, start, ChunkSettings(budget=budget), MeanKey()) for budget in means}
+        snapshots = {size: full.cut(_SEQUENCE, start, ChunkSettings.halved(size, 8), MeanKey(32)) for size in means}
         exact.append(_forward(runner, tokens, stop, stop - start))
         for budget, snapshot in snapshots.items():
             sparse = RetrievalKV(kv_geometry(target), 1, budget, 2 * REFRESH, _kernel(target))

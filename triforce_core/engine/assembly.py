@@ -172,7 +172,7 @@ def target_engine(
         max_stall_s=math.inf if stall_ms is None else stall_ms / 1e3,
         longest_block=sum(settings.speculation.effective),
     )
-    chunks = ChunkSettings(settings.retrieval.budget, settings.retrieval.chunk, settings.retrieval.recent)
+    chunks = ChunkSettings.halved(settings.retrieval.budget, settings.retrieval.chunk)
     policy = SnapshotSchedule(kv, sink, chunks, settings.retrieval.selector, settings.retrieval.refresh_every)
     controller = Controller(tiers_of(settings, micro_batches)) if settings.controlled else None
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)

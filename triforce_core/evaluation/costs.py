@@ -16,9 +16,10 @@ import torch
 from triforce_core.config import Settings
 from triforce_core.evaluation.caches import selector_named
 from triforce_core.evaluation.plan import EvalPlan
-from triforce_core.evaluation.reading import SEQUENCE, Model, Reading, chunks_of
+from triforce_core.evaluation.reading import SEQUENCE, Model, Reading
 from triforce_core.evaluation.texts import Stretch
 from triforce_core.evaluation.walk import Watch
+from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Span
 
 Row = dict[str, Any]
@@ -86,7 +87,7 @@ def _turn(target: Model, name: str, context: int, block: int, settings: Settings
     tokens = tuple(position % target.model.config.vocab_size for position in range(context + every + block + 1))
     selector = selector_named(name)
     reading = Reading(target, target, tokens, chunk, [name])
-    full, chunks = reading.full, chunks_of(budget, chunk)
+    full, chunks = reading.full, ChunkSettings.halved(budget, chunk)
     full.fill(Span(SEQUENCE, 0, tokens[:context], reading.spec))
     first = _ms(target, lambda: full.cut(SEQUENCE, context, chunks, selector))
     later = context + every

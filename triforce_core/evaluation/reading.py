@@ -87,7 +87,7 @@ class Reading(Reader):
     def cut(self, stretch: Stretch, budget: int, selector: Selector) -> Snapshot:
         """A whole snapshot of the text below the stretch."""
         self.read(stretch.seen)
-        snapshot = self.full.cut(SEQUENCE, stretch.seen, chunks_of(budget, self.chunk), selector)
+        snapshot = self.full.cut(SEQUENCE, stretch.seen, ChunkSettings.halved(budget, self.chunk), selector)
         # The last tokens of a snapshot are those just before its position.
         kept = snapshot.num_tokens - (stretch.seen - stretch.start)
         keys, values = snapshot.keys[:, :, :kept], snapshot.values[:, :, :kept]
@@ -107,8 +107,3 @@ def neediest(selectors: Sequence[str]) -> str:
     """The selector for which the full cache keeps what all of these need."""
     needs = {name: SELECTORS[name]().num_queries for name in selectors}
     return max(needs, key=lambda name: needs[name] or math.inf, default="streaming")
-
-
-def chunks_of(budget: int, chunk: int) -> ChunkSettings:
-    """How the retrieval tier divides such a budget (`config.RetrievalSettings.recent`)."""
-    return ChunkSettings(budget, chunk, recent=min(64, budget // 4))

@@ -13,7 +13,7 @@ from triforce_core.kv.selectors.quest import Quest
 from triforce_core.kv.selectors.snapkv import SnapKV
 from triforce_core.kv.selectors.streaming import Streaming
 
-RECENT = 8  # queries; with the demo pair their mean finds more than the last one alone
+RECENT = 32  # queries, as many as SnapKV has; with the demo pair their mean finds more than that of fewer
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "mean_key": MeanKey,
