@@ -105,7 +105,7 @@ class RetrievalSettings(Strict):
         64, ge=1, description="tokens between snapshots; a smaller number keeps them fresher but sends more of them"
     )
     selector: SelectorName = Field(
-        "mean_key_recent",
+        "snapkv",
         description="how chunks are ranked, for requests that do not say (docs/selectors.md); `h2o` makes prompts dear",
     )
     transport: Literal["object_store", "rdt"] = Field(

@@ -121,7 +121,7 @@ class SequenceSpec:
     # logprobs.
     logprobs: int | None = None
     prompt_logprobs: int | None = None
-    selector: str = "mean_key_recent"  # of the target alone: a key of kv.selectors.SELECTORS
+    selector: str = "snapkv"  # of the target alone: a key of kv.selectors.SELECTORS
 
     @property
     def edits_logits(self) -> bool:

@@ -19,7 +19,7 @@ from triforce_core.attention import KERNELS, Kernel, default_kernel
 from triforce_core.kv.base import Forward
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
-from triforce_core.kv.selectors import MeanKey
+from triforce_core.kv.selectors import SnapKV
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
@@ -145,7 +145,7 @@ def _score_target(target: PreTrainedModel, tokens: list[int], first: int, means:
     exact = []
     for start in range(first, len(tokens), REFRESH):
         stop = min(start + REFRESH, len(tokens))
-        snapshots = {size: full.cut(_SEQUENCE, start, ChunkSettings.halved(size, 8), MeanKey(32)) for size in means}
+        snapshots = {size: full.cut(_SEQUENCE, start, ChunkSettings.halved(size, 8), SnapKV()) for size in means}
         exact.append(_forward(runner, tokens, stop, stop - start))
         for budget, snapshot in snapshots.items():
             sparse = RetrievalKV(kv_geometry(target), 1, budget, 2 * REFRESH, _kernel(target))

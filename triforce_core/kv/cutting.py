@@ -106,9 +106,11 @@ class SnapshotCutter:
         """The keys of the complete chunks from position `start` to `stop`, few at a time: the position of the first,
         and [kv_heads, chunks, chunk, head_dim] on the device of the layer's pool.
         """
+        pool = self.pools.keys[layer]
         for first in range(start, stop, READ_TOGETHER * self.chunk):
-            few = self.slots[first : min(stop, first + READ_TOGETHER * self.chunk)]
-            keys = self.pools.read(self.pools.keys[layer], self.all_heads(), few)
+            ranges = sliced(self.held.ranges, first, min(stop, first + READ_TOGETHER * self.chunk))
+            pieces = [pool[:, own[0] : own[1]] for own in ranges]
+            keys = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)  # mostly one, which is not copied
             yield first, keys.unflatten(1, (-1, self.chunk))
 
     # -- the copies ------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from triforce_core.kv.selectors.quest import Quest
 from triforce_core.kv.selectors.snapkv import SnapKV
 from triforce_core.kv.selectors.streaming import Streaming
 
-RECENT = 32  # queries, as many as SnapKV has; with the demo pair their mean finds more than that of fewer
+RECENT = 8  # queries; the mean of more finds less of what stands far back
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "mean_key": MeanKey,
