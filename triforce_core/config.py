@@ -106,7 +106,8 @@ class RetrievalSettings(Strict):
     )
     selector: SelectorName = Field(
         "snapkv",
-        description="how chunks are ranked, for requests that do not say (docs/selectors.md); `h2o` makes prompts dear",
+        description="how chunks are ranked, for requests that do not say (docs/selectors.md); with offload by default"
+        " `mean_key`; `h2o` makes prompts dear",
     )
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",
@@ -469,7 +470,7 @@ class Settings(Strict):
         " one request at a time, chunks of constant size; slower",
     )
     target: TargetSettings = Field(TargetSettings(), validate_default=True)
-    retrieval: RetrievalSettings = RetrievalSettings()
+    retrieval: RetrievalSettings = Field(RetrievalSettings(), validate_default=True)
     draft: DraftSettings = DraftSettings()
     speculation: SpeculationSettings = Field(SpeculationSettings(), validate_default=True)
     placement: PlacementSettings = Field(PlacementSettings(), validate_default=True)
@@ -565,6 +566,15 @@ class Settings(Strict):
         if self.deterministic and self.max_sequences > 1:
             raise ValueError(f"max_sequences {self.max_sequences} must be 1 where deterministic is true")
         return self
+
+    @field_validator("retrieval")
+    @classmethod
+    def _means_where_offloaded(cls, given: RetrievalSettings, others: ValidationInfo) -> RetrievalSettings:
+        """With offloaded KV the default selector is the one that does not move all keys to the device."""
+        target = others.data.get("target")  # None: the given target settings were refused
+        if target is None or target.offload == "none" or "selector" in given.model_fields_set:
+            return given
+        return given.model_copy(update={"selector": "mean_key"})
 
     @field_validator("speculation")
     @classmethod

@@ -168,6 +168,13 @@ def test_an_offloaded_target_looks_further_ahead_unless_told(
     assert loaded.speculation.effective == (lookaheads if loaded.speculation.tiers != "target" else (0, 0))
 
 
+def test_the_selector_with_offload_moves_no_keys_unless_told_to() -> None:
+    assert load_settings().retrieval.selector == "snapkv"
+    assert load_settings(target={"offload": "host"}).retrieval.selector == "mean_key"
+    told = load_settings(target={"offload": "host"}, retrieval={"selector": "snapkv"})
+    assert told.retrieval.selector == "snapkv"
+
+
 @pytest.mark.parametrize(("colocate", "expected"), [("none", 3), ("draft_with_retrieval", 2), ("all", 1)])
 def test_there_is_a_micro_batch_for_each_process(colocate: str, expected: int) -> None:
     settings = load_settings(placement={"colocate": colocate})

@@ -181,7 +181,8 @@ def test_the_selector_is_chosen_on_one_half_and_reported_on_the_other() -> None:
     chosen = choose(rows, ["near", "best"])
     assert chosen is not None
     assert (chosen["selector"], chosen["half_a"]["T0"], chosen["half_b"]["T0"]) == ("best", 0.9, 0.7)
-    assert chosen["standard_error"] == pytest.approx(0.01)
+    assert chosen["half_a"]["error"] == pytest.approx(0.01)
+    assert chosen["half_b"]["error"] == pytest.approx((0.7 * 0.3 / 900) ** 0.5)
     assert choose(rows, ["absent"]) is None
 
 
@@ -337,15 +338,33 @@ def test_the_command_measures_and_writes(
 def test_batches_fit_into_the_memory_of_four_full_caches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(batches, "OUTPUT", 16)
+    for name, tokens in (("OUTPUT", 48), ("TIMED", 12)):
+        monkeypatch.setattr(batches, name, tokens)
     arguments = ("eval", *TINY[:4], "--dtype", "float32", "--threads", "1", "--force", "--budget", "64")
     assert run(monkeypatch, *arguments, "--task", "batch", "--json") == 0
     rows = json.loads(capsys.readouterr().out)["batches"]
     by_cache = {kind: [row["batch"] for row in rows if row["cache"] == kind] for kind in batches.KINDS}
     assert by_cache["full"] == [1, 2, 4]
     assert by_cache["heavy_hitter"][-1] > 8, "a quarter of the tokens, and the queries since the last eviction"
-    assert max(by_cache["triforce"], default=0) < 4, "the drafting tiers have KV too"
+    assert by_cache["triforce"][0] == 1
+    assert by_cache["triforce"][-1] < 4, "the drafting tiers have KV too"
     assert all(row["kv_bytes"] <= row["memory"] and row["tokens_per_s"] > 0 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ("target: {offload: host}", ["target.offload", "'host'", "must be none"]),
+        ("target: {audit: 0.5}", ["target.audit", "0.5", "must be 0"]),
+        ("speculation: {tiers: target}", ["speculation.tiers", "'target'", "must draft"]),
+        ("dtype: float32", ["context", "15900", "must be at most"]),
+    ],
+)
+def test_batches_are_refused_by_name(refusals: Refusals, tmp_path: Path, settings: str, named: list[str]) -> None:
+    path = tmp_path / "triforce.yaml"
+    path.write_text(settings)
+    context = "15900" if "context" in named else "256"
+    refusals.check(named, "eval", "--task", "batch", "--force", "--context", context, "--config", str(path))
 
 
 def test_batches_double_up_to_the_largest() -> None:

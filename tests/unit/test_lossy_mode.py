@@ -17,6 +17,7 @@ from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.inspection import held_of
 from triforce_core.engine.limits import target_limits
+from triforce_core.engine.lossy import lossy_kv
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.lossy import LossyStreamingKV
@@ -215,6 +216,13 @@ def test_any_split_of_the_budget(share: float, heavy: int) -> None:
     sizes = engine.scheduler.kv.settings  # type: ignore[attr-defined]
     assert (sizes.budget, sizes.heavy, sizes.slack) == (32, heavy, 8)
     assert len(decode(engine, request(200))[0]) == 60
+
+
+@pytest.mark.parametrize("eviction", ["heavy_hitter", "streaming"])
+def test_chunks_are_sized_by_the_keys_that_are_held(eviction: str) -> None:
+    """Of a long text no token sees more keys than a sequence has slots."""
+    kv = lossy_kv(random_model(), lossy(eviction))
+    assert [kv.keys_after(tokens) for tokens in (0, 7, kv.slots_each, 100_000)] == [0, 7, kv.slots_each, kv.slots_each]
 
 
 def test_limits_of_a_lossy_target() -> None:

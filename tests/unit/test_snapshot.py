@@ -46,6 +46,14 @@ def test_how_the_budget_is_divided(chunks: ChunkSettings, position: int) -> None
         assert num_chosen == complete, "what fits is held whole"
 
 
+@pytest.mark.parametrize(("budget", "chunk"), [(1024, 8), (96, 32), (48, 8)])
+def test_half_of_a_budget_is_recent(budget: int, chunk: int) -> None:
+    local_start, num_chosen = ChunkSettings.halved(budget, chunk).split(10_000 * chunk)
+    local = 10_000 * chunk - local_start
+    assert budget // 2 - chunk < local <= budget // 2
+    assert num_chosen * chunk == budget - local
+
+
 @pytest.fixture(scope="module", params=[(4, 4), (4, 2), (8, 2), (4, 1)], ids="heads={0[0]}/{0[1]}".format)
 def pair(request: pytest.FixtureRequest) -> Pair:
     heads, kv_heads = request.param

@@ -1,6 +1,7 @@
 """Tokens a second by batch, with the same memory for each cache: what H2O gains is a larger batch (arXiv 2306.14048).
 
-Only decoding is timed: from the moment when all requests of a batch have their first token until one has its last.
+Only decoding is timed. While the prompts of a batch are read, requests that have begun decode a little; so requests may
+write more than is timed, and the clock runs from the moment when all have begun.
 """
 
 from __future__ import annotations
@@ -10,22 +11,36 @@ from collections.abc import Sequence
 from typing import Any
 
 from triforce_core.config import Settings
-from triforce_core.engine.engine import Engine
+from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
+from triforce_core.errors import require
 from triforce_core.evaluation.walk import Watch
+from triforce_core.kv.base import KVCache
 from triforce_core.messages import GREEDY
 
 Row = dict[str, Any]
 
 FULL_REQUESTS = 4  # the memory is that of so many full caches
-OUTPUT = 192  # tokens of each request
+TIMED = 96  # tokens of each request that are timed, in the mean
+OUTPUT = 384  # tokens that each request may have, so that none ends before the clock stops
+WARM_UP = 256  # tokens of a prompt that is decoded before, with the same engine
 KINDS = ("full", "heavy_hitter", "triforce")
 
 
+def check_batches(settings: Settings, context: int, longest: int) -> None:
+    """Raises `InvalidValueError` for settings that the three caches cannot share."""
+    require(settings.target.offload == "none", "target.offload", settings.target.offload, "must be none for batches")
+    require(settings.target.audit == 0, "target.audit", settings.target.audit, "must be 0 for batches")
+    tiers = settings.speculation.tiers
+    require(any(settings.speculation.effective), "speculation.tiers", tiers, "must draft: TriForce is measured too")
+    most = longest - 2 * OUTPUT
+    require(context <= most, "context", context, f"must be at most {most} tokens, to leave room for outputs")
+
+
 def measure_batches(settings: Settings, prompts: Sequence[tuple[int, ...]], watch: Watch) -> list[Row]:
-    """A row for each cache and batch that fits: 1, 2, 4 … requests, and as many as there is room for.
+    """A row for each cache and batch that fits: 1, 2, 4 … requests, and as many as there is room for; measured once.
 
     Args:
         settings: those of TriForce. The other caches have the same models and precision, and H2O's budget is that of
@@ -38,14 +53,12 @@ def measure_batches(settings: Settings, prompts: Sequence[tuple[int, ...]], watc
         each = kv_bytes(engine_for(kind, settings, 1, length))
         memory = memory or FULL_REQUESTS * each
         for batch in up_to(memory // each):
-            engine = engine_for(kind, settings, batch, length)
-            requests = [
-                Request(prompts[number % len(prompts)], OUTPUT, GREEDY, number, lookaheads=None)
-                for number in range(batch)
-            ]
-            rate = decoding_rate(engine, requests)
+            some = [prompts[number % len(prompts)] for number in range(batch)]
+            # A large batch begins late, and H2O's cache has room for any length.
+            output = 2 * OUTPUT if kind == "heavy_hitter" else OUTPUT
+            rate = decoding_rate(engine_for(kind, settings, batch, length), some, output)
             rows.append(
-                {"cache": kind, "batch": batch, "kv_bytes": kv_bytes(engine), "memory": memory, "tokens_per_s": rate}
+                {"cache": kind, "batch": batch, "kv_bytes": batch * each, "memory": memory, "tokens_per_s": rate}
             )
     return rows
 
@@ -74,21 +87,25 @@ def engine_for(kind: str, settings: Settings, requests: int, length: int) -> Eng
 def kv_bytes(engine: Engine) -> int:
     """What the caches of all its tiers take, H2O's queries included."""
     caches = [runner.kv for runner in runners_of(engine).values()]
-    pools = [pool for kv in caches for name in ("keys", "values", "queries") for pool in getattr(kv, name, ())]
-    return sum(pool.nbytes for pool in pools)
+    return sum(kv.num_bytes for kv in caches if isinstance(kv, KVCache))
 
 
-def decoding_rate(engine: Engine, requests: Sequence[Request]) -> float:
-    """Tokens a second of all requests together."""
-    waiting = {engine.submit(request) for request in requests}
+def decoding_rate(engine: Engine, prompts: Sequence[tuple[int, ...]], output: int) -> float:
+    """Tokens a second of all requests together, while each writes `TIMED` tokens in the mean, or until one has written
+    the `output` tokens that it may have.
+    """
+    list(run_to_end(engine, [Request(prompts[0][:WARM_UP], TIMED // 2, GREEDY, 0, lookaheads=None)]))
+    waiting = {
+        engine.submit(Request(prompt, output, GREEDY, number, lookaheads=None)) for number, prompt in enumerate(prompts)
+    }
     count, started = 0, 0.0
-    while True:
+    while count < TIMED * len(prompts):
         outputs = engine.run_once()
         now = time.perf_counter()
         if started:
-            count += sum(len(output.tokens) for output in outputs)
-        if any(output.finish_reason for output in outputs):
-            assert started, "no request is decoded to its end before the last has begun"
-            return count / (now - started)
-        waiting -= {output.sequence_id for output in outputs if output.tokens}
+            count += sum(len(each.tokens) for each in outputs)
+        waiting -= {each.sequence_id for each in outputs if each.tokens}
         started = started or (0.0 if waiting else now)
+        if any(each.finish_reason for each in outputs):
+            break
+    return count / (now - started) if count else 0.0

@@ -27,23 +27,16 @@ def choose(rows: Sequence[dict[str, Any]], selectors: Sequence[str]) -> dict[str
         selectors: the names that compete.
 
     Returns:
-        None where no selector was measured at the budget, or no acceptance. The standard error is that of a share of
-        as many independent tokens as a half has.
+        None where no selector was measured at the budget, or no acceptance. `error` is the standard error at T = 0 if
+        tokens were independent; as those of one file resemble each other, it is rather more.
     """
     by_half: dict[str, dict[str, dict[str, float]]] = {"A": {}, "B": {}}
-    tokens = 0
     for row in rows:
         if row["budget"] == BUDGET and row["cache"] in selectors and row["half"] in by_half and "acceptance" in row:
-            by_half[row["half"]][row["cache"]] = row["acceptance"]
-            tokens = row["tokens"]
+            rate = row["acceptance"]["T0"]
+            error = {"error": math.sqrt(rate * (1 - rate) / row["tokens"])}
+            by_half[row["half"]][row["cache"]] = row["acceptance"] | error
     if not by_half["A"]:
         return None
     best = max(by_half["A"], key=lambda name: by_half["A"][name]["T0"])
-    rate = by_half["A"][best]["T0"]
-    return {
-        "budget": BUDGET,
-        "selector": best,
-        "half_a": by_half["A"][best],
-        "half_b": by_half["B"][best],
-        "standard_error": math.sqrt(rate * (1 - rate) / tokens),
-    }
+    return {"budget": BUDGET, "selector": best, "half_a": by_half["A"][best], "half_b": by_half["B"][best]}

@@ -14,7 +14,7 @@ from triforce_core.config import Settings
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
-from triforce_core.evaluation.batches import KINDS, measure_batches
+from triforce_core.evaluation.batches import KINDS, check_batches, measure_batches
 from triforce_core.evaluation.caches import CUT, TRIFORCE, cases_of, selectors_of
 from triforce_core.evaluation.choice import PUBLISHED, choose
 from triforce_core.evaluation.costs import measure_costs, measure_prefills
@@ -59,6 +59,8 @@ class Evaluation:
             require(length <= longest, "lengths", length, f"must fit the context of {longest} tokens")
         fits = plan.end < longest
         require(fits or not plan.reads_files, "context", plan.context, f"must fit the context of {longest} tokens")
+        if "batch" in plan.tasks:
+            check_batches(settings, plan.context, longest)
         tokenizer = load_tokenizer(settings.target.model)
         self.files = held_out_inputs(tokenizer, plan) if plan.reads_files else []
         self.needles = needle_inputs(tokenizer, plan) if "needle" in plan.tasks else []
@@ -77,7 +79,10 @@ class Evaluation:
 
     def run(self, watch: Watch) -> dict[str, Any]:
         """The figures, with what they depend on."""
-        load_before = os.getloadavg()[0]
+        load_before, batches = os.getloadavg()[0], {}
+        if "batch" in self.plan.tasks:  # before the engine of the other tasks takes memory
+            prompts = [text.tokens[: self.plan.context] for text in self.files]
+            batches["batches"] = measure_batches(self.settings, prompts, watch)
         engine = load_local_engine(self.settings, drafting=None if self.with_whole else False)
         runners = runners_of(engine)
         target = self._model(runners[Tier.TARGET].model)
@@ -91,7 +96,7 @@ class Evaluation:
             "machine": {"cpu": cpu_summary(), "cores": os.cpu_count(), "threads": torch.get_num_threads()},
             "versions": {"triforce": __version__, "torch": version("torch"), "transformers": version("transformers")},
             "settings": self.settings.model_dump(mode="json"),
-        }
+        } | batches
         whole: dict[str, Any] = {}
         for name, inputs in (("files", self.files if self.scores_files else []), ("needles", self.needles)):
             if not inputs:
@@ -109,10 +114,6 @@ class Evaluation:
             figures["costs"] = measure_costs(target, self.selectors, self.plan, self.settings, watch)
             chunk = self.settings.retrieval.chunk
             figures["prefills"] = measure_prefills(target, self.selectors, self.plan, chunk, watch)
-        if "batch" in self.plan.tasks:
-            del engine, runners  # their KV is none of the batches'
-            prompts = [text.tokens[: self.plan.context] for text in self.files]
-            figures["batches"] = measure_batches(self.settings, prompts, watch)
         return figures | {"published": PUBLISHED, "load_average": [load_before, os.getloadavg()[0]]}
 
     def _model(self, model: Any) -> Model:

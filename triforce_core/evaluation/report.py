@@ -89,12 +89,8 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
 
 
 def _choice(choice: Row) -> str:
-    a, b = _pair(choice["half_a"]), _pair(choice["half_b"])
-    error = _decimals(choice["standard_error"])
-    return (
-        f"Best selector at {choice['budget']} tokens on half A: `{choice['selector']}`, {a}. On half B: {b}."
-        f" The standard error of each at T = 0 is {error}."
-    )
+    a, b = (f"{_pair(half)} (± {_decimals(half['error'])})" for half in (choice["half_a"], choice["half_b"]))
+    return f"Best selector at {choice['budget']} tokens on half A: `{choice['selector']}`, {a}. On half B: {b}."
 
 
 def by_budget(rows: Sequence[Row], shown: Any) -> str:

@@ -193,6 +193,11 @@ class KVCache(ABC):
         """How many slots sequences own."""
         return self.allocator.num_slots - self.allocator.num_free
 
+    @property
+    def num_bytes(self) -> int:
+        """The bytes of its tensors, wherever they are."""
+        return sum(pool.nbytes for pool in (*self.keys, *self.values))
+
     def room(self, held: Held) -> int:
         """The most tokens that a statement of this sequence may have."""
         return held.spec.max_length

@@ -20,6 +20,8 @@ from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
+from triforce_core.kv.selectors import Selector
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 
 NUM_STAGED = 2  # layers
 
@@ -127,6 +129,8 @@ class OffloadedKV(FullKV):
             for row in batch.rows:
                 copy_slots(staging.pool, self.host[layer - self.resident_layers], row.placed.writes)
 
-    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+    def cut(
+        self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
+    ) -> Snapshot:
         self.stream.wait()  # KV of the last pass may still be on its way to the host
-        return super().read(pool, kv_heads, slots)
+        return super().cut(sequence_id, position, chunks, selector, base)

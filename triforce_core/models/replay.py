@@ -138,7 +138,7 @@ class LeadingFullKV(LeadingKV):
             return self.full.open(sequence_id, spec, tokens)
 
     def keys_after(self, tokens: int) -> int:
-        return tokens
+        return self.full.keys_after(tokens)
 
     def hemmed_in(self, sequence_id: int) -> bool:
         return self.full.hemmed_in(sequence_id)
