@@ -170,13 +170,16 @@ def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: 
         _, kv = offloaded_runner(pair, Offload(1, tmp_path if where == "disk" else None))
     for pool in (*kv.keys, *kv.values):
         pool.fill_(torch.nan)
-    kv.fill(Span(1, 0, random_tokens(120, seed=1), spec(120)))
+    kv.fill(Span(1, 0, random_tokens(120, seed=1), spec(120)), group=2)
     [[start, stop]] = kv.held[1].ranges
     for pool in (*kv.keys, *kv.values):
         assert 0.8 < pool[:, start:stop].std() < 1.2
         assert pool[:, :start].isnan().all()
         assert pool[:, stop:].isnan().all()
-    assert all(queries is not None and queries.isfinite().all() for queries in kv.held[1].queries)
+    for queries in kv.held[1].queries:
+        assert queries is not None
+        assert queries.isfinite().all()
+        assert len(queries) == 2 * kv.geometry.num_kv_heads, "a pass that follows carries them on with its own"
 
 
 class Tensors(TorchDispatchMode):

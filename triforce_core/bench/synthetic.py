@@ -66,7 +66,8 @@ class SyntheticVerifier(ModelVerifier):
         if self.fill and isinstance(self.runner.kv, FullKV):
             for claim in claims:
                 if not claim.sample:
-                    self.runner.kv.fill(claim.span)
+                    config = self.runner.model.config
+                    self.runner.kv.fill(claim.span, config.num_attention_heads // config.num_key_value_heads)
         verdicts = super().verify(claims)
         return [
             self._draw(claim, verdict) if claim.proposed and verdict.tokens else verdict

@@ -88,7 +88,9 @@ def _turn(target: Model, name: str, context: int, block: int, settings: Settings
     selector = selector_named(name)
     reading = Reading(target, target, tokens, chunk, [name])
     full, chunks = reading.full, ChunkSettings.halved(budget, chunk)
-    full.fill(Span(SEQUENCE, 0, tokens[:context], reading.spec))
+    config = target.model.config
+    group = config.num_attention_heads // config.num_key_value_heads
+    full.fill(Span(SEQUENCE, 0, tokens[:context], reading.spec), group)
     first = _ms(target, lambda: full.cut(SEQUENCE, context, chunks, selector))
     later = context + every
     reading.logits(Stretch(context, later, seen=context))

@@ -131,11 +131,11 @@ class FullKV(KVCache):
         held.mass[layer] = with_more(held.mass[layer], settled, keys)
 
     @torch.inference_mode()
-    def fill(self, span: Span) -> None:
+    def fill(self, span: Span, group: int = 1) -> None:
         """Hold KV up to the end of `span`; draw missing KV from a normal distribution.
 
         Benchmarks use it for passes over a long context, whose times do not depend on the values. The sequence must
-        already be open, or `span` must start at 0.
+        already be open, or `span` must start at 0. `group`: query heads of each KV head.
         """
         placed = self._align(Forward(span, num_sampled=0))
         assert isinstance(placed, Placement)
@@ -145,7 +145,7 @@ class FullKV(KVCache):
                 # Filling one head at a time is five times as fast on a CPU, because its slots are contiguous.
                 for head in (*keys[:, start:stop], *values[:, start:stop]):
                     head.normal_()
-            shape = len(keys), len(held.query_positions), keys.shape[-1]  # queries are always on the device
+            shape = group * len(keys), len(held.query_positions), keys.shape[-1]  # queries are always on the device
             held.queries[layer] = torch.empty(shape, dtype=keys.dtype, device=self.geometry.device).normal_()
             if held.mass:
                 held.mass[layer] = torch.ones(len(keys), held.count_to, device=self.geometry.device)
