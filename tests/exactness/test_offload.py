@@ -55,11 +55,12 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 def decode(name: str, requests: list[Request], **target: Any) -> Outcome:
     """Through all three tiers. The pool holds two or three requests at a time, so that slots are used again."""
+    selector = "snapkv" if name == "demo" else "mean_key"  # the defaults in memory and with offload
     settings = load_settings(
         dtype="float32",
         max_sequences=3,
         target={"kv_pool_tokens": 500, **target},
-        retrieval={"budget": 64, "chunk": 8, "refresh_every": 4},
+        retrieval={"budget": 64, "chunk": 8, "refresh_every": 4, "selector": selector},
         draft={"window": 60},
     )
     model, drafter = models(name)
