@@ -96,5 +96,5 @@ def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) ->
     found = run("eager")
     for tier in TIERS.values():
         assert passes[f"{tier}: shaped"] > 20
-        assert passes[f"{tier}: ordinary"] > 5, "some passes are too long for any shape"
+        assert passes[f"{tier}: ordinary"] > 2, "some passes are too long for any shape"
     assert_same(found, run("off"))

@@ -18,7 +18,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.evaluation.walk import Watch
 from triforce_core.kv.base import KVCache
-from triforce_core.messages import GREEDY
+from triforce_core.messages import GREEDY, Tier
 
 Row = dict[str, Any]
 
@@ -50,7 +50,7 @@ def measure_batches(settings: Settings, prompts: Sequence[tuple[int, ...]], watc
     length, memory, rows = len(prompts[0]) + OUTPUT, 0, []
     for kind in KINDS:
         watch.begin(f"batches, {kind}")
-        each = kv_bytes(engine_for(kind, settings, 1, length))
+        each = kv_bytes(kind, engine_for(kind, settings, 1, length))
         memory = memory or FULL_REQUESTS * each
         for batch in up_to(memory // each):
             some = [prompts[number % len(prompts)] for number in range(batch)]
@@ -84,10 +84,10 @@ def engine_for(kind: str, settings: Settings, requests: int, length: int) -> Eng
     return load_local_engine(Settings.model_validate(given))
 
 
-def kv_bytes(engine: Engine) -> int:
-    """What the caches of all its tiers take, H2O's queries included."""
-    caches = [runner.kv for runner in runners_of(engine).values()]
-    return sum(kv.num_bytes for kv in caches if isinstance(kv, KVCache))
+def kv_bytes(kind: str, engine: Engine) -> int:
+    """What the caches take, H2O's queries included; of tiers that only TriForce uses, only TriForce's."""
+    used = [runner.kv for tier, runner in runners_of(engine).items() if kind == "triforce" or tier is Tier.TARGET]
+    return sum(kv.num_bytes for kv in used if isinstance(kv, KVCache))
 
 
 def decoding_rate(engine: Engine, prompts: Sequence[tuple[int, ...]], output: int) -> float:
