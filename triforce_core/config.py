@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 import yaml
 from pydantic import (
@@ -461,6 +461,17 @@ class ServerSettings(Strict):
         return self.request_timeout_s if self.drain_timeout_s is None else self.drain_timeout_s
 
 
+Section = TypeVar("Section", bound=Strict)
+
+
+def where_offloaded(given: Section, others: ValidationInfo, field: str, value: object) -> Section:
+    """The given settings, with another default of a field where the target's KV is offloaded."""
+    target = others.data.get("target")  # None: the given target settings were refused
+    if target is None or target.offload == "none" or field in given.model_fields_set:
+        return given
+    return given.model_copy(update={field: value})
+
+
 class Settings(Strict):
     """All settings of a pipeline and of the server in front of it."""
 
@@ -571,19 +582,13 @@ class Settings(Strict):
     @classmethod
     def _means_where_offloaded(cls, given: RetrievalSettings, others: ValidationInfo) -> RetrievalSettings:
         """With offloaded KV the default selector is the one that does not move all keys to the device."""
-        target = others.data.get("target")  # None: the given target settings were refused
-        if target is None or target.offload == "none" or "selector" in given.model_fields_set:
-            return given
-        return given.model_copy(update={"selector": "mean_key"})
+        return where_offloaded(given, others, "selector", "mean_key")
 
     @field_validator("speculation")
     @classmethod
     def _further_where_offloaded(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
         """With offloaded KV the default lookaheads are longer."""
-        target = others.data.get("target")  # None: the given target settings were refused
-        if target is None or target.offload == "none" or "lookaheads" in given.model_fields_set:
-            return given
-        return given.model_copy(update={"lookaheads": OFFLOADED_LOOKAHEADS})
+        return where_offloaded(given, others, "lookaheads", OFFLOADED_LOOKAHEADS)
 
     @model_validator(mode="after")
     def _one_process_takes_turns(self) -> Settings:
