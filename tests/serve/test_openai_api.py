@@ -18,7 +18,8 @@ def chunks_of(response: requests.Response) -> list[dict[str, Any]]:
     """The events of a stream; the last must be [DONE]."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    events = [line.removeprefix("data: ") for line in response.iter_lines(decode_unicode=True) if line]
+    lines = [line for line in response.iter_lines(decode_unicode=True) if line.startswith("data: ")]
+    events = [line.removeprefix("data: ") for line in lines]
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
 
