@@ -20,6 +20,7 @@ from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
+from triforce_core.kv.ranges import union
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 
@@ -115,11 +116,13 @@ class OffloadedKV(FullKV):
         return self.staging[(layer - self.resident_layers) % len(self.staging)]
 
     def _fetch(self, layer: int, batch: Batch) -> None:
-        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended."""
+        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended.
+        Slots that several rows see are copied once.
+        """
         staging = self._staging(layer)
+        visible = union([slots for row in batch.rows for slots in row.placed.visible])
         with self.stream.copying(after=staging.attended):
-            for row in batch.rows:
-                copy_slots(self.host[layer - self.resident_layers], staging.pool, row.placed.visible)
+            copy_slots(self.host[layer - self.resident_layers], staging.pool, visible)
         staging.fetched = self.stream.copied()
 
     def _keep(self, layer: int, batch: Batch) -> None:
