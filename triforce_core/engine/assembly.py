@@ -32,12 +32,13 @@ from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
-from triforce_core.models.fuse import fuse
+from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
+from triforce_core.sampling.draw import noisiest
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier
 
@@ -107,7 +108,8 @@ def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settin
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
     fused = fuse(model, settings)
     shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
-    return kind(model, kv, threads_for(settings), shaped)
+    drawing = fused_noisiest(settings, model.config.vocab_size, own.geometry.device) if fused else noisiest
+    return kind(model, kv, threads_for(settings), shaped, drawing)
 
 
 def few_target_tokens(settings: Settings) -> int:
