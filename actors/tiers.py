@@ -128,6 +128,8 @@ class TierActor(ABC):
 
     def status(self) -> list[bytes]:
         """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
+        from triforce_core.engine.inspection import kernels_of
+
         if self.server is None:
             return [pb.TierStatus(tier=name).SerializeToString() for name in self.group.tiers]
         own = self.tier_status()
@@ -140,6 +142,7 @@ class TierActor(ABC):
         for tier, runner in self.runners.items():
             statuses[tier].threads = runner.threads.decode if runner.threads else 0
             statuses[tier].passes, statuses[tier].pass_s = runner.passes, runner.seconds
+            statuses[tier].kernels.MergeFrom(pb.Kernels(**kernels_of(runner)))
         for status in statuses.values():
             status.address = self.server.address
         return [status.SerializeToString() for status in statuses.values()]

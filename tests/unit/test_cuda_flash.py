@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -76,6 +77,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a test sets of a machine that is not this one."""
     has: dict[str, Any] = {"flash_attn": None, "capability": (9, 0)}
     monkeypatch.setattr("triforce_core.attention.find_spec", has.get)
+    monkeypatch.setattr("triforce_core.attention.import_module", has.get)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has["capability"])
     return has
 
@@ -99,8 +101,24 @@ def test_the_kernel_of_device_and_dtype(settings: dict[str, str], head_dim: int,
 
 
 def test_the_package_is_taken_where_it_is_installed(machine: dict[str, Any]) -> None:
-    machine["flash_attn"] = object()
+    machine["flash_attn"] = SimpleNamespace(flash_attn_func=print)
     assert kernel_for(Settings(device="cuda"), 64) is KERNELS["flash_attn"]
+
+
+def test_a_package_of_that_name_without_the_function_is_not_taken(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where flash-attn-4 alone is installed, or a build for another PyTorch."""
+    machine["flash_attn"] = SimpleNamespace()
+    assert kernel_for(Settings(device="cuda"), 64) is KERNELS["cuda_flash"]
+    with pytest.raises(InvalidValueError, match="attention: 'flash_attn' is not installed with flash_attn_func"):
+        kernel_for(Settings(device="cuda", attention="flash_attn"), 64)
+
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr("triforce_core.attention.import_module", broken)
+    assert kernel_for(Settings(device="cuda"), 64) is KERNELS["cuda_flash"]
 
 
 @pytest.mark.parametrize(

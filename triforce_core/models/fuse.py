@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, reason_of, shortage
+from triforce_core.models.toolchain import lacking
 from triforce_core.sampling.draw import Noisiest, noisiest
 
 ROTATE = "apply_rotary_pos_emb"  # the function of this name that transformers' attention modules call
@@ -32,8 +33,8 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     has them. Compiling takes seconds. A second call for the same model compiles nothing.
 
     A model that is divided over ranks, or has no suitable parts, is left as it is; with `compile: on` the log says so.
-    If the compiler fails or runs out of memory, `compile: auto` leaves the model as it is and logs the reason, and
-    `compile: on` raises `InvalidValueError`.
+    If the compiler is missing, fails or runs out of memory, `compile: auto` leaves the model as it is and logs the
+    reason, and `compile: on` raises `InvalidValueError`.
     """
     if not settings.fused:
         return False
@@ -43,6 +44,8 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     if is_fused(model):
         return True
     try:
+        if what := lacking(settings.device_type):
+            raise RuntimeError(what)
         set_fused_forwards(model)
         if not is_fused(model):
             ignored("compile", settings.compile, f"{type(model).__name__} has no part that could become a kernel")

@@ -197,7 +197,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -214,6 +214,7 @@ class TierStatus(_message.Message):
     KV_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
@@ -230,7 +231,16 @@ class TierStatus(_message.Message):
     kv_pool_tokens: int
     waiting_sequences: int
     totals: Totals
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+    kernels: Kernels
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ...) -> None: ...
+
+class Kernels(_message.Message):
+    __slots__ = ("fused", "shapes")
+    FUSED_FIELD_NUMBER: _ClassVar[int]
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    fused: bool
+    shapes: int
+    def __init__(self, fused: _Optional[bool] = ..., shapes: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
     __slots__ = ("tallies", "direct", "plans", "snapshots", "preempted", "rounds_by_tokens")
