@@ -59,7 +59,7 @@ class Pipeline:
             async for event in events:
                 yield pb.DecodeEvent.FromString(event)
 
-    async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
+    async def relay(self, request: bytes, *, suspect: bool = False) -> AsyncGenerator[bytes, None]:
         """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
         assert self.channel is not None
         decode = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)

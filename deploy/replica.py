@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import Context
+from functools import partial
 from typing import Any
 
 import ray.exceptions
@@ -43,12 +44,12 @@ class PipelineReplica:
         self.pipeline = await Pipeline.start(settings, group)
         await warm_up(self.pipeline, settings)
 
-    async def decode(self, request: bytes, prefix: bytes = b"") -> AsyncIterator[bytes]:
+    async def decode(self, request: bytes, prefix: bytes = b"", suspect: bool = False) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
-        `prefix` is used by the router only.
+        `prefix` is used by the router only. `suspect` is the field of the request, which is not parsed here.
         """
-        async with aclosing(self.pipeline.relay(request)) as events:
+        async with aclosing(self.pipeline.relay(request, suspect=suspect)) as events:
             async for event in events:
                 yield event
 
@@ -98,7 +99,8 @@ class RemotePipelines:
         prefix = prefix_keys(request.prompt_token_ids)
         # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
         # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
-        response: Any = Context().run(self.streaming.decode.remote, request.SerializeToString(), prefix=prefix)
+        ask = partial(self.streaming.decode.remote, request.SerializeToString(), prefix=prefix, suspect=request.suspect)
+        response: Any = Context().run(ask)
         try:
             async for event in response:
                 yield pb.DecodeEvent.FromString(event)
