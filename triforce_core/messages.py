@@ -122,6 +122,7 @@ class SequenceSpec:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     selector: str = "snapkv"  # of the target alone: a key of kv.selectors.SELECTORS
+    cache_salt: str = ""  # of the target alone: KV of equal texts is shared where the salts are equal, too
 
     @property
     def edits_logits(self) -> bool:

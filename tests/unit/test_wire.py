@@ -100,6 +100,7 @@ REQUEST_FIELDS = {
     "timeout_s": st.none() | st.floats(allow_nan=False),
     "drafting": st.sampled_from(Drafting),
     "selector": st.none() | st.sampled_from(SELECTOR_NAMES),
+    "cache_salt": st.text(max_size=8),
 }
 
 
@@ -134,10 +135,10 @@ def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
     ],
 )
 def test_no_field_is_left_behind(fields: Iterable[str], message: type[Message]) -> None:
-    """The strategies above might forget a new field too. Logprobs, `no_token` and the selector are the target's
-    and its engine's.
+    """The strategies above might forget a new field too. Logprobs, `no_token`, the selector and the cache's salt
+    are the target's and its engine's.
     """
-    local = {"logprobs", "prompt_logprobs", "no_token", "selector"}
+    local = {"logprobs", "prompt_logprobs", "no_token", "selector", "cache_salt"}
     assert [name for name in fields if name not in local] == [field.name for field in message.DESCRIPTOR.fields]
 
 

@@ -139,6 +139,7 @@ class Engine:
             prompt_logprobs=request.prompt_logprobs,
             # Of the others no snapshot is cut, so nothing need be kept for one.
             selector=request.selector or self.snapshots.selector if retrieves else "streaming",
+            cache_salt=request.cache_salt,
         )
         deadline = math.inf if request.timeout_s is None else time.perf_counter() + request.timeout_s
         with self.lock:

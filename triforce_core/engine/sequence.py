@@ -43,6 +43,7 @@ class Request:
     timeout_s: float | None = None  # seconds after its submission in which the request must end
     drafting: Drafting = Drafting.MODEL  # where `lookaheads` are given
     selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
+    cache_salt: str = ""  # see SequenceSpec
 
 
 SEED_BITS = 53  # of seeds that are drawn or derived: JSON readers that use doubles keep them exact
@@ -61,6 +62,7 @@ class Stats:
 
     queued_s: float = 0.0
     preempted: int = 0  # how many times its KV was dropped because the pool was full
+    cached_tokens: int = 0  # of the prompt, those whose KV was found when the request was first admitted
     # Until the first token, which comes from the pass over the last prefill chunk; after a preemption once more.
     prefill_s: float = 0.0
     decode_s: float = 0.0

@@ -100,7 +100,7 @@ class Tally(_message.Message):
     def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ..., lookup_accepted: _Optional[int] = ..., lookup_rejected: _Optional[int] = ..., passes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "suspect")
+    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "cache_salt", "suspect")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -116,6 +116,7 @@ class DecodeRequest(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
+    CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     SUSPECT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -132,8 +133,9 @@ class DecodeRequest(_message.Message):
     timeout_s: float
     drafting: int
     selector: str
+    cache_salt: str
     suspect: bool
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ..., selector: _Optional[str] = ..., suspect: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ..., selector: _Optional[str] = ..., cache_salt: _Optional[str] = ..., suspect: _Optional[bool] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("token_ids", "origins", "finish_reason", "stats", "logprobs", "prompt_logprobs", "no_token")
@@ -154,7 +156,7 @@ class DecodeEvent(_message.Message):
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., no_token: _Optional[bool] = ...) -> None: ...
 
 class DecodeStats(_message.Message):
-    __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies", "preempted", "plan", "plans", "plan_changes", "expected_ms", "plain_ms", "direct")
+    __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies", "preempted", "plan", "plans", "plan_changes", "expected_ms", "plain_ms", "direct", "cached_tokens")
     class PlansEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -177,6 +179,7 @@ class DecodeStats(_message.Message):
     EXPECTED_MS_FIELD_NUMBER: _ClassVar[int]
     PLAIN_MS_FIELD_NUMBER: _ClassVar[int]
     DIRECT_FIELD_NUMBER: _ClassVar[int]
+    CACHED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     prompt_tokens: int
     queued_s: float
     prefill_s: float
@@ -192,7 +195,8 @@ class DecodeStats(_message.Message):
     expected_ms: float
     plain_ms: float
     direct: Tally
-    def __init__(self, prompt_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., decoded: _Optional[int] = ..., snapshots: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., preempted: _Optional[int] = ..., plan: _Optional[str] = ..., plans: _Optional[_Mapping[str, int]] = ..., plan_changes: _Optional[int] = ..., expected_ms: _Optional[float] = ..., plain_ms: _Optional[float] = ..., direct: _Optional[_Union[Tally, _Mapping]] = ...) -> None: ...
+    cached_tokens: int
+    def __init__(self, prompt_tokens: _Optional[int] = ..., queued_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., rounds: _Optional[int] = ..., decoded: _Optional[int] = ..., snapshots: _Optional[int] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., preempted: _Optional[int] = ..., plan: _Optional[str] = ..., plans: _Optional[_Mapping[str, int]] = ..., plan_changes: _Optional[int] = ..., expected_ms: _Optional[float] = ..., plain_ms: _Optional[float] = ..., direct: _Optional[_Union[Tally, _Mapping]] = ..., cached_tokens: _Optional[int] = ...) -> None: ...
 
 class StatusRequest(_message.Message):
     __slots__ = ()
