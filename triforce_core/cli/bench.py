@@ -213,6 +213,33 @@ def stalls(
     show_figures(figures, as_json=as_json)
 
 
+@bench_app.command()
+@with_options_of(pipeline_settings)
+def shared(
+    settings: Settings,
+    context: Annotated[int, typer.Option(min=1, help="tokens of the document")] = 12_000,
+    questions: Annotated[int, typer.Option(min=2, help="requests on the document")] = 8,
+    output: Annotated[int, typer.Option(min=2, help="output tokens of each answer")] = 64,
+    temperature: TemperatureOption = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of the whole load; the medians are reported")] = 1,
+    max_load: MaxLoadOption = 1.0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Several questions on one document: first text, KV, acceptance and tokens/s against documents of their own."""
+    from actors.bench.shared import SharedWorkload, bench_shared
+    from deploy.app import prepare_environment
+    from triforce_core.bench.machine import quiet_machine
+
+    settings.target.require_lossless()
+    progress = Console(stderr=True, highlight=False)
+    prepare_environment()
+    with quiet_machine(max_load, force=force):
+        load = SharedWorkload(context, questions, output, SamplingParams(temperature))
+        figures = bench_shared(settings, load, repeats=repeats, report=progress.print)
+    show_figures(figures, as_json=as_json)
+
+
 def parse_cores(text: str) -> dict[str, TierPlacement]:
     """Placements of the tiers, one core each, from a text such as `0,0,1`. Raises `InvalidValueError`."""
     try:
