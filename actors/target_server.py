@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
+from actors.marks import SLOT, Marks
 from actors.pass_times import PassTimes
 from actors.wire import (
     controller_to_proto,
@@ -43,18 +44,24 @@ T = TypeVar("T")
 class EngineThread:
     """Runs the engine's loop and hands each output to its request's callback, which must not block."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, marks: Marks | None = None) -> None:
+        """`marks`: where the requests are marked that the engine works on."""
+        self.engine, self.marks = engine, marks
         self.callbacks: dict[int, Callable[[Output | None], None]] = {}
+        self.slots: dict[int, int] = {}  # by sequence id, its number among the marks
+        self.marked: list[int] = []  # the slots that are marked now
         self.lock = threading.Lock()
         self.failed: BaseException | None = None
         self.times = PassTimes()
         self.stopping = threading.Event()
+        if marks is not None:
+            engine.watch(self._working_on)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, request: Request, callback: Callable[[Output | None], None]) -> int:
-        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails.
+    def submit(self, request: Request, callback: Callable[[Output | None], None], slot: int | None = None) -> int:
+        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails. `slot`
+        is the request's number among the marks.
 
         Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
         """
@@ -63,6 +70,8 @@ class EngineThread:
                 raise UnavailableError("the target tier has failed")
             sequence_id = self.engine.submit(request)
             self.callbacks[sequence_id] = callback
+            if slot is not None:
+                self.slots[sequence_id] = slot
         return sequence_id
 
     @property
@@ -74,8 +83,16 @@ class EngineThread:
 
     def cancel(self, sequence_id: int) -> None:
         with self.lock:
+            self.slots.pop(sequence_id, None)
             if self.callbacks.pop(sequence_id, None):
                 self.engine.cancel(sequence_id)
+
+    def _working_on(self, sequence_ids: list[int]) -> None:
+        """Mark these requests, and these alone."""
+        assert self.marks is not None
+        self.marks.take_off(self.marked)
+        self.marked = [slot for i in sequence_ids if (slot := self.slots.get(i)) is not None]
+        self.marks.put(self.marked)
 
     def _run(self) -> None:
         try:
@@ -89,6 +106,8 @@ class EngineThread:
             log.exception("the engine failed")
             with self.lock:
                 self.failed = error
+                if self.marks is not None and not self.marked:  # it failed between passes: any request may be why
+                    self.marks.put(self.slots.values())
                 callbacks, self.callbacks = list(self.callbacks.values()), {}
             for callback in callbacks:
                 callback(None)
@@ -117,12 +136,13 @@ class TargetServer(TargetServicer):
         default_lookaheads: tuple[int, int] | None,
         grammars: Grammars | None = None,
         audit: AuditCounts | None = None,
+        marks: Marks | None = None,
     ) -> None:
         """`grammars`: those that the engine decodes with; None: it serves requests without a grammar only. `audit`:
-        what the engine's audits find, to be reported.
+        what the engine's audits find, to be reported. `marks`: where requests are marked while they are worked on.
         """
-        self.engine_thread, self.default_lookaheads = EngineThread(engine), default_lookaheads
-        self.grammars, self.audit = grammars, audit
+        self.engine_thread, self.default_lookaheads = EngineThread(engine, marks), default_lookaheads
+        self.grammars, self.audit, self.marks = grammars, audit, marks
 
     async def Decode(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -132,10 +152,11 @@ class TargetServer(TargetServicer):
         def deliver(output: Output | None) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
+        slot = slot_of(context)
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
-            await self._compile(wanted.grammar)
-            sequence_id = self.engine_thread.submit(wanted, deliver)
+            await self._compile(wanted.grammar, slot)
+            sequence_id = self.engine_thread.submit(wanted, deliver, slot)
         except TooLargeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidValueError as error:
@@ -155,13 +176,18 @@ class TargetServer(TargetServicer):
         finally:
             self.engine_thread.cancel(sequence_id)
 
-    async def _compile(self, grammar: str) -> None:
+    async def _compile(self, grammar: str, slot: int | None) -> None:
         """Compile the request's grammar, if it has one, so that the engine finds it compiled."""
         if not grammar:
             return
         require(self.grammars is not None, "grammar", grammar, "is not supported here")
         assert self.grammars is not None
+        compiling = [slot] if self.marks is not None and slot is not None else []
+        if self.marks is not None:
+            self.marks.put(compiling)
         compiled = await self.grammars.matcher(grammar)
+        if self.marks is not None:
+            self.marks.take_off(compiling)
         require(not compiled.is_error(), "grammar", grammar, f"cannot be compiled: {compiled.get_error():.500}")
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:
@@ -185,6 +211,11 @@ class TargetServer(TargetServicer):
 
     def stop(self) -> None:
         self.engine_thread.stop()
+
+
+def slot_of(context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
+    """The number by which the caller wants to find the request among the marks."""
+    return next((int(value) for key, value in context.invocation_metadata() or () if key == SLOT), None)
 
 
 def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int] | None) -> Request:

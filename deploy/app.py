@@ -35,7 +35,9 @@ FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the
 SPARE_CALLS = 64  # room for health and status calls, and for requests that the gateway refuses with its own error
 UPSCALE_DELAY_S = 30.0  # overload for this long adds a replica; a shorter burst would end before one has started
 LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
-HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
+# Serve replaces a replica after three failures in a row. The check itself waits for nothing, so a replica that does not
+# answer it hangs.
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on one machine only, Ray binds its own ports to the loopback
@@ -94,6 +96,7 @@ def application_of(args: Settings) -> Application:
         max_constructor_retry_count=2,
         logging_config=logs,
         health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.server.drain_s,
         **replicas(args),

@@ -1,4 +1,6 @@
-"""A replica owns one pipeline, whose tier actors live in the replica's placement group and die with the replica."""
+"""A replica owns one pipeline, whose tier actors live in the replica's placement group and die with the replica.
+If its target dies, it is replaced in place.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +18,7 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
+from actors.keeping import Keeper
 from actors.pipeline import Pipeline
 from actors.warm_up import warm_up
 from deploy.prefixes import prefix_keys
@@ -25,10 +28,8 @@ from triforce_core.errors import TriForceError, UnavailableError
 
 log = logging.getLogger("ray.serve")
 
-CHECK_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 4.0
-MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
 
 
 class PipelineReplica:
@@ -40,9 +41,11 @@ class PipelineReplica:
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
         assert group is not None, "deployed with a bundle for each of the pipeline's processes"
-        self.failed_checks = 0
         self.pipeline = await Pipeline.start(settings, group)
         await warm_up(self.pipeline, settings)
+        # With several replicas, a request that comes while the target is replaced is better off at another one.
+        self.pipeline.patient = settings.server.replicas.max == 1
+        self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
 
     async def decode(self, request: bytes, prefix: bytes = b"", suspect: bool = False) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
@@ -61,22 +64,20 @@ class PipelineReplica:
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica and its pipeline when this check has failed often enough.
 
-        Serve waits for requests in flight first. In a hung target they never end, so this method stops the pipeline.
+        A target that dies or hangs is no reason: it is replaced here. One that does not come up is, and then the
+        pipeline is stopped, so that no request waits for it.
         """
-        try:
-            await self.pipeline.check(CHECK_TIMEOUT_S)
-            self.failed_checks = 0
-        except UnavailableError:
-            self.failed_checks += 1
-            if self.failed_checks == MAX_FAILED_CHECKS:
-                await self.pipeline.stop()
-            raise
+        if self.keeping.done():
+            await self.pipeline.stop()
+            raise UnavailableError(self.pipeline.stopped)
 
     async def ping(self) -> None:
         """A health check for clients. Its failures are not counted, because clients may call it at any rate."""
         await self.pipeline.check(PING_TIMEOUT_S)
 
     async def __del__(self) -> None:
+        if hasattr(self, "keeping"):
+            self.keeping.cancel()
         if hasattr(self, "pipeline"):
             await self.pipeline.stop()
 

@@ -141,6 +141,13 @@ FIGURES = (
     ),
     Figure(
         COUNTER,
+        "target_restarts",
+        "Times that the target's process died or hung and was replaced.",
+        (),
+        of_target(lambda status: status.restarts),
+    ),
+    Figure(
+        COUNTER,
         "audit_mismatches",
         "Tokens that audits found computed wrongly, with `target.audit` above 0: must stay 0.",
         (),

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from actors import pass_times
 from actors.links import RemoteProposer
-from actors.pipeline import Pipeline
+from actors.running_target import RunningTarget
 from actors.serving import LinkServer, TierServer
 from actors.target_server import AsyncServer, TargetServer
 from actors.wire import sampling_to_proto
@@ -74,9 +74,11 @@ def check(address: str, timeout_s: float = 5.0) -> None:
     """As the owner of a pipeline does."""
 
     async def connected() -> None:
-        pipeline = Pipeline(None)  # type: ignore[arg-type]
-        async with grpc.aio.insecure_channel(address) as pipeline.channel:
-            await pipeline.check(timeout_s)
+        target = RunningTarget(address, os.getpid(), None)
+        try:
+            await target.check(timeout_s)
+        finally:
+            await target.close()
 
     asyncio.run(connected())
 
@@ -141,9 +143,11 @@ def stream(address: str, **fields: Any) -> list[pb.DecodeEvent]:
 
     async def events() -> list[pb.DecodeEvent]:
         request = pb.DecodeRequest(prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), **fields)
-        pipeline = Pipeline(None)  # type: ignore[arg-type]
-        async with grpc.aio.insecure_channel(address) as pipeline.channel:
-            return [event async for event in pipeline.decode(request)]
+        target = RunningTarget(address, os.getpid(), None)
+        try:
+            return [pb.DecodeEvent.FromString(event) async for event in target.decode(request.SerializeToString())]
+        finally:
+            await target.close()
 
     return asyncio.run(events())
 

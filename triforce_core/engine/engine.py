@@ -7,9 +7,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.freshness import SinceCut, has_sagged
@@ -121,6 +122,20 @@ class Engine:
         # as they were after the last turn.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
         self.told_totals = Totals()
+        self.working_on: Callable[[list[int]], None] = lambda request_ids: None
+
+    def watch(self, working_on: Callable[[list[int]], None]) -> None:
+        """From now on `working_on` is called with the ids of the requests that a pass of this process works on, before
+        it begins, and with none after it. A snapshot counts as a pass.
+        """
+
+        def passing(sequence_ids: list[int]) -> None:
+            live = self.scheduler.live
+            working_on([live[i].request_id for i in sequence_ids if i in live])
+
+        self.working_on, level = working_on, self.decoder
+        while isinstance(level, SpeculativeDecoder):
+            level.passing, level = passing, level.proposer
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -227,7 +242,9 @@ class Engine:
         """Update snapshots for the tokens that the last turn committed: only now, so that users get these first."""
         for sequence_id, wanted in self.due_for_snapshot.items():
             if sequence := self.scheduler.live.get(sequence_id):
+                self.working_on([sequence.request_id])
                 self._update_snapshot(sequence, wanted=wanted)
+                self.working_on([])
         self.due_for_snapshot.clear()
 
     def _update_snapshot(self, sequence: Sequence, *, wanted: bool) -> None:

@@ -203,7 +203,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels", "restarts")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -221,6 +221,7 @@ class TierStatus(_message.Message):
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
@@ -238,7 +239,8 @@ class TierStatus(_message.Message):
     waiting_sequences: int
     totals: Totals
     kernels: Kernels
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ...) -> None: ...
+    restarts: int
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., restarts: _Optional[int] = ...) -> None: ...
 
 class Kernels(_message.Message):
     __slots__ = ("fused", "shapes")
