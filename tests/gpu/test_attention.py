@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from triforce_core.attention import KERNELS, ON_CUDA, Kernel, has_flash_attn
+from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_attn
 from triforce_core.attention.blocked import blocked
-from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.cuda_flash import flash_ranged, flash_split
 from triforce_core.attention.ranged import WorkItems, attend, cut, gathered
 
 if not torch.cuda.is_available():
@@ -57,23 +57,25 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
     torch.testing.assert_close(part.lse, expected.lse, atol=LSE, rtol=0)
 
 
+@pytest.mark.parametrize("ranged", [flash_ranged, flash_split])
+@pytest.mark.parametrize("queries", [1, 5, 17])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_ranges_that_are_tensors(splits: int, group: int, head_dim: int) -> None:
+def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, group: int, head_dim: int) -> None:
     """In any order, empty ones among them, in a pool of which all else is NaN; and with the pass's own tokens."""
-    kv_heads, queries, longest = 2, 5, 5000
+    kv_heads, longest = 2, 5000
     starts, lengths = [20_000, 5, 12_000, 0], [5000, 0, 4097, 1]
     pool = pool_of(kv_heads, 30_000, head_dim, torch.bfloat16)
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         pool[:, :, start : start + length] = normal(2, kv_heads, length, head_dim, seed=i)
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, (0, 0), strict=True))
-    offsets = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda") * (queries * group)
-    items = WorkItems(first, count[:-1].contiguous(), offsets, longest, splits)
+    numbers = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda")
+    items = WorkItems(first, count[:-1].contiguous(), numbers * (queries * group), longest, splits, numbers)
 
     each = normal(len(pieces), queries * group, kv_heads, head_dim, seed=9)
-    found = flash_ranged(each, pool[0], pool[1], head_dim**-0.5, items)
+    found = ranged(each, pool[0], pool[1], head_dim**-0.5, items)
     expected = gathered(each.float(), pool[0].float(), pool[1].float(), head_dim**-0.5, items)
     torch.testing.assert_close(found.output.float(), expected.output, atol=OUTPUT, rtol=0)
     torch.testing.assert_close(found.lse, expected.lse, atol=LSE, rtol=0)
@@ -81,7 +83,7 @@ def test_ranges_that_are_tensors(splits: int, group: int, head_dim: int) -> None
     tokens = len(starts) * queries
     query = normal(group * kv_heads, tokens, head_dim, seed=10)
     own = normal(2, kv_heads, tokens, head_dim, seed=11)
-    merged = attend(flash_ranged, query, own[0], own[1], (pool[0], pool[1]), head_dim**-0.5, items)
+    merged = attend(ranged, query, own[0], own[1], (pool[0], pool[1]), head_dim**-0.5, items)
     exact = attend(gathered, query.float(), *own.float(), (pool[0].float(), pool[1].float()), head_dim**-0.5, items)
     torch.testing.assert_close(merged.float(), exact, atol=OUTPUT, rtol=0)
 

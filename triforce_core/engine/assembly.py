@@ -34,6 +34,7 @@ from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
 from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
+from triforce_core.models.join import join_projections
 from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
@@ -106,6 +107,8 @@ def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settin
     sequence have constant shapes.
     """
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
+    if settings.device_type == "cuda":
+        join_projections(model)
     fused = fuse(model, settings)
     shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
     drawing = fused_noisiest(settings, model.config.vocab_size, own.geometry.device) if fused else noisiest
