@@ -70,6 +70,7 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
         priority=request.priority,
         drafter=request.drafter or None,
         selector=request.selector or None,
+        cache_salt=request.cache_salt,
     )
 
 
@@ -112,6 +113,8 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
                 choice.stats.CopyFrom(chunk.stats)
                 response.usage.prompt_tokens = chunk.usage.prompt_tokens
                 response.usage.completion_tokens += chunk.usage.completion_tokens
+                if chunk.index == 0:
+                    response.usage.cached_tokens = chunk.usage.cached_tokens
     return response
 
 
@@ -144,6 +147,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
 def finish(chunk: pb.GenerateChunk, part: Part, done: Done) -> None:
     chunk.finish_reason = finish_reason_to_proto(done.finish_reason)
     chunk.usage.prompt_tokens, chunk.usage.completion_tokens = part.prompt_tokens, done.completion_tokens
+    chunk.usage.cached_tokens = done.stats.cached_tokens
     chunk.stats.CopyFrom(stats_of(done.stats, part.lossy))
 
 

@@ -21,7 +21,7 @@ from ray.util import get_current_placement_group
 from actors.keeping import Keeper
 from actors.pipeline import Pipeline
 from actors.warm_up import warm_up
-from deploy.prefixes import prefix_keys
+from deploy.routing import Route
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.errors import TriForceError, UnavailableError
@@ -47,10 +47,10 @@ class PipelineReplica:
         self.pipeline.patient = settings.server.replicas.max == 1
         self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
 
-    async def decode(self, request: bytes, prefix: bytes = b"", suspect: bool = False) -> AsyncIterator[bytes]:
+    async def decode(self, request: bytes, route: Route, suspect: bool = False) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
-        `prefix` is used by the router only. `suspect` is the field of the request, which is not parsed here.
+        `route` is used by the router only. `suspect` is the field of the request, which is not parsed here.
         """
         async with aclosing(self.pipeline.relay(request, suspect=suspect)) as events:
             async for event in events:
@@ -88,7 +88,9 @@ class RemotePipelines:
     Ray's errors for a lost replica become `UnavailableError`.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], selector: str) -> None:
+        """`selector`: of requests that name none."""
+        self.selector = selector
         self.streaming = handle.options(stream=True)
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
@@ -97,18 +99,29 @@ class RemotePipelines:
         self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        prefix = prefix_keys(request.prompt_token_ids)
+        finds = (request.selector or self.selector) != "h2o" and not request.HasField("prompt_logprobs")
+        # Those that need all of their prompt's passes find no KV, wherever they go.
+        route = Route(request.prompt_token_ids, request.cache_salt) if finds else Route()
         # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
         # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
-        ask = partial(self.streaming.decode.remote, request.SerializeToString(), prefix=prefix, suspect=request.suspect)
+        ask = partial(self.streaming.decode.remote, request.SerializeToString(), route=route, suspect=request.suspect)
         response: Any = Context().run(ask)
+        output = [*request.resume_token_ids]
+        answered = False
         try:
-            async for event in response:
-                yield pb.DecodeEvent.FromString(event)
+            async for data in response:
+                event = pb.DecodeEvent.FromString(data)
+                output += event.token_ids
+                if not answered:
+                    answered = True
+                    route.answered(event.stats.cached_tokens)
+                yield event
         except Exception as error:
             raise lost(error) from error
         finally:
             response.cancel()
+            if answered:
+                route.ended(output)
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
         """The tiers' status by replica, of those replicas that answer: one may be shutting down."""

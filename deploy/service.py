@@ -45,6 +45,7 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
+MAX_SALT_CHARACTERS = 128
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
@@ -98,6 +99,7 @@ class ClientRequest:
         None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
     )
     selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
+    cache_salt: str = ""  # KV is shared with requests of the same API key and salt
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
     # What makes this request from the client's where that takes time: it runs once the request has its places, within
     # its deadline. The places, the deadline and the model are as they are here.
@@ -323,6 +325,7 @@ class Service:
             lookaheads=lookaheads,
             drafting=drafting,
             selector=asked.selector,
+            cache_salt=self.cache_salt(asked),
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
             resume=asked.resume,
             logprobs=asked.logprobs,
@@ -335,6 +338,16 @@ class Service:
         # A complete output must be able to end, even if the model's configuration names no stop token.
         stops = dict.fromkeys((*request.stop_token_ids, *end_token_ids(self.model.tokenizer)))
         return replace(request, grammar=await self.grammar(asked, asked.guide), stop_token_ids=tuple(stops))
+
+    def cache_salt(self, asked: ClientRequest) -> str:
+        """The salt for the pipeline: the client's, and the name of its API key, so that no key's clients can tell by
+        the time of an answer what another's have sent.
+        """
+        given, rule = asked.cache_salt, f"must be at most {MAX_SALT_CHARACTERS} characters"
+        require(len(given) <= MAX_SALT_CHARACTERS, "cache_salt", f"{len(given)} characters", rule)
+        check_unicode("cache_salt", given)
+        key = calls.current().key
+        return f"{key}/{given}" if key else given  # no key's name has a slash
 
     async def sampling(self, asked: ClientRequest) -> SamplingParams:
         """The request's sampling parameters, with the tokens of its bad words."""

@@ -18,6 +18,7 @@ from starlette.testclient import TestClient
 
 from actors.wire import sampling_to_proto
 from deploy import grpc_api
+from deploy.calls import Call, begin
 from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import OverloadedError
 from deploy.openai_api import routes
@@ -346,7 +347,7 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
     fields = SamplingParams.__dataclass_fields__.keys() - {"bad_word_ids"}  # clients give these as texts
     assert SAMPLING.keys() == fields, "try the new field here, too"
     client, service, pipelines = served(ENDED)
-    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7}
+    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7, "cache_salt": "mine"}
     assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2], "selector": "quest"}).status_code == 200
     asked["seed"] %= 2**64
     asked["selector"] = "quest"
@@ -526,6 +527,51 @@ def test_the_grpc_door_refuses_a_top_k_that_is_none() -> None:
     _, service, _ = served(ENDED)
     with pytest.raises(InvalidValueError, match=f"top_k: {2**32 - 1} must be 0 .off. or more, and below 2..31"):
         generated(service, sampling=gen.Sampling(top_k=2**32 - 1))
+
+
+@pytest.mark.parametrize(
+    ("salt", "message"),
+    [
+        ("s" * 129, "cache_salt: '129 characters' must be at most 128 characters"),
+        ("\ud800", "cache_salt: '\\ud800' must be text without lone surrogates"),
+    ],
+)
+def test_a_salt_that_cannot_be_used_is_refused(salt: str, message: str) -> None:
+    client, service, pipelines = served(ENDED)
+    body = json.dumps({"prompt": "def", "cache_salt": salt})
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    if salt.isascii():  # gRPC itself refuses the other
+        with pytest.raises(InvalidValueError, match=re.escape(message)):
+            generated(service, cache_salt=salt)
+    assert pipelines.requests == []
+    assert ask(client, cache_salt=5).status_code == 400
+    assert ask(client, cache_salt="ä" * 128).status_code == 200
+
+
+def test_api_keys_keep_the_kv_of_their_texts_apart() -> None:
+    async def salts() -> list[str]:
+        _, service, pipelines = served(ENDED)
+        for key in ("", "mail", "search"):
+            for salt in ("", "mail", "search/"):
+                begin(Call("http", "POST /v1/completions", key=key))
+                asked = ClientRequest(prompt="def", sampling=SamplingParams(), max_tokens=4, cache_salt=salt)
+                assert [part async for part in service.complete(asked)]
+        return [request.cache_salt for request in pipelines.requests]
+
+    found = asyncio.run(salts())
+    assert found[:3] == ["", "mail", "search/"], "without keys all clients are one"
+    assert len(set(found[3:])) == 6
+    assert not set(found[3:]) & {""}, "nor do they share with the server's own requests"
+
+
+def test_usage_over_grpc_says_what_the_first_completion_found() -> None:
+    ended = pb.DecodeEvent()
+    ended.CopyFrom(ENDED)
+    ended.stats.cached_tokens = 1
+    _, service, _ = served(ended)
+    assert generated(service, n=3).usage.cached_tokens == 1
 
 
 def test_an_unknown_selector_is_refused_at_both_doors() -> None:

@@ -36,7 +36,7 @@ from triforce_core.client import (
 )
 from triforce_core.errors import TriForceError
 
-USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2)
+USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
 STATS = pb.Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=pb.Acceptance(retrieval=0.75))
 THE_STATS = Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=Acceptance(None, 0.75))
 
@@ -150,7 +150,7 @@ def client(address: str) -> Iterator[TriForceClient]:
 def test_generate_returns_the_whole_completion(client: TriForceClient) -> None:
     choice = Choice("ab", (7, 8), b"\x00\x02", "stop", THE_STATS, 5, THE_LOGPROBS)
     completion = client.generate("abc", seed=5)
-    assert completion == Completion("demo", (choice,), Usage(3, 2), (TokenLogprobs(None, {}),))
+    assert completion == Completion("demo", (choice,), Usage(3, 2, 1), (TokenLogprobs(None, {}),))
     for field in Choice.__dataclass_fields__:
         assert getattr(completion, field) == getattr(choice, field)
 
@@ -162,7 +162,7 @@ def test_several_completions_come_in_order(client: TriForceClient) -> None:
 def test_stream_returns_the_chunks_in_order(client: TriForceClient) -> None:
     assert list(client.stream("abc", seed=5)) == [
         Chunk("a", (7,), b"\x00", seed=5, logprobs=THE_LOGPROBS[:1], prompt_logprobs=(TokenLogprobs(None, {}),)),
-        Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS, index=1),
+        Chunk("b", (8,), b"\x02", "length", Usage(3, 2, 1), THE_STATS, index=1),
     ]
 
 

@@ -19,6 +19,7 @@ FINISH_REASONS: dict[int, FinishReason] = {
 class Usage:
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of `prompt_tokens`, those whose KV the server held from earlier calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,7 +196,7 @@ def _logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]
 
 
 def _usage(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens)
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
 
 
 def _stats(message: pb.Stats) -> Stats:
