@@ -42,12 +42,10 @@ class UnsupportedModelError(TriForceError):
 
 
 class UnavailableError(TriForceError):
-    """A peer that is needed is dead, hung or not ready yet; the caller may try again.
-
-    `suspect` says that the request's own work was in the pass that died, so that this request may be what killed it.
-    """
+    """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
     def __init__(self, message: str, *, suspect: bool = False) -> None:
+        """`suspect`: the request's own work was in the pass that died, so this request may be what killed it."""
         super().__init__(message)
         self.suspect = suspect
 
