@@ -74,6 +74,8 @@ class Counting:
 class Slots:
     """A pool of so many tokens."""
 
+    kept_tokens = dropped_tokens = 0
+
     def __init__(self, free: int) -> None:
         self.free = free
         self.opened: list[int] = []

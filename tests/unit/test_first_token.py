@@ -18,7 +18,7 @@ LIMITS = Limits(context_length=100, kv_pool_tokens=200, vocab_size=100)
 class Room:
     """A pool that has room for all."""
 
-    used_tokens = 0
+    used_tokens = kept_tokens = dropped_tokens = 0
 
     def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
         return True

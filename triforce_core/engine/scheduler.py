@@ -20,6 +20,16 @@ class Pool(Protocol):
         """How many tokens' slots sequences own."""
         ...
 
+    @property
+    def kept_tokens(self) -> int:
+        """How many slots only texts of earlier sequences hold, for later ones with the same prefix."""
+        ...
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How many tokens of such texts have been dropped."""
+        ...
+
     def can_open(self, spec: SequenceSpec, tokens: int) -> bool: ...
 
     def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> object: ...

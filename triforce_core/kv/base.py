@@ -194,6 +194,16 @@ class KVCache(ABC):
         return self.allocator.num_slots - self.allocator.num_free
 
     @property
+    def kept_tokens(self) -> int:
+        """How many slots only texts of earlier sequences hold, for later ones with the same prefix."""
+        return 0
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How many tokens of such texts have been dropped so far."""
+        return 0
+
+    @property
     def num_bytes(self) -> int:
         """The bytes of its tensors, wherever they are."""
         return sum(pool.nbytes for pool in (*self.keys, *self.values))

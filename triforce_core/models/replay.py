@@ -129,6 +129,14 @@ class LeadingFullKV(LeadingKV):
     def used_tokens(self) -> int:
         return self.full.used_tokens
 
+    @property
+    def kept_tokens(self) -> int:
+        return self.full.kept_tokens
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self.full.dropped_tokens
+
     def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
         return self.full.can_open(spec, tokens)
 
