@@ -203,6 +203,8 @@ class TargetServer(TargetServicer):
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
             least_stall_ms=1e3 * engine.least_stall_s,
             kv_tokens=engine.kv_tokens,
+            kept_tokens=engine.kept_tokens,
+            dropped_tokens=engine.dropped_tokens,
             kv_pool_tokens=engine.limits.kv_pool_tokens,
             waiting_sequences=engine.num_waiting,
             totals=totals_to_proto(engine.told_totals),

@@ -193,6 +193,8 @@ def totals_to_proto(totals: Totals) -> pb.Totals:
         snapshots=stats.snapshots,
         preempted=stats.preempted,
         rounds_by_tokens=totals.rounds_by_tokens,
+        prefix_hit_tokens=totals.prefix_hit_tokens,
+        prefix_miss_tokens=totals.prefix_miss_tokens,
     )
 
 

@@ -118,9 +118,10 @@ class Engine:
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
         self.totals = Totals()
-        # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, and `totals`
-        # as they were after the last turn.
+        # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, that are kept
+        # for later ones and that no longer are, and `totals` as they were after the last turn.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
+        self.kept_tokens, self.dropped_tokens = 0, 0
         self.told_totals = Totals()
         self.working_on: Callable[[list[int]], None] = lambda request_ids: None
 
@@ -198,7 +199,8 @@ class Engine:
         if self.controller is not None:
             self.controller.passed(answers, self.scheduler.decoding, time.perf_counter())
         outputs += [output for answer in answers if (output := self._advance(*answer))]
-        self.kv_tokens = self.scheduler.kv.used_tokens
+        kv = self.scheduler.kv
+        self.kv_tokens, self.kept_tokens, self.dropped_tokens = kv.used_tokens, kv.kept_tokens, kv.dropped_tokens
         self.told_totals = self.totals.copy()
         return outputs
 
@@ -278,6 +280,8 @@ class Engine:
             sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
         if sequence.has_output:
             stats.decoded += len(proposal.tokens)
+        else:
+            self.totals.read(stats.cached_tokens, sequence.given - stats.cached_tokens)
         sequence.tokens += proposal.tokens
         sequence.prefilled = len(sequence.tokens) - 1
         if not prefilling:

@@ -203,7 +203,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels", "restarts")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels", "restarts", "kept_tokens", "dropped_tokens")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -222,6 +222,8 @@ class TierStatus(_message.Message):
     TOTALS_FIELD_NUMBER: _ClassVar[int]
     KERNELS_FIELD_NUMBER: _ClassVar[int]
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
@@ -240,7 +242,9 @@ class TierStatus(_message.Message):
     totals: Totals
     kernels: Kernels
     restarts: int
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., restarts: _Optional[int] = ...) -> None: ...
+    kept_tokens: int
+    dropped_tokens: int
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., restarts: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
 
 class Kernels(_message.Message):
     __slots__ = ("fused", "shapes")
@@ -251,7 +255,7 @@ class Kernels(_message.Message):
     def __init__(self, fused: _Optional[bool] = ..., shapes: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("tallies", "direct", "plans", "snapshots", "preempted", "rounds_by_tokens")
+    __slots__ = ("tallies", "direct", "plans", "snapshots", "preempted", "rounds_by_tokens", "prefix_hit_tokens", "prefix_miss_tokens")
     class PlansEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -272,13 +276,17 @@ class Totals(_message.Message):
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_BY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MISS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tallies: _containers.RepeatedCompositeFieldContainer[Tally]
     direct: Tally
     plans: _containers.ScalarMap[str, int]
     snapshots: int
     preempted: int
     rounds_by_tokens: _containers.ScalarMap[int, int]
-    def __init__(self, tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., direct: _Optional[_Union[Tally, _Mapping]] = ..., plans: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[int] = ..., preempted: _Optional[int] = ..., rounds_by_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    prefix_hit_tokens: int
+    prefix_miss_tokens: int
+    def __init__(self, tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., direct: _Optional[_Union[Tally, _Mapping]] = ..., plans: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[int] = ..., preempted: _Optional[int] = ..., rounds_by_tokens: _Optional[_Mapping[int, int]] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_miss_tokens: _Optional[int] = ...) -> None: ...
 
 class ControllerStatus(_message.Message):
     __slots__ = ("latest", "plans", "corrections", "acceptance")
