@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from triforce_core.kv.base import Batch, Forward, Held, KVCache, Placement
+from triforce_core.attention import Kernel
+from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry, Placement
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full_held import FullHeld
+from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import Range, size_of, sliced
-from triforce_core.kv.selectors import SELECTORS, Selector
+from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
 MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured passes have room for so many
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
 LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
+# Tokens of a pass that computes landmarks of its chunks. Those of shorter passes wait for the next cut, which computes
+# them together: per chunk, they cost such a pass more than the cut.
+LEAST_FILLED = 64
 LIKELY_GROWTH = 4096  # most tokens behind a sequence that others leave free for its growth, while they have a choice
 
 
@@ -24,6 +31,24 @@ class FullKV(KVCache):
     """Each sequence owns slots for the tokens that it has, and for some more. `grow` adds slots."""
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool_tokens: int,
+        kernel: Kernel,
+        pools: Sequence[Tensor] | None = None,
+        *,
+        unit: int = 1,
+        landmark: Landmark | None = None,
+    ) -> None:
+        """`landmark`: what is kept of each chunk of `unit` tokens for selectors."""
+        super().__init__(geometry, pool_tokens, kernel, pools)
+        self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (self.landmarks.num_bytes if self.landmarks else 0)
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
         layers, num_queries = self.geometry.num_layers, SELECTORS[spec.selector]().num_queries
@@ -93,10 +118,13 @@ class FullKV(KVCache):
         held.roll_back(keep)
         if keep < end:
             held.expect_queries(keep, end, num_sampled)
+        writes = sliced(held.ranges, keep, end)
+        if self.landmarks:
+            self.landmarks.forget(writes)
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),
-            writes=sliced(held.ranges, keep, end),
+            writes=writes,
             visible=sliced(held.ranges, 0, keep),
         )
 
@@ -104,6 +132,11 @@ class FullKV(KVCache):
         output = super().attend(layer, query, keys, values, scale, batch)
         for row in batch.rows:
             self.take_queries(layer, self.held[row.sequence_id], query[:, row.first : row.stop])
+            if self.landmarks and len(row.placed.tokens) >= LEAST_FILLED:
+                positions, chunk = row.placed.positions, self.landmarks.chunk
+                start, stop = (position // chunk * chunk for position in (positions.start, positions.stop))
+                pool_keys, _ = self.on_device(layer)
+                self.landmarks.fill(layer, pool_keys, sliced(self.held[row.sequence_id].ranges, start, stop))
         return output
 
     def take_queries(self, layer: int, held: FullHeld, queries: Tensor) -> None:
