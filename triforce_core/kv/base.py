@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import Kernel, Partial, merge
+from triforce_core.kv.folds import Fold, Reading, plan
 from triforce_core.kv.ranges import Range, RangeAllocator
 from triforce_core.messages import SequenceSpec, Span
 
@@ -112,6 +113,7 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
     lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
     rest: list[Forward] = field(default_factory=list)  # for the next pass: what the policy cannot take in this one
+    reading: Reading | None = None  # which rows read what together; None: each reads alone
 
     @property
     def num_tokens(self) -> int:
@@ -152,6 +154,10 @@ class KVCache(ABC):
                 batch.rows.append(Row(sequence_id, batch.num_tokens, placed, num_sampled))
             if placed.left:
                 batch.rest.append(replace(forward, num_sampled=min(forward.num_sampled, placed.left)))
+        if len(batch.rows) > 1:
+            batch.reading = plan(
+                [row.placed.visible for row in batch.rows], [len(row.placed.tokens) for row in batch.rows]
+            )
         return batch
 
     def _align(self, forward: Forward) -> Placement | Lack:
@@ -236,7 +242,9 @@ class KVCache(ABC):
         """
         pool_keys, pool_values = self.on_device(layer)
         output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        for row in batch.rows:
+        reading = batch.reading or Reading([], [row.placed.visible for row in batch.rows])
+        together = self._attend_together(query, pool_keys, pool_values, scale, batch.rows, reading.folds)
+        for row, alone, parts in zip(batch.rows, reading.alone, together, strict=True):
             own = slice(row.first, row.stop)
             first = row.first
             for start, stop in row.placed.writes:
@@ -244,15 +252,13 @@ class KVCache(ABC):
                 pool_keys[:, start:stop] = keys[:, new]
                 pool_values[:, start:stop] = values[:, new]
                 first = new.stop
-            ranges = joined(row.placed.visible, row.placed.writes)
-            parts: list[Partial] = []
             if len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
-                start, stop = ranges.pop()
+                *ranges, (start, stop) = joined(alone, row.placed.writes)
                 parts.append(
                     self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, True)
                 )
             else:
-                ranges = row.placed.visible
+                ranges = alone
                 parts.append(self.kernel(query[:, own], keys[:, own], values[:, own], scale, True))
             parts += [
                 self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, False)
@@ -260,6 +266,21 @@ class KVCache(ABC):
             ]
             output[own] = merge(parts).transpose(0, 1)
         return output
+
+    def _attend_together(
+        self, query: Tensor, pool_keys: Tensor, pool_values: Tensor, scale: float, rows: list[Row], folds: list[Fold]
+    ) -> list[list[Partial]]:
+        """Attend to each folded range in one call; returns each row's results."""
+        parts: list[list[Partial]] = [[] for _ in rows]
+        for fold in folds:
+            start, stop = fold.keys
+            queries = torch.cat([query[:, rows[i].first : rows[i].stop] for i in fold.rows], dim=1)
+            found = self.kernel(queries, pool_keys[:, start:stop], pool_values[:, start:stop], scale, False)
+            counts = [rows[i].stop - rows[i].first for i in fold.rows]
+            pieces = zip(found.output.split(counts, dim=1), found.lse.split(counts, dim=1), strict=True)
+            for i, (output, lse) in zip(fold.rows, pieces, strict=True):
+                parts[i].append(Partial(output, lse))
+        return parts
 
 
 def common_prefix(tokens: list[int], span: Span) -> int:

@@ -141,6 +141,18 @@ def sliced(ranges: list[Range], start: int, stop: int) -> list[Range]:
     return out
 
 
+def without(ranges: list[Range], gone: list[Range]) -> list[Range]:
+    """The slots of `ranges` that are in none of the ranges `gone`, in the same order."""
+    for first, last in gone:
+        ranges = [
+            piece
+            for start, stop in ranges
+            for piece in ((start, min(stop, first)), (max(start, last), stop))
+            if piece[0] < piece[1]
+        ]
+    return ranges
+
+
 def union(ranges: list[Range]) -> list[Range]:
     """The slots that are in any of the ranges, each once: ascending, never adjacent."""
     out: list[Range] = []

@@ -1,0 +1,62 @@
+"""Reading once: which ranges of slots several rows of a pass attend to in one call. Plain integers, no tensors.
+
+Sequences that share a document see the same slots. What a row sees besides, it attends to alone, and the results are
+merged by their log-sum-exps. docs/decisions/0025-read-once.md
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby, pairwise
+from operator import itemgetter
+
+from triforce_core.kv.ranges import Range, without
+
+# Of a range that is folded. Rows that read fewer keys read them from the processor's cache, so that nothing is saved,
+# and where such a range continues into a row's own slots, the fold costs that row a second call.
+LEAST_KEYS = 256
+# Of a row that takes part in a fold. With more, arithmetic takes the time and not reading: kernels work on blocks of
+# queries, each of which reads all keys, so that one row fills whole blocks by itself.
+MOST_QUERIES = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """A range that several rows see in full: their queries attend to it together."""
+
+    keys: Range
+    rows: tuple[int, ...]  # numbers of the rows in the pass, ascending
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the rows of a pass read the KV of earlier tokens. Each row reads each slot that it sees exactly once."""
+
+    folds: list[Fold]
+    alone: list[list[Range]]  # by row: the slots that it sees and that no fold reads for it
+
+
+def plan(visible: list[list[Range]], queries: list[int]) -> Reading:
+    """How rows are read that see these slots and have so many queries each. The slots of one row are distinct."""
+    able = {row: visible[row] for row, count in enumerate(queries) if count <= MOST_QUERIES}
+    folds = [Fold(keys, rows) for keys, rows in overlaps(able) if len(rows) > 1 and keys[1] - keys[0] >= LEAST_KEYS]
+    read: list[list[Range]] = [[] for _ in visible]
+    for fold in folds:
+        for row in fold.rows:
+            read[row].append(fold.keys)
+    return Reading(folds, [without(ranges, gone) for ranges, gone in zip(visible, read, strict=True)])
+
+
+def overlaps(visible: Mapping[int, list[Range]]) -> list[tuple[Range, tuple[int, ...]]]:
+    """The slots that any row sees, cut where the rows that see them change: ascending ranges, each with its rows."""
+    edges = sorted((edge, row) for row, ranges in visible.items() for one in ranges for edge in one)
+    rows: frozenset[int] = frozenset()
+    changes: list[tuple[int, frozenset[int]]] = []  # from which slot on which rows see the slots
+    for slot, there in groupby(edges, key=itemgetter(0)):
+        before = rows
+        for _, row in there:  # a row that ends one range here and begins another occurs twice: nothing changes for it
+            rows ^= {row}
+        if rows != before:
+            changes.append((slot, rows))
+    return [((start, stop), tuple(sorted(seeing))) for (start, seeing), (stop, _) in pairwise(changes) if seeing]
