@@ -15,11 +15,11 @@ from tests.random_models import random_model
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.assembly import draft_proposer, retrieval_kv
 from triforce_core.engine.limits import target_limits
-from triforce_core.engine.target_kv import target_kv
+from triforce_core.engine.target_kv import check_pool, target_kv
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.offloaded import OffloadedKV
+from triforce_core.kv.offloaded import Offload, OffloadedKV
 
 GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
 TOO_MANY = 10**12  # tokens
@@ -52,7 +52,7 @@ def refused(make: Callable[[], object], *named: str) -> str:
 )
 def test_a_pool_beyond_memory(target: dict[str, Any], layers: int, named: list[str], tmp_path: Path) -> None:
     path = {"offload_path": str(tmp_path)} if target.get("offload") == "disk" else {}
-    settings = load_settings(target={**target, **path})
+    settings = load_settings(target={**target, **path}, retrieval={"selector": "snapkv"})
     message = refused(
         lambda: target_kv(GEOMETRY, TOO_MANY, settings), f"target.kv_pool_tokens: {TOO_MANY} takes ", *named
     )
@@ -65,10 +65,23 @@ def test_a_pool_beyond_memory(target: dict[str, Any], layers: int, named: list[s
 def test_on_the_cpu_staging_and_the_offloaded_layers_share_the_memory() -> None:
     """Four layers and two more: each by itself would fit."""
     tokens = int(psutil.virtual_memory().available * 0.8) // TOKEN_BYTES
-    message = refused(
-        lambda: target_kv(GEOMETRY, tokens, load_settings(target={"offload": "host"})), "set target.offload: disk"
-    )
+    settings = load_settings(target={"offload": "host"}, retrieval={"selector": "snapkv"})
+    message = refused(lambda: target_kv(GEOMETRY, tokens, settings), "set target.offload: disk")
     assert gib_named(message)[0] == pytest.approx(1.5 * TOKEN_BYTES * tokens / 2**30, rel=1e-3, abs=0.01)
+
+
+@pytest.mark.parametrize("offload", [None, Offload(0), Offload(0, Path("/tmp"))], ids=["none", "host", "disk"])
+def test_landmarks_count_in_memory(offload: Offload | None) -> None:
+    """Wherever the KV is."""
+    message = refused(lambda: check_pool(offload, GEOMETRY, 100, landmarks=2**50), "in host memory")
+    assert gib_named(message)[0] == pytest.approx(4 * 2**20)
+    check_pool(offload, GEOMETRY, 100, landmarks=2**10)
+
+
+def test_the_pool_is_checked_with_the_landmarks_of_the_setting() -> None:
+    settings = load_settings(retrieval={"selector": "quest", "chunk": 16})
+    message = refused(lambda: target_kv(GEOMETRY, TOO_MANY, settings))
+    assert gib_named(message)[0] == pytest.approx(TOKEN_BYTES * TOO_MANY * (1 + 1 / 16) / 2**30, rel=1e-3)
 
 
 def test_a_file_beyond_the_disk(tmp_path: Path) -> None:

@@ -10,12 +10,11 @@ from torch import Tensor
 
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full_held import FullHeld, Layout
+from triforce_core.kv.landmarks import READ_TOGETHER, LandmarkPool
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import sliced
 from triforce_core.kv.selectors import Landmark, Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
-
-READ_TOGETHER = 1024  # chunks per copy of keys, which bounds the memory of the copies
 
 
 class Pools(Protocol):
@@ -24,6 +23,7 @@ class Pools(Protocol):
     geometry: KVGeometry
     keys: list[Tensor]  # per layer: [kv_heads, pool_tokens, head_dim], on the device or elsewhere
     values: list[Tensor]  # same
+    landmarks: LandmarkPool | None
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
         """A copy of keys or values of a layer, [*shape, head_dim], on the pool's device, which may be the host.
@@ -166,7 +166,11 @@ class LayerChunks:
         return max(stop - self.queries.shape[1], self.held.query_positions.start)
 
     def landmarks(self, landmark: Landmark) -> Tensor:
-        known, chunk = self.held.landmarks_of(landmark, self.cutter.chunk), self.cutter.chunk
+        pool, chunk = self.cutter.pools.landmarks, self.cutter.chunk
+        if pool is not None and (pool.landmark, pool.chunk) == (landmark, chunk):
+            ranges = sliced(self.held.ranges, 0, self.count * chunk)
+            return pool.read(self.layer, self.cutter.pools.keys[self.layer], ranges).to(self.queries.device)
+        known = self.held.landmarks_of(landmark, chunk)
         found = known[self.layer]
         covered = 0 if found is None else found.shape[1] * chunk
         if covered < self.count * chunk:

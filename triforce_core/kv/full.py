@@ -12,10 +12,11 @@ from triforce_core.attention import Kernel
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry, Placement, joined
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full_held import FullHeld
+from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.prefix_tree import Cursor, PrefixTree
 from triforce_core.kv.ranges import Range, RangeAllocator, rounded_up, size_of, sliced, slots_of
-from triforce_core.kv.selectors import SELECTORS, Selector
+from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
@@ -23,6 +24,9 @@ MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured
 SHARED_RANGES = 2  # of these, most for KV that is shared with others, which leaves some to grow into
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
 LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
+# Tokens of a pass that computes landmarks of its chunks. Those of shorter passes wait for the next cut, which computes
+# them together: per chunk, they cost such a pass more than the cut.
+LEAST_FILLED = 64
 LIKELY_GROWTH = 4096  # most tokens behind a sequence that others leave free for its growth, while they have a choice
 
 
@@ -45,11 +49,19 @@ class FullKV(KVCache):
         *,
         unit: int = 1,
         shares: bool = False,
+        landmark: Landmark | None = None,
     ) -> None:
-        """`unit`: tokens of a chunk; ranges begin and end at whole chunks, and `pool_tokens` is rounded up to them."""
+        """`unit`: tokens of a chunk; ranges begin and end at whole chunks, and `pool_tokens` is rounded up to them.
+        `landmark`: what is kept of each chunk for selectors.
+        """
         super().__init__(geometry, rounded_up(pool_tokens, unit), kernel, pools)
         self.allocator = RangeAllocator(self.dump_slot, unit)
         self.shares, self.tree = shares, PrefixTree(unit, self.allocator.free)
+        self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
+
+    @property
+    def num_bytes(self) -> int:
+        return super().num_bytes + (self.landmarks.num_bytes if self.landmarks else 0)
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
         layers, num_queries = self.geometry.num_layers, SELECTORS[spec.selector]().num_queries
@@ -169,6 +181,8 @@ class FullKV(KVCache):
     @torch.inference_mode()
     def _copy(self, sources: list[Range], targets: list[Range]) -> None:
         """Copy the KV of some slots into as many others."""
+        if self.landmarks:
+            self.landmarks.forget(targets)
         for pool in (*self.keys, *self.values):
             here, there = (torch.tensor(slots_of(ranges), device=pool.device) for ranges in (sources, targets))
             pool.index_copy_(1, there, pool.index_select(1, here))
@@ -266,10 +280,13 @@ class FullKV(KVCache):
             held.expect_queries(keep, end, num_sampled)
         if self.shares and held.told:  # all but the last token of the prompt, which may be asked for again
             self._give(held, min(end - held.drafted, held.told - 1))
+        writes = sliced(held.ranges, keep, end)
+        if self.landmarks:
+            self.landmarks.forget(writes)
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),
-            writes=sliced(held.ranges, keep, end),
+            writes=writes,
             visible=sliced(held.ranges, 0, keep),
         )
 
@@ -277,6 +294,11 @@ class FullKV(KVCache):
         output = super().attend(layer, query, keys, values, scale, batch)
         for row in batch.rows:
             self.take_queries(layer, self.held[row.sequence_id], query[:, row.first : row.stop])
+            if self.landmarks and len(row.placed.tokens) >= LEAST_FILLED:
+                positions, chunk = row.placed.positions, self.landmarks.chunk
+                start, stop = (position // chunk * chunk for position in (positions.start, positions.stop))
+                pool_keys, _ = self.on_device(layer)
+                self.landmarks.fill(layer, pool_keys, sliced(self.held[row.sequence_id].ranges, start, stop))
         return output
 
     def take_queries(self, layer: int, held: FullHeld, queries: Tensor) -> None:

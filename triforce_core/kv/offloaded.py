@@ -21,7 +21,7 @@ from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
 from triforce_core.kv.ranges import Range, rounded_up, union
-from triforce_core.kv.selectors import Selector
+from triforce_core.kv.selectors import Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 
 NUM_STAGED = 2  # layers
@@ -42,6 +42,10 @@ class Offload:
         layer_bytes = geometry.bytes_per_token // geometry.num_layers * pool_tokens
         on_device = self.resident_layers + self.num_staged(geometry)
         return on_device * layer_bytes, (geometry.num_layers - self.resident_layers) * layer_bytes
+
+    def landmark_bytes(self, geometry: KVGeometry, layer_bytes: int) -> tuple[int, int]:
+        """The bytes of landmarks on the device and in host memory, which has them also where the KV is in a file."""
+        return self.resident_layers * layer_bytes, (geometry.num_layers - self.resident_layers) * layer_bytes
 
 
 @dataclass(slots=True)
@@ -65,6 +69,7 @@ class OffloadedKV(FullKV):
         *,
         unit: int = 1,
         shares: bool = False,
+        landmark: Landmark | None = None,
     ) -> None:
         """Raises `InvalidValueError` if the KV file cannot be made or host memory cannot be locked."""
         pool_tokens = rounded_up(pool_tokens, unit)
@@ -75,11 +80,12 @@ class OffloadedKV(FullKV):
             self.host = torch.empty(shape, dtype=geometry.dtype, device="cpu")
         else:
             self.host = mapped(offload.directory, shape, geometry.dtype)
-        super().__init__(geometry, pool_tokens, kernel, [*resident, *self.host], unit=unit, shares=shares)
+        pools = [*resident, *self.host]
+        super().__init__(geometry, pool_tokens, kernel, pools, unit=unit, shares=shares, landmark=landmark)
         self.resident_layers = offload.resident_layers
         self.stream = copy_stream(geometry.device)
-        pools = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
-        self.staging = [Staging(pool, self.stream.computed()) for pool in pools]
+        staged = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
+        self.staging = [Staging(pool, self.stream.computed()) for pool in staged]
         if geometry.device.type == "cuda" and offload.directory is None:
             self._pin()
 

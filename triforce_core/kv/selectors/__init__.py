@@ -8,8 +8,8 @@ from functools import partial
 
 from triforce_core.kv.selectors.base import Chunks, Landmark, Selector, grouped
 from triforce_core.kv.selectors.h2o import H2O
-from triforce_core.kv.selectors.mean_key import MeanKey
-from triforce_core.kv.selectors.quest import Quest
+from triforce_core.kv.selectors.mean_key import MeanKey, mean_keys
+from triforce_core.kv.selectors.quest import Quest, bounds
 from triforce_core.kv.selectors.snapkv import SnapKV
 from triforce_core.kv.selectors.streaming import Streaming
 
@@ -24,4 +24,19 @@ SELECTORS: dict[str, Callable[[], Selector]] = {
     "streaming": Streaming,
 }
 
-__all__ = ["H2O", "SELECTORS", "Chunks", "Landmark", "MeanKey", "Quest", "Selector", "SnapKV", "Streaming", "grouped"]
+# Where such a selector is the setting, the target keeps these landmarks of all chunks in its pool (kv/landmarks.py).
+LANDMARKS: dict[str, Landmark] = {"mean_key": mean_keys, "mean_key_recent": mean_keys, "quest": bounds}
+
+__all__ = [
+    "H2O",
+    "LANDMARKS",
+    "SELECTORS",
+    "Chunks",
+    "Landmark",
+    "MeanKey",
+    "Quest",
+    "Selector",
+    "SnapKV",
+    "Streaming",
+    "grouped",
+]

@@ -1,0 +1,74 @@
+"""The landmarks of all chunks in the pool, by slot. Sequences that share slots share their landmarks.
+
+They are computed as prompts are read, so that the first cut need not read all keys of a long prompt. What is missing is
+computed when it is read. docs/selectors.md#what-belongs-to-whom
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.ranges import Range
+from triforce_core.kv.selectors import Landmark
+
+READ_TOGETHER = (
+    1024  # chunks whose landmarks are computed at once, which bounds the memory of wide copies of their keys
+)
+
+
+class LandmarkPool:
+    """Holds one kind of landmark, for chunks of one size. Ranges of slots begin and end at whole chunks."""
+
+    def __init__(self, landmark: Landmark, chunk: int, geometry: KVGeometry, keys: list[Tensor]) -> None:
+        """`keys`: the pool of each layer, [kv_heads, slots, head_dim]. Its landmarks are on the same device."""
+        self.landmark, self.chunk = landmark, chunk
+        kind = example(landmark, chunk, geometry)
+        count = keys[0].shape[1] // chunk
+        # Per layer: [kv_heads, chunks, …]
+        self.layers = [torch.empty(len(kind), count, *kind.shape[2:], dtype=kind.dtype, device=k.device) for k in keys]
+        self.known = np.zeros((len(keys), count), dtype=bool)  # of each layer's chunks: whether it is that of the keys
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(layer.nbytes for layer in self.layers)
+
+    def forget(self, ranges: list[Range]) -> None:
+        """The keys in these slots change, which need not be whole chunks."""
+        for start, stop in ranges:
+            self.known[:, start // self.chunk : -(-stop // self.chunk)] = False
+
+    def fill(self, layer: int, keys: Tensor, ranges: list[Range]) -> None:
+        """Compute the landmarks of these slots. `keys` [kv_heads, slots, head_dim] of the layer, on any device."""
+        for first, last in ranges:
+            assert first % self.chunk == last % self.chunk == 0, "ranges begin and end at whole chunks"
+            for start in range(first, last, READ_TOGETHER * self.chunk):
+                stop = min(last, start + READ_TOGETHER * self.chunk)
+                own = slice(start // self.chunk, stop // self.chunk)
+                self.layers[layer][:, own] = self.landmark(keys[:, start:stop].unflatten(1, (-1, self.chunk)))
+                self.known[layer, own] = True
+
+    def read(self, layer: int, keys: Tensor, ranges: list[Range]) -> Tensor:
+        """The landmarks of these slots, in order, [kv_heads, chunks, …]. Those not known yet are computed first."""
+        for start, stop in ranges:
+            self.fill(layer, keys, self._unknown(layer, start, stop))
+        pieces = [self.layers[layer][:, start // self.chunk : stop // self.chunk] for start, stop in ranges]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+
+    def _unknown(self, layer: int, start: int, stop: int) -> list[Range]:
+        """The slots from `start` to `stop` whose landmarks are not known."""
+        known = np.concatenate(([True], self.known[layer, start // self.chunk : stop // self.chunk], [True]))
+        edges = start + np.flatnonzero(known[1:] != known[:-1]) * self.chunk
+        return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
+
+
+def example(landmark: Landmark, chunk: int, geometry: KVGeometry) -> Tensor:
+    """The landmark of one chunk of zeros: its shape, [kv_heads, 1, …], and dtype."""
+    return landmark(torch.zeros(geometry.num_kv_heads, 1, chunk, geometry.head_dim, dtype=geometry.dtype))
+
+
+def landmark_bytes(landmark: Landmark, chunk: int, geometry: KVGeometry, pool_tokens: int) -> int:
+    """The bytes of one layer's landmarks."""
+    return example(landmark, chunk, geometry).nbytes * (pool_tokens // chunk)
