@@ -22,8 +22,9 @@ class Joined(nn.Module):
     def __init__(self, layers: list[nn.Linear]) -> None:
         super().__init__()
         self.sizes = [layer.out_features for layer in layers]
-        self.weight = nn.Parameter(torch.cat([layer.weight for layer in layers]), requires_grad=False)
-        biases = [layer.bias for layer in layers if layer.bias is not None]
+        weights: list[Tensor] = [layer.weight for layer in layers]
+        biases: list[Tensor] = [layer.bias for layer in layers if layer.bias is not None]
+        self.weight = nn.Parameter(torch.cat(weights), requires_grad=False)
         self.bias = nn.Parameter(torch.cat(biases), requires_grad=False) if biases else None
         # The input of the latest product, and the parts of its output that were not asked for yet. One attribute, so
         # that threads which share the model never see one of them without the other.
