@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from triforce_core.engine.scheduler import Opened
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.messages import GREEDY, Claim, Proposal, SequenceSpec, Tally, Tier, Verdict, Work
 
 SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=1000)
@@ -71,8 +73,14 @@ class Counting:
         """Holds nothing."""
 
 
+class NothingCached:
+    """A sequence in a pool that shares nothing."""
+
+    cached = 0
+
+
 class Slots:
-    """A pool of so many tokens."""
+    """A pool of so many tokens, which shares nothing."""
 
     kept_tokens = dropped_tokens = 0
 
@@ -86,14 +94,21 @@ class Slots:
     def used_tokens(self) -> int:
         return sum(self.owned.values())
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+    def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
+        return None
+
+    def matched(self, cursor: Cursor) -> int:
+        raise AssertionError("nothing was looked for")
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None = None) -> bool:
         return tokens <= self.free
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> None:
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int, text: list[int]) -> Opened:
         assert self.can_open(spec, tokens), "admitted without room"
         self.free -= tokens
         self.owned[sequence_id] = tokens
         self.opened.append(sequence_id)
+        return NothingCached()
 
     def grow(self, sequence_id: int, tokens: int) -> bool:
         more = max(0, tokens - self.owned[sequence_id])

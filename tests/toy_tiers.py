@@ -15,7 +15,9 @@ from typing import Any
 
 import torch
 
+from tests.by_hand import NothingCached
 from triforce_core.drafting import ends
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.ranges import RangeAllocator, size_of
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
@@ -136,12 +138,19 @@ class ToyTarget(ToyTier):
     def used_tokens(self) -> int:
         return self.allocator.num_slots - self.allocator.num_free
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+    def look(self, spec: SequenceSpec, text: list[int]) -> None:
+        """It shares nothing."""
+
+    def matched(self, cursor: Cursor) -> int:
+        raise AssertionError("nothing was looked for")
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> bool:
         return tokens <= self.allocator.num_free
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> None:
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int, text: list[int]) -> NothingCached:
         self.ranges[sequence_id] = self.allocator.allocate(tokens)
         assert self.ranges[sequence_id] is not None, "admitted without room"
+        return NothingCached()
 
     def grow(self, sequence_id: int, tokens: int) -> bool:
         more = self.allocator.allocate(max(0, tokens - size_of(self.ranges[sequence_id])))

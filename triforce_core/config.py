@@ -160,6 +160,11 @@ class TargetSettings(Strict):
         description="with offload, how many of the first layers keep their KV on the device; set as many as fit",
     )
     offload_path: str | None = Field(None, description="directory of the KV file when offload is disk")
+    prefix_cache: bool = Field(
+        True,
+        description="keep the KV of texts while there is room, so that requests that begin alike read their common"
+        " beginning once; never where deterministic",
+    )
     eviction: Literal["none", "heavy_hitter", "streaming"] = Field(
         "none",
         description="LOSSY unless none: each request keeps kv_budget tokens of KV and forgets the others, so its tokens"
@@ -668,6 +673,11 @@ class Settings(Strict):
     def fused(self) -> bool:
         """Whether models should run fused kernels."""
         return self.compile == "on" or (self.compile == "auto" and self.device_type == "cuda")
+
+    @property
+    def cold(self) -> Settings:
+        """The same, but no request finds KV of others: for benchmarks, which repeat their prompts."""
+        return self.model_copy(update={"target": self.target.model_copy(update={"prefix_cache": False})})
 
     @property
     def controlled(self) -> bool:

@@ -22,6 +22,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.bench.prompts import HELD_OUT, held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.errors import require
+from triforce_core.kv.ranges import rounded_up
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import load_tokenizer
@@ -96,12 +97,11 @@ def bench_pipeline(
 
 def scheduled(settings: Settings, load: PipelineWorkload, **changes: Any) -> Settings:
     """The settings with room for the load, and with these changes of the schedule."""
+    each = rounded_up(load.context + load.output, settings.retrieval.chunk)
     return settings.model_copy(
         update={
             "max_sequences": load.requests,
-            "target": settings.target.model_copy(
-                update={"kv_pool_tokens": load.requests * (load.context + load.output)}
-            ),
+            "target": settings.cold.target.model_copy(update={"kv_pool_tokens": load.requests * each}),
             "speculation": settings.speculation.model_copy(update=changes),
         }
     )

@@ -20,6 +20,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.errors import require
+from triforce_core.kv.ranges import rounded_up
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import load_tokenizer
@@ -118,8 +119,9 @@ def bench_stalls(settings: Settings, load: StallWorkload, *, repeats: int, repor
 
 def roomy(settings: Settings, load: StallWorkload) -> Settings:
     """The settings with room for the load."""
-    tokens = STREAM_TOKENS + load.output + sum(n + ANSWER for n in sizes(load))
-    target = settings.target.model_copy(update={"kv_pool_tokens": tokens})
+    lengths = [STREAM_TOKENS + load.output, *(n + ANSWER for n in sizes(load))]
+    tokens = sum(rounded_up(length, settings.retrieval.chunk) for length in lengths)
+    target = settings.cold.target.model_copy(update={"kv_pool_tokens": tokens})
     return settings.model_copy(update={"max_sequences": 1 + len(sizes(load)), "target": target})
 
 

@@ -28,6 +28,7 @@ from triforce_core.bench.sweep import Requests, Workload
 from triforce_core.config import Settings
 from triforce_core.engine.limits import target_limits
 from triforce_core.errors import require
+from triforce_core.kv.ranges import rounded_up
 from triforce_core.models.files import load_config, load_tokenizer
 
 LEAD = 1024  # tokens that a request may decode while the prompts of others are read
@@ -100,7 +101,10 @@ def roomy(settings: Settings, points: Sequence[Point], output: int) -> Settings:
     """The settings with room for each of the points, and prompts read without regard to requests that are decoded: so
     these get less far until all have begun.
     """
-    tokens = max(point.requests * (point.context + longest_output(settings, point.context, output)) for point in points)
+    tokens = max(
+        point.requests * rounded_up(point.context + longest_output(settings, point.context, output), point.chunk)
+        for point in points
+    )
     target = {"kv_pool_tokens": tokens, "max_stall_ms": None}
     return changed(settings, max_sequences=max(point.requests for point in points), target=target)
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.by_hand import Below
+from tests.by_hand import Below, NothingCached
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.messages import GREEDY, Proposal, SequenceSpec, Tally, Work
 
 PROMPT = tuple(range(10, 20))
@@ -20,11 +21,17 @@ class Room:
 
     used_tokens = kept_tokens = dropped_tokens = 0
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+    def look(self, spec: SequenceSpec, text: list[int]) -> None:
+        """It shares nothing."""
+
+    def matched(self, cursor: Cursor) -> int:
+        raise AssertionError("nothing was looked for")
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> bool:
         return True
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> None:
-        """Nothing to hold."""
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int, text: list[int]) -> NothingCached:
+        return NothingCached()
 
     def keys_after(self, tokens: int) -> int:
         return tokens

@@ -155,7 +155,7 @@ def coordinates(point: Point) -> dict[str, Any]:
 def settings_at(settings: Settings, point: Point) -> Settings:
     """The settings of the point's engine. Raises `InvalidValueError` where its values do not fit each other."""
     retrieval = {"budget": point.budget, "chunk": point.chunk}
-    return changed(settings, dtype=point.dtype, retrieval=retrieval)
+    return changed(settings.cold, dtype=point.dtype, retrieval=retrieval)
 
 
 def changed(settings: Settings, **changes: Any) -> Settings:

@@ -88,7 +88,7 @@ def bench_decode(
     """Run the benchmark and return its figures. Every run has its own prefill; the modes alternate."""
     load_before = os.getloadavg()[0]
     require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
-    engine = load_local_engine(settings, ranks=ranks)
+    engine = load_local_engine(settings.cold, ranks=ranks)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
     choose_threads(engine, settings, report)
     threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(engine).items()}

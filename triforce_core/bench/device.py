@@ -105,7 +105,7 @@ def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
 def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> Engine:
     """The engine of a whole chain in this process, with random weights and room for everything that is measured."""
     pool = load.context + max(load.output, STAGE_TOKENS) + load.prefill
-    target_settings = settings.target.model_copy(update={"kv_pool_tokens": pool})
+    target_settings = settings.cold.target.model_copy(update={"kv_pool_tokens": pool})
     settings = settings.model_copy(update={"target": target_settings, "max_sequences": 1})
     target = random_model(geometry.target, settings)
     self_drafter = None

@@ -66,7 +66,7 @@ def bench_parameters(
 ) -> dict[str, Any]:
     """Run the benchmark and return its figures."""
     load_before = os.getloadavg()[0]
-    engine = load_local_engine(settings)
+    engine = load_local_engine(settings.cold)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, 0))
     choose_threads(engine, settings, report)
     base = Request(prompt, output, SamplingParams(0.0), 0, settings.speculation.effective)

@@ -28,7 +28,7 @@ def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: Sa
     a drafter without a model.
     """
     require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
-    engine = load_local_engine(settings)
+    engine = load_local_engine(settings.cold)
     sequences = decoding(engine, prompts, settings.speculation.effective, sampling)
     retrieval = level_below(engine.decoder)
     assert isinstance(engine.decoder, SpeculativeDecoder)

@@ -8,8 +8,15 @@ from typing import Protocol
 
 from triforce_core.costs import Part, PassCosts
 from triforce_core.engine.sequence import Sequence
+from triforce_core.kv.prefix_tree import Cursor, agreement
 from triforce_core.messages import SequenceSpec, Work
 from triforce_core.plans import PLAIN
+
+
+class Opened(Protocol):
+    """A sequence in the pool."""
+
+    cached: int  # tokens of its text of which the pool held KV already
 
 
 class Pool(Protocol):
@@ -17,7 +24,7 @@ class Pool(Protocol):
 
     @property
     def used_tokens(self) -> int:
-        """How many tokens' slots sequences own."""
+        """How many tokens' slots sequences own or share."""
         ...
 
     @property
@@ -30,9 +37,17 @@ class Pool(Protocol):
         """How many tokens of such texts have been dropped."""
         ...
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool: ...
+    def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
+        """Begins to look for the KV of a text; None if none of it may be shared."""
+        ...
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int) -> object: ...
+    def matched(self, cursor: Cursor) -> int:
+        """How many tokens of that text there is KV of by now."""
+        ...
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> bool: ...
+
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int, text: list[int]) -> Opened | None: ...
 
     def grow(self, sequence_id: int, tokens: int) -> bool: ...
 
@@ -60,6 +75,9 @@ class Scheduler:
 
     A waiting request lets others pass that fit when it does not, until they have as many tokens as it has itself. In
     the same way a long prompt lets shorter ones pass that go live before as many tokens have been prefilled as it has.
+
+    A request whose text begins like a prompt that is being read waits until their common beginning has been read, which
+    it then shares.
     """
 
     def __init__(
@@ -96,6 +114,7 @@ class Scheduler:
 
     def add(self, sequence: Sequence) -> None:
         """Queue a request."""
+        sequence.beginning = self.kv.look(sequence.spec, sequence.tokens)
         insort(self.queue, sequence, key=urgency)
 
     def admit(self) -> None:
@@ -105,17 +124,46 @@ class Scheduler:
             enough = any(waiting.passed_by >= self._reserved(waiting) for waiting in passed)
             if len(self.live) >= self.max_sequences or enough:
                 return
+            if self._awaits_another(sequence):
+                continue
             tokens = self._reserved(sequence)
-            if self.kv.can_open(sequence.spec, tokens):
-                self.queue.remove(sequence)
-                self.kv.open(sequence.sequence_id, sequence.spec, tokens)
-                sequence.stats.queued_s += sequence.lap()
-                sequence.due = self.told + sequence.given
-                self.live[sequence.sequence_id] = sequence
+            if self.kv.can_open(sequence.spec, tokens, sequence.beginning):
+                self._go_live(sequence, tokens)
                 for waiting in passed:
                     waiting.passed_by += tokens
             else:
                 passed.append(sequence)
+
+    def _go_live(self, sequence: Sequence, tokens: int) -> None:
+        self.queue.remove(sequence)
+        opened = self.kv.open(sequence.sequence_id, sequence.spec, tokens, sequence.tokens)
+        assert opened is not None, "the pool has said that there is room"
+        sequence.prefilled = opened.cached
+        if not sequence.stats.preempted:
+            sequence.stats.cached_tokens = min(opened.cached, len(sequence.request.prompt))
+        sequence.stats.queued_s += sequence.lap()
+        sequence.due = self.told + sequence.given - sequence.prefilled
+        sequence.beginning = None
+        sequence.agreed.clear()
+        self.live[sequence.sequence_id] = sequence
+
+    def _awaits_another(self, sequence: Sequence) -> bool:
+        """Whether a live request will soon have read what both texts begin with: before more tokens of other prompts
+        have been handed out than this request saves.
+        """
+        cursor = sequence.beginning
+        if cursor is None:
+            return False
+        known = self.kv.matched(cursor)
+        due = self.told + sequence.given - known
+        for other in self.live.values():
+            if not other.prefilling or other.request.priority > sequence.request.priority:
+                continue
+            common = min(agreed_tokens(sequence, other), cursor.most)
+            saved = common - known
+            if other.prefilled < common and saved >= CHUNK_UNIT and other.due - due <= saved:
+                return True
+        return False
 
     def _reserved(self, sequence: Sequence) -> int:
         """The tokens for which a request reserves slots when it goes live: all, if it was preempted before."""
@@ -228,6 +276,15 @@ class Scheduler:
         if sequence in self.queue:
             self.queue.remove(sequence)
         self.live.pop(sequence.sequence_id, None)
+
+
+def agreed_tokens(waiting: Sequence, live: Sequence) -> int:
+    """How many tokens two texts begin with in common, if they may share any; computed once."""
+    if live.sequence_id not in waiting.agreed:
+        shares = waiting.spec.cache_salt == live.spec.cache_salt
+        most = min(waiting.given, live.given) if shares else 0
+        waiting.agreed[live.sequence_id] = agreement(waiting.tokens, 0, live.tokens, 0, most)
+    return waiting.agreed[live.sequence_id]
 
 
 def urgency(sequence: Sequence) -> tuple[int, int]:

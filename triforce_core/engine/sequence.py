@@ -11,6 +11,7 @@ from itertools import zip_longest
 
 from triforce_core.engine.acceptances import Drafted
 from triforce_core.engine.freshness import SinceCut
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
 from triforce_core.plans import PLAIN, Plan
@@ -137,6 +138,8 @@ class Sequence:
     due: int = 0  # see Scheduler._share_chunks
     stalled_s: float = 0.0  # seconds of prompt chunks of others since its last tokens
     round_s: float = 0.0  # seconds of its last round, without such chunks
+    beginning: Cursor | None = None  # where its text is looked for in the pool; None: it shares nothing
+    agreed: dict[int, int] = field(default_factory=dict)  # tokens that the texts of live sequences share with its own
     passed_by: int = 0  # tokens for which later requests reserved slots while this one waited
     prefilled: int = 0  # the target holds KV up to here
     stated: int = 0  # the tiers below the target are believed to know the tokens up to here

@@ -22,9 +22,12 @@ def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> Ful
     """
     kernel, offload = kernel_for(settings, geometry.head_dim), offload_for(settings, geometry.num_layers)
     check_pool(offload, geometry, pool_tokens)
+    unit = settings.retrieval.chunk  # the chunks of shared texts are those of snapshots
+    # Which KV a request finds depends on the requests before it, and so does how its tokens are rounded.
+    shares = settings.target.prefix_cache and not settings.deterministic
     if offload is None:
-        return FullKV(geometry, pool_tokens, kernel)
-    return OffloadedKV(geometry, pool_tokens, kernel, offload)
+        return FullKV(geometry, pool_tokens, kernel, unit=unit, shares=shares)
+    return OffloadedKV(geometry, pool_tokens, kernel, offload, unit=unit, shares=shares)
 
 
 def offload_for(settings: Settings, num_layers: int) -> Offload | None:

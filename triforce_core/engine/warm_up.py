@@ -60,17 +60,19 @@ class WarmUp:
             self.num_committed, self.moment = 0, time.perf_counter()
             sampling = GREEDY if self.long else SAMPLED
             most = MOST_OUTPUT if self.long else self.enough
-            request = self._request(prompt_tokens, most, sampling, lookaheads)
+            request = self._request(index, prompt_tokens, most, sampling, lookaheads)
             self.prompt_tokens = len(request.prompt)
             yield request
 
     def _request(
-        self, prompt_tokens: int, max_tokens: int, sampling: SamplingParams, lookaheads: tuple[int, int]
+        self, index: int, prompt_tokens: int, max_tokens: int, sampling: SamplingParams, lookaheads: tuple[int, int]
     ) -> Request:
-        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits."""
+        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits. Its prompt begins unlike the
+        others, so that it is read and not found in the pool.
+        """
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))
-        prompt = tuple((1 + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))
+        prompt = tuple((1 + index + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))
         return Request(prompt, min(max_tokens, room - prompt_tokens), sampling, 0, lookaheads)
 
     def round_ended(self, num_tokens: int) -> bool:

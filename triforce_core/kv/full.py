@@ -2,28 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
+
 import torch
 from torch import Tensor
 
-from triforce_core.kv.base import Batch, Forward, Held, KVCache, Placement
+from triforce_core.attention import Kernel
+from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry, Placement, joined
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.mass import with_more
-from triforce_core.kv.ranges import Range, size_of, sliced
+from triforce_core.kv.prefix_tree import Cursor, PrefixTree
+from triforce_core.kv.ranges import Range, RangeAllocator, rounded_up, size_of, sliced, slots_of
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
 MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured passes have room for so many
+SHARED_RANGES = 2  # of these, most for KV that is shared with others, which leaves some to grow into
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
 LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
 LIKELY_GROWTH = 4096  # most tokens behind a sequence that others leave free for its growth, while they have a choice
 
 
 class FullKV(KVCache):
-    """Each sequence owns slots for the tokens that it has, and for some more. `grow` adds slots."""
+    """Each sequence owns slots for the tokens that it has, and for some more. `grow` adds slots.
+
+    Where texts are shared, the KV of a text stays in the pool when its sequence ends, and while its prompt is read
+    others may use what is there already (kv/prefix_tree.py). Kept texts that nobody uses are dropped when slots are
+    needed, before a range is broken into small ones.
+    """
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
+
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool_tokens: int,
+        kernel: Kernel,
+        pools: Sequence[Tensor] | None = None,
+        *,
+        unit: int = 1,
+        shares: bool = False,
+    ) -> None:
+        """`unit`: tokens of a chunk; ranges begin and end at whole chunks, and `pool_tokens` is rounded up to them."""
+        super().__init__(geometry, rounded_up(pool_tokens, unit), kernel, pools)
+        self.allocator = RangeAllocator(self.dump_slot, unit)
+        self.shares, self.tree = shares, PrefixTree(unit, self.allocator.free)
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
         layers, num_queries = self.geometry.num_layers, SELECTORS[spec.selector]().num_queries
@@ -36,48 +62,192 @@ class FullKV(KVCache):
     def slots_for(self, spec: SequenceSpec) -> int:
         return spec.max_length
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
-        return self.allocator.plan(tokens, MOST_RANGES, wish(spec, tokens)) is not None
+    @property
+    def used_tokens(self) -> int:
+        """How many slots live sequences own or share."""
+        return super().used_tokens - self.kept_tokens
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None) -> FullHeld | None:
-        """Allocate slots for `tokens` tokens of a new sequence, by default for its greatest length; None when the pool
-        has no room.
+    @property
+    def kept_tokens(self) -> int:
+        return self.tree.idle_tokens
+
+    @property
+    def dropped_tokens(self) -> int:
+        return self.tree.dropped_tokens
+
+    # -- opening: what the pool holds of the text is matched first -----------------------------------------------------
+
+    def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
+        """A cursor over the part of this text that may be matched; None if nothing may.
+
+        The queries that choose the first snapshot's chunks are computed anew, so that it is that of a cold run. A
+        selector that counts attention from the beginning needs all queries, and so do the logprobs of a prompt.
         """
-        tokens = self.slots_for(spec) if tokens is None else tokens
-        ranges = self.allocator.allocate(tokens, MOST_RANGES, wish(spec, tokens))
-        if ranges is None:
+        num_queries = SELECTORS[spec.selector]().num_queries
+        if not self.shares or num_queries is None or spec.prompt_logprobs is not None:
             return None
-        held = self.held[sequence_id] = self.new_held(spec, ranges)
+        most = (len(text) - 1 - num_queries) // self.tree.unit * self.tree.unit
+        return Cursor(spec.cache_salt, text, most) if most > 0 else None
+
+    def matched(self, cursor: Cursor) -> int:
+        """How many tokens of this text the pool holds."""
+        return self.tree.advance(cursor)
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None = None) -> bool:
+        return self._beginning(spec, tokens, cursor) is not None
+
+    def open(
+        self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None, text: Sequence[int] = ()
+    ) -> FullHeld | None:
+        """Make room for `tokens` tokens of a new sequence, by default for its greatest length; None when the pool has
+        none. `text`: what will be stated first. The KV of its beginning may be there; `cached` says how much.
+        """
+        tokens, known = self.slots_for(spec) if tokens is None else tokens, list(text)
+        cursor = self.look(spec, known)
+        beginning = self._beginning(spec, tokens, cursor)
+        if beginning is None:
+            return None
+        matched, shared = beginning
+        # In use from here on, and so not dropped to make room for the rest.
+        node = self.tree.enter(spec.cache_salt, cursor.node if cursor else None, matched)
+        there = self.tree.ranges(node, matched)
+        most_ranges = MOST_RANGES - len(joined([], sliced(there, 0, shared)))
+        own = self._allocate(tokens - shared, most_ranges, wish(spec, tokens))
+        if shared < matched:
+            self._copy(sliced(there, shared, matched), sliced(own, 0, matched - shared))
+            upper = self.tree.enter(spec.cache_salt, node, shared)
+            self.tree.leave(node)
+            node = upper
+        held = self.held[sequence_id] = self.new_held(spec, joined(sliced(there, 0, shared), own))
+        held.tokens, held.cached = known[:matched], matched
+        # Logprobs of a prompt need the last token of each chunk once more.
+        held.told = len(known) if spec.prompt_logprobs is None else 0
+        held.node, held.given = node, [(0, shared)] if shared else []
         return held
 
+    def _beginning(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> tuple[int, int] | None:
+        """How much of the text can be matched, and how much of that can be shared, where there is room for so many
+        tokens; None if there is no room.
+
+        A sequence has few ranges, of which it needs some for its growth. What it would have to share in more is copied
+        into its own. All of this takes more room than no match at all, so that less is matched in a pool that is full.
+        """
+        matched = self.tree.advance(cursor) if cursor else 0
+        there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []
+        shared = size_of(there[:SHARED_RANGES])
+        for beginning in dict.fromkeys(((matched, shared), (shared, shared), (0, 0))):
+            if self._fits(spec, tokens, beginning, cursor, len(there)):
+                return beginning
+        return None
+
+    def _fits(
+        self, spec: SequenceSpec, tokens: int, beginning: tuple[int, int], cursor: Cursor | None, num_ranges: int
+    ) -> bool:
+        matched, shared = beginning
+        count, most_ranges = tokens - shared, MOST_RANGES - (min(num_ranges, SHARED_RANGES) if shared else 0)
+        if self.allocator.plan(count, most_ranges) is not None:
+            return True
+        if count > self.allocator.num_free + self.kept_tokens:
+            return False
+        idle = self.tree.idle_ranges(cursor.node, matched) if cursor else self.tree.idle_ranges()
+        return self.allocator.with_free(idle).plan(count, most_ranges) is not None
+
+    def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
+        """Slots in one range if need be by dropping kept texts; else in several. There is room."""
+        whole, pieces = partial(self.allocator.plan, count, 1, wished), partial(self.allocator.plan, count, most_ranges)
+        for plan, most in ((whole, 1), (pieces, most_ranges)):
+            if plan() is None and self.allocator.with_free(self.tree.idle_ranges()).plan(count, most) is not None:
+                self._drop_until(plan)
+            if (planned := plan()) is not None:
+                self.allocator.take(planned, wished)
+                return planned
+        raise AssertionError("opened without room")
+
+    def _drop_until(self, plan: Callable[[], list[Range] | None]) -> None:
+        self.tree.drop_until(lambda: plan() is not None)
+
+    @torch.inference_mode()
+    def _copy(self, sources: list[Range], targets: list[Range]) -> None:
+        """Copy the KV of some slots into as many others."""
+        for pool in (*self.keys, *self.values):
+            here, there = (torch.tensor(slots_of(ranges), device=pool.device) for ranges in (sources, targets))
+            pool.index_copy_(1, there, pool.index_select(1, here))
+
+    def release(self, sequence_id: int) -> None:
+        """Forget a sequence. Where texts are shared, the KV of its settled text is kept for others."""
+        held = self.held.pop(sequence_id, None)
+        if held is None:
+            return
+        if self.shares:
+            self._give(held, min(held.cached, len(held.tokens) - held.drafted))
+        if held.node is not None:
+            self.tree.leave(held.node)
+        self.allocator.free(held.own_ranges)
+        self.allocator.wishes.pop(held.ranges[-1][1], None)
+
+    def _give(self, held: FullHeld, stop: int) -> None:
+        """Give the tree what it lacks of this text up to about `stop`. These slots are not written again."""
+        stop = stop // self.tree.unit * self.tree.unit
+        if held.node is not None and held.node.stop < stop:
+            held.node, given = self.tree.insert(held.node, held.tokens, stop, held.ranges)
+            held.given = joined(held.given, given)
+
+    # -- growth --------------------------------------------------------------------------------------------------------
+
     def room(self, held: Held) -> int:
-        return size_of(held.ranges)
+        return min(size_of(held.ranges), held.spec.max_length)
 
     def grow(self, sequence_id: int, tokens: int) -> bool:
         """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them.
 
         It grows by more than it lacks, if it can: by twice as much as the last time, in place or into a new range. No
-        new range is small, because a sequence may have few.
+        new range is small, because a sequence may have few, and kept texts are dropped before one is.
         """
         held = self.held[sequence_id]
         owned = size_of(held.ranges)
         least, rest = tokens - owned, held.spec.max_length - owned
         if least <= 0:
             return True
-        if extended := self.allocator.extend(held.ranges[-1], least, max(least, min(held.next_growth, rest))):
-            held.ranges[-1] = extended
+        grown = self._extend(held, least, rest)
+        if not self.hemmed_in(sequence_id):
+            sizes = [max(least, min(growth, rest)) for growth in (held.next_growth, FIRST_GROWTH, LEAST_GROWTH)]
+            grown = grown or self._add_range(held, sizes[0]) or self._extend(held, least, rest, dropping=True)
+            grown = grown or any(self._add_range(held, size) for size in sizes[1:])
+        else:
+            grown = grown or self._extend(held, least, rest, dropping=True)
+        if grown:
             held.next_growth *= 2
-            return True
-        if self.hemmed_in(sequence_id):
-            return False
-        for growth in (held.next_growth, FIRST_GROWTH, LEAST_GROWTH):
-            size = max(least, min(growth, rest))
-            if more := self.allocator.allocate(size, 1, wish(held.spec, owned + size)):
-                self.allocator.wishes.pop(held.ranges[-1][1], None)  # only the last range grows
-                held.ranges += more
-                held.next_growth *= 2
-                return True
-        return False
+        return grown
+
+    def _extend(self, held: FullHeld, least: int, rest: int, *, dropping: bool = False) -> bool:
+        """Grow in place; `dropping`: into slots of kept texts, too."""
+        stop = held.ranges[-1][1]
+        if dropping:
+            idle = self.tree.idle_ranges()
+            if self.allocator.with_free(idle).room_at(stop) < least:
+                return False
+            while (room := self.allocator.room_at(stop)) < least:
+                behind = self.tree.idle_at(stop + room)
+                assert behind is not None
+                self.tree.drop(behind)
+        extended = self.allocator.extend(held.ranges[-1], least, max(least, min(held.next_growth, rest)))
+        if extended is not None:
+            held.ranges[-1] = extended
+        return extended is not None
+
+    def _add_range(self, held: FullHeld, size: int) -> bool:
+        """Grow into a new range, for which kept texts are dropped."""
+        plan = partial(self.allocator.plan, size, 1, wish(held.spec, size_of(held.ranges) + size))
+        if plan() is None:
+            if self.allocator.with_free(self.tree.idle_ranges()).plan(size, 1) is None:
+                return False
+            self._drop_until(plan)
+        planned = plan()
+        assert planned is not None
+        self.allocator.wishes.pop(held.ranges[-1][1], None)  # only the last range grows
+        self.allocator.take(planned, wish(held.spec, size_of(held.ranges) + size))
+        held.ranges += planned
+        return True
 
     def keys_after(self, tokens: int) -> int:
         return tokens
@@ -89,10 +259,13 @@ class FullKV(KVCache):
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, FullHeld)
         assert end <= self.room(held), "a sequence grows before it is stated further"
+        assert not held.given or held.given[-1][1] <= keep, "KV that others may use is not written again"
         held.cached = end
         held.roll_back(keep)
         if keep < end:
             held.expect_queries(keep, end, num_sampled)
+        if self.shares and held.told:  # all but the last token of the prompt, which may be asked for again
+            self._give(held, min(end - held.drafted, held.told - 1))
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),
@@ -140,6 +313,10 @@ class FullKV(KVCache):
         placed = self._align(Forward(span, num_sampled=0))
         assert isinstance(placed, Placement)
         held = self.held[span.sequence_id]
+        assert not held.given, "KV that others may use is not written again"
+        if held.node is not None:  # nobody else may use what is drawn
+            self.tree.leave(held.node)
+            held.node = None
         for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
             for start, stop in placed.writes:
                 # Filling one head at a time is five times as fast on a CPU, because its slots are contiguous.
@@ -173,4 +350,4 @@ class FullKV(KVCache):
 
 def wish(spec: SequenceSpec, tokens: int) -> int:
     """How many slots a sequence that owns slots for `tokens` tokens wishes for behind them."""
-    return min(LIKELY_GROWTH, spec.max_length - tokens)
+    return max(0, min(LIKELY_GROWTH, spec.max_length - tokens))

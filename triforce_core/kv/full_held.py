@@ -12,6 +12,8 @@ from torch import Tensor
 
 from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.kv.base import Held
+from triforce_core.kv.prefix_tree import Node
+from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Landmark
 
 RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
@@ -35,6 +37,11 @@ class FullHeld(Held):
     """Adds the size of its next growth, and the inputs of chunk selection."""
 
     next_growth: int = 0  # tokens
+    # The node of the tree up to which the text is there, and the positions whose slots are the tree's, ascending. The
+    # other slots are the sequence's own.
+    node: Node | None = None
+    given: list[Range] = field(default_factory=list)
+    told: int = 0  # tokens of its text when it was opened: these are given to the tree as they are read
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
 
@@ -49,6 +56,13 @@ class FullHeld(Held):
     # these tokens, which are settled, [kv_heads, tokens] float32. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
+
+    @property
+    def own_ranges(self) -> list[Range]:
+        """The slots that are not the tree's."""
+        bounds = [0, *(bound for given in self.given for bound in given), sum(b - a for a, b in self.ranges)]
+        pairs = zip(bounds[::2], bounds[1::2], strict=True)
+        return [own for first, last in pairs for own in sliced(self.ranges, first, last)]
 
     @property
     def simple(self) -> bool:

@@ -4,12 +4,14 @@ of the model with its full cache. docs/eviction.md
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import ceil
 from typing import NoReturn
 
 from triforce_core.kv.base import Held, Placement
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.heavy_hitter import HeavyHitterKV
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.ranges import sliced
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
@@ -20,10 +22,18 @@ from triforce_core.messages import SequenceSpec
 class LossyKV(FixedKV):
     """What the scheduler and the engine ask of the target's cache, where all sequences own the same number of slots."""
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
+    def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
+        return None
+
+    def matched(self, cursor: Cursor) -> int:
+        return 0
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None = None) -> bool:
         return self.allocator.num_free >= self.slots_each
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None) -> Held | None:
+    def open(
+        self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None, text: Sequence[int] = ()
+    ) -> Held | None:
         return super().open(sequence_id, spec)
 
     def grow(self, sequence_id: int, tokens: int) -> bool:

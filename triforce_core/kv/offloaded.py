@@ -20,6 +20,7 @@ from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
+from triforce_core.kv.ranges import Range, rounded_up, union
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 
@@ -55,8 +56,18 @@ class Staging:
 class OffloadedKV(FullKV):
     """From layer `resident_layers` on, `keys` and `values` lie in host memory or in the file, not on the device."""
 
-    def __init__(self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, offload: Offload) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        pool_tokens: int,
+        kernel: Kernel,
+        offload: Offload,
+        *,
+        unit: int = 1,
+        shares: bool = False,
+    ) -> None:
         """Raises `InvalidValueError` if the KV file cannot be made or host memory cannot be locked."""
+        pool_tokens = rounded_up(pool_tokens, unit)
         assert offload.resident_layers < geometry.num_layers, "something is offloaded"
         resident = [geometry.new_pool(pool_tokens) for _ in range(offload.resident_layers)]
         shape = (geometry.num_layers - len(resident), 2, geometry.num_kv_heads, pool_tokens, geometry.head_dim)
@@ -64,7 +75,7 @@ class OffloadedKV(FullKV):
             self.host = torch.empty(shape, dtype=geometry.dtype, device="cpu")
         else:
             self.host = mapped(offload.directory, shape, geometry.dtype)
-        super().__init__(geometry, pool_tokens, kernel, [*resident, *self.host])
+        super().__init__(geometry, pool_tokens, kernel, [*resident, *self.host], unit=unit, shares=shares)
         self.resident_layers = offload.resident_layers
         self.stream = copy_stream(geometry.device)
         pools = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
@@ -115,11 +126,13 @@ class OffloadedKV(FullKV):
         return self.staging[(layer - self.resident_layers) % len(self.staging)]
 
     def _fetch(self, layer: int, batch: Batch) -> None:
-        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended."""
+        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended.
+        Slots that several rows see are copied once.
+        """
         staging = self._staging(layer)
+        visible = union([slots for row in batch.rows for slots in row.placed.visible])
         with self.stream.copying(after=staging.attended):
-            for row in batch.rows:
-                copy_slots(self.host[layer - self.resident_layers], staging.pool, row.placed.visible)
+            copy_slots(self.host[layer - self.resident_layers], staging.pool, visible)
         staging.fetched = self.stream.copied()
 
     def _keep(self, layer: int, batch: Batch) -> None:
@@ -128,6 +141,10 @@ class OffloadedKV(FullKV):
         with self.stream.copying(after=staging.attended):
             for row in batch.rows:
                 copy_slots(staging.pool, self.host[layer - self.resident_layers], row.placed.writes)
+
+    def _copy(self, sources: list[Range], targets: list[Range]) -> None:
+        self.stream.wait()  # KV of the last pass may still be on its way to the host
+        super()._copy(sources, targets)
 
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0

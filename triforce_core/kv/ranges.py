@@ -10,10 +10,13 @@ class RangeAllocator:
 
     The owner of a range may wish for the slots behind it, so that the range can grow in place. Wished slots are
     allocated to others only when the remaining ones do not suffice.
+
+    All ranges begin and end at multiples of `unit`: what is asked for is rounded up.
     """
 
-    def __init__(self, num_slots: int) -> None:
-        self.num_slots = num_slots
+    def __init__(self, num_slots: int, unit: int = 1) -> None:
+        assert num_slots % unit == 0, "a pool is whole units"
+        self.num_slots, self.unit = num_slots, unit
         self.free_ranges: list[Range] = [(0, num_slots)] if num_slots else []  # sorted, never adjacent
         self.wishes: dict[int, int] = {}  # by the end of an owned range, how many slots behind it its owner wishes for
 
@@ -25,6 +28,7 @@ class RangeAllocator:
         """What `allocate` would return."""
         if not count:
             return []
+        count, wish = rounded_up(count, self.unit), rounded_up(wish, self.unit)
         unwished = [(min(stop, start + self.wishes.get(start, 0)), stop) for start, stop in self.free_ranges]
         for size in (count + wish, count):
             if (fitting := smallest(unwished, size)) is not None:
@@ -47,23 +51,32 @@ class RangeAllocator:
         no room. From the smallest range that fits, otherwise from the largest ranges.
         """
         planned = self.plan(count, most_ranges, wish)
-        for taken in planned or []:
+        if planned is not None:
+            self.take(planned, wish)
+        return planned
+
+    def take(self, planned: list[Range], wish: int = 0) -> None:
+        """Allocate what `plan` returned, with a wish for `wish` more slots behind it."""
+        for taken in planned:
             self._take(taken)
         if planned and wish:
-            self.wishes[planned[-1][1]] = wish
-        return planned
+            self.wishes[planned[-1][1]] = rounded_up(wish, self.unit)
 
     def extend(self, owned: Range, least: int, most: int) -> Range | None:
         """The range `owned` with `least` to `most` of the slots behind it; None if fewer are free there."""
         start, stop = owned
-        room = next((last - first for first, last in self.free_ranges if first == stop), 0)
+        room = self.room_at(stop)
         if room < least:
             return None
-        size, wish = min(room, most), self.wishes.pop(stop, 0)
+        size, wish = min(room, rounded_up(most, self.unit)), self.wishes.pop(stop, 0)
         self._take((stop, stop + size))
         if wish > size:
             self.wishes[stop + size] = wish - size
         return start, stop + size
+
+    def room_at(self, slot: int) -> int:
+        """How many slots are free from this one on."""
+        return next((stop - slot for start, stop in self.free_ranges if start <= slot < stop), 0)
 
     def _take(self, taken: Range) -> None:
         """Remove a range of free slots from the free ranges."""
@@ -74,16 +87,32 @@ class RangeAllocator:
 
     def free(self, ranges: list[Range]) -> None:
         """Return ranges to the pool; adjacent free ranges are merged."""
-        merged: list[Range] = []
-        for start, stop in sorted([*self.free_ranges, *ranges]):
-            if merged and merged[-1][1] == start:
-                merged[-1] = (merged[-1][0], stop)
-            else:
-                assert not merged or merged[-1][1] < start, "a slot was freed twice"
-                merged.append((start, stop))
-        self.free_ranges = merged
+        self.free_ranges = united([*self.free_ranges, *ranges])
         for _, stop in ranges:
             self.wishes.pop(stop, None)
+
+    def with_free(self, more: list[Range]) -> RangeAllocator:
+        """As it would be if these ranges were free as well."""
+        other = RangeAllocator(self.num_slots, self.unit)
+        other.free_ranges, other.wishes = united([*self.free_ranges, *more]), self.wishes
+        return other
+
+
+def united(ranges: list[Range]) -> list[Range]:
+    """The same slots in ascending order, adjacent ranges merged. No slot may be in two of the ranges."""
+    merged: list[Range] = []
+    for start, stop in sorted(ranges):
+        if merged and merged[-1][1] == start:
+            merged[-1] = (merged[-1][0], stop)
+        else:
+            assert not merged or merged[-1][1] < start, "a slot was freed twice"
+            merged.append((start, stop))
+    return merged
+
+
+def rounded_up(count: int, unit: int) -> int:
+    """The smallest multiple of `unit` that is not less than `count`."""
+    return -(-count // unit) * unit
 
 
 def smallest(ranges: list[Range], count: int) -> Range | None:
@@ -96,6 +125,11 @@ def size_of(ranges: list[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
+def slots_of(ranges: list[Range]) -> list[int]:
+    """Each slot in the ranges."""
+    return [slot for start, stop in ranges for slot in range(start, stop)]
+
+
 def sliced(ranges: list[Range], start: int, stop: int) -> list[Range]:
     """The slots of tokens [start, stop) of a sequence whose tokens fill `ranges` in order."""
     out, offset = [], 0
@@ -104,4 +138,15 @@ def sliced(ranges: list[Range], start: int, stop: int) -> list[Range]:
         if low < high:
             out.append((first + low - offset, first + high - offset))
         offset += last - first
+    return out
+
+
+def union(ranges: list[Range]) -> list[Range]:
+    """The slots that are in any of the ranges, each once: ascending, never adjacent."""
+    out: list[Range] = []
+    for start, stop in sorted(ranges):
+        if out and start <= out[-1][1]:
+            out[-1] = (out[-1][0], max(out[-1][1], stop))
+        else:
+            out.append((start, stop))
     return out

@@ -9,13 +9,14 @@ broadcasts the pass. On each follower a `CallExecutor` makes the same calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
 
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.shards import split
@@ -32,6 +33,7 @@ class Open:
     sequence_id: int
     spec: SequenceSpec
     tokens: int | None
+    text: tuple[int, ...] = ()  # every rank finds the KV that there is of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,13 +139,21 @@ class LeadingFullKV(LeadingKV):
     def dropped_tokens(self) -> int:
         return self.full.dropped_tokens
 
-    def can_open(self, spec: SequenceSpec, tokens: int) -> bool:
-        return self.full.can_open(spec, tokens)
+    def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
+        return self.full.look(spec, text)
 
-    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None) -> Held | None:
+    def matched(self, cursor: Cursor) -> int:
+        return self.full.matched(cursor)
+
+    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None = None) -> bool:
+        return self.full.can_open(spec, tokens, cursor)
+
+    def open(
+        self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None, text: Sequence[int] = ()
+    ) -> Held | None:
         with self.order:
-            self.broadcast(Open(sequence_id, spec, tokens))
-            return self.full.open(sequence_id, spec, tokens)
+            self.broadcast(Open(sequence_id, spec, tokens, tuple(text)))
+            return self.full.open(sequence_id, spec, tokens, text)
 
     def keys_after(self, tokens: int) -> int:
         return self.full.keys_after(tokens)
@@ -236,9 +246,9 @@ class CallExecutor:
         match command:
             case RunPass(tier, forwards):
                 self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
-            case Open(sequence_id, spec, tokens):
+            case Open(sequence_id, spec, tokens, text):
                 assert self.full is not None
-                self.full.open(sequence_id, spec, tokens)
+                self.full.open(sequence_id, spec, tokens, text)
             case Grow(sequence_id, tokens):
                 assert self.full is not None
                 self.full.grow(sequence_id, tokens)
