@@ -88,6 +88,7 @@ class RemotePipelines:
 
     def __init__(self, handle: DeploymentHandle[Any], settings: Settings) -> None:
         self.selector = settings.retrieval.selector  # of requests that name none
+        self.chunk = settings.retrieval.chunk
         self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
@@ -111,7 +112,7 @@ class RemotePipelines:
                 output += event.token_ids
                 if not answered:
                     answered = True
-                    route.answered(event.stats.cached_tokens)
+                    route.answered(event.stats.cached_tokens + self.chunk)  # it finds whole chunks only
                 yield event
         except Exception as error:
             raise lost(error) from error
