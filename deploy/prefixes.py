@@ -14,7 +14,7 @@ BLOCK = 64  # tokens
 KEY_BYTES = 8
 # So many matched tokens are worth a queue that is longer by one request; fewer are read again sooner than waited for.
 TOKENS_PER_REQUEST = 256
-MARGIN = 2  # blocks: a replica finds whole chunks only, and not the tokens whose queries its selector needs
+MARGIN = 2  # blocks: a replica does not find the last tokens of a prompt, whose queries its selector needs
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 
 

@@ -88,9 +88,10 @@ class RemotePipelines:
     Ray's errors for a lost replica become `UnavailableError`.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any], selector: str) -> None:
-        """`selector`: of requests that name none."""
-        self.selector = selector
+    def __init__(self, handle: DeploymentHandle[Any], settings: Settings) -> None:
+        self.selector = settings.retrieval.selector  # of requests that name none
+        self.chunk = settings.retrieval.chunk
+        self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
@@ -99,9 +100,9 @@ class RemotePipelines:
         self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        finds = (request.selector or self.selector) != "h2o" and not request.HasField("prompt_logprobs")
         # Those that need all of their prompt's passes find no KV, wherever they go.
-        route = Route(request.prompt_token_ids, request.cache_salt) if finds else Route()
+        whole = (request.selector or self.selector) == "h2o" or request.HasField("prompt_logprobs")
+        route = Route(request.prompt_token_ids, request.cache_salt) if self.shares and not whole else Route()
         # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
         # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
         ask = partial(self.streaming.decode.remote, request.SerializeToString(), route=route, suspect=request.suspect)
@@ -114,7 +115,7 @@ class RemotePipelines:
                 output += event.token_ids
                 if not answered:
                     answered = True
-                    route.answered(event.stats.cached_tokens)
+                    route.answered(event.stats.cached_tokens + self.chunk)  # it finds whole chunks only
                 yield event
         except Exception as error:
             raise lost(error) from error

@@ -36,10 +36,10 @@ class Route:
         """The request went to this replica."""
         self.replica, self.index, self.turns = replica, index, index.add(replica, self.keys)
 
-    def answered(self, cached_tokens: int) -> None:
-        """The first event has come: the prompt has been read, and so many of its tokens were found."""
+    def answered(self, found_tokens: int) -> None:
+        """The first event has come: the prompt has been read, and at most so many of its tokens were found."""
         if self.index is not None:
-            self.index.missed(self.replica, self.turns, cached_tokens)
+            self.index.missed(self.replica, self.turns, found_tokens)
             self.index.hold(self.replica, self.keys)
 
     def ended(self, output: Sequence[int]) -> None:

@@ -67,7 +67,7 @@ def wait_for_replicas(server: Server, count: int, timeout_s: float = 120) -> Non
 
 def prompt(topic: int) -> list[int]:
     """Token ids of some blocks that only this topic's prompts share."""
-    return random.Random(topic).choices(range(5, 4096), k=3 * BLOCK)
+    return random.Random(topic).choices(range(5, 4096), k=12 * BLOCK)
 
 
 @contextmanager
@@ -110,6 +110,43 @@ def test_requests_go_where_their_prefix_is(replicas: Server) -> None:
     for topic in reversed(range(8)):
         tail = random.Random(100 + topic).choices(range(5, 4096), k=100)
         assert landed(replicas, prompt(topic) + tail) == first[topic]
+
+
+def found(server: Server, tokens: list[int]) -> float:
+    """Which part of a prompt's KV a short request finds."""
+    usage = server.complete(tokens, max_tokens=4, temperature=0).json()["usage"]
+    return float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_questions_on_documents_find_them(replicas: Server) -> None:
+    wait_for_replicas(replicas, 2)
+    where: dict[str, list[int]] = {}
+    for topic in range(400, 420):
+        where.setdefault(landed(replicas, prompt(topic)), prompt(topic))
+        if len(where) == 2:
+            break
+    for question in range(6):
+        tail = random.Random(question).choices(range(5, 4096), k=20)
+        for replica, document in where.items():
+            assert found(replicas, document + tail) > 0.9
+            assert landed(replicas, document + tail) == replica
+    other = Counter(found(replicas, prompt(topic)) for topic in range(430, 433))
+    assert other == {0.0: 3}, "what nobody sent is nowhere"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_common_system_prompt_keeps_both_busy(replicas: Server) -> None:
+    wait_for_replicas(replicas, 2)
+    common = prompt(500)[:BLOCK]
+    landed(replicas, common)
+    with ExitStack() as stack:
+        tails = (random.Random(number).choices(range(5, 4096), k=20) for number in range(2 * MAX_SEQUENCES))
+        where = Counter(stack.enter_context(held(replicas, common + tail))[0] for tail in tails)
+    assert [*where.values()] == [MAX_SEQUENCES] * 2
+    wait_idle(replicas)
 
 
 @contextmanager
