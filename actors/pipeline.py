@@ -17,10 +17,11 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.links import CHANNEL_OPTIONS
 from actors.placement import TierActors, place_tiers
+from actors.wire import is_notice
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.config import Settings
-from triforce_core.errors import DeadlineError, InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.errors import DeadlineError, FingerprintError, InvalidValueError, TooLargeError, UnavailableError
 from triforce_core.messages import Tier
 
 log = logging.getLogger(__name__)
@@ -53,11 +54,13 @@ class Pipeline:
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request.
 
-        Raises `InvalidValueError`, `DeadlineError` or `UnavailableError`.
+        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`.
         """
         async with aclosing(self.relay(request.SerializeToString())) as events:
-            async for event in events:
-                yield pb.DecodeEvent.FromString(event)
+            async for packed in events:
+                event = pb.DecodeEvent.FromString(packed)
+                if not is_notice(event):
+                    yield event
 
     async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
@@ -117,6 +120,8 @@ def from_status(error: grpc.aio.AioRpcError) -> Exception:
         return InvalidValueError.parsed(details)
     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
         return TooLargeError.parsed(details)
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(details)
     return unavailable(error)

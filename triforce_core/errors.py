@@ -45,6 +45,10 @@ class UnavailableError(TriForceError):
     """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
 
+class FingerprintError(TriForceError):
+    """A target cannot continue an output, because another model or other settings made it."""
+
+
 class DeadlineError(TriForceError):
     """The request did not finish within the time that the request or the server allows."""
 
