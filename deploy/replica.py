@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import Context
-from functools import partial
 from typing import Any
 
 import ray.exceptions
@@ -21,10 +20,12 @@ from ray.util import get_current_placement_group
 from actors.keeping import Keeper
 from actors.pipeline import Pipeline
 from actors.warm_up import warm_up
+from deploy.errors import OtherFingerprintError, ReplicaError
 from deploy.prefixes import prefix_keys
+from deploy.shunned import NONE, Avoid, Shunned
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
-from triforce_core.errors import TriForceError, UnavailableError
+from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
 
 log = logging.getLogger("ray.serve")
 
@@ -47,14 +48,20 @@ class PipelineReplica:
         self.pipeline.patient = settings.server.replicas.max == 1
         self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
 
-    async def decode(self, request: bytes, prefix: bytes = b"", suspect: bool = False) -> AsyncIterator[bytes]:
+    async def decode(self, request: bytes, prefix: bytes = b"", avoid: Avoid = NONE) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
-        `prefix` is used by the router only. `suspect` is the field of the request, which is not parsed here.
+        `prefix` and `avoid` are used by the router only. Raises `ReplicaError` or `OtherFingerprintError`.
         """
-        async with aclosing(self.pipeline.relay(request, suspect=suspect)) as events:
-            async for event in events:
-                yield event
+        name = serve.get_replica_context().replica_id.unique_id
+        try:
+            async with aclosing(self.pipeline.relay(request)) as events:
+                async for event in events:
+                    yield event
+        except UnavailableError as error:
+            raise ReplicaError(str(error), name, suspect=error.suspect) from None
+        except FingerprintError as error:
+            raise OtherFingerprintError(str(error), name) from None
 
     async def status(self) -> tuple[str, list[bytes]]:
         """This replica's name, and a TierStatus of each tier, draft first."""
@@ -90,6 +97,7 @@ class RemotePipelines:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self.streaming = handle.options(stream=True)
+        self.shunned = Shunned()
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
         # busier still.
@@ -97,16 +105,18 @@ class RemotePipelines:
         self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        prefix = prefix_keys(request.prompt_token_ids)
+        prefix, avoid = prefix_keys(request.prompt_token_ids), self.shunned.avoid(request.fingerprint)
         # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
         # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
-        ask = partial(self.streaming.decode.remote, request.SerializeToString(), prefix=prefix, suspect=request.suspect)
-        response: Any = Context().run(ask)
+        sent = request.SerializeToString()
+        response: Any = Context().run(self.streaming.decode.remote, sent, prefix=prefix, avoid=avoid)
         try:
             async for event in response:
                 yield pb.DecodeEvent.FromString(event)
         except Exception as error:
-            raise lost(error) from error
+            found = lost(error)
+            self.shunned.failed(found, request.fingerprint)
+            raise found from error
         finally:
             response.cancel()
 
@@ -140,8 +150,10 @@ class RemotePipelines:
 
 def lost(error: Exception) -> Exception:
     """The error to raise to callers in place of `error`."""
-    if isinstance(error, TriForceError):
-        return error
+    cause = getattr(error, "cause", None)  # of what the replica raised: a Ray error, whose text is a traceback
+    for each in (cause, error):
+        if isinstance(each, TriForceError):
+            return each
     if isinstance(error, ray.exceptions.RayTaskError):  # an error in the replica's own code
         return error
     if isinstance(error, ray.exceptions.RayError | RayServeException):

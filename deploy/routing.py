@@ -12,6 +12,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deploy.prefixes import PrefixIndex, preferred
+from deploy.shunned import NONE, Avoid
 
 
 class PrefixRouter(RequestRouter):
@@ -33,9 +34,10 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
-            return [by_chance]
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        candidate_replicas = allowed(candidate_replicas, pending_request.kwargs.get("avoid", NONE))
+        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         # if no replica below has room, Serve must wait before it asks again
         pending_request.routing_context.should_backoff = True
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
@@ -66,6 +68,13 @@ class PrefixRouter(RequestRouter):
     def _forget_others(self) -> None:
         self.index.keep(self.curr_replicas)
         self.ongoing = Counter({replica: self.ongoing[replica] for replica in self.curr_replicas})
+
+
+def allowed(replicas: list[RunningReplica], avoid: Avoid) -> list[RunningReplica]:
+    """The replicas that can serve the request; none that has just failed, if there are others."""
+    able = [each for each in replicas if each.replica_id.unique_id not in avoid.unable]
+    awake = [each for each in able if each.replica_id.unique_id not in avoid.failed]
+    return awake or able
 
 
 def prefix_of(request: PendingRequest) -> bytes:
