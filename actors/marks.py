@@ -54,6 +54,9 @@ class Marks:
     def has(self, slot: int) -> bool:
         return not self.bytes.closed and self.bytes[slot % NUM_SLOTS] == 1
 
+    def any(self) -> bool:
+        return not self.bytes.closed and self.bytes.find(b"\x01", 0) >= 0
+
     def close(self) -> None:
         self.bytes.close()
         os.close(self.fd)

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+from contextlib import aclosing
 from typing import Any
 
 import ray
@@ -16,6 +16,7 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.placement import TierActors, place_tiers
 from actors.running_target import RunningTarget
+from actors.wire import is_notice
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.errors import DeadlineError, UnavailableError
@@ -39,7 +40,6 @@ class Pipeline:
         self.serving = asyncio.Event()  # clear before the first target serves, and while a keeper replaces it
         self.doubted: asyncio.Event | None = None  # a keeper's: set when the target has failed a request
         self.patient = True  # whether requests wait while the target is replaced; otherwise they end at once
-        self.suspects = asyncio.Lock()  # requests that may have killed a target are let in one after another
         self.restarts = 0  # of the target
         self.load_s = 0.0  # how long the first start took
         self.threads: dict[str, int] = {}  # by tier, the threads that warm-up chose; empty: it chose none
@@ -64,53 +64,44 @@ class Pipeline:
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request.
 
-        Raises `InvalidValueError`, `DeadlineError` or `UnavailableError`.
+        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`.
         """
-        async with aclosing(self.relay(request.SerializeToString(), suspect=request.suspect)) as events:
-            async for event in events:
-                yield pb.DecodeEvent.FromString(event)
+        async with aclosing(self.relay(request.SerializeToString())) as events:
+            async for packed in events:
+                event = pb.DecodeEvent.FromString(packed)
+                if not is_notice(event):
+                    yield event
 
-    async def relay(self, request: bytes, *, suspect: bool = False) -> AsyncGenerator[bytes, None]:
-        """Like `decode`, but with serialized messages: a process that only forwards them need not parse them.
+    async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
+        """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
+        if not self.serving.is_set():
+            request = await self._wait(pb.DecodeRequest.FromString(request))
+        target = self.target
+        assert target is not None
+        try:
+            async with aclosing(target.decode(request)) as events:
+                async for event in events:
+                    yield event
+        except UnavailableError:
+            self._doubt(target)
+            raise
+        except asyncio.CancelledError:
+            if self.stopped or target is not self.target:  # gRPC raises this when its channel is closed
+                raise UnavailableError(self.stopped or "the target was replaced; try again") from None
+            raise
 
-        `suspect`, the field of the request, makes the request wait until the suspects before it have a token each.
-        """
-        async with AsyncExitStack() as turn:
-            if suspect or not self.serving.is_set():
-                request = await self._wait(pb.DecodeRequest.FromString(request), turn)
-            target = self.target
-            assert target is not None
-            try:
-                async with aclosing(target.decode(request)) as events:
-                    async for event in events:
-                        if suspect and pb.DecodeEvent.FromString(event).token_ids:
-                            suspect = False
-                            await turn.aclose()
-                        yield event
-            except UnavailableError:
-                self._doubt(target)
-                raise
-            except asyncio.CancelledError:
-                if self.stopped or target is not self.target:  # gRPC raises this when its channel is closed
-                    raise UnavailableError(self.stopped or "the target was replaced; try again") from None
-                raise
-
-    async def _wait(self, request: pb.DecodeRequest, turn: AsyncExitStack) -> bytes:
-        """Wait until the target serves and, for a suspect, until it is its `turn`, within the request's deadline.
-        Returns the request with the time that is left.
-        """
-        if not self.patient and not self.serving.is_set():
-            raise UnavailableError("the target tier is being replaced; try again")
+    async def _wait(self, request: pb.DecodeRequest) -> bytes:
+        """Wait until the target serves. Returns the request, whose deadline is nearer by the time that this took."""
+        if not self.patient:
+            raise UnavailableError("the target tier is being replaced; try again", suspect=False)
         began, limit_s = time.monotonic(), request.timeout_s if request.HasField("timeout_s") else None
         try:
             async with asyncio.timeout(limit_s):
-                if request.suspect:
-                    await turn.enter_async_context(self.suspects)
                 await self.serving.wait()
         except TimeoutError:
             raise DeadlineError(f"not done within {limit_s:g} s") from None
         if self.stopped:
-            raise UnavailableError(self.stopped)
+            raise UnavailableError(self.stopped, suspect=False)
         if limit_s is not None:
             request.timeout_s = max(1e-3, limit_s - (time.monotonic() - began))
         return request.SerializeToString()

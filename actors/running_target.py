@@ -19,7 +19,7 @@ from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
-from triforce_core.errors import DeadlineError, InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.errors import DeadlineError, FingerprintError, InvalidValueError, TooLargeError, UnavailableError
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ class RunningTarget:
     """One target process that serves, from its start to its end."""
 
     def __init__(self, address: str, pid: int, marks: Marks | None) -> None:
-        """`marks`: None if they cannot be read; then every request is suspect of the target's end."""
+        """`marks`: None if they cannot be read."""
         self.address, self.pid, self.process, self.marks = address, pid, TargetProcess.of(pid), marks
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
@@ -80,7 +80,8 @@ class RunningTarget:
     async def decode(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """The serialized events of a serialized request.
 
-        Raises `InvalidValueError`, `DeadlineError` or `UnavailableError`.
+        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`; the last says whether the
+        request is suspect. If nothing is marked, or nothing can be read, each one is.
         """
         method = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
         slot = next(SLOTS)
@@ -89,9 +90,12 @@ class RunningTarget:
             async for event in call:
                 yield event
         except grpc.aio.AioRpcError as error:
-            raise from_status(error, suspect=self.marks is None or self.marks.has(slot)) from None
+            raise from_status(error, suspect=self._suspect(slot)) from None
         finally:
             call.cancel()
+
+    def _suspect(self, slot: int) -> bool:
+        return self.marks is None or self.marks.has(slot) or not self.marks.any()
 
     async def status(self, timeout_s: float) -> pb.TierStatus:
         """Raises `UnavailableError` if the target does not report within `timeout_s` seconds."""
@@ -124,11 +128,13 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool) -> Exception:
         return InvalidValueError.parsed(details)
     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
         return TooLargeError.parsed(details)
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(details)
     return unavailable(error, suspect=suspect)
 
 
-def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool = False) -> UnavailableError:
+def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool = True) -> UnavailableError:
     log.warning("the target tier answered %s: %s", error.code().name, error.details())
     return UnavailableError("the target tier cannot serve; try again", suspect=suspect)

@@ -50,18 +50,27 @@ class EngineThread:
         self.callbacks: dict[int, Callable[[Output | None], None]] = {}
         self.slots: dict[int, int] = {}  # by sequence id, its number among the marks
         self.marked: list[int] = []  # the slots that are marked now
+        self.entering: dict[int, Callable[[], None]] = {}  # by sequence id, of requests whose first pass is to come
         self.lock = threading.Lock()
         self.failed: BaseException | None = None
         self.times = PassTimes()
         self.stopping = threading.Event()
+        engine.on_entering = self._enter
         if marks is not None:
             engine.watch(self._working_on)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, request: Request, callback: Callable[[Output | None], None], slot: int | None = None) -> int:
-        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails. `slot`
-        is the request's number among the marks.
+    def submit(
+        self,
+        request: Request,
+        callback: Callable[[Output | None], None],
+        entering: Callable[[], None] = lambda: None,
+        slot: int | None = None,
+    ) -> int:
+        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails;
+        `entering` is called before the first pass over the request's tokens. Neither may block. `slot` is the request's
+        number among the marks.
 
         Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
         """
@@ -69,7 +78,7 @@ class EngineThread:
             if self.failed is not None:
                 raise UnavailableError("the target tier has failed")
             sequence_id = self.engine.submit(request)
-            self.callbacks[sequence_id] = callback
+            self.callbacks[sequence_id], self.entering[sequence_id] = callback, entering
             if slot is not None:
                 self.slots[sequence_id] = slot
         return sequence_id
@@ -84,8 +93,15 @@ class EngineThread:
     def cancel(self, sequence_id: int) -> None:
         with self.lock:
             self.slots.pop(sequence_id, None)
+            self.entering.pop(sequence_id, None)
             if self.callbacks.pop(sequence_id, None):
                 self.engine.cancel(sequence_id)
+
+    def _enter(self, sequence_id: int) -> None:
+        with self.lock:
+            entering = self.entering.pop(sequence_id, None)
+        if entering is not None:
+            entering()
 
     def _working_on(self, sequence_ids: list[int]) -> None:
         """Mark these requests, and these alone."""
@@ -106,8 +122,6 @@ class EngineThread:
             log.exception("the engine failed")
             with self.lock:
                 self.failed = error
-                if self.marks is not None and not self.marked:  # it failed between passes: any request may be why
-                    self.marks.put(self.slots.values())
                 callbacks, self.callbacks = list(self.callbacks.values()), {}
             for callback in callbacks:
                 callback(None)
@@ -136,27 +150,38 @@ class TargetServer(TargetServicer):
         default_lookaheads: tuple[int, int] | None,
         grammars: Grammars | None = None,
         audit: AuditCounts | None = None,
+        fingerprint: str = "",
         marks: Marks | None = None,
     ) -> None:
         """`grammars`: those that the engine decodes with; None: it serves requests without a grammar only. `audit`:
-        what the engine's audits find, to be reported. `marks`: where requests are marked while they are worked on.
+        what the engine's audits find, to be reported. `fingerprint`: what determines its tokens. `marks`: where it
+        marks requests while it works on them.
         """
         self.engine_thread, self.default_lookaheads = EngineThread(engine, marks), default_lookaheads
-        self.grammars, self.audit, self.marks = grammars, audit, marks
+        self.grammars, self.audit, self.fingerprint, self.marks = grammars, audit, fingerprint, marks
 
     async def Decode(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DecodeEvent]:
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | pb.DecodeEvent | None]()
 
-        def deliver(output: Output | None) -> None:
+        def deliver(output: Output | pb.DecodeEvent | None) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
+        if self.engine_thread.failed is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
+        if request.fingerprint not in ("", self.fingerprint):
+            rule = f"is not what is served here, {self.fingerprint!r}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fingerprint: {request.fingerprint!r} {rule}")
         slot = slot_of(context)
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
             await self._compile(wanted.grammar, slot)
-            sequence_id = self.engine_thread.submit(wanted, deliver, slot)
+            # On its way before the engine knows of the request: whoever asked can tell a target that died with the
+            # request from one that never had it.
+            yield pb.DecodeEvent(fingerprint=self.fingerprint)
+            entering = pb.DecodeEvent(entered=True)
+            sequence_id = self.engine_thread.submit(wanted, deliver, lambda: deliver(entering), slot)
         except TooLargeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidValueError as error:
@@ -166,6 +191,9 @@ class TargetServer(TargetServicer):
         try:
             while True:
                 output = await outputs.get()
+                if isinstance(output, pb.DecodeEvent):
+                    yield output
+                    continue
                 if output is None:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
                 if output.finish_reason is FinishReason.DEADLINE:
@@ -198,6 +226,7 @@ class TargetServer(TargetServicer):
         controller = engine.controller
         return pb.TierStatus(
             tier="target",
+            fingerprint=self.fingerprint,
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,

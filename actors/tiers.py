@@ -303,12 +303,13 @@ class TargetActor(TierActor):
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer
         from triforce_core.engine.assembly import grammars_for
+        from triforce_core.engine.fingerprint import target_fingerprint
         from triforce_core.engine.inspection import audit_of
 
-        engine = self.engine()
+        engine, fingerprint = self.engine(), target_fingerprint(self.settings)
         grammars = grammars_for(self.settings, engine.limits.vocab_size)
         lookaheads = None if self.settings.controlled else self.settings.speculation.effective
-        target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine), self.marks)
+        target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine), fingerprint, self.marks)
         self.undo.callback(target_server.stop)
         server = AsyncServer(host, target_server)
         self.target_server = target_server

@@ -157,6 +157,7 @@ def run(settings: Settings) -> None:
     """
     from deploy.directions import check_endpoint, directions, tiers_found
     from deploy.keys import keys_of
+    from deploy.remains import nothing_remains
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -172,7 +173,13 @@ def run(settings: Settings) -> None:
     keys_of(settings.server.api_keys)
     try:
         # The handlers are set twice because ray.init installs its own.
-        with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
+        with (
+            on_signals(interrupt),
+            nothing_remains(),
+            local_ray(settings) as logs,
+            on_signals(interrupt),
+            application(settings),
+        ):
             check_endpoint(settings)
             took = time.monotonic() - began
             tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, tiers_found(settings))}\n")

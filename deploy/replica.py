@@ -9,7 +9,6 @@ import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from contextvars import Context
-from functools import partial
 from typing import Any
 
 import ray.exceptions
@@ -21,10 +20,13 @@ from ray.util import get_current_placement_group
 from actors.keeping import Keeper
 from actors.pipeline import Pipeline
 from actors.warm_up import warm_up
+from actors.wire import is_notice
+from deploy.errors import OtherFingerprintError, ReplicaError
 from deploy.routing import Route
+from deploy.shunned import NONE, Avoid, Shunned
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
-from triforce_core.errors import TriForceError, UnavailableError
+from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
 
 log = logging.getLogger("ray.serve")
 
@@ -47,14 +49,20 @@ class PipelineReplica:
         self.pipeline.patient = settings.server.replicas.max == 1
         self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
 
-    async def decode(self, request: bytes, route: Route, suspect: bool = False) -> AsyncIterator[bytes]:
+    async def decode(self, request: bytes, route: Route, avoid: Avoid = NONE) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
-        `route` is used by the router only. `suspect` is the field of the request, which is not parsed here.
+        `route` and `avoid` are used by the router only. Raises `ReplicaError` or `OtherFingerprintError`.
         """
-        async with aclosing(self.pipeline.relay(request, suspect=suspect)) as events:
-            async for event in events:
-                yield event
+        name = serve.get_replica_context().replica_id.unique_id
+        try:
+            async with aclosing(self.pipeline.relay(request)) as events:
+                async for event in events:
+                    yield event
+        except UnavailableError as error:
+            raise ReplicaError(str(error), name, suspect=error.suspect) from None
+        except FingerprintError as error:
+            raise OtherFingerprintError(str(error), name) from None
 
     async def status(self) -> tuple[str, list[bytes]]:
         """This replica's name, and a TierStatus of each tier, draft first."""
@@ -93,6 +101,7 @@ class RemotePipelines:
         self.chunk = settings.retrieval.chunk
         self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
+        self.shunned = Shunned()
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
         # busier still.
@@ -100,25 +109,28 @@ class RemotePipelines:
         self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        avoid = self.shunned.avoid(request.fingerprint)
         # Those that need all of their prompt's passes find no KV, wherever they go.
         whole = (request.selector or self.selector) == "h2o" or request.HasField("prompt_logprobs")
         route = Route(request.prompt_token_ids, request.cache_salt) if self.shares and not whole else Route()
         # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
         # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
-        ask = partial(self.streaming.decode.remote, request.SerializeToString(), route=route, suspect=request.suspect)
-        response: Any = Context().run(ask)
+        sent = request.SerializeToString()
+        response: Any = Context().run(self.streaming.decode.remote, sent, route=route, avoid=avoid)
         output = [*request.resume_token_ids]
         answered = False
         try:
             async for data in response:
                 event = pb.DecodeEvent.FromString(data)
                 output += event.token_ids
-                if not answered:
+                if not answered and not is_notice(event):
                     answered = True
                     route.answered(event.stats.cached_tokens + self.chunk)  # it finds whole chunks only
                 yield event
         except Exception as error:
-            raise lost(error) from error
+            found = lost(error)
+            self.shunned.failed(found, request.fingerprint)
+            raise found from error
         finally:
             response.cancel()
             if answered:
@@ -154,8 +166,10 @@ class RemotePipelines:
 
 def lost(error: Exception) -> Exception:
     """The error to raise to callers in place of `error`."""
-    if isinstance(error, TriForceError):
-        return error
+    cause = getattr(error, "cause", None)  # of what the replica raised: a Ray error, whose text is a traceback
+    for each in (cause, error):
+        if isinstance(each, TriForceError):
+            return each
     if isinstance(error, ray.exceptions.RayTaskError):  # an error in the replica's own code
         return error
     if isinstance(error, ray.exceptions.RayError | RayServeException):

@@ -14,6 +14,7 @@ from typing import Any
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
 from deploy.prefixes import BLOCK, KEY_BYTES, PrefixIndex, preferred, prefix_keys, salt_key
+from deploy.shunned import NONE, Avoid
 
 
 class Route:
@@ -67,9 +68,10 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
-            return [by_chance]
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        candidate_replicas = allowed(candidate_replicas, pending_request.kwargs.get("avoid", NONE))
+        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         # if no replica below has room, Serve must wait before it asks again
         pending_request.routing_context.should_backoff = True
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
@@ -105,3 +107,10 @@ class PrefixRouter(RequestRouter):
 
 def route_of(request: PendingRequest) -> Route:
     return request.kwargs.get("route") or Route()
+
+
+def allowed(replicas: list[RunningReplica], avoid: Avoid) -> list[RunningReplica]:
+    """The replicas that can serve the request; none that has just failed, if there are others."""
+    able = [each for each in replicas if each.replica_id.unique_id not in avoid.unable]
+    awake = [each for each in able if each.replica_id.unique_id not in avoid.failed]
+    return awake or able

@@ -44,10 +44,16 @@ class UnsupportedModelError(TriForceError):
 class UnavailableError(TriForceError):
     """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
-    def __init__(self, message: str, *, suspect: bool = False) -> None:
-        """`suspect`: the request's own work was in the pass that died, so this request may be what killed it."""
+    def __init__(self, message: str, *, suspect: bool = True) -> None:
+        """`suspect`: whether the request may be what killed the peer: False if its work is known not to have been in
+        the pass that died.
+        """
         super().__init__(message)
         self.suspect = suspect
+
+
+class FingerprintError(TriForceError):
+    """A target cannot continue an output, because another model or other settings made it."""
 
 
 class DeadlineError(TriForceError):

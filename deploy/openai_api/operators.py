@@ -66,7 +66,14 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     kv = kv_status(status) if status.tier == "target" else {}
     controller = controller_status(status.controller) if status.HasField("controller") else None
     kernels = {"fused": status.kernels.fused, "shapes": status.kernels.shapes} if status.HasField("kernels") else {}
-    found = {"kernels": kernels, "silent": silent, "audit": audit, "least_stall_ms": stall, "controller": controller}
+    found = {
+        "kernels": kernels,
+        "silent": silent,
+        "audit": audit,
+        "least_stall_ms": stall,
+        "controller": controller,
+        "restarts": status.restarts,
+    }
     return {
         "tier": status.tier,
         "ready": status.ready,

@@ -78,7 +78,6 @@ class Kept(Tiers):
                 tokens += await self.stream(again, None if tokens else fault)
             except Cut as cut:
                 tokens += cut.tokens
-                again.suspect = cut.error.suspect
                 began = time.monotonic()
                 await asyncio.sleep(0.1)
                 continue

@@ -92,13 +92,13 @@ def test_every_error_has_the_code_that_the_client_gets() -> None:
     client, *_ = served(event(ids("a")), UnavailableError("it is gone"))
     answers = [ask(client).json(), events_of(ask(client, stream=True))[-1]]
     codes += [answer["error"]["code"] for answer in answers]
-    assert scrape(client)["requests_total"] == {("unavailable",): 2}
+    assert scrape(client)["requests_total"] == {("engine_crash",): 2}
     client, *_ = served(5.0)
     codes.append(ask(client, timeout_s=0.05).json()["error"]["code"])
     found = scrape(client)
     assert found["requests_total"] == {("timeout",): 1}
     assert found["e2e_request_latency_seconds_count"] == {(): 0}, "the time of what failed is no latency"
-    assert codes == ["internal_error", "unavailable", "unavailable", "timeout"]
+    assert codes == ["internal_error", "engine_crash", "engine_crash", "timeout"]
 
 
 def test_what_its_client_leaves_is_cancelled_and_its_tokens_count() -> None:

@@ -20,7 +20,7 @@ from actors.wire import sampling_to_proto
 from deploy import grpc_api
 from deploy.calls import Call, begin
 from deploy.encoding import SHORT_CHARACTERS, Encoder
-from deploy.errors import OverloadedError
+from deploy.errors import EngineCrashError, OverloadedError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
 from deploy.service import MAX_STOP_CHARACTERS, ClientRequest, ServedModel, Service
@@ -112,10 +112,10 @@ def test_an_unforeseen_error_tells_an_id_and_nothing_else(caplog: pytest.LogCapt
 
 
 def test_an_error_after_the_first_event_is_an_event() -> None:
-    for error, code in ((RuntimeError(SECRET), "internal_error"), (UnavailableError("it is gone"), "unavailable")):
+    for error, code in ((RuntimeError(SECRET), "internal_error"), (UnavailableError("it is gone"), "engine_crash")):
         client, service, pipelines = served(event(ids("a b")), error)
         answer = ask(client, stream=True)
-        first, last = events_of(answer)
+        first, *_, last = events_of(answer)
         assert answer.status_code == 200
         assert first["choices"][0]["text"] == "a b"
         assert last["error"]["code"] == code
@@ -130,11 +130,13 @@ def test_the_grpc_door_tells_no_more() -> None:
 
 
 def test_a_lost_pipeline_asks_to_come_back() -> None:
-    for script in ([UnavailableError("it is gone")], [event(ids("a"))]):  # the other just ends
-        client, *_ = served(*script)
-        answer = ask(client)
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) >= 1
+    answer = ask(served(UnavailableError("it is gone"))[0], timeout_s=0.5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
+    assert "it is gone" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    answer = ask(served(event(ids("a")))[0])  # it just ends, each time
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_crash")
+    assert answer.headers["x-should-retry"] == "false"
     assert served()[0].get("/health").status_code == 503
 
 
@@ -163,13 +165,14 @@ def test_a_server_that_shuts_down_is_not_healthy() -> None:
     assert client.get("/status").status_code == 200
 
 
-def test_the_first_answer_of_health_has_decoded_something() -> None:
+def test_the_first_answer_of_health_has_decoded_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a request meets for the first time, no user should."""
     pipelines = WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH))
     client = TestClient(http_app(Service(load_settings(), model(), pipelines)))
     for _ in range(3):
         assert client.get("/health").status_code == 200
         assert len(pipelines.requests) == 1
+    monkeypatch.setattr("deploy.service.PROBE_S", 0.3)
     failing = WithoutTiers(UnavailableError("it is gone"))
     client = TestClient(http_app(Service(load_settings(), model(), failing)))
     assert client.get("/health").status_code == 503
@@ -678,7 +681,7 @@ def test_places_bound_the_completions_of_all_requests_together() -> None:
 
 def test_one_completion_that_fails_ends_all() -> None:
     _, service, pipelines = served(event(ids("a")), 0.01, UnavailableError("it is gone"), 60.0)
-    with pytest.raises(UnavailableError, match="it is gone"):
+    with pytest.raises(EngineCrashError, match="the engine died 3 times"):
         chunks_of(service, n=3)
     assert (service.in_flight, pipelines.open) == (0, 0)
 

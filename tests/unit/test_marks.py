@@ -33,8 +33,11 @@ def test_marks_outlive_the_process_that_set_them() -> None:
         assert time.monotonic() < until
         time.sleep(0.01)
     assert [slot for slot in range(10) if marks.has(slot)] == [3, 7]
+    assert marks.any()
+    marks.take_off([3, 7])
+    assert not marks.any()
     marks.close()
-    assert not marks.has(3)
+    assert not marks.any()
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.close(reading)
     os.close(writing)

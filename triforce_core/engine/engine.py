@@ -20,7 +20,7 @@ from triforce_core.engine.sequence import FinishReason, Output, Request, Sequenc
 from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
-from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally
+from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
 
 
 class SnapshotSource(Protocol):
@@ -118,6 +118,7 @@ class Engine:
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
         self.totals = Totals()
+        self.on_entering: Callable[[int], None] = lambda sequence_id: None  # called before a request's first pass
         # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, that are kept
         # for later ones and that no longer are, and `totals` as they were after the last turn.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
@@ -191,7 +192,9 @@ class Engine:
         self._update_snapshots()
         self._make_room()
         self.scheduler.admit()
-        self.decoder.submit(self.scheduler.next_work())
+        work = self.scheduler.next_work()
+        self._tell_entering(work)
+        self.decoder.submit(work)
         self.asked_tokens = self.scheduler.asked_tokens
         self.least_stall_s = self.scheduler.least_stall_s(self.limits.context_length)
         proposals = self.decoder.collect(timeout_s)
@@ -220,6 +223,14 @@ class Engine:
             if sequence.deadline < now:
                 outputs.append(self._end(sequence, FinishReason.DEADLINE))
         return outputs
+
+    def _tell_entering(self, work: list[Work]) -> None:
+        """Tell whose first pass begins: if it kills the process, these requests and those before are suspects."""
+        for each in work:
+            sequence = self.scheduler.live[each.span.sequence_id]
+            if not sequence.entered:
+                sequence.entered = True
+                self.on_entering(sequence.request_id)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
         """End a request before its output is complete."""
