@@ -206,6 +206,11 @@ class FullKV(KVCache):
             held.node, given = self.tree.insert(held.node, held.tokens, stop, held.ranges)
             held.given = joined(held.given, given)
 
+    def spare(self, count: int) -> list[Range] | None:
+        if count <= self.allocator.num_free + self.kept_tokens and self.allocator.num_free < count:
+            self._drop_until(partial(self.allocator.plan, count))
+        return super().spare(count)
+
     # -- growth --------------------------------------------------------------------------------------------------------
 
     def room(self, held: Held) -> int:
