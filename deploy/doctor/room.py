@@ -69,6 +69,7 @@ def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     from triforce_core.engine.limits import target_limits
     from triforce_core.engine.lossy import lossy_bytes
     from triforce_core.engine.target_kv import check_pool, offload_for
+    from triforce_core.engine.working_memory import beside_pool
     from triforce_core.kv.base import KVGeometry
     from triforce_core.kv.memory import HOST
     from triforce_core.models.device import DTYPES, torch_device
@@ -90,7 +91,7 @@ def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     if settings.target.lossy:
         return settings.max_sequences * lossy_bytes(geometry, heads, settings)
     pool, offload = target_limits(config, settings).kv_pool_tokens, offload_for(settings, layers)
-    check_pool(offload, geometry, pool)
+    check_pool(offload, geometry, pool, beside_pool(config, geometry, pool, settings))
     if offload is None:
         return geometry.bytes_per_token * pool
     on_device, elsewhere = offload.kv_bytes(geometry, pool)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from transformers.configuration_utils import PretrainedConfig
+
 from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
+from triforce_core.engine.working_memory import Beside, beside_pool
 from triforce_core.errors import require
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
@@ -16,12 +19,12 @@ from triforce_core.kv.offloaded import Offload, OffloadedKV
 FIELD = "target.kv_pool_tokens"
 
 
-def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
+def target_kv(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
     """The target's cache. Raises `InvalidValueError`, with the bytes needed, the bytes free and a remedy, if it has no
-    room.
+    room beside what the target takes for other things.
     """
     kernel, offload = kernel_for(settings, geometry.head_dim), offload_for(settings, geometry.num_layers)
-    check_pool(offload, geometry, pool_tokens)
+    check_pool(offload, geometry, pool_tokens, beside_pool(config, geometry, pool_tokens, settings))
     if offload is None:
         return FullKV(geometry, pool_tokens, kernel)
     return OffloadedKV(geometry, pool_tokens, kernel, offload)
@@ -46,18 +49,25 @@ def offload_directory(path: str | None) -> Path | None:
     return Path(path)
 
 
-def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int) -> None:
-    """Check that each place has room for its part of the cache. Pinned memory counts as host memory."""
+def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int, beside: Beside) -> None:
+    """Check that each place has room for its part of the cache and of what goes with it. Pinned memory counts as host
+    memory.
+    """
     if offload is None:
         instead = "disk" if geometry.device == HOST else "host"
-        remedy = f"lower it, or set target.offload: {instead}"
-        check_room(geometry.device, geometry.bytes_per_token * pool_tokens, FIELD, pool_tokens, remedy)
+        remedy, num_bytes = f"lower it, or set target.offload: {instead}", geometry.bytes_per_token * pool_tokens
+        check_room(geometry.device, num_bytes, FIELD, pool_tokens, remedy, beside.landmarks + beside.on_device)
         return
     on_device, elsewhere = offload.kv_bytes(geometry, pool_tokens)
+    resident = beside.landmarks * offload.resident_layers // geometry.num_layers
+    on_host = beside.landmarks - resident
     remedy = "lower it or target.resident_layers" if offload.resident_layers else "lower it"
-    check_room(geometry.device, on_device, FIELD, pool_tokens, remedy)
+    check_room(geometry.device, on_device, FIELD, pool_tokens, remedy, resident + beside.on_device)
     if offload.directory is not None:
         check_room(offload.directory, elsewhere, FIELD, pool_tokens, "lower it, or name another target.offload_path")
+        check_room(HOST, 0, FIELD, pool_tokens, "lower it", on_host)
+    elif geometry.device == HOST:
+        more = on_host + resident + beside.on_device
+        check_room(HOST, elsewhere + on_device, FIELD, pool_tokens, "lower it, or set target.offload: disk", more)
     else:
-        together = elsewhere + on_device if geometry.device == HOST else elsewhere
-        check_room(HOST, together, FIELD, pool_tokens, "lower it, or set target.offload: disk")
+        check_room(HOST, elsewhere, FIELD, pool_tokens, "lower it, or set target.offload: disk", on_host)
