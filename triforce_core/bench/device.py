@@ -161,9 +161,10 @@ def stages(
         share = moved / taken / 1e9 / peaks.copy_gb_s
         return {"tokens": tokens, "ms": 1e3 * taken, "bytes": moved, "share": share}
 
+    step = stage(Tier.RETRIEVAL, verifying(retrieval.verifier, [sequence], judged), judged)
     return {
         "draft": stage(Tier.DRAFT, drafting(retrieval.proposer, [sequence]), 1),
-        "retrieval": stage(Tier.RETRIEVAL, verifying(retrieval.verifier, [sequence], judged), judged),
+        "retrieval": step | {"roofline": 1 / step["share"]},  # of the weights and its own KV
         "verify": {
             str(tokens): stage(Tier.TARGET, verifying(engine.decoder.verifier, [sequence], tokens), tokens)
             for tokens in VERIFIED

@@ -371,11 +371,15 @@ class FullKV(KVCache):
         return SnapshotCutter(self, self.held[sequence_id], position, chunks, selector).cut(sequence_id, base)
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], on the pool's device, which may be the host.
+        """A copy of keys or values of a layer, [*shape, head_dim], on the device that computes.
 
         `kv_heads` and `slots` broadcast to `shape`.
         """
-        return pool[kv_heads.to(pool.device), slots.to(pool.device)]
+        return pool[kv_heads, slots]
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A part of a pool, or what was computed of it, on the device that computes."""
+        return tensor
 
 
 def wish(spec: SequenceSpec, tokens: int) -> int:
