@@ -65,7 +65,13 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     stall = round(status.least_stall_ms, 1)
     kv = {"kv_tokens": status.kv_tokens} if status.tier == "target" else {}
     controller = controller_status(status.controller) if status.HasField("controller") else None
-    found = {"silent": silent, "audit": audit, "least_stall_ms": stall, "controller": controller}
+    found = {
+        "fingerprint": status.fingerprint,
+        "silent": silent,
+        "audit": audit,
+        "least_stall_ms": stall,
+        "controller": controller,
+    }
     return {
         "tier": status.tier,
         "ready": status.ready,
