@@ -66,6 +66,7 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     kv = {"kv_tokens": status.kv_tokens} if status.tier == "target" else {}
     controller = controller_status(status.controller) if status.HasField("controller") else None
     found = {
+        "fingerprint": status.fingerprint,
         "silent": silent,
         "audit": audit,
         "least_stall_ms": stall,
