@@ -81,7 +81,7 @@ class RunningTarget:
         """The serialized events of a serialized request.
 
         Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`; the last says whether the
-        request is suspect. If nothing is marked, or nothing can be read, each one is.
+        request is suspect. If nothing is marked, or nothing can be read, that is not known.
         """
         method = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
         slot = next(SLOTS)
@@ -94,8 +94,9 @@ class RunningTarget:
         finally:
             call.cancel()
 
-    def _suspect(self, slot: int) -> bool:
-        return self.marks is None or self.marks.has(slot) or not self.marks.any()
+    def _suspect(self, slot: int) -> bool | None:
+        known = self.marks is not None and self.marks.any()
+        return self.marks.has(slot) if self.marks is not None and known else None
 
     async def status(self, timeout_s: float) -> pb.TierStatus:
         """Raises `UnavailableError` if the target does not report within `timeout_s` seconds."""
@@ -121,7 +122,7 @@ class RunningTarget:
             self.marks.close()
 
 
-def from_status(error: grpc.aio.AioRpcError, *, suspect: bool) -> Exception:
+def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Exception:
     """The typed error for the gRPC status of a request to the target tier."""
     details = error.details() or ""
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
@@ -135,6 +136,6 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool) -> Exception:
     return unavailable(error, suspect=suspect)
 
 
-def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool = True) -> UnavailableError:
+def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool | None = None) -> UnavailableError:
     log.warning("the target tier answered %s: %s", error.code().name, error.details())
     return UnavailableError("the target tier cannot serve; try again", suspect=suspect)

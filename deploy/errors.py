@@ -32,7 +32,7 @@ class EngineCrashError(TriForceError):
 class ReplicaError(UnavailableError):
     """What a replica raises when its pipeline has failed; `replica` is its name."""
 
-    def __init__(self, message: str, replica: str, *, suspect: bool) -> None:
+    def __init__(self, message: str, replica: str, *, suspect: bool | None = None) -> None:
         super().__init__(message, suspect=suspect)
         self.replica = replica
 

@@ -161,11 +161,12 @@ class Journal:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
-        """An attempt has failed. It counts only where the request was in the pass in which the engine died, or where
-        that is not known: requests that waited have no part in it.
+        """An attempt has failed. It counts only where the request was in a pass of the engine that died: requests that
+        waited have no part in it. A replica that has lost its target knows.
 
-        An engine may die before it could tell that the pass began. So a request that it had counts as well where no
-        other suspect was beside it, and is a suspect from the second time on.
+        Nobody knows where the replica has died. An engine may die before it could tell that the pass began, so then a
+        request that it had counts as well where no other suspect was beside it, and is a suspect from the second time
+        on.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.failures += 1
@@ -173,8 +174,12 @@ class Journal:
             f"the engine of this request is gone, and none took over in time ({error}); ask again, and if that fails"
             " too, see which replicas /status shows as ready, and their logs"
         )
-        self.unseen_deaths = self.unseen_deaths + 1 if attempt.reached and not attempt.entered else 0
-        self.deaths += error.suspect and (attempt.entered or (attempt.reached and attempt.alone))
+        if error.suspect is not None:
+            self.unseen_deaths = 0
+            self.deaths += error.suspect
+        else:
+            self.unseen_deaths = self.unseen_deaths + 1 if attempt.reached and not attempt.entered else 0
+            self.deaths += attempt.entered or (attempt.reached and attempt.alone)
         log.warning(
             "a request lost its engine after %d tokens, %d of them from it: %s",
             len(self.received),

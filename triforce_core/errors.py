@@ -44,10 +44,8 @@ class UnsupportedModelError(TriForceError):
 class UnavailableError(TriForceError):
     """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
-    def __init__(self, message: str, *, suspect: bool = True) -> None:
-        """`suspect`: whether the request may be what killed the peer: False if its work is known not to have been in
-        the pass that died.
-        """
+    def __init__(self, message: str, *, suspect: bool | None = None) -> None:
+        """`suspect`: whether the request's work was in the pass in which the peer died; None if that is not known."""
         super().__init__(message)
         self.suspect = suspect
 

@@ -68,6 +68,7 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     kernels = {"fused": status.kernels.fused, "shapes": status.kernels.shapes} if status.HasField("kernels") else {}
     found = {
         "kernels": kernels,
+        "fingerprint": status.fingerprint,
         "silent": silent,
         "audit": audit,
         "least_stall_ms": stall,

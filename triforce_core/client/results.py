@@ -132,6 +132,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of some tokens of the prompt; in the first chunks, if asked for
     text_lengths: tuple[int, ...] = ()  # one per token: how many characters of `text` it completes
+    fingerprint: str | None = None  # in the first chunk: of the model and of the settings that determine its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +175,7 @@ def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
         text_lengths=tuple(message.text_lengths),
+        fingerprint=message.fingerprint or None,
     )
 
 

@@ -79,7 +79,7 @@ def pass_bytes(config: PretrainedConfig, geometry: KVGeometry, tokens: int, samp
     new_kv = 2 * item * geometry.num_kv_heads * geometry.head_dim
     attention = hidden * item + width * (3 * item + parts * item + 2 * 4) + new_kv
     feed_forward = hidden * 2 * item + 3 * inner * item
-    return tokens * max(norm, attention, feed_forward) + sampled * config.vocab_size * (item + 4)
+    return int(tokens * max(norm, attention, feed_forward) + sampled * config.vocab_size * (item + 4))
 
 
 def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Settings) -> int:
