@@ -152,10 +152,10 @@ class TargetServer(TargetServicer):
             await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fingerprint: {request.fingerprint!r} {rule}")
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
-            await self._compile(wanted.grammar)
-            # On its way before the engine knows of the request: whoever asked can tell a target that died with the
-            # request from one that never had it.
+            # On its way before anything is done for the request: whoever asked can tell a target that died with the
+            # request, if only over its grammar, from one that never had it.
             yield pb.DecodeEvent(fingerprint=self.fingerprint)
+            await self._compile(wanted.grammar)
             sequence_id = self.engine_thread.submit(wanted, deliver, lambda: deliver(pb.DecodeEvent(entered=True)))
         except TooLargeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
