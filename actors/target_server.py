@@ -176,10 +176,10 @@ class TargetServer(TargetServicer):
         slot = slot_of(context)
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
-            await self._compile(wanted.grammar, slot)
-            # On its way before the engine knows of the request: whoever asked can tell a target that died with the
-            # request from one that never had it.
+            # On its way before anything is done for the request: whoever asked can tell a target that died with the
+            # request, if only over its grammar, from one that never had it.
             yield pb.DecodeEvent(fingerprint=self.fingerprint)
+            await self._compile(wanted.grammar, slot)
             entering = pb.DecodeEvent(entered=True)
             sequence_id = self.engine_thread.submit(wanted, deliver, lambda: deliver(entering), slot)
         except TooLargeError as error:

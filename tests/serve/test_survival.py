@@ -17,7 +17,7 @@ import pytest
 import requests
 
 from tests.serve.conftest import Server, free_ports, start
-from tests.starting import LocalRay, tried_twice
+from tests.starting import LocalRay
 from triforce_core.client import Chunk, TriForceClient
 
 PROMPT, ASKED = "def main():", {"max_tokens": 400, "temperature": 0.8, "seed": 3}
@@ -31,7 +31,9 @@ def mortal(tmp_path_factory: pytest.TempPathFactory, local_ray: LocalRay) -> Ite
     config, log = folder / "config.yaml", folder / "log.txt"
     port, grpc_port = free_ports(2)
     config.write_text(json.dumps({"dtype": "float32", "server": {"port": port, "grpc_port": grpc_port}}))
-    running = Server(port, grpc_port, tried_twice(lambda: start(config, log)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tests.serve.conftest.START_S", 300.0)
+        running = Server(port, grpc_port, start(config, log))
     yield running
     started = psutil.Process(running.process.pid).children(recursive=True)
     running.process.send_signal(signal.SIGTERM)
