@@ -367,7 +367,7 @@ def fake_cuda(total: int = 141 << 30) -> Iterator[Device]:
         patch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(FakeTensor, "tolist", listed)
-        patch.setattr(FakeTensor, "is_pinned", lambda tensor: device.is_pinned(tensor))
+        patch.setattr(FakeTensor, "is_pinned", lambda tensor: device.is_pinned(tensor))  # noqa: PLW0108  # becomes a method
         patch.setattr(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata)
         with device, Indexing():
             yield device
