@@ -42,7 +42,7 @@ def test_each_request_has_room_for_a_lead() -> None:
     assert longest_output(settings, 16_000, 100) == 384, "as far as the context goes"
     two = [POINT, replace(POINT, context=4000)]
     wide = roomy(settings, two, 100)
-    assert (wide.max_sequences, wide.target.kv_pool_tokens) == (3, 3 * (4000 + 100 + LEAD))
+    assert (wide.max_sequences, wide.target.kv_pool_tokens) == (3, 3 * 5128)  # 4000 + 100 + LEAD in whole chunks
     assert wide.target.max_stall_ms is None
     with pytest.raises(InvalidValueError, match="max_sequences 3 must be 1 where deterministic"):
         roomy(load_settings(deterministic=True), two, 100)
