@@ -31,8 +31,12 @@ DOCUMENT = random_tokens(600, seed=77)
 MOST = 24
 
 
-def engine(pool_tokens: int = 8192, **target: object) -> Engine:
+def engine(pool_tokens: int = 8192, selector: str | None = None, **target: object) -> Engine:
     settings = CASE.settings
+    if selector:
+        settings = settings.model_copy(
+            update={"retrieval": settings.retrieval.model_copy(update={"selector": selector})}
+        )
     changed = settings.target.model_copy(update={"kv_pool_tokens": pool_tokens, "prefill_chunk": 128, **target})
     of_target, of_retrieval, drafter = models(CASE)
     settings = settings.model_copy(update={"target": changed, "max_sequences": 8})
@@ -131,6 +135,24 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
         assert hit == expected
         assert of_hit.cached_tokens >= 592
         assert [tally.counts for tally in of_hit.tallies] == [tally.counts for tally in of_cold.tallies]
+
+
+@pytest.mark.parametrize("selector", ["mean_key", "quest"])
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_landmarks_of_a_shared_document_choose_as_those_of_a_cold_run(selector: str, offload: str) -> None:
+    """They lie in the pool beside its KV, and a pool of half the need uses its slots anew."""
+    asked = [replace(question(n, random_tokens(600, seed=n % 3)), max_tokens=60) for n in (0, 3, 1, 4, 2, 0)]
+    it = engine(1000, selector, offload=offload)
+    assert full_kv(it).landmarks is not None
+    without = engine(8192, selector, prefix_cache=False)
+    hits = 0
+    for request in asked:
+        [found], [of_found] = run(it, [request])
+        [expected], [of_cold] = run(without, [request])
+        assert found == expected
+        assert [tally.counts for tally in of_found.tallies] == [tally.counts for tally in of_cold.tallies]
+        hits += of_found.cached_tokens > 0
+    assert hits >= 2
 
 
 def test_completions_of_one_prompt_share_it(cold: Engine) -> None:

@@ -99,22 +99,23 @@ def test_the_first_cut_of_a_read_prompt_computes_no_landmarks(
 def test_who_shares_slots_shares_their_landmarks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = with_pool(pair, "quest", None)
     kv, text = full_kv(runner), random_tokens(LENGTH, seed=1)
-    ask(runner, Statement(1, text[:240]), max_length=LENGTH)
-    other = kv.open(2, spec(LENGTH), 80)
-    assert other is not None
-    [(start, _)] = kv.held[1].ranges
-    other.ranges = [(start, start + 240), *other.ranges]
-    other.tokens, other.cached = list(text[:240]), 240
+    kv.shares = True
+    ask(runner, Statement(1, text[:248]), max_length=LENGTH)
+    runner.release([1])
     assert kv.landmarks is not None
     filled = Filled(kv.landmarks, monkeypatch)
+    other = kv.open(2, spec(LENGTH), 280, text[:280])
+    assert other is not None
+    assert other.cached == 248
     ask(runner, Statement(2, text[:280]), max_length=LENGTH)
-    found = kv.cut(2, 280, CHUNKS, SELECTORS["quest"]())
-    assert filled.tokens <= len(kv.keys) * 40
+    kv.cut(2, 280, CHUNKS, SELECTORS["quest"]())
+    assert filled.tokens == len(kv.keys) * 16, "its own two chunks before the recent window"
     alone = ModelRunner(pair.ours, FullKV(geometry(pair), LENGTH, KERNELS["cpu_flash"]))
-    ask(alone, Statement(2, text[:240]), max_length=LENGTH)
+    ask(alone, Statement(2, text[:248]), max_length=LENGTH)
     ask(alone, Statement(2, text[:280]), max_length=LENGTH)
-    expected = full_kv(alone).cut(2, 280, CHUNKS, SELECTORS["quest"]())
-    assert all(map(torch.equal, found.tensors, expected.tensors))
+    full_kv(alone).cut(2, 280, CHUNKS, SELECTORS["quest"]())
+    found, expected = (each.held[2].layouts[1].chunks for each in (kv, full_kv(alone)))
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("name", [name for name in SELECTORS if name != "h2o"])  # its requests say so from the start
