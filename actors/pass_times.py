@@ -6,6 +6,9 @@ import time
 from collections.abc import Callable
 
 LEAST_S, PATIENCE = 10.0, 5.0  # a pass hangs once it exceeds both LEAST_S and PATIENCE times the expected time
+# Limit for a pass of a size that was not run before, unless PATIENCE allows more: libraries may load or compile kernels
+# in it. A target is watched only once it is warm, so a first start may take longer.
+FIRST_S = 60.0
 
 
 class PassTimes:
@@ -40,15 +43,15 @@ class PassTimes:
     def limit_s(self, tokens: int) -> float:
         """Seconds that a turn with a pass over `tokens` tokens may take.
 
-        It is infinite before the first pass, in which libraries may compile kernels for minutes.
+        The limit allows for the longest pass so far: a pass over few tokens of a long context may take longer than
+        earlier passes of its size did, and that context's prefill took long as well.
         """
         longest = self.longest.copy()
+        least = LEAST_S if tokens.bit_length() in longest else max(LEAST_S, FIRST_S)
         if not longest:
-            return float("inf")
+            return least
         sizes = [size for size in longest if size <= tokens.bit_length()] or [min(longest)]
         seconds, known = longest[max(sizes)]
         expected = seconds * max(1.0, tokens / max(1, known))
-        # The limit allows for the longest pass so far: a pass over few tokens of a long context may take longer than
-        # earlier passes of its size did, and that context's prefill took long as well.
         no_less = max(seconds for seconds, _ in longest.values())
-        return max(LEAST_S, PATIENCE * max(expected, no_less))
+        return max(least, PATIENCE * max(expected, no_less))

@@ -4,38 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-import grpc
-import grpc.aio
 import ray
 from ray.actor import ActorHandle
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup
 
-from actors.links import CHANNEL_OPTIONS
 from actors.placement import TierActors, place_tiers
+from actors.running_target import RunningTarget
+from actors.wire import is_notice
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.config import Settings
-from triforce_core.errors import DeadlineError, InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.errors import DeadlineError, UnavailableError
 from triforce_core.messages import Tier
 
 log = logging.getLogger(__name__)
 
 STATUS_TIMEOUT_S = 2.0
-DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # the method's path, as in the generated stub
 
 
 class Pipeline:
-    """One pipeline, used on one asyncio loop. Its actors die with the process that created them, as Ray actors do."""
+    """One pipeline, used on one asyncio loop. Its actors die with the process that created them, as Ray actors do.
+
+    If its target dies, requests end with `UnavailableError`, until whoever keeps the pipeline (`keeping.py`) has the
+    target replaced: then they wait for the new one, or end as well if this pipeline is not `patient`.
+    """
 
     def __init__(self, actors: TierActors) -> None:
         self.actors = actors
-        self.channel: grpc.aio.Channel | None = None
-        self.stopped = False
+        self.target: RunningTarget | None = None  # the latest
+        self.serving = asyncio.Event()  # clear before the first target serves, and while a keeper replaces it
+        self.doubted: asyncio.Event | None = None  # a keeper's: set when the target has failed a request
+        self.patient = True  # whether requests wait while the target is replaced; otherwise they end at once
+        self.restarts = 0  # of the target
+        self.load_s = 0.0  # how long the first start took
+        self.threads: dict[str, int] = {}  # by tier, the threads that warm-up chose; empty: it chose none
+        self.stopped = ""  # why; empty while it runs
 
     @classmethod
     async def start(cls, settings: Settings, group: PlacementGroup) -> Pipeline:
@@ -46,40 +54,70 @@ class Pipeline:
 
     async def connect(self) -> None:
         """Load the tiers at the same time; returns when every tier serves."""
-        starts = [actor.start.remote() for actor in self.actors.each()]
-        addresses: list[str] = await asyncio.gather(*starts)
-        self.channel = grpc.aio.insecure_channel(addresses[-1], options=CHANNEL_OPTIONS)
+        *drafting, target = self.actors.each()
+        began = time.monotonic()
+        starts = [actor.start.remote() for actor in drafting]
+        self.target, *_ = await asyncio.gather(RunningTarget.started(target), *starts)
+        self.load_s = time.monotonic() - began
+        self.serving.set()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request.
 
-        Raises `InvalidValueError`, `DeadlineError` or `UnavailableError`.
+        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`.
         """
         async with aclosing(self.relay(request.SerializeToString())) as events:
-            async for event in events:
-                yield pb.DecodeEvent.FromString(event)
+            async for packed in events:
+                event = pb.DecodeEvent.FromString(packed)
+                if not is_notice(event):
+                    yield event
 
     async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
-        assert self.channel is not None
-        decode = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
-        call = decode(request)
+        if not self.serving.is_set():
+            request = await self._wait(pb.DecodeRequest.FromString(request))
+        target = self.target
+        assert target is not None
         try:
-            async for event in call:
-                yield event
-        except grpc.aio.AioRpcError as error:
-            raise from_status(error) from None
-        except asyncio.CancelledError:
-            if self.stopped:  # gRPC raises this when its channel is closed; the caller has not cancelled
-                raise UnavailableError("the pipeline was stopped; try again") from None
+            async with aclosing(target.decode(request)) as events:
+                async for event in events:
+                    yield event
+        except UnavailableError:
+            self._doubt(target)
             raise
-        finally:
-            call.cancel()
+        except asyncio.CancelledError:
+            if self.stopped or target is not self.target:  # gRPC raises this when its channel is closed
+                raise UnavailableError(self.stopped or "the target was replaced; try again") from None
+            raise
+
+    async def _wait(self, request: pb.DecodeRequest) -> bytes:
+        """Wait until the target serves. Returns the request, whose deadline is nearer by the time that this took."""
+        if not self.patient:
+            raise UnavailableError("the target tier is being replaced; try again", suspect=False)
+        began, limit_s = time.monotonic(), request.timeout_s if request.HasField("timeout_s") else None
+        try:
+            async with asyncio.timeout(limit_s):
+                await self.serving.wait()
+        except TimeoutError:
+            raise DeadlineError(f"not done within {limit_s:g} s") from None
+        if self.stopped:
+            raise UnavailableError(self.stopped, suspect=False)
+        if limit_s is not None:
+            request.timeout_s = max(1e-3, limit_s - (time.monotonic() - began))
+        return request.SerializeToString()
+
+    def _doubt(self, target: RunningTarget) -> None:
+        """The target has failed a request. Whoever keeps the pipeline looks whether it is dead; others wait."""
+        if self.doubted is not None and target is self.target and not self.stopped:
+            self.serving.clear()
+            self.doubted.set()
 
     async def status(self) -> list[pb.TierStatus]:
         """The status of each tier, draft first. A tier that does not answer in time is reported as not ready."""
         answers = await asyncio.gather(*(self._status_of(actor) for actor in self.actors.each()))
-        return sorted((status for each in answers for status in each), key=lambda status: Tier[status.tier.upper()])
+        statuses = sorted((each for answer in answers for each in answer), key=lambda each: Tier[each.tier.upper()])
+        statuses[-1].restarts = self.restarts
+        return statuses
 
     async def _status_of(self, actor: ActorHandle[Any]) -> list[pb.TierStatus]:
         """The status of each tier in one process."""
@@ -93,35 +131,15 @@ class Pipeline:
 
     async def check(self, timeout_s: float) -> None:
         """Raise `UnavailableError` unless the target reports within `timeout_s` seconds that it can serve."""
-        assert self.channel is not None
-        try:
-            status = await TargetStub(self.channel).Status(pb.StatusRequest(), timeout=timeout_s)
-        except grpc.aio.AioRpcError as error:
-            raise unavailable(error) from None
-        if not status.ready:
-            raise UnavailableError("the target tier has failed, or hangs")
+        if self.target is None or not self.serving.is_set() or self.stopped:
+            raise UnavailableError(self.stopped or "the target tier is being replaced")
+        await self.target.check(timeout_s)
 
-    async def stop(self) -> None:
-        """End the actors. Requests that are being decoded end with `UnavailableError`."""
-        self.stopped = True
-        if self.channel is not None:
-            await self.channel.close(grace=None)
+    async def stop(self, why: str = "the pipeline was stopped; try again") -> None:
+        """End the actors. Requests that are being decoded, or wait, end with `UnavailableError`."""
+        self.stopped = self.stopped or why
+        self.serving.set()
+        if self.target is not None:
+            await self.target.close()
         for actor in (*self.actors.each(), *self.actors.followers):
             ray.kill(actor)
-
-
-def from_status(error: grpc.aio.AioRpcError) -> Exception:
-    """The typed error for the gRPC status of a request to the target tier."""
-    details = error.details() or ""
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
-        return InvalidValueError.parsed(details)
-    if error.code() is grpc.StatusCode.OUT_OF_RANGE:
-        return TooLargeError.parsed(details)
-    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-        return DeadlineError(details)
-    return unavailable(error)
-
-
-def unavailable(error: grpc.aio.AioRpcError) -> UnavailableError:
-    log.warning("the target tier answered %s: %s", error.code().name, error.details())
-    return UnavailableError("the target tier cannot serve; try again")

@@ -142,7 +142,7 @@ def create(
         num_cpus=group.cpus,
         num_gpus=group.gpus,
         max_concurrency=4,
-        max_restarts=0 if "target" in group.tiers else -1,  # a pipeline ends with its target
+        max_restarts=-1,
         scheduling_strategy=where,
         runtime_env={"env_vars": environment},
     ).remote(settings, *more)

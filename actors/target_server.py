@@ -13,6 +13,7 @@ import grpc
 import grpc.aio
 
 from actors.links import CHANNEL_OPTIONS
+from actors.marks import SLOT, Marks
 from actors.pass_times import PassTimes
 from actors.wire import (
     controller_to_proto,
@@ -43,18 +44,33 @@ T = TypeVar("T")
 class EngineThread:
     """Runs the engine's loop and hands each output to its request's callback, which must not block."""
 
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
+    def __init__(self, engine: Engine, marks: Marks | None = None) -> None:
+        """`marks`: where the requests are marked that the engine works on."""
+        self.engine, self.marks = engine, marks
         self.callbacks: dict[int, Callable[[Output | None], None]] = {}
+        self.slots: dict[int, int] = {}  # by sequence id, its number among the marks
+        self.marked: list[int] = []  # the slots that are marked now
+        self.entering: dict[int, Callable[[], None]] = {}  # by sequence id, of requests whose first pass is to come
         self.lock = threading.Lock()
         self.failed: BaseException | None = None
         self.times = PassTimes()
         self.stopping = threading.Event()
+        engine.on_entering = self._enter
+        if marks is not None:
+            engine.watch(self._working_on)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self.thread.start()
 
-    def submit(self, request: Request, callback: Callable[[Output | None], None]) -> int:
-        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails.
+    def submit(
+        self,
+        request: Request,
+        callback: Callable[[Output | None], None],
+        entering: Callable[[], None] = lambda: None,
+        slot: int | None = None,
+    ) -> int:
+        """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails;
+        `entering` is called before the first pass over the request's tokens. Neither may block. `slot` is the request's
+        number among the marks.
 
         Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
         """
@@ -62,7 +78,9 @@ class EngineThread:
             if self.failed is not None:
                 raise UnavailableError("the target tier has failed")
             sequence_id = self.engine.submit(request)
-            self.callbacks[sequence_id] = callback
+            self.callbacks[sequence_id], self.entering[sequence_id] = callback, entering
+            if slot is not None:
+                self.slots[sequence_id] = slot
         return sequence_id
 
     @property
@@ -74,8 +92,23 @@ class EngineThread:
 
     def cancel(self, sequence_id: int) -> None:
         with self.lock:
+            self.slots.pop(sequence_id, None)
+            self.entering.pop(sequence_id, None)
             if self.callbacks.pop(sequence_id, None):
                 self.engine.cancel(sequence_id)
+
+    def _enter(self, sequence_id: int) -> None:
+        with self.lock:
+            entering = self.entering.pop(sequence_id, None)
+        if entering is not None:
+            entering()
+
+    def _working_on(self, sequence_ids: list[int]) -> None:
+        """Mark these requests, and these alone."""
+        assert self.marks is not None
+        self.marks.take_off(self.marked)
+        self.marked = [slot for i in sequence_ids if (slot := self.slots.get(i)) is not None]
+        self.marks.put(self.marked)
 
     def _run(self) -> None:
         try:
@@ -117,25 +150,38 @@ class TargetServer(TargetServicer):
         default_lookaheads: tuple[int, int] | None,
         grammars: Grammars | None = None,
         audit: AuditCounts | None = None,
+        fingerprint: str = "",
+        marks: Marks | None = None,
     ) -> None:
         """`grammars`: those that the engine decodes with; None: it serves requests without a grammar only. `audit`:
-        what the engine's audits find, to be reported.
+        what the engine's audits find, to be reported. `fingerprint`: what determines its tokens. `marks`: where it
+        marks requests while it works on them.
         """
-        self.engine_thread, self.default_lookaheads = EngineThread(engine), default_lookaheads
-        self.grammars, self.audit = grammars, audit
+        self.engine_thread, self.default_lookaheads = EngineThread(engine, marks), default_lookaheads
+        self.grammars, self.audit, self.fingerprint, self.marks = grammars, audit, fingerprint, marks
 
     async def Decode(
         self, request: pb.DecodeRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.DecodeEvent]:
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | None]()
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[Output | pb.DecodeEvent | None]()
 
-        def deliver(output: Output | None) -> None:
+        def deliver(output: Output | pb.DecodeEvent | None) -> None:
             loop.call_soon_threadsafe(outputs.put_nowait, output)
 
+        if self.engine_thread.failed is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
+        if request.fingerprint not in ("", self.fingerprint):
+            rule = f"is not what is served here, {self.fingerprint!r}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fingerprint: {request.fingerprint!r} {rule}")
+        slot = slot_of(context)
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
-            await self._compile(wanted.grammar)
-            sequence_id = self.engine_thread.submit(wanted, deliver)
+            # On its way before anything is done for the request: whoever asked can tell a target that died with the
+            # request, if only over its grammar, from one that never had it.
+            yield pb.DecodeEvent(fingerprint=self.fingerprint)
+            await self._compile(wanted.grammar, slot)
+            entering = pb.DecodeEvent(entered=True)
+            sequence_id = self.engine_thread.submit(wanted, deliver, lambda: deliver(entering), slot)
         except TooLargeError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidValueError as error:
@@ -145,6 +191,9 @@ class TargetServer(TargetServicer):
         try:
             while True:
                 output = await outputs.get()
+                if isinstance(output, pb.DecodeEvent):
+                    yield output
+                    continue
                 if output is None:
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
                 if output.finish_reason is FinishReason.DEADLINE:
@@ -155,13 +204,18 @@ class TargetServer(TargetServicer):
         finally:
             self.engine_thread.cancel(sequence_id)
 
-    async def _compile(self, grammar: str) -> None:
+    async def _compile(self, grammar: str, slot: int | None) -> None:
         """Compile the request's grammar, if it has one, so that the engine finds it compiled."""
         if not grammar:
             return
         require(self.grammars is not None, "grammar", grammar, "is not supported here")
         assert self.grammars is not None
+        compiling = [slot] if self.marks is not None and slot is not None else []
+        if self.marks is not None:
+            self.marks.put(compiling)
         compiled = await self.grammars.matcher(grammar)
+        if self.marks is not None:
+            self.marks.take_off(compiling)
         require(not compiled.is_error(), "grammar", grammar, f"cannot be compiled: {compiled.get_error():.500}")
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:
@@ -172,11 +226,14 @@ class TargetServer(TargetServicer):
         controller = engine.controller
         return pb.TierStatus(
             tier="target",
+            fingerprint=self.fingerprint,
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
             least_stall_ms=1e3 * engine.least_stall_s,
             kv_tokens=engine.kv_tokens,
+            kept_tokens=engine.kept_tokens,
+            dropped_tokens=engine.dropped_tokens,
             kv_pool_tokens=engine.limits.kv_pool_tokens,
             waiting_sequences=engine.num_waiting,
             totals=totals_to_proto(engine.told_totals),
@@ -185,6 +242,11 @@ class TargetServer(TargetServicer):
 
     def stop(self) -> None:
         self.engine_thread.stop()
+
+
+def slot_of(context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
+    """The number by which the caller wants to find the request among the marks."""
+    return next((int(value) for key, value in context.invocation_metadata() or () if key == SLOT), None)
 
 
 def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int] | None) -> Request:

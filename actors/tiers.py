@@ -1,4 +1,4 @@
-"""The three tier actors. Ray places and monitors them and restarts the drafting tiers; tokens pass over gRPC only.
+"""The three tier actors. Ray places and monitors them and restarts their processes; tokens pass over gRPC only.
 
 Each is a plain class, which placement.py makes an actor. `start` is idempotent: it loads the model once and returns the
 address at which the tier serves, whose port is new after every restart. An actor that is given no name of an actor
@@ -11,6 +11,7 @@ modules that only a running actor needs are imported inside the methods that use
 from __future__ import annotations
 
 import logging
+import os
 import secrets
 import threading
 from abc import ABC, abstractmethod
@@ -23,6 +24,7 @@ import ray
 
 from actors.cores import keep_awake, keep_to
 from actors.links import LOOK_UP_S, RemoteProposer
+from actors.marks import Marks
 from actors.rank_actors import lead
 from actors.serving import LinkServer, TierServer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -128,6 +130,8 @@ class TierActor(ABC):
 
     def status(self) -> list[bytes]:
         """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
+        from triforce_core.engine.inspection import kernels_of
+
         if self.server is None:
             return [pb.TierStatus(tier=name).SerializeToString() for name in self.group.tiers]
         own = self.tier_status()
@@ -140,6 +144,7 @@ class TierActor(ABC):
         for tier, runner in self.runners.items():
             statuses[tier].threads = runner.threads.decode if runner.threads else 0
             statuses[tier].passes, statuses[tier].pass_s = runner.passes, runner.seconds
+            statuses[tier].kernels.MergeFrom(pb.Kernels(**kernels_of(runner)))
         for status in statuses.values():
             status.address = self.server.address
         return [status.SerializeToString() for status in statuses.values()]
@@ -289,16 +294,22 @@ class TargetActor(TierActor):
         super().__init__(settings)
         self.retrieval = retrieval
         self.sink: RaySink | None = None
+        self.marks = Marks.create()
+
+    def identity(self) -> tuple[int, str]:
+        """This process's id, and where the marks of its requests are; for the owner, on the same machine."""
+        return os.getpid(), self.marks.path
 
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer
         from triforce_core.engine.assembly import grammars_for
+        from triforce_core.engine.fingerprint import target_fingerprint
         from triforce_core.engine.inspection import audit_of
 
-        engine = self.engine()
+        engine, fingerprint = self.engine(), target_fingerprint(self.settings)
         grammars = grammars_for(self.settings, engine.limits.vocab_size)
         lookaheads = None if self.settings.controlled else self.settings.speculation.effective
-        target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine))
+        target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine), fingerprint, self.marks)
         self.undo.callback(target_server.stop)
         server = AsyncServer(host, target_server)
         self.target_server = target_server

@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from actors.pipeline import Pipeline
+from actors.running_target import RunningTarget
 from actors.wire import request_to_proto
 from triforce_core.config import Settings
 from triforce_core.engine.kept_threads import measuring
@@ -53,6 +54,7 @@ async def run(pipeline: Pipeline, settings: Settings, most_threads: Arrangement)
     warming = WarmUp(settings, limits, most_threads)
     await decode(pipeline, warming)
     if most_threads:
+        pipeline.threads = warming.search.best
         await decode_on(pipeline, warming.search.best, keep=True)
 
 
@@ -67,6 +69,18 @@ async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
                 if warming.threads != threads:
                     threads = warming.threads
                     await decode_on(pipeline, threads)
+
+
+async def warm_up_again(pipeline: Pipeline, target: RunningTarget, settings: Settings) -> None:
+    """Run the first passes of a target that was started anew, beside drafting tiers that are warm. Few will do: the
+    threads are known, and kernels were stored on disk.
+    """
+    await pipeline.actors.target.decode_on.remote(pipeline.threads)
+    limits: Limits = await pipeline.actors.target.limits.remote()
+    request = request_to_proto(next(WarmUp(settings, limits, {}).requests()))
+    async with aclosing(target.decode(request.SerializeToString())) as events:
+        async for _ in events:
+            pass
 
 
 async def threads_of(pipeline: Pipeline) -> Threads:

@@ -184,6 +184,11 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
     )
 
 
+def is_notice(event: pb.DecodeEvent) -> bool:
+    """Whether the event tells of the request's way to its first pass, and nothing of its output."""
+    return event.entered or bool(event.fingerprint)
+
+
 def totals_to_proto(totals: Totals) -> pb.Totals:
     stats = totals.stats
     return pb.Totals(
@@ -193,6 +198,8 @@ def totals_to_proto(totals: Totals) -> pb.Totals:
         snapshots=stats.snapshots,
         preempted=stats.preempted,
         rounds_by_tokens=totals.rounds_by_tokens,
+        prefix_hit_tokens=totals.prefix_hit_tokens,
+        prefix_miss_tokens=totals.prefix_miss_tokens,
     )
 
 

@@ -35,7 +35,9 @@ FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the
 SPARE_CALLS = 64  # room for health and status calls, and for requests that the gateway refuses with its own error
 UPSCALE_DELAY_S = 30.0  # overload for this long adds a replica; a shorter burst would end before one has started
 LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
-HEALTH_PERIOD_S = 2.0  # Serve replaces a replica after three failures in a row
+# Serve replaces a replica after three failures in a row. The check itself waits for nothing, so a replica that does not
+# answer it hangs.
+HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on one machine only, Ray binds its own ports to the loopback
@@ -94,6 +96,7 @@ def application_of(args: Settings) -> Application:
         max_constructor_retry_count=2,
         logging_config=logs,
         health_check_period_s=HEALTH_PERIOD_S,
+        health_check_timeout_s=HEALTH_TIMEOUT_S,
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.server.drain_s,
         **replicas(args),
@@ -154,6 +157,7 @@ def run(settings: Settings) -> None:
     """
     from deploy.directions import check_endpoint, directions, tiers_found
     from deploy.keys import keys_of
+    from deploy.remains import nothing_remains
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -169,7 +173,13 @@ def run(settings: Settings) -> None:
     keys_of(settings.server.api_keys)
     try:
         # The handlers are set twice because ray.init installs its own.
-        with on_signals(interrupt), local_ray(settings) as logs, on_signals(interrupt), application(settings):
+        with (
+            on_signals(interrupt),
+            nothing_remains(),
+            local_ray(settings) as logs,
+            on_signals(interrupt),
+            application(settings),
+        ):
             check_endpoint(settings)
             took = time.monotonic() - began
             tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, tiers_found(settings))}\n")

@@ -6,9 +6,10 @@ import logging
 import traceback
 import uuid
 from collections.abc import Mapping
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
-from triforce_core.errors import TriForceError
+from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
 
 log = logging.getLogger("ray.serve")  # operators read this logger's files first
 Entry = TypeVar("Entry")
@@ -18,6 +19,36 @@ class OverloadedError(TriForceError):
     """All places, waiting ones included, are taken; the caller may try again after `retry_after_s` seconds."""
 
     retry_after_s = 1
+
+
+class EngineLostError(UnavailableError):
+    """The engine that decoded the request is gone, and none took over in time."""
+
+
+class EngineCrashError(TriForceError):
+    """The engine died each time it decoded this request, which must not be sent again."""
+
+
+class ReplicaError(UnavailableError):
+    """What a replica raises when its pipeline has failed; `replica` is its name."""
+
+    def __init__(self, message: str, replica: str, *, suspect: bool | None = None) -> None:
+        super().__init__(message, suspect=suspect)
+        self.replica = replica
+
+    def __reduce__(self) -> tuple[Any, ...]:  # Ray carries errors between processes
+        return partial(type(self), suspect=self.suspect), (str(self), self.replica)
+
+
+class OtherFingerprintError(FingerprintError):
+    """What a replica raises that cannot continue an output which another target began; `replica` is its name."""
+
+    def __init__(self, message: str, replica: str) -> None:
+        super().__init__(message)
+        self.replica = replica
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (str(self), self.replica)
 
 
 class UnauthenticatedError(TriForceError):

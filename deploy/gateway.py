@@ -28,7 +28,7 @@ class Gateway:
     """Admits requests, tokenises prompts, and turns output tokens back into text."""
 
     def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any]) -> None:
-        self.service = Service(settings, ServedModel.load(settings), RemotePipelines(pipelines))
+        self.service = Service(settings, ServedModel.load(settings), RemotePipelines(pipelines, settings))
         self.health = Health(self.service)
         self.keys = keys_of(settings.server.api_keys)
 

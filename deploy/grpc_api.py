@@ -14,7 +14,7 @@ from actors.wire import (
     seed_from_proto,
     seed_to_proto,
 )
-from deploy.errors import OverloadedError, UnauthenticatedError, entry_for, internal_error
+from deploy.errors import EngineCrashError, OverloadedError, UnauthenticatedError, entry_for, internal_error
 from deploy.grpc_chat import messages_of, tools_of
 from deploy.health import UnknownServiceError
 from deploy.service import ClientRequest, Done, Part, Service
@@ -22,6 +22,7 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import (
     DeadlineError,
+    FingerprintError,
     InvalidValueError,
     TriForceError,
     UnavailableError,
@@ -37,6 +38,8 @@ STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
     UnknownServiceError: grpc.StatusCode.NOT_FOUND,
     OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     UnavailableError: grpc.StatusCode.UNAVAILABLE,
+    FingerprintError: grpc.StatusCode.FAILED_PRECONDITION,
+    EngineCrashError: grpc.StatusCode.ABORTED,
     DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 
@@ -70,6 +73,8 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
         priority=request.priority,
         drafter=request.drafter or None,
         selector=request.selector or None,
+        cache_salt=request.cache_salt,
+        fingerprint=request.fingerprint,
     )
 
 
@@ -112,6 +117,8 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
                 choice.stats.CopyFrom(chunk.stats)
                 response.usage.prompt_tokens = chunk.usage.prompt_tokens
                 response.usage.completion_tokens += chunk.usage.completion_tokens
+                if chunk.index == 0:
+                    response.usage.cached_tokens = chunk.usage.cached_tokens
     return response
 
 
@@ -135,7 +142,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
         text_lengths=part.piece.lengths,
     )
     if with_seed:
-        chunk.seed = seed_to_proto(part.seed)
+        chunk.seed, chunk.fingerprint = seed_to_proto(part.seed), part.fingerprint
     if part.done:
         finish(chunk, part, part.done)
     return chunk
@@ -144,6 +151,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
 def finish(chunk: pb.GenerateChunk, part: Part, done: Done) -> None:
     chunk.finish_reason = finish_reason_to_proto(done.finish_reason)
     chunk.usage.prompt_tokens, chunk.usage.completion_tokens = part.prompt_tokens, done.completion_tokens
+    chunk.usage.cached_tokens = done.stats.cached_tokens
     chunk.stats.CopyFrom(stats_of(done.stats, part.lossy))
 
 

@@ -1,59 +1,101 @@
-"""Records which replica was sent which prompts, by chained keys of token blocks: a key stands for a whole prefix."""
+"""Records which replica holds which texts, by chained keys of token blocks: a key stands for a whole prefix."""
 
 from __future__ import annotations
 
 from array import array
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import takewhile
 from typing import Generic, TypeVar
 
 BLOCK = 64  # tokens
 KEY_BYTES = 8
+# So many matched tokens are worth a queue that is longer by one request; fewer are read again sooner than waited for.
+TOKENS_PER_REQUEST = 256
+MARGIN = 2  # blocks: a replica does not find the last tokens of a prompt, whose queries its selector needs
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
 
 
-def prefix_keys(tokens: Iterable[int]) -> bytes:
+def prefix_keys(tokens: Iterable[int], before: bytes = b"") -> bytes:
     """The keys of all whole blocks of tokens, concatenated, `KEY_BYTES` each.
 
-    A block's key stands for all tokens up to the block's end.
+    A block's key stands for all tokens up to the block's end, and for `before`: the key of the text before these
+    tokens, or `salt_key` of the request.
     """
     data = array("I", tokens)
-    keys = [b""]
+    keys = []
     for first in range(0, len(data) - BLOCK + 1, BLOCK):
-        keys.append(blake2b(keys[-1] + data[first : first + BLOCK].tobytes(), digest_size=KEY_BYTES).digest())
+        before = blake2b(before + data[first : first + BLOCK].tobytes(), digest_size=KEY_BYTES).digest()
+        keys.append(before)
     return b"".join(keys)
+
+
+def salt_key(cache_salt: str) -> bytes:
+    """What the first key stands for besides its tokens: replicas share KV only where the salts are equal."""
+    return blake2b(cache_salt.encode(), digest_size=KEY_BYTES).digest() if cache_salt else b""
+
+
+@dataclass(slots=True)
+class Sent:
+    """A block that a replica was sent."""
+
+    turn: int  # of the index, when it was last in use
+    held: bool = False  # whether a request with this block has been answered, so that its KV is known to be there
 
 
 class PrefixIndex(Generic[ReplicaId]):
     """The keys of the blocks that each replica was sent, at most `capacity` per replica.
 
-    The keys sent longest ago are forgotten first. The last blocks of a prompt are forgotten before its first, so the
-    remaining keys always form a prefix.
+    The keys used longest ago are forgotten first, as the replica's cache does with the KV. The last blocks of a prompt
+    are forgotten before its first, so the remaining keys always form a prefix.
     """
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.sent: dict[ReplicaId, OrderedDict[bytes, None]] = {}
+        self.sent: dict[ReplicaId, OrderedDict[bytes, Sent]] = {}
+        self.turn = 0
 
-    def add(self, replica: ReplicaId, keys: bytes) -> None:
+    def add(self, replica: ReplicaId, keys: bytes) -> list[int]:
+        """The replica is sent a prompt. Returns the turns of those first blocks whose KV was thought to be there, as
+        they were before: `missed` needs them.
+        """
         known = self.sent.setdefault(replica, OrderedDict())
-        for key in reversed(list(split(keys))[: self.capacity]):
-            known[key] = None
-            known.move_to_end(key)
+        found = (known.get(key) for key in split(keys))
+        turns = [block.turn for block in takewhile(lambda block: block is not None and block.held, found) if block]
+        self._use(known, keys)
+        return turns
+
+    def hold(self, replica: ReplicaId, keys: bytes) -> None:
+        """The replica has read this text."""
+        if (known := self.sent.get(replica)) is not None:  # it is not gone
+            self._use(known, keys, held=True)
+
+    def _use(self, known: OrderedDict[bytes, Sent], keys: bytes, *, held: bool = False) -> None:
+        self.turn += 1
+        for key in reversed([*split(keys)][: self.capacity]):
+            before = known.pop(key, None)
+            known[key] = Sent(self.turn, held or (before is not None and before.held))
         while len(known) > self.capacity:
+            known.popitem(last=False)
+
+    def missed(self, replica: ReplicaId, turns: list[int], matched: int) -> None:
+        """The replica found `matched` tokens of a prompt for which `add` returned `turns`.
+
+        A block that it has dropped was in use longest ago, so all blocks that were not used since are gone as well.
+        """
+        first = matched // BLOCK + MARGIN
+        if first >= len(turns):
+            return
+        known = self.sent.get(replica, OrderedDict())
+        while known and next(iter(known.values())).turn <= turns[first]:
             known.popitem(last=False)
 
     def match(self, replica: ReplicaId, keys: bytes) -> int:
         """How many of the prompt's first blocks the replica was sent."""
         known = self.sent.get(replica, OrderedDict())
         return next((i for i, key in enumerate(split(keys)) if key not in known), len(keys) // KEY_BYTES)
-
-    def holders(self, replicas: Iterable[ReplicaId], keys: bytes) -> list[ReplicaId]:
-        """The replicas that were sent the most of the prompt's first blocks; empty if none was sent any."""
-        matches = {replica: self.match(replica, keys) for replica in replicas}
-        best = max(matches.values(), default=0)
-        return [replica for replica, match in matches.items() if match == best] if best else []
 
     def keep(self, replicas: Iterable[ReplicaId]) -> None:
         """Forget all other replicas, which are gone."""
@@ -64,7 +106,18 @@ def split(keys: bytes) -> Iterable[bytes]:
     return (keys[first : first + KEY_BYTES] for first in range(0, len(keys), KEY_BYTES))
 
 
-def preferred(holders: Sequence[ReplicaId], ongoing: dict[ReplicaId, int], busier_by: int) -> list[ReplicaId]:
-    """The holders that have at most `busier_by` requests more than the least busy of all replicas."""
-    least = min(ongoing.values(), default=0)
-    return [replica for replica in holders if ongoing[replica] - least <= busier_by]
+def preferred(
+    matches: Mapping[ReplicaId, int], blocks: int, ongoing: Mapping[ReplicaId, int], busier_by: int
+) -> list[ReplicaId]:
+    """The replicas to which a prompt's match draws it: those that hold the most of its `blocks`, unless they are too
+    busy for what the match saves.
+
+    The match must be `TOKENS_PER_REQUEST` tokens and half of the prompt. For each such number of tokens a replica may
+    have one request more than the least busy, and at most `busier_by` more.
+    """
+    best = max(matches.values(), default=0)
+    worth = best * BLOCK // TOKENS_PER_REQUEST
+    if not worth or 2 * best < blocks:
+        return []
+    most = min(ongoing.values()) + min(busier_by, worth)
+    return [replica for replica, match in matches.items() if match == best and ongoing[replica] <= most]

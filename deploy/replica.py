@@ -1,4 +1,6 @@
-"""A replica owns one pipeline, whose tier actors live in the replica's placement group and die with the replica."""
+"""A replica owns one pipeline, whose tier actors live in the replica's placement group and die with the replica.
+If its target dies, it is replaced in place.
+"""
 
 from __future__ import annotations
 
@@ -15,19 +17,21 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
 
+from actors.keeping import Keeper
 from actors.pipeline import Pipeline
 from actors.warm_up import warm_up
-from deploy.prefixes import prefix_keys
+from actors.wire import is_notice
+from deploy.errors import OtherFingerprintError, ReplicaError
+from deploy.routing import Route
+from deploy.shunned import NONE, Avoid, Shunned
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
-from triforce_core.errors import TriForceError, UnavailableError
+from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
 
 log = logging.getLogger("ray.serve")
 
-CHECK_TIMEOUT_S = 5.0
 PING_TIMEOUT_S = 2.0
 ASK_TIMEOUT_S = 4.0
-MAX_FAILED_CHECKS = 3  # in a row; then Serve replaces the replica
 
 
 class PipelineReplica:
@@ -39,18 +43,26 @@ class PipelineReplica:
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
         assert group is not None, "deployed with a bundle for each of the pipeline's processes"
-        self.failed_checks = 0
         self.pipeline = await Pipeline.start(settings, group)
         await warm_up(self.pipeline, settings)
+        # With several replicas, a request that comes while the target is replaced is better off at another one.
+        self.pipeline.patient = settings.server.replicas.max == 1
+        self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
 
-    async def decode(self, request: bytes, prefix: bytes = b"") -> AsyncIterator[bytes]:
+    async def decode(self, request: bytes, route: Route, avoid: Avoid = NONE) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
-        `prefix` is used by the router only.
+        `route` and `avoid` are used by the router only. Raises `ReplicaError` or `OtherFingerprintError`.
         """
-        async with aclosing(self.pipeline.relay(request)) as events:
-            async for event in events:
-                yield event
+        name = serve.get_replica_context().replica_id.unique_id
+        try:
+            async with aclosing(self.pipeline.relay(request)) as events:
+                async for event in events:
+                    yield event
+        except UnavailableError as error:
+            raise ReplicaError(str(error), name, suspect=error.suspect) from None
+        except FingerprintError as error:
+            raise OtherFingerprintError(str(error), name) from None
 
     async def status(self) -> tuple[str, list[bytes]]:
         """This replica's name, and a TierStatus of each tier, draft first."""
@@ -60,22 +72,20 @@ class PipelineReplica:
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica and its pipeline when this check has failed often enough.
 
-        Serve waits for requests in flight first. In a hung target they never end, so this method stops the pipeline.
+        A target that dies or hangs is no reason: it is replaced here. One that does not come up is, and then the
+        pipeline is stopped, so that no request waits for it.
         """
-        try:
-            await self.pipeline.check(CHECK_TIMEOUT_S)
-            self.failed_checks = 0
-        except UnavailableError:
-            self.failed_checks += 1
-            if self.failed_checks == MAX_FAILED_CHECKS:
-                await self.pipeline.stop()
-            raise
+        if self.keeping.done():
+            await self.pipeline.stop()
+            raise UnavailableError(self.pipeline.stopped)
 
     async def ping(self) -> None:
         """A health check for clients. Its failures are not counted, because clients may call it at any rate."""
         await self.pipeline.check(PING_TIMEOUT_S)
 
     async def __del__(self) -> None:
+        if hasattr(self, "keeping"):
+            self.keeping.cancel()
         if hasattr(self, "pipeline"):
             await self.pipeline.stop()
 
@@ -86,8 +96,12 @@ class RemotePipelines:
     Ray's errors for a lost replica become `UnavailableError`.
     """
 
-    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+    def __init__(self, handle: DeploymentHandle[Any], settings: Settings) -> None:
+        self.selector = settings.retrieval.selector  # of requests that name none
+        self.chunk = settings.retrieval.chunk
+        self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
+        self.shunned = Shunned()
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
         # busier still.
@@ -95,17 +109,32 @@ class RemotePipelines:
         self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        prefix = prefix_keys(request.prompt_token_ids)
+        avoid = self.shunned.avoid(request.fingerprint)
+        # Those that need all of their prompt's passes find no KV, wherever they go.
+        whole = (request.selector or self.selector) == "h2o" or request.HasField("prompt_logprobs")
+        route = Route(request.prompt_token_ids, request.cache_salt) if self.shares and not whole else Route()
         # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
         # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
-        response: Any = Context().run(self.streaming.decode.remote, request.SerializeToString(), prefix=prefix)
+        sent = request.SerializeToString()
+        response: Any = Context().run(self.streaming.decode.remote, sent, route=route, avoid=avoid)
+        output = [*request.resume_token_ids]
+        answered = False
         try:
-            async for event in response:
-                yield pb.DecodeEvent.FromString(event)
+            async for data in response:
+                event = pb.DecodeEvent.FromString(data)
+                output += event.token_ids
+                if not answered and not is_notice(event):
+                    answered = True
+                    route.answered(event.stats.cached_tokens + self.chunk)  # it finds whole chunks only
+                yield event
         except Exception as error:
-            raise lost(error) from error
+            found = lost(error)
+            self.shunned.failed(found, request.fingerprint)
+            raise found from error
         finally:
             response.cancel()
+            if answered:
+                route.ended(output)
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
         """The tiers' status by replica, of those replicas that answer: one may be shutting down."""
@@ -137,8 +166,10 @@ class RemotePipelines:
 
 def lost(error: Exception) -> Exception:
     """The error to raise to callers in place of `error`."""
-    if isinstance(error, TriForceError):
-        return error
+    cause = getattr(error, "cause", None)  # of what the replica raised: a Ray error, whose text is a traceback
+    for each in (cause, error):
+        if isinstance(each, TriForceError):
+            return each
     if isinstance(error, ray.exceptions.RayTaskError):  # an error in the replica's own code
         return error
     if isinstance(error, ray.exceptions.RayError | RayServeException):

@@ -1,23 +1,58 @@
-"""Routes a request to the replica that was sent most of its prefix, unless that replica is much busier than another.
+"""Routes a request to the replica that holds most of its prefix, unless that replica is too busy for what this saves.
 
-The gateway's process sends all requests, so it knows what each replica was sent without asking the replicas.
+The gateway's process sends all requests, so it knows what each replica was sent without asking the replicas. Answers
+tell what a replica found of it.
 """
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from deploy.prefixes import PrefixIndex, preferred
+from deploy.prefixes import BLOCK, KEY_BYTES, PrefixIndex, preferred, prefix_keys, salt_key
+from deploy.shunned import NONE, Avoid
+
+
+class Route:
+    """What the router is told of a request in the keyword `route`, and what it then learns from the answer.
+
+    The router notes here where the request went. Without a prompt the request goes to any replica and teaches nothing;
+    the replica itself gets such a route, because it has no use for it.
+    """
+
+    def __init__(self, prompt: Sequence[int] = (), cache_salt: str = "") -> None:
+        self.keys = prefix_keys(prompt, salt_key(cache_salt))
+        self.open = [*prompt[len(prompt) // BLOCK * BLOCK :]]  # tokens after the last whole block
+        self.index: PrefixIndex[ReplicaID] | None = None
+        self.turns: list[int] = []
+
+    def __reduce__(self) -> tuple[type[Route], tuple[()]]:
+        return Route, ()
+
+    def taken(self, replica: ReplicaID, index: PrefixIndex[ReplicaID]) -> None:
+        """The request went to this replica."""
+        self.replica, self.index, self.turns = replica, index, index.add(replica, self.keys)
+
+    def answered(self, found_tokens: int) -> None:
+        """The first event has come: the prompt has been read, and at most so many of its tokens were found."""
+        if self.index is not None:
+            self.index.missed(self.replica, self.turns, found_tokens)
+            self.index.hold(self.replica, self.keys)
+
+    def ended(self, output: Sequence[int]) -> None:
+        """The request has ended. Until now its text was in use; the replica keeps it with the output."""
+        if self.index is not None and self.keys:
+            self.index.hold(self.replica, self.keys + prefix_keys([*self.open, *output], self.keys[-KEY_BYTES:]))
 
 
 class PrefixRouter(RequestRouter):
     """The router of the gateway's handle. It prefers the holders of a request's prefix, else two random replicas.
 
-    A request carries the keys of its prefix in the keyword `prefix`. Of the lists of replicas that `choose_replicas`
+    A request carries a `Route` in the keyword `route`. Of the lists of replicas that `choose_replicas`
     returns, Serve takes the first that has a replica with room, and of that list the least busy replica.
     """
 
@@ -33,23 +68,25 @@ class PrefixRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         if pending_request is None:
-            return [by_chance]
+            return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        candidate_replicas = allowed(candidate_replicas, pending_request.kwargs.get("avoid", NONE))
+        by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         # if no replica below has room, Serve must wait before it asks again
         pending_request.routing_context.should_backoff = True
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
-        holders = self.index.holders(candidates, prefix_of(pending_request))
+        keys = route_of(pending_request).keys
+        matches = {replica: self.index.match(replica, keys) for replica in candidates}
         ongoing = {replica: self.ongoing[replica] for replica in candidates}
-        return [[candidates[replica] for replica in preferred(holders, ongoing, self.busier_by)], by_chance]
+        drawn = preferred(matches, len(keys) // KEY_BYTES, ongoing, self.busier_by)
+        return [[candidates[replica] for replica in drawn], by_chance]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)
         self.ongoing[replica_id] += 1
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: Any) -> None:
-        if keys := prefix_of(pending_request):
-            self.index.add(replica_id, keys)
+        route_of(pending_request).taken(replica_id, self.index)
 
     def on_request_completed(self, replica_id: ReplicaID, internal_request_id: str) -> None:
         if self.ongoing[replica_id] > 0:
@@ -68,6 +105,12 @@ class PrefixRouter(RequestRouter):
         self.ongoing = Counter({replica: self.ongoing[replica] for replica in self.curr_replicas})
 
 
-def prefix_of(request: PendingRequest) -> bytes:
-    prefix: bytes = request.kwargs.get("prefix", b"")
-    return prefix
+def route_of(request: PendingRequest) -> Route:
+    return request.kwargs.get("route") or Route()
+
+
+def allowed(replicas: list[RunningReplica], avoid: Avoid) -> list[RunningReplica]:
+    """The replicas that can serve the request; none that has just failed, if there are others."""
+    able = [each for each in replicas if each.replica_id.unique_id not in avoid.unable]
+    awake = [each for each in able if each.replica_id.unique_id not in avoid.failed]
+    return awake or able

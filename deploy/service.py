@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
-import json
 import math
 import secrets
 import time
@@ -16,17 +14,18 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-import triforce_core
-from actors.wire import finish_reason_from_proto, logprobs_from_proto, request_to_proto, stats_from_proto
+from actors.wire import finish_reason_from_proto, logprobs_from_proto, stats_from_proto
 from deploy import calls
 from deploy.chat.template import ChatTemplate
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
+from deploy.journal import Journal, Turns
 from deploy.merging import merged
 from deploy.metrics import Meters, Scrape
 from deploy.shares import Shares
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD, Settings
+from triforce_core.engine.fingerprint import target_fingerprint
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
 from triforce_core.errors import (
@@ -45,6 +44,7 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
+MAX_SALT_CHARACTERS = 128
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
@@ -54,7 +54,11 @@ class Pipelines(Protocol):
     """The pipelines that decode requests."""
 
     def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """A request's tokens as they are committed; closing the generator stops the request."""
+        """A request's tokens as they are committed; closing the generator stops the request.
+
+        Raises `UnavailableError` where the engine or the way to it is gone, `FingerprintError` where the output cannot
+        go on there, and the errors of requests.
+        """
         ...
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
@@ -98,7 +102,9 @@ class ClientRequest:
         None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
     )
     selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
+    cache_salt: str = ""  # KV is shared with requests of the same API key and salt
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
+    fingerprint: str = ""  # of the target whose output goes on here; empty: of any
     # What makes this request from the client's where that takes time: it runs once the request has its places, within
     # its deadline. The places, the deadline and the model are as they are here.
     prepare: Callable[[], Awaitable[ClientRequest]] | None = None
@@ -134,6 +140,7 @@ class Part:
     lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
     echoed: int = 0  # leading characters of the text that are the prompt's
     so_far: pb.DecodeStats | None = None  # of a part before the last: how the output was made until now
+    fingerprint: str = ""  # of the target that made it
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,23 +158,14 @@ class ServedModel:
     @classmethod
     def load(cls, settings: Settings) -> ServedModel:
         target = settings.target.model
-        what = [triforce_core.__version__, target, settings.dtype, settings.device, settings.attention]
-        if settings.target.lossy:
-            what += [settings.target.lossy, str(settings.target.heavy_share)]
         return cls(
             name=served_name(settings),
             limits=target_limits(load_config(target, "target"), settings),
             stop_token_ids=stop_token_ids(target),
             tokenizer=load_tokenizer(target),
-            fingerprint=fingerprint(what, settings),
+            fingerprint=target_fingerprint(settings),
             lossy=settings.target.lossy,
         )
-
-
-def fingerprint(what: Sequence[str | None], settings: Settings) -> str:
-    """A short name of what determines the output; that of a lossy target says so."""
-    kind = "fp_lossy_" if settings.target.lossy else "fp_"
-    return kind + hashlib.sha256(json.dumps(what).encode()).hexdigest()[:10]
 
 
 def served_name(settings: Settings) -> str:
@@ -202,6 +200,7 @@ class Service:
         self.room = settings.places
         self.in_flight = 0
         self.shares = Shares(self.room)
+        self.turns = Turns()
         self.served = False  # whether any completion has yielded a part
         self.draining = False
         self.meters = Meters(self)
@@ -240,8 +239,9 @@ class Service:
         """The parts of the requests' completions as they are decoded; closing the generator stops the requests. Several
         requests, which differ in their prompts alone, are admitted and fail together.
 
-        Raises `InvalidValueError` or a subclass, `OverloadedError`, `DeadlineError` or `UnavailableError`. Errors in
-        the request itself are raised before the first part, but for parameters that in the end exclude every token.
+        A completion goes on where an engine dies (`deploy.journal`). Raises `InvalidValueError` or a subclass,
+        `OverloadedError`, `DeadlineError`, `UnavailableError`, `EngineCrashError` or `FingerprintError`. Errors in the
+        request itself are raised before the first part, but for parameters that in the end exclude every token.
         """
         return self.meters.watched(len(requests), requests[0].n, self.unmetered(*requests))
 
@@ -323,6 +323,7 @@ class Service:
             lookaheads=lookaheads,
             drafting=drafting,
             selector=asked.selector,
+            cache_salt=self.cache_salt(asked),
             stop_token_ids=tuple(dict.fromkeys((*own_stops, *asked.stop_token_ids))),
             resume=asked.resume,
             logprobs=asked.logprobs,
@@ -335,6 +336,16 @@ class Service:
         # A complete output must be able to end, even if the model's configuration names no stop token.
         stops = dict.fromkeys((*request.stop_token_ids, *end_token_ids(self.model.tokenizer)))
         return replace(request, grammar=await self.grammar(asked, asked.guide), stop_token_ids=tuple(stops))
+
+    def cache_salt(self, asked: ClientRequest) -> str:
+        """The salt for the pipeline: the client's, and the name of its API key, so that no key's clients can tell by
+        the time of an answer what another's have sent.
+        """
+        given, rule = asked.cache_salt, f"must be at most {MAX_SALT_CHARACTERS} characters"
+        require(len(given) <= MAX_SALT_CHARACTERS, "cache_salt", f"{len(given)} characters", rule)
+        check_unicode("cache_salt", given)
+        key = calls.current().key
+        return f"{key}/{given}" if key else given  # no key's name has a slash
 
     async def sampling(self, asked: ClientRequest) -> SamplingParams:
         """The request's sampling parameters, with the tokens of its bad words."""
@@ -415,18 +426,12 @@ class Service:
             return
         echoed = self.prompt_text(asked, request) if asked.echo and not request.resume else ""
         scores: tuple[TokenLogprobs, ...] = ()
-        left_s = deadline - asyncio.get_running_loop().time()
-        if left_s <= 0:
-            raise TimeoutError
-        sent = request_to_proto(replace(request, timeout_s=left_s))
-        async with aclosing(self.pipelines.decode(sent)) as events:
-            while True:
-                async with asyncio.timeout_at(deadline):
-                    event = await anext(events, None)
-                if event is None:
-                    raise UnavailableError("the pipeline ended the request before its end")
+        journal = Journal(self.pipelines, self.turns, request, deadline, asked.fingerprint)
+        async with aclosing(journal.events()) as events:
+            async for event in events:
                 scores += logprobs_from_proto(event.prompt_logprobs)
-                piece = frame.piece
+                frame = replace(frame, fingerprint=journal.fingerprint)
+                piece = TextDelta("", (), b"")
                 if not asked.only_prompt:
                     piece = output.feed(event.token_ids, event.origins, logprobs_from_proto(event.logprobs))
                 finish_reason = finish_reason_from_proto(event.finish_reason)

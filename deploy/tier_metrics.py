@@ -56,6 +56,12 @@ def plans(status: pb.TierStatus) -> Values:
     return {(plan,): rounds for plan, rounds in status.totals.plans.items()}
 
 
+def prefixes(status: pb.TierStatus) -> Values:
+    if status.tier != "target":
+        return {}
+    return {("hit",): status.totals.prefix_hit_tokens, ("miss",): status.totals.prefix_miss_tokens}
+
+
 def mismatches(status: pb.TierStatus) -> Values:
     return {(): status.audit.mismatches} if status.HasField("audit") else {}
 
@@ -88,6 +94,28 @@ FIGURES = (
         "Tokens for which the target's KV pool has room.",
         (),
         of_target(lambda status: status.kv_pool_tokens),
+    ),
+    Figure(
+        GAUGE,
+        "kv_cache_kept_tokens",
+        "Tokens of the target's KV pool that no request owns: kept for requests with the same prefix while there is"
+        " room.",
+        (),
+        of_target(lambda status: status.kept_tokens),
+    ),
+    Figure(
+        COUNTER,
+        "kv_cache_dropped_tokens",
+        "Tokens that were kept and have been dropped for requests that needed the room, those used longest ago first.",
+        (),
+        of_target(lambda status: status.dropped_tokens),
+    ),
+    Figure(
+        COUNTER,
+        "prefix_tokens",
+        "Prompt tokens by outcome: `hit` if their KV was found, `miss` if they were read.",
+        ("outcome",),
+        prefixes,
     ),
     Figure(
         COUNTER,
@@ -138,6 +166,13 @@ FIGURES = (
         "Seconds that these passes took; the rate is the share of time in which the tier computes.",
         ("tier",),
         of_model(lambda status: status.pass_s),
+    ),
+    Figure(
+        COUNTER,
+        "target_restarts",
+        "Times that the target's process died or hung and was replaced.",
+        (),
+        of_target(lambda status: status.restarts),
     ),
     Figure(
         COUNTER,

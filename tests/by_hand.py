@@ -82,6 +82,8 @@ class NothingCached:
 class Slots:
     """A pool of so many tokens, which shares nothing."""
 
+    kept_tokens = dropped_tokens = 0
+
     def __init__(self, free: int) -> None:
         self.free = free
         self.opened: list[int] = []

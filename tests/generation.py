@@ -18,7 +18,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 
-DRAWN_SEED = 77  # what the server draws
+FINGERPRINT = "fp_1"
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Generation(GenerationServicer):
     up. `failures` says how the next calls fail, in order.
     """
 
-    def __init__(self, *failures: Failure, keys: tuple[str, ...] = (), with_seed: bool = True) -> None:
+    def __init__(self, *failures: Failure, keys: tuple[str, ...] = ()) -> None:
         self.failures = deque(failures)
-        self.keys, self.with_seed = keys, with_seed
+        self.keys = keys
         self.requests: list[pb.GenerateRequest] = []
         self.metadata: dict[str, str | bytes] = {}
         self.authorizations: list[str | bytes] = []
@@ -72,7 +72,8 @@ class Generation(GenerationServicer):
             ended.set()
         failure = self.failures.popleft() if self.failures else None
         prompt = request.text or "".join(f"{each.role}: {each.content}\n" for each in request.messages.messages)
-        seed = request.seed if request.HasField("seed") else DRAWN_SEED
+        seed = request.seed
+        assert request.fingerprint in ("", FINGERPRINT)
         first = len(request.resume_token_ids)
         told = [token_at(prompt, seed, index) for index in range(first)]
         assert told == list(request.resume_token_ids), "resumed with other tokens than were sent"
@@ -80,14 +81,20 @@ class Generation(GenerationServicer):
         for sent, (nth, index) in enumerate(order):
             if failure and sent == failure.after:
                 failure.done()
+                if failure.code is grpc.StatusCode.OK:  # it just ends
+                    return
                 context.abort(failure.code, "the replica is gone")
             token = token_at(prompt, seed + nth, index)
             text = text_at(token, index)
             chunk = pb.GenerateChunk(
                 text=text, token_ids=[token], origins=bytes([origin_at(index)]), text_lengths=[len(text)], index=nth
             )
-            if index == first and self.with_seed:
-                chunk.seed = seed + nth
+            if index == first:
+                chunk.seed, chunk.fingerprint = seed + nth, FINGERPRINT
+                if not first and request.echo:
+                    chunk.text = prompt + chunk.text
+                if not nth and request.HasField("prompt_logprobs"):
+                    chunk.prompt_logprobs.extend(pb.TokenLogprobs(logprob=-each) for each in range(len(prompt)))
             if index == request.max_tokens - 1:
                 chunk.finish_reason = pb.FINISH_REASON_LENGTH
                 chunk.usage.prompt_tokens, chunk.usage.completion_tokens = 3, request.max_tokens

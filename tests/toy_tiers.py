@@ -132,6 +132,8 @@ class ToyTarget(ToyTier):
         self.ranges: dict[int, Any] = {}
         self.cuts = itertools.count(1)
 
+    kept_tokens = dropped_tokens = 0
+
     @property
     def used_tokens(self) -> int:
         return self.allocator.num_slots - self.allocator.num_free

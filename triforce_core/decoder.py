@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 from math import ceil
@@ -147,6 +147,8 @@ class SpeculativeDecoder:
         self.micro_batches, self.hand_up_early = micro_batches, hand_up_early
         self.blocks: dict[int, Block] = {}  # by sequence id; one for every sequence until it is released
         self.arrivals = itertools.count()
+        # Called with the ids of the sequences of each pass before it begins, and with none after it.
+        self.passing: Callable[[list[int]], None] = lambda sequence_ids: None
 
     @property
     def owed(self) -> list[Block]:
@@ -184,7 +186,9 @@ class SpeculativeDecoder:
                 verified.append((block, proposal))
         claims = [block.claim(proposal) for block, proposal in verified]
         began = perf_counter()
+        self.passing([claim.span.sequence_id for claim in claims])
         verdicts = self.verifier.verify(claims) if claims else []
+        self.passing([])
         seconds = perf_counter() - began
         for (block, proposal), verdict in zip(verified, verdicts, strict=True):
             self._extend(block, proposal, verdict, seconds)

@@ -44,6 +44,15 @@ class UnsupportedModelError(TriForceError):
 class UnavailableError(TriForceError):
     """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
+    def __init__(self, message: str, *, suspect: bool | None = None) -> None:
+        """`suspect`: whether the request's work was in the pass in which the peer died; None if that is not known."""
+        super().__init__(message)
+        self.suspect = suspect
+
+
+class FingerprintError(TriForceError):
+    """A target cannot continue an output, because another model or other settings made it."""
+
 
 class DeadlineError(TriForceError):
     """The request did not finish within the time that the request or the server allows."""

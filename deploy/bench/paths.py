@@ -25,7 +25,8 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 
-LOOKAHEADS = (8, 3)  # the same in all answers: by its own choice the server would decode them differently
+# The lookaheads of all answers, of the tiers that the server has: by its own choice it would decode them differently.
+LOOKAHEADS = {"retrieval": 8, "draft": 3}
 BODY = "a " * 500_000  # one MB; no model's context holds it, or it is read as any prompt
 
 
@@ -112,9 +113,10 @@ async def bench_paths(
         async with TargetClient(addresses[0], tokens) as target:
             clients: dict[str, Client] = {"direct": target, "http": http, "grpc": ours}
             found: dict[str, list[Timed]] = {name: [] for name in (*clients, "http_beside_bodies")}
-            lookaheads = (0, 0) if "lossy" in status["target"] else LOOKAHEADS
+            drafting = {tier["tier"] for tier in status["tiers"]}
+            retrieval, draft = (tokens * (tier in drafting) for tier, tokens in LOOKAHEADS.items())
             for turn in range(repeats):
-                question = Question(model, prompt, output, temperature, seed=turn, lookaheads=lookaheads)
+                question = Question(model, prompt, output, temperature, seed=turn, lookaheads=(retrieval, draft))
                 for name, client in clients.items():
                     progress(f"{turn + 1} of {repeats}: {name}")
                     found[name].append(await timed(client, question))
@@ -125,6 +127,7 @@ async def bench_paths(
     return {
         "prompt_tokens": len(ids),
         "output_tokens": output,
+        "lookaheads": [retrieval, draft],
         "token_ms": {name: round(statistics.median(each), 3) for name, each in times.items()},
         "over_direct": {name: round(statistics.median(each), 3) for name, each in ratios.items()},
         "over_direct_each": {name: [round(ratio, 3) for ratio in each] for name, each in ratios.items()},

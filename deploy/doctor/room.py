@@ -68,7 +68,8 @@ def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     from triforce_core.engine.cache_sizes import draft_heavy_hitters, draft_window, retrieval_tail
     from triforce_core.engine.limits import target_limits
     from triforce_core.engine.lossy import lossy_bytes
-    from triforce_core.engine.target_kv import check_pool, kept_bytes, offload_for
+    from triforce_core.engine.target_kv import check_pool, offload_for
+    from triforce_core.engine.working_memory import beside_pool
     from triforce_core.kv.base import KVGeometry
     from triforce_core.kv.memory import HOST
     from triforce_core.models.device import DTYPES, torch_device
@@ -90,11 +91,11 @@ def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     if settings.target.lossy:
         return settings.max_sequences * lossy_bytes(geometry, heads, settings)
     pool, offload = target_limits(config, settings).kv_pool_tokens, offload_for(settings, layers)
-    landmarks = kept_bytes(geometry, pool, settings)
-    check_pool(offload, geometry, pool, landmarks)
+    beside = beside_pool(config, geometry, pool, settings)
+    check_pool(offload, geometry, pool, beside)
     if offload is None:
-        return geometry.bytes_per_token * pool + layers * landmarks
+        return geometry.bytes_per_token * pool + beside.landmarks
     on_device, elsewhere = offload.kv_bytes(geometry, pool)
-    with_kv, in_host = offload.landmark_bytes(geometry, landmarks)
-    in_host += elsewhere if offload.directory is None else 0
-    return on_device + with_kv + (in_host if device == HOST else 0)
+    resident = beside.landmarks * offload.resident_layers // layers
+    in_host = beside.landmarks - resident + (elsewhere if offload.directory is None else 0)
+    return on_device + resident + (in_host if device == HOST else 0)

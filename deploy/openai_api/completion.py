@@ -147,14 +147,16 @@ class Completions:
             yield event(answer_to(error)[1])
 
 
-def usage(ends: Sequence[Part], n: int = 1) -> dict[str, int]:
+def usage(ends: Sequence[Part], n: int = 1) -> dict[str, Any]:
     """The tokens of all completions, `n` of each prompt, from the last part of each."""
     prompt_tokens = sum(end.prompt_tokens for end in ends if end.index % n == 0)
+    cached_tokens = sum(end.done.stats.cached_tokens for end in ends if end.done and end.index % n == 0)
     completion_tokens = sum(end.done.completion_tokens for end in ends if end.done)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
     }
 
 

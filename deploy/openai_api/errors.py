@@ -11,9 +11,17 @@ from fastapi.responses import JSONResponse, Response
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from deploy.errors import OverloadedError, UnauthenticatedError, entry_for, internal_error
+from deploy.errors import (
+    EngineCrashError,
+    EngineLostError,
+    OverloadedError,
+    UnauthenticatedError,
+    entry_for,
+    internal_error,
+)
 from triforce_core.errors import (
     DeadlineError,
+    FingerprintError,
     InvalidValueError,
     TooLargeError,
     TriForceError,
@@ -40,12 +48,16 @@ ANSWERS: dict[type[TriForceError], Answer] = {
     UnknownModelError: Answer(404, INVALID, "model_not_found"),
     OverloadedError: Answer(429, "rate_limit_error", "overloaded"),
     UnavailableError: Answer(503, SERVER, "unavailable"),
+    EngineLostError: Answer(503, SERVER, "engine_lost"),
+    FingerprintError: Answer(503, SERVER, "fingerprint_changed"),
+    EngineCrashError: Answer(500, SERVER, "engine_crash"),
     DeadlineError: Answer(504, "timeout_error", "timeout"),
 }
-RETRY = {  # headers by status
+RETRY: dict[int | str, dict[str, str]] = {  # headers by status, or by code
     401: {"WWW-Authenticate": "Bearer"},
     429: {"Retry-After": str(OverloadedError.retry_after_s)},
     503: {"Retry-After": str(OverloadedError.retry_after_s)},
+    "engine_crash": {"x-should-retry": "false"},  # OpenAI's clients would retry, and crash the engine again
     504: {"x-should-retry": "false"},  # OpenAI's clients would retry, and run into the deadline again
 }
 
@@ -91,7 +103,7 @@ class AsciiJSON(JSONResponse):
 
 def error_response(error: Exception) -> Response:
     answer, body = answer_to(error)
-    return AsciiJSON(body, answer.status, RETRY.get(answer.status))
+    return AsciiJSON(body, answer.status, RETRY.get(answer.code, RETRY.get(answer.status)))
 
 
 def malformed_response(error: RequestValidationError) -> Response:

@@ -63,9 +63,18 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
         name: getattr(status.audit, name) for name in pb.Audit.DESCRIPTOR.fields_by_name if status.HasField("audit")
     }
     stall = round(status.least_stall_ms, 1)
-    kv = {"kv_tokens": status.kv_tokens} if status.tier == "target" else {}
+    kv = kv_status(status) if status.tier == "target" else {}
     controller = controller_status(status.controller) if status.HasField("controller") else None
-    found = {"silent": silent, "audit": audit, "least_stall_ms": stall, "controller": controller}
+    kernels = {"fused": status.kernels.fused, "shapes": status.kernels.shapes} if status.HasField("kernels") else {}
+    found = {
+        "kernels": kernels,
+        "fingerprint": status.fingerprint,
+        "silent": silent,
+        "audit": audit,
+        "least_stall_ms": stall,
+        "controller": controller,
+        "restarts": status.restarts,
+    }
     return {
         "tier": status.tier,
         "ready": status.ready,
@@ -75,6 +84,17 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
         "links": links,
         **kv,
     } | {name: value for name, value in found.items() if value}
+
+
+def kv_status(status: pb.TierStatus) -> dict[str, Any]:
+    """The target's pool: tokens that requests own, and what is kept for later requests with the same prefix."""
+    prefixes = {
+        "hit_tokens": status.totals.prefix_hit_tokens,
+        "miss_tokens": status.totals.prefix_miss_tokens,
+        "kept_tokens": status.kept_tokens,
+        "dropped_tokens": status.dropped_tokens,
+    }
+    return {"kv_tokens": status.kv_tokens, "prefixes": prefixes}
 
 
 def controller_status(status: pb.ControllerStatus) -> dict[str, Any]:

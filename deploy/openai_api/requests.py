@@ -138,7 +138,8 @@ class CommonRequest(Body):
     detokenize: bool | None = Field(True, description=UNSUPPORTED_TEXT)
     priority: int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
     cache_salt: str | None = Field(
-        None, description="accepted; it changes nothing, because requests do not share the KV of their prefixes yet"
+        None,
+        description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters",
     )
     speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
     return_token_ids: bool = Field(False, description="give token_ids, their origins and texts with each choice")
@@ -238,6 +239,7 @@ def common_request_from(
         priority=body.priority or 0,
         drafter=drafter,
         selector=selector,
+        cache_salt=body.cache_salt or "",
     )
 
 

@@ -1,6 +1,7 @@
 // One answer on the page: its tokens, coloured by the tier that wrote each, and its figures.
 
 const TIERS = ["draft", "lookup", "retrieval", "target"];
+const MEASURABLE_MS = 50; // an answer that comes faster, as one piece, has no rate that means anything
 const GIVEN = 4; // lines of the prompt that are shown before the answer
 
 export const number = (value, digits = 0) =>
@@ -73,10 +74,11 @@ export class Run {
     if (follow) this.text.scrollTop = this.text.scrollHeight;
   }
 
-  // Tokens per second after the first chunk; null before there are any.
+  // Tokens per second after the first chunk; null while there is no time to measure it by.
   get rate() {
     const decoded = this.tokens.length - this.firstTokens;
-    return decoded > 0 && this.lastAt > this.firstAt ? (1e3 * decoded) / (this.lastAt - this.firstAt) : null;
+    const ms = this.lastAt - this.firstAt;
+    return decoded > 0 && ms >= MEASURABLE_MS ? (1e3 * decoded) / ms : null;
   }
 
   get totalMs() {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from ray.actor import ActorHandle
 
-from actors.pipeline import Pipeline
+from actors.keeping import Keeper
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
 from tests.dist.decoding import Tiers
@@ -90,20 +90,27 @@ def test_a_retrieval_tier_that_loses_a_rank_changes_no_token_and_comes_back(
         assert runner.run(decode(pipeline, prompt))[0] == expected
 
 
-def test_a_target_that_loses_a_rank_has_failed(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
-    """And is said to have: its pipeline is replaced by whoever owns it."""
+def test_a_target_that_loses_a_rank_is_replaced_with_all_its_ranks(
+    start_pipeline: StartPipeline, held_out: HeldOut
+) -> None:
     prompt = held_out("inspect.py", 600)
     with start_pipeline(SETTINGS) as (runner, pipeline):
-        [_, of_target] = pipeline.actors.followers
-        victim = pid(of_target)
-        with pytest.raises(UnavailableError):
-            runner.run(decode(pipeline, prompt, lambda: os.kill(victim, signal.SIGKILL)))
-        with pytest.raises(UnavailableError):
-            runner.run(check(pipeline))
+        [of_retrieval, of_target] = pipeline.actors.followers
+        expected, _ = runner.run(decode(pipeline, prompt))
+        before = {pid_of(pipeline, Tier.TARGET), victim := pid(of_target)}
+        drafting = [pid_of(pipeline, Tier.DRAFT), pid_of(pipeline, Tier.RETRIEVAL), pid(of_retrieval)]
 
+        async def replaced() -> list[int]:
+            keeping = asyncio.create_task(Keeper(pipeline, SETTINGS).run())
+            with pytest.raises(UnavailableError):
+                await decode(pipeline, prompt, lambda: os.kill(victim, signal.SIGKILL))
+            tokens, _ = await decode(pipeline, prompt)
+            keeping.cancel()
+            return tokens
 
-async def check(pipeline: Pipeline) -> None:
-    await asyncio.wait_for(pipeline.check(10.0), 20)
+        assert runner.run(replaced()) == expected
+        assert before.isdisjoint({pid_of(pipeline, Tier.TARGET), pid(of_target)}), "both ranks are new"
+        assert drafting == [pid_of(pipeline, Tier.DRAFT), pid_of(pipeline, Tier.RETRIEVAL), pid(of_retrieval)]
 
 
 class Ended(Exception):

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import grpc.aio
+import grpc
 import pytest
 
 from actors import pass_times
 from actors.links import RemoteProposer
-from actors.pipeline import Pipeline
+from actors.running_target import RunningTarget
 from actors.serving import LinkServer, TierServer
 from actors.target_server import AsyncServer, TargetServer
 from actors.wire import sampling_to_proto
 from tests.by_hand import Counting, NoProposer, Slots
 from tests.dist.test_links import Quiet
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.engine import Engine
@@ -74,9 +76,11 @@ def check(address: str, timeout_s: float = 5.0) -> None:
     """As the owner of a pipeline does."""
 
     async def connected() -> None:
-        pipeline = Pipeline(None)  # type: ignore[arg-type]
-        async with grpc.aio.insecure_channel(address) as pipeline.channel:
-            await pipeline.check(timeout_s)
+        target = RunningTarget(address, os.getpid(), None)
+        try:
+            await target.check(timeout_s)
+        finally:
+            await target.close()
 
     asyncio.run(connected())
 
@@ -141,9 +145,11 @@ def stream(address: str, **fields: Any) -> list[pb.DecodeEvent]:
 
     async def events() -> list[pb.DecodeEvent]:
         request = pb.DecodeRequest(prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), **fields)
-        pipeline = Pipeline(None)  # type: ignore[arg-type]
-        async with grpc.aio.insecure_channel(address) as pipeline.channel:
-            return [event async for event in pipeline.decode(request)]
+        target = RunningTarget(address, os.getpid(), None)
+        try:
+            return [pb.DecodeEvent.FromString(event) async for event in target.decode(request.SerializeToString())]
+        finally:
+            await target.close()
 
     return asyncio.run(events())
 
@@ -214,3 +220,28 @@ def test_an_engine_knows_how_large_its_next_pass_is_at_most() -> None:
         seen.clear()
         assert decode(target, 4, (5, 3)).wait(10)
         assert {asked for asked, _ in seen[1:]} == {6}, "one token is new, five may be proposed"
+
+
+def test_a_request_is_told_its_way_to_the_first_pass_and_the_fingerprint_of_the_target() -> None:
+    request = pb.DecodeRequest(
+        prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), max_tokens=2, lookaheads={"values": [0, 0]}
+    )
+    verifier = Hanging()
+    verifier.may_end.clear()
+    with served(NoProposer(), verifier) as (target, server), grpc.insecure_channel(server.address) as channel:
+        target.fingerprint = "fp_1"
+        stub = TargetStub(channel)
+        events = stub.Decode(request)
+        assert next(events) == pb.DecodeEvent(fingerprint="fp_1")
+        assert next(events) == pb.DecodeEvent(entered=True), "before the pass ends, which may be never"
+        verifier.may_end.set()
+        rest = list(events)
+        assert sum(len(event.token_ids) for event in rest) == 2
+        assert not any(event.entered or event.fingerprint for event in rest)
+        assert not target.engine_thread.entering
+        request.fingerprint = "fp_1"
+        assert len(list(stub.Decode(request))) >= 3
+        request.fingerprint = "fp_2"
+        with pytest.raises(grpc.RpcError, match="fingerprint: 'fp_2' is not what is served here, 'fp_1'") as refused:
+            list(stub.Decode(request))
+        assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

@@ -97,7 +97,7 @@ def test_where_the_pool_is_full_blocks_are_skipped() -> None:
     finish(it, requests(1, 100, 60))
     assert counts(it).blocks == 0
     assert counts(it).skipped > 5
-    assert it.scheduler.kv.allocator.num_free == 160  # type: ignore[attr-defined]
+    assert it.scheduler.kv.used_tokens == 0
 
 
 def check_honest(audited: Engine, blocks: int) -> None:

@@ -17,6 +17,7 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import draft_proposer, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
+from triforce_core.kv.integrity import check
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposal, Proposer, SamplingParams, Tally, Tier, Work
@@ -147,7 +148,8 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
         assert not chain.drafts.held, "the draft tier keeps a sequence that has ended"
         caches = [chain.engine.scheduler.kv, chain.kv, chain.drafts.runner.kv]
         assert not any(kv.held for kv in caches), "a tier keeps a sequence that has ended"
-        assert all(kv.allocator.num_free == kv.allocator.num_slots for kv in caches)
+        assert not any(kv.used_tokens for kv in caches)
+        check(chain.engine.scheduler.kv)
     print(f"\n{accepted} accepted", *(f"{n:7d}  {name}" for name, n in sorted(events.items())), sep="\n")
     assert accepted > 200
     mishaps = ["work lost", "answer lost", "answer twice", "answer late or repeated", "gave up waiting"]

@@ -10,6 +10,7 @@ from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.integrity import check
 from triforce_core.messages import SamplingParams
 
 Tokens = tuple[int, ...]
@@ -74,8 +75,8 @@ def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, in
     kv = it.scheduler.kv
     assert isinstance(kv, FullKV)
     assert not kv.held
-    assert kv.allocator.free_ranges == [(0, needed // 2)]
-    assert not kv.allocator.wishes
+    assert kv.used_tokens == 0
+    check(kv)
 
 
 def test_prompt_logprobs_of_a_preempted_request_come_once() -> None:

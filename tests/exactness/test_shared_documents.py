@@ -275,7 +275,7 @@ def test_two_ranks_share_alike(rank: RankProcess, tmp_path: Path) -> None:
     )
     documents = [random_tokens(500, seed=100 + n) for n in range(3)]
     asked = [question(n, documents[n % 3]) for n in (0, 3, 1, 4, 2, 5, 0)]
-    expected = [run(load_local_engine(settings.cold), [request])[0][0] for request in asked]
+    expected = alone(load_local_engine(settings.cold), asked)
     with rank.lead(with_ranks(settings), BOTH) as ranks:
         it = load_local_engine(with_ranks(settings), ranks=ranks)
         tokens, _ = run(it, asked)

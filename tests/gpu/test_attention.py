@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
-
 import pytest
 import torch
 from torch import Tensor
 
-from triforce_core.attention import KERNELS, ON_CUDA, Kernel
+from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_attn
 from triforce_core.attention.blocked import blocked
-from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.cuda_flash import flash_ranged, flash_split
 from triforce_core.attention.ranged import WorkItems, attend, cut, gathered
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
 
-INSTALLED = [name for name in ON_CUDA if name != "flash_attn" or find_spec("flash_attn")]
+INSTALLED = [name for name in ON_CUDA if name != "flash_attn" or has_flash_attn()]
 OUTPUT, LSE = 2e-2, 5e-3  # absolute, for outputs of size about 1: bfloat16 has 8 bits
 
 
@@ -59,23 +57,25 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
     torch.testing.assert_close(part.lse, expected.lse, atol=LSE, rtol=0)
 
 
+@pytest.mark.parametrize("ranged", [flash_ranged, flash_split])
+@pytest.mark.parametrize("queries", [1, 5, 17])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
-def test_ranges_that_are_tensors(splits: int, group: int, head_dim: int) -> None:
+def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, group: int, head_dim: int) -> None:
     """In any order, empty ones among them, in a pool of which all else is NaN; and with the pass's own tokens."""
-    kv_heads, queries, longest = 2, 5, 5000
+    kv_heads, longest = 2, 5000
     starts, lengths = [20_000, 5, 12_000, 0], [5000, 0, 4097, 1]
     pool = pool_of(kv_heads, 30_000, head_dim, torch.bfloat16)
     for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
         pool[:, :, start : start + length] = normal(2, kv_heads, length, head_dim, seed=i)
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, (0, 0), strict=True))
-    offsets = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda") * (queries * group)
-    items = WorkItems(first, count[:-1].contiguous(), offsets, longest, splits)
+    numbers = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda")
+    items = WorkItems(first, count[:-1].contiguous(), numbers * (queries * group), longest, splits, numbers)
 
     each = normal(len(pieces), queries * group, kv_heads, head_dim, seed=9)
-    found = flash_ranged(each, pool[0], pool[1], head_dim**-0.5, items)
+    found = ranged(each, pool[0], pool[1], head_dim**-0.5, items)
     expected = gathered(each.float(), pool[0].float(), pool[1].float(), head_dim**-0.5, items)
     torch.testing.assert_close(found.output.float(), expected.output, atol=OUTPUT, rtol=0)
     torch.testing.assert_close(found.lse, expected.lse, atol=LSE, rtol=0)
@@ -83,7 +83,7 @@ def test_ranges_that_are_tensors(splits: int, group: int, head_dim: int) -> None
     tokens = len(starts) * queries
     query = normal(group * kv_heads, tokens, head_dim, seed=10)
     own = normal(2, kv_heads, tokens, head_dim, seed=11)
-    merged = attend(flash_ranged, query, own[0], own[1], (pool[0], pool[1]), head_dim**-0.5, items)
+    merged = attend(ranged, query, own[0], own[1], (pool[0], pool[1]), head_dim**-0.5, items)
     exact = attend(gathered, query.float(), *own.float(), (pool[0].float(), pool[1].float()), head_dim**-0.5, items)
     torch.testing.assert_close(merged.float(), exact, atol=OUTPUT, rtol=0)
 

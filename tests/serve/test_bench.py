@@ -60,5 +60,6 @@ def test_paths_compares_http_and_grpc_with_the_target_asked_directly(
     )
     figures = json.loads(capsys.readouterr().out)
     assert 200 < figures["prompt_tokens"] <= 300
+    assert figures["lookaheads"] == [8, 3]
     assert all(figures["token_ms"][way] > 0 for way in ("direct", "http", "grpc", "http_beside_bodies"))
     assert all(len(figures["over_direct_each"][way]) == 2 for way in ("http", "grpc"))

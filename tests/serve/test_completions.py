@@ -80,7 +80,24 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
         "prompt_tokens": prompt,
         "completion_tokens": output,
         "total_tokens": prompt + output,
+        "prompt_tokens_details": {"cached_tokens": 0},
     }
+
+
+def test_cached_tokens_are_those_that_the_first_completion_of_each_prompt_found() -> None:
+    """The others may have found what the first one left: as with `prompt_tokens`, a prompt counts once."""
+    script = (found(ids("a"), 3), found(ids(" c"), 3, LENGTH))
+    fields: dict[str, Any] = {"prompt": [ids("def f"), ids("import os")], "n": 2}
+    usage = answered(script, **fields)[0]["usage"]
+    assert usage["prompt_tokens_details"] == {"cached_tokens": 6}
+    assert streamed(script, **fields, stream_options={"include_usage": True})[-1]["usage"] == usage
+    assert answered(script)[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+
+
+def found(tokens: list[int], cached: int, finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED) -> pb.DecodeEvent:
+    made = event(tokens, finish)
+    made.stats.cached_tokens = cached
+    return made
 
 
 def test_chunks_of_several_choices_tell_whose_they_are() -> None:
@@ -226,6 +243,7 @@ def test_what_a_request_adds_reaches_the_pipeline() -> None:
     assert list(sent.stop_token_ids) == [7]
     assert [list(word.values) for word in sent.sampling.bad_word_ids] == [ids("bad"), ids(" bad")]
     assert sent.sampling.min_tokens == 2
+    assert sent.cache_salt == "mine"
 
 
 def test_a_prompt_is_truncated_to_its_last_tokens() -> None:

@@ -79,6 +79,6 @@ def test_the_request_to_try_is_one_that_works(server: Server) -> None:
     _, _, url, _, header, _, body = shlex.split(line[0])
     kind = header.split(": ")
     answer = requests.post(url, data=body, headers={kind[0]: kind[1]}, timeout=60)
-    events = [line for line in answer.text.split("\n\n") if line]
+    events = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
 from typing import Any
 
 import grpc
@@ -20,7 +22,9 @@ from tests.random_messages import messages
 from tests.serve.conftest import Server
 from tests.serve.test_service import Scripted, event, ids, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core._gen.triforce.v1 import tiers_pb2 as tiers_pb
 from triforce_core.client import TriForceClient
+from triforce_core.errors import FingerprintError
 
 SERVICES = (pb.DESCRIPTOR.services_by_name["Generation"], health_pb2.DESCRIPTOR.services_by_name["Health"])
 METHODS = {method.name: method for service in SERVICES for method in service.methods}
@@ -31,6 +35,7 @@ STATUSES = {  # that a client's message may lead to; a server of ours never answ
     "RESOURCE_EXHAUSTED",
     "DEADLINE_EXCEEDED",
     "UNAVAILABLE",  # only where the pipelines say so
+    "FAILED_PRECONDITION",  # a fingerprint that the client claims
 }
 
 
@@ -75,8 +80,22 @@ class Context:
 
 
 class Up(Scripted):
+    """As a target does, it refuses fingerprints other than its own."""
+
+    async def decode(self, request: tiers_pb.DecodeRequest) -> AsyncGenerator[tiers_pb.DecodeEvent, None]:
+        if request.fingerprint:
+            raise FingerprintError(f"fingerprint: {request.fingerprint!r} is not what is served here")
+        async with aclosing(super().decode(request)) as events:
+            async for each in events:
+                yield each
+
     async def check(self) -> None:
         pass
+
+
+@pytest.fixture(autouse=True)
+def _short_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.journal.CLAIM_S", 0.05)
 
 
 @pytest.fixture(scope="module")

@@ -92,13 +92,13 @@ def test_every_error_has_the_code_that_the_client_gets() -> None:
     client, *_ = served(event(ids("a")), UnavailableError("it is gone"))
     answers = [ask(client).json(), events_of(ask(client, stream=True))[-1]]
     codes += [answer["error"]["code"] for answer in answers]
-    assert scrape(client)["requests_total"] == {("unavailable",): 2}
+    assert scrape(client)["requests_total"] == {("engine_crash",): 2}
     client, *_ = served(5.0)
     codes.append(ask(client, timeout_s=0.05).json()["error"]["code"])
     found = scrape(client)
     assert found["requests_total"] == {("timeout",): 1}
     assert found["e2e_request_latency_seconds_count"] == {(): 0}, "the time of what failed is no latency"
-    assert codes == ["internal_error", "unavailable", "unavailable", "timeout"]
+    assert codes == ["internal_error", "engine_crash", "engine_crash", "timeout"]
 
 
 def test_what_its_client_leaves_is_cancelled_and_its_tokens_count() -> None:
@@ -266,6 +266,8 @@ def replica(**target: Any) -> list[pb.TierStatus]:
         snapshots=5,
         preempted=1,
         rounds_by_tokens={1: 3, 5: 6, 100: 1},
+        prefix_hit_tokens=900,
+        prefix_miss_tokens=700,
     )
     status = pb.TierStatus(
         tier="target",
@@ -275,6 +277,8 @@ def replica(**target: Any) -> list[pb.TierStatus]:
         waiting_sequences=2,
         kv_tokens=300,
         kv_pool_tokens=1000,
+        kept_tokens=400,
+        dropped_tokens=250,
         passes=12,
         pass_s=3.5,
         totals=totals,
@@ -292,6 +296,9 @@ def test_the_tiers_figures_are_what_they_report() -> None:
     assert found["num_requests_waiting"] == {("r1",): 2}
     assert found["kv_cache_used_tokens"] == {("r1",): 300}
     assert found["kv_cache_capacity_tokens"] == {("r1",): 1000}
+    assert found["kv_cache_kept_tokens"] == {("r1",): 400}
+    assert found["kv_cache_dropped_tokens_total"] == {("r1",): 250}
+    assert found["prefix_tokens_total"] == {("r1", "hit"): 900, ("r1", "miss"): 700}
     assert found["num_preemptions_total"] == {("r1",): 1}
     assert found["snapshots_total"] == {("r1",): 5}
     assert found["rounds_total"] == {("r1", "plain"): 3, ("r1", "retrieval+model"): 7}

@@ -9,6 +9,7 @@ import psutil
 import pytest
 import requests
 from openai import NotFoundError, OpenAI
+from openai.types import CompletionUsage
 
 from tests.serve.conftest import Server
 from triforce_core.models.load import load_tokenizer
@@ -18,9 +19,15 @@ def chunks_of(response: requests.Response) -> list[dict[str, Any]]:
     """The events of a stream; the last must be [DONE]."""
     assert response.status_code == 200, response.text
     assert response.headers["content-type"].startswith("text/event-stream")
-    events = [line.removeprefix("data: ") for line in response.iter_lines(decode_unicode=True) if line]
+    lines = [line for line in response.iter_lines(decode_unicode=True) if line.startswith("data: ")]
+    events = [line.removeprefix("data: ") for line in lines]
     assert events[-1] == "[DONE]"
     return [json.loads(event) for event in events[:-1]]
+
+
+def counts(usage: CompletionUsage) -> dict[str, Any]:
+    """Its tokens, wherever their KV came from."""
+    return usage.model_dump(exclude={"prompt_tokens_details"})
 
 
 def test_a_long_document_is_continued_the_same_streamed_and_whole(openai: OpenAI, source: str) -> None:
@@ -37,9 +44,50 @@ def test_a_long_document_is_continued_the_same_streamed_and_whole(openai: OpenAI
     choices = [chunk.choices[0] for chunk in chunks if chunk.choices]
     assert "".join(choice.text for choice in choices) == whole.choices[0].text
     assert [choice.finish_reason for choice in choices] == [None] * (len(choices) - 1) + ["length"]
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert {chunk.id for chunk in chunks} == {chunks[0].id}
     assert chunks[0].system_fingerprint == whole.system_fingerprint
+
+
+def test_a_document_that_was_read_is_not_read_again(openai: OpenAI, source: str) -> None:
+    """For requests of one salt; `prompt_tokens_details` tells the official client."""
+    questions = [f"{source[:12_000]}\n# {question}\n" for question in ("What is it?", "Who calls it?")]
+
+    def asked(prompt: str, salt: str) -> tuple[str, int, int]:
+        fields: dict[str, Any] = {"model": "demo", "prompt": prompt, "max_tokens": 16, "temperature": 0}
+        fields |= {"extra_body": {"cache_salt": salt}}
+        whole = openai.completions.create(**fields)
+        assert whole.usage is not None
+        assert whole.usage.prompt_tokens_details is not None
+        cached = whole.usage.prompt_tokens_details.cached_tokens
+        assert cached is not None
+        return whole.choices[0].text, cached, whole.usage.prompt_tokens
+
+    first, second = asked(questions[0], "ours"), asked(questions[1], "ours")
+    assert first[1] == 0
+    assert 0.9 * second[2] < second[1] < second[2]
+    again, strange = asked(questions[0], "ours"), asked(questions[0], "theirs")
+    assert again[1] > first[2] * 0.9
+    assert strange[1] == 0
+    assert first[0] == again[0] == strange[0]
+
+
+def test_a_conversation_goes_on_where_it_was(openai: OpenAI, source: str) -> None:
+    messages: Any = [{"role": "user", "content": source[:6000]}]
+    fields: dict[str, Any] = {"model": "demo", "max_tokens": 16, "temperature": 0, "stream": True}
+    fields |= {"stream_options": {"include_usage": True}, "extra_body": {"cache_salt": "chat"}}
+    found = []
+    for _ in range(2):
+        chunks = list(openai.chat.completions.create(messages=messages, **fields))
+        usage = chunks[-1].usage
+        assert usage is not None
+        assert usage.prompt_tokens_details is not None
+        found.append((usage.prompt_tokens_details.cached_tokens, usage.prompt_tokens))
+        said = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+        messages = [*messages, {"role": "assistant", "content": said}, {"role": "user", "content": "Go on."}]
+    assert found[0][0] == 0
+    assert found[1][0] > 0.9 * found[0][1], "all of the first turn's prompt but its end"
 
 
 def test_models_are_listed_and_found(openai: OpenAI) -> None:

@@ -56,7 +56,7 @@ def test_the_installed_server_answers_readme_s_first_request(
         )
     finally:
         stop(server, log)
-    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
+    events = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line.startswith("data: ")]
     assert events[-1] == "[DONE]", done.stdout
     text = "".join(choice["text"] for event in events[:-1] for choice in json.loads(event)["choices"])
     print(log.read_text(), text, sep="\n")

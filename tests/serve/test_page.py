@@ -115,7 +115,7 @@ def test_both_answers_are_streamed_and_equal_and_each_tier_has_its_look(
 
     figures = opened.page.locator(".run").first
     for name, form in {
-        "rate": r"[\d,]+\.\d",  # on a busy machine a whole answer may come at once
+        "rate": r"\d+\.\d|–",  # on a busy machine a whole answer may come at once
         "first": r"\d+\.\d\d s",
         "total": r"\d+\.\d\d s",
         "tokens": "96",

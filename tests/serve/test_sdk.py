@@ -13,11 +13,16 @@ import pytest
 from tests.serve.conftest import Server
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
-from triforce_core.client import InvalidRequestError, Model, NotFoundError, TriForceClient
+from triforce_core.client import InvalidRequestError, Model, NotFoundError, TriForceClient, Usage
 
 
 def test_models(client: TriForceClient) -> None:
     assert client.models() == (Model("demo", 16384),)
+
+
+def counts(usage: Usage | pb.Usage) -> tuple[int, int]:
+    """Its tokens, wherever their KV came from."""
+    return usage.prompt_tokens, usage.completion_tokens
 
 
 def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForceClient, source: str) -> None:
@@ -30,7 +35,8 @@ def test_both_doors_and_both_ways_give_the_same(server: Server, client: TriForce
     tokens = tuple(token for chunk in chunks for token in chunk.token_ids)
     assert tokens == whole.token_ids == tuple(http["choices"][0]["token_ids"])
     assert len(b"".join(chunk.origins for chunk in chunks)) == len(whole.origins) == 40
-    assert chunks[-1].usage == whole.usage
+    assert chunks[-1].usage is not None
+    assert counts(chunks[-1].usage) == counts(whole.usage)
     assert whole.usage.prompt_tokens == http["usage"]["prompt_tokens"] > 1_000
     assert whole.usage.completion_tokens == 40
     assert whole.finish_reason == chunks[-1].finish_reason == "length"
@@ -77,8 +83,21 @@ def test_what_broke_off_is_resumed_with_the_tokens_received(server: Server, rece
         [rest] = (second := stub.Generate(request)).choices
     assert list(rest.token_ids) == list(whole.token_ids[received:])
     assert whole.text.endswith(rest.text)
-    assert first.usage == second.usage
+    assert counts(first.usage) == counts(second.usage)
     assert 0 < len(rest.text) < len(whole.text)
+
+
+def test_a_document_is_read_once_for_all_calls_of_a_salt(client: TriForceClient, source: str) -> None:
+    document, asked = source[:12_000], {"max_tokens": 8, "temperature": 0.0}
+    cold = client.generate(document, **asked, cache_salt="test_sdk")
+    warm = client.generate(document, **asked, cache_salt="test_sdk")
+    assert warm.token_ids == cold.token_ids
+    assert cold.usage.cached_tokens == 0
+    assert 0.9 * warm.usage.prompt_tokens < warm.usage.cached_tokens < warm.usage.prompt_tokens
+    several = list(client.stream(document, **asked, n=2, cache_salt="test_sdk"))
+    for last in (chunk.usage for chunk in several if chunk.usage is not None):
+        assert last.cached_tokens == warm.usage.cached_tokens
+    assert client.generate(document, **asked, cache_salt="test_sdk 2").usage.cached_tokens == 0
 
 
 @pytest.mark.parametrize("seed", [None, -5])
@@ -94,7 +113,8 @@ def test_a_broken_stream_is_resumed_with_the_seed_of_its_first_chunk(client: Tri
     assert 0 < len(first.token_ids) < 40
     assert sum((chunk.token_ids for chunk in rest), first.token_ids) == whole.token_ids
     assert "".join(chunk.text for chunk in (first, *rest)) == whole.text
-    assert rest[-1].usage == whole.usage
+    assert rest[-1].usage is not None
+    assert counts(rest[-1].usage) == counts(whole.usage)
 
 
 def test_a_prompt_of_five_megabytes_is_refused_with_a_reason(client: TriForceClient) -> None:

@@ -18,8 +18,9 @@ from starlette.testclient import TestClient
 
 from actors.wire import sampling_to_proto
 from deploy import grpc_api
+from deploy.calls import Call, begin
 from deploy.encoding import SHORT_CHARACTERS, Encoder
-from deploy.errors import OverloadedError
+from deploy.errors import EngineCrashError, OverloadedError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
 from deploy.service import MAX_STOP_CHARACTERS, ClientRequest, ServedModel, Service
@@ -111,10 +112,10 @@ def test_an_unforeseen_error_tells_an_id_and_nothing_else(caplog: pytest.LogCapt
 
 
 def test_an_error_after_the_first_event_is_an_event() -> None:
-    for error, code in ((RuntimeError(SECRET), "internal_error"), (UnavailableError("it is gone"), "unavailable")):
+    for error, code in ((RuntimeError(SECRET), "internal_error"), (UnavailableError("it is gone"), "engine_crash")):
         client, service, pipelines = served(event(ids("a b")), error)
         answer = ask(client, stream=True)
-        first, last = events_of(answer)
+        first, *_, last = events_of(answer)
         assert answer.status_code == 200
         assert first["choices"][0]["text"] == "a b"
         assert last["error"]["code"] == code
@@ -129,11 +130,13 @@ def test_the_grpc_door_tells_no_more() -> None:
 
 
 def test_a_lost_pipeline_asks_to_come_back() -> None:
-    for script in ([UnavailableError("it is gone")], [event(ids("a"))]):  # the other just ends
-        client, *_ = served(*script)
-        answer = ask(client)
-        assert answer.status_code == 503
-        assert int(answer.headers["retry-after"]) >= 1
+    answer = ask(served(UnavailableError("it is gone"))[0], timeout_s=0.5)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "engine_lost")
+    assert "it is gone" in answer.json()["error"]["message"]
+    assert int(answer.headers["retry-after"]) >= 1
+    answer = ask(served(event(ids("a")))[0])  # it just ends, each time
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "engine_crash")
+    assert answer.headers["x-should-retry"] == "false"
     assert served()[0].get("/health").status_code == 503
 
 
@@ -162,13 +165,14 @@ def test_a_server_that_shuts_down_is_not_healthy() -> None:
     assert client.get("/status").status_code == 200
 
 
-def test_the_first_answer_of_health_has_decoded_something() -> None:
+def test_the_first_answer_of_health_has_decoded_something(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a request meets for the first time, no user should."""
     pipelines = WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH))
     client = TestClient(http_app(Service(load_settings(), model(), pipelines)))
     for _ in range(3):
         assert client.get("/health").status_code == 200
         assert len(pipelines.requests) == 1
+    monkeypatch.setattr("deploy.service.PROBE_S", 0.3)
     failing = WithoutTiers(UnavailableError("it is gone"))
     client = TestClient(http_app(Service(load_settings(), model(), failing)))
     assert client.get("/health").status_code == 503
@@ -346,7 +350,7 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
     fields = SamplingParams.__dataclass_fields__.keys() - {"bad_word_ids"}  # clients give these as texts
     assert SAMPLING.keys() == fields, "try the new field here, too"
     client, service, pipelines = served(ENDED)
-    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7}
+    asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7, "cache_salt": "mine"}
     assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2], "selector": "quest"}).status_code == 200
     asked["seed"] %= 2**64
     asked["selector"] = "quest"
@@ -528,6 +532,51 @@ def test_the_grpc_door_refuses_a_top_k_that_is_none() -> None:
         generated(service, sampling=gen.Sampling(top_k=2**32 - 1))
 
 
+@pytest.mark.parametrize(
+    ("salt", "message"),
+    [
+        ("s" * 129, "cache_salt: '129 characters' must be at most 128 characters"),
+        ("\ud800", "cache_salt: '\\ud800' must be text without lone surrogates"),
+    ],
+)
+def test_a_salt_that_cannot_be_used_is_refused(salt: str, message: str) -> None:
+    client, service, pipelines = served(ENDED)
+    body = json.dumps({"prompt": "def", "cache_salt": salt})
+    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+    if salt.isascii():  # gRPC itself refuses the other
+        with pytest.raises(InvalidValueError, match=re.escape(message)):
+            generated(service, cache_salt=salt)
+    assert pipelines.requests == []
+    assert ask(client, cache_salt=5).status_code == 400
+    assert ask(client, cache_salt="ä" * 128).status_code == 200
+
+
+def test_api_keys_keep_the_kv_of_their_texts_apart() -> None:
+    async def salts() -> list[str]:
+        _, service, pipelines = served(ENDED)
+        for key in ("", "mail", "search"):
+            for salt in ("", "mail", "search/"):
+                begin(Call("http", "POST /v1/completions", key=key))
+                asked = ClientRequest(prompt="def", sampling=SamplingParams(), max_tokens=4, cache_salt=salt)
+                assert [part async for part in service.complete(asked)]
+        return [request.cache_salt for request in pipelines.requests]
+
+    found = asyncio.run(salts())
+    assert found[:3] == ["", "mail", "search/"], "without keys all clients are one"
+    assert len(set(found[3:])) == 6
+    assert not set(found[3:]) & {""}, "nor do they share with the server's own requests"
+
+
+def test_usage_over_grpc_says_what_the_first_completion_found() -> None:
+    ended = pb.DecodeEvent()
+    ended.CopyFrom(ENDED)
+    ended.stats.cached_tokens = 1
+    _, service, _ = served(ended)
+    assert generated(service, n=3).usage.cached_tokens == 1
+
+
 def test_an_unknown_selector_is_refused_at_both_doors() -> None:
     client, service, _ = served(ENDED)
     answer = ask(client, speculation={"selector": "best"})
@@ -632,7 +681,7 @@ def test_places_bound_the_completions_of_all_requests_together() -> None:
 
 def test_one_completion_that_fails_ends_all() -> None:
     _, service, pipelines = served(event(ids("a")), 0.01, UnavailableError("it is gone"), 60.0)
-    with pytest.raises(UnavailableError, match="it is gone"):
+    with pytest.raises(EngineCrashError, match="the engine died 3 times"):
         chunks_of(service, n=3)
     assert (service.in_flight, pipelines.open) == (0, 0)
 

@@ -11,8 +11,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
+from triforce_core.bench import fitting
 from triforce_core.bench.decode import Measurement
 from triforce_core.bench.device import DeviceWorkload, prefill_flops, synthetic_engine
+from triforce_core.bench.fitting import fitting_context
 from triforce_core.bench.geometry import SHAPES, geometry_of
 from triforce_core.bench.geometry import random_model as model_of
 from triforce_core.bench.synthetic import SyntheticAcceptance, chance
@@ -25,6 +27,7 @@ from triforce_core.models.load import kv_geometry
 
 SETTINGS = load_settings(dtype="float32", retrieval={"budget": 64}, threads=1, max_sequences=1)
 PROMPT = tuple(range(200))
+NAMED = "llama2-7b-128k"
 
 
 @pytest.fixture(autouse=True)
@@ -63,6 +66,8 @@ def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         assert stage["share"] == pytest.approx(
             stage["bytes"] / (stage["ms"] / 1e3) / 1e9 / result["copy_bandwidth_gb_s"]
         )
+    own = stages["retrieval"]["bytes"] / result["copy_bandwidth_gb_s"] / 1e6
+    assert stages["retrieval"]["roofline"] == pytest.approx(stages["retrieval"]["ms"] / own), "over weights and its KV"
     assert stages["prefill"]["tokens_per_s"] == pytest.approx(100 / (stages["prefill"]["ms"] / 1e3))
     decoding = result["decoding"]
     assert decoding["speedup"] == pytest.approx(decoding["plain_ms_per_token"] / decoding["triforce_ms_per_token"])
@@ -127,6 +132,22 @@ def test_flops_of_a_prefill(shape: str) -> None:
     model = model_of(geometry_of(shape, shape).target, SETTINGS)
     # Two layers of 64×(64 + 2×32 + 64) and 3×64×128, and for attention 4 heads × 16 twice over half of n².
     assert prefill_flops(model, 10) == 2 * 10 * 2 * (64 * 192 + 3 * 64 * 128) + 2 * 2 * 4 * 16 * 10**2
+
+
+def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the default geometry, a GPU of 141 GB has room for the longest; one of 80 GB for a shorter one."""
+    settings, shapes = load_settings(dtype="bfloat16", max_sequences=1, retrieval={"budget": 4096}), geometry_of(NAMED)
+    found = {}
+    for gib in (140, 79, 24):
+        monkeypatch.setattr(fitting, "free_bytes", lambda place, gib=gib: gib << 30)
+        found[gib] = fitting_context(settings, shapes, 1024, 8192)
+    assert found[140] == 122_880
+    assert 80_000 < found[79] < 122_880
+    assert 0 < found[24] < found[79]
+    assert all(context % 1024 == 0 for context in found.values())
+    monkeypatch.setattr(fitting, "free_bytes", lambda place: 8 << 30)
+    with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 7\.84 GiB are free on cpu"):
+        fitting_context(settings, shapes, 1024, 8192)
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,8 @@ from triforce_core.client import (
     Chunk,
     Completion,
     DeadlineExceededError,
+    EngineCrashError,
+    FingerprintError,
     InvalidRequestError,
     Model,
     NotFoundError,
@@ -36,7 +38,7 @@ from triforce_core.client import (
 )
 from triforce_core.errors import TriForceError
 
-USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2)
+USAGE = pb.Usage(prompt_tokens=3, completion_tokens=2, cached_tokens=1)
 STATS = pb.Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=pb.Acceptance(retrieval=0.75))
 THE_STATS = Stats(prefill_s=0.5, ms_per_token=2.0, tokens_per_round=1.5, acceptance=Acceptance(None, 0.75))
 
@@ -115,6 +117,8 @@ class ScriptedGeneration(GenerationServicer):
             stats=STATS,
             index=1,
         )
+        if request.n > 1:
+            yield pb.GenerateChunk(finish_reason=pb.FINISH_REASON_LENGTH, usage=USAGE, stats=STATS)
 
     def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
         self.metadata = dict(context.invocation_metadata())
@@ -150,7 +154,7 @@ def client(address: str) -> Iterator[TriForceClient]:
 def test_generate_returns_the_whole_completion(client: TriForceClient) -> None:
     choice = Choice("ab", (7, 8), b"\x00\x02", "stop", THE_STATS, 5, THE_LOGPROBS)
     completion = client.generate("abc", seed=5)
-    assert completion == Completion("demo", (choice,), Usage(3, 2), (TokenLogprobs(None, {}),))
+    assert completion == Completion("demo", (choice,), Usage(3, 2, 1), (TokenLogprobs(None, {}),))
     for field in Choice.__dataclass_fields__:
         assert getattr(completion, field) == getattr(choice, field)
 
@@ -162,7 +166,7 @@ def test_several_completions_come_in_order(client: TriForceClient) -> None:
 def test_stream_returns_the_chunks_in_order(client: TriForceClient) -> None:
     assert list(client.stream("abc", seed=5)) == [
         Chunk("a", (7,), b"\x00", seed=5, logprobs=THE_LOGPROBS[:1], prompt_logprobs=(TokenLogprobs(None, {}),)),
-        Chunk("b", (8,), b"\x02", "length", Usage(3, 2), THE_STATS, index=1),
+        Chunk("b", (8,), b"\x02", "length", Usage(3, 2, 1), THE_STATS, index=1),
     ]
 
 
@@ -214,6 +218,7 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
         priority=-3,
         lookaheads=pb.Lookaheads(values=[0, 0]),
         resume_token_ids=[7, 8],
+        fingerprint="fp_1",
     )
     for call in (client.generate, lambda *args, **named: list(client.stream(*args, **named))):
         call(
@@ -242,6 +247,7 @@ def test_every_argument_reaches_the_server(client: TriForceClient, servicer: Scr
             model="demo",
             lookaheads=(0, 0),
             resume_token_ids=(7, 8),
+            fingerprint="fp_1",
             timeout_s=5,
             priority=-3,
         )
@@ -299,8 +305,13 @@ def test_an_argument_that_there_is_not_is_refused(client: TriForceClient) -> Non
 
 
 def test_what_is_left_out_stays_unset(client: TriForceClient, servicer: ScriptedGeneration) -> None:
-    client.generate("abc")
-    assert servicer.request == pb.GenerateRequest(text="abc", timeout_s=10)
+    """But for the seed, which the client draws, so that it can repeat the call."""
+    seeds = set()
+    for _ in range(4):
+        client.generate("abc")
+        seeds.add(servicer.request.seed)
+        assert servicer.request == pb.GenerateRequest(text="abc", timeout_s=10, seed=servicer.request.seed)
+    assert len(seeds) == 4
 
 
 def test_one_stop_string_is_not_a_list_of_letters(client: TriForceClient, servicer: ScriptedGeneration) -> None:
@@ -324,7 +335,8 @@ def test_application_and_metadata_go_along(address: str, servicer: ScriptedGener
     [
         ("INVALID_ARGUMENT", InvalidRequestError),
         ("OUT_OF_RANGE", InvalidRequestError),
-        ("FAILED_PRECONDITION", InvalidRequestError),
+        ("FAILED_PRECONDITION", FingerprintError),
+        ("ABORTED", EngineCrashError),
         ("NOT_FOUND", NotFoundError),
         ("UNAUTHENTICATED", AuthenticationError),
         ("PERMISSION_DENIED", AuthenticationError),

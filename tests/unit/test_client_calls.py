@@ -21,7 +21,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 
-from tests.generation import DRAWN_SEED, Failure, Generation, Served, text_at, token_at
+from tests.generation import FINGERPRINT, Failure, Generation, Served, text_at, token_at
 from triforce_core.client import (
     AsyncTriForceClient,
     AuthenticationError,
@@ -29,6 +29,8 @@ from triforce_core.client import (
     CallError,
     Chunk,
     DeadlineExceededError,
+    EngineCrashError,
+    FingerprintError,
     InvalidRequestError,
     OverloadedError,
     ServerError,
@@ -103,11 +105,13 @@ def expected(prompt: str, seed: int, count: int) -> tuple[list[int], str]:
 def test_a_call_that_fails_at_first_is_tried_again(kind: str, method: str, code: grpc.StatusCode) -> None:
     with serving(Generation(*[Failure(code)] * 3)) as served:
         answer = call(kind, served.address, method, "abc", max_tokens=4)
-        assert (text_of(answer) if method == "stream" else answer.text) == expected("abc", DRAWN_SEED, 4)[1]
+        [seed] = {request.seed for request in served.generation.requests}
+        assert 0 <= seed < 2**53, "drawn once, here"
+        assert (text_of(answer) if method == "stream" else answer.text) == expected("abc", seed, 4)[1]
         assert len(served.generation.requests) == 4
         served.generation.failures.extend([Failure(code)] * 4)
         with pytest.raises(UnavailableError if code is UNAVAILABLE else OverloadedError, match="the replica is gone"):
-            call(kind, served.address, method, "abc", max_tokens=4)
+            call(kind, served.address, method, "abc", max_tokens=4, client={"retries": 3})
         assert not served.generation.failures
 
 
@@ -174,15 +178,83 @@ def test_a_wrong_number_of_retries_is_refused() -> None:
 def test_a_stream_goes_on_with_exactly_what_is_missing(kind: str, seed: int | None, after: int) -> None:
     with serving(Generation(Failure(UNAVAILABLE, after))) as served:
         chunks = call(kind, served.address, "stream", "abc", max_tokens=9, seed=seed, prompt_logprobs=0)
-        tokens, text = expected("abc", DRAWN_SEED if seed is None else seed, 9)
-        assert (tokens_of(chunks), text_of(chunks)) == (tokens, text)
-        assert [chunk.seed for chunk in chunks] == [DRAWN_SEED if seed is None else seed, *[None] * 8]
-        assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [9]
         first, second = served.generation.requests
+        tokens, text = expected("abc", first.seed, 9)
+        assert seed in (None, first.seed)
+        assert (tokens_of(chunks), text_of(chunks)) == (tokens, text)
+        assert [chunk.seed for chunk in chunks] == [first.seed, *[None] * 8]
+        assert [chunk.fingerprint for chunk in chunks] == [FINGERPRINT, *[None] * 8]
+        assert [chunk.usage.completion_tokens for chunk in chunks if chunk.usage] == [9]
+        assert [len(chunk.prompt_logprobs) for chunk in chunks] == [3, *[0] * 8]
         assert list(second.resume_token_ids) == tokens[:after]
         assert second.max_tokens == first.max_tokens == 9
         assert first.HasField("prompt_logprobs")
         assert not second.HasField("prompt_logprobs")
+        assert (second.seed, first.fingerprint, second.fingerprint) == (first.seed, "", FINGERPRINT)
+
+
+def by_completion(chunks: list[Chunk]) -> dict[int, tuple[Any, ...]]:
+    found = {}
+    for nth in sorted({chunk.index for chunk in chunks}):
+        mine = [chunk for chunk in chunks if chunk.index == nth]
+        found[nth] = (
+            text_of(mine),
+            tokens_of(mine),
+            b"".join(chunk.origins for chunk in mine),
+            [length for chunk in mine for length in chunk.text_lengths],
+            [each for chunk in mine for each in chunk.prompt_logprobs],
+            [chunk.seed for chunk in mine if chunk.seed is not None],
+            [chunk.usage for chunk in mine if chunk.usage],
+        )
+    return found
+
+
+@pytest.mark.parametrize("n", [1, 3])
+def test_streams_that_break_anywhere_more_than_once_lose_and_repeat_nothing(kind: str, n: int) -> None:
+    """With several completions, an echoed prompt and its logprobs."""
+    asked = {"max_tokens": 4, "seed": 5, "n": n, "echo": True, "prompt_logprobs": 0}
+    with serving(Generation()) as served:
+        whole = by_completion(call(kind, served.address, "stream", "abc", **asked))
+        assert len(whole) == n
+        assert whole[0][0].startswith("abc")
+        for after in range(4 * n):
+            for again in range(4 * n - (after if n == 1 else 0)):
+                served.generation.failures.extend([Failure(UNAVAILABLE, after), Failure(UNAVAILABLE, again)])
+                chunks = call(kind, served.address, "stream", "abc", **asked)
+                assert by_completion(chunks) == whole, (after, again)
+                assert not served.generation.failures
+
+
+def test_a_stream_that_just_ends_goes_on(kind: str) -> None:
+    """As where a proxy takes the death of what is behind it for the end."""
+    with serving(Generation(Failure(grpc.StatusCode.OK, 2), Failure(grpc.StatusCode.OK, 3))) as served:
+        chunks = call(kind, served.address, "stream", "abc", max_tokens=9, seed=5)
+        assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 9)
+        assert len(served.generation.requests) == 3
+        served.generation.failures.append(Failure(grpc.StatusCode.OK, 2))
+        with pytest.raises(UnavailableError, match="the stream ended before its last chunk"):
+            call(kind, served.address, "stream", "abc", max_tokens=9, seed=5, client={"retries": 0})
+
+
+def test_a_stream_that_gets_on_is_tried_as_often_as_it_needs(kind: str) -> None:
+    """Not so one that breaks off after each few tokens: it may be the cause."""
+    with serving(Generation(*[Failure(UNAVAILABLE, 16)] * 5)) as served:
+        chunks = call(kind, served.address, "stream", "abc", max_tokens=99, seed=5, client={"retries": 1})
+        assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 99)
+        served.generation.failures.extend([Failure(UNAVAILABLE, 15)] * 2)
+        with pytest.raises(UnavailableError):
+            call(kind, served.address, "stream", "abc", max_tokens=99, seed=5, client={"retries": 1})
+
+
+@pytest.mark.parametrize(
+    ("code", "kind_of_error"),
+    [(grpc.StatusCode.FAILED_PRECONDITION, FingerprintError), (grpc.StatusCode.ABORTED, EngineCrashError)],
+)
+def test_what_must_not_be_sent_again_is_not(kind: str, code: grpc.StatusCode, kind_of_error: type[CallError]) -> None:
+    with serving(Generation(Failure(UNAVAILABLE, 2), Failure(code))) as served:
+        with pytest.raises(kind_of_error, match="the replica is gone"):
+            call(kind, served.address, "stream", "abc", max_tokens=9, seed=5)
+        assert len(served.generation.requests) == 2
 
 
 def test_a_stream_survives_its_server_s_death(kind: str) -> None:
@@ -200,25 +272,6 @@ def test_a_stream_goes_on_more_than_once_and_from_tokens_given(kind: str) -> Non
         chunks = call(kind, served.address, "stream", "abc", max_tokens=9, seed=5, resume_token_ids=tokens[:2])
         assert tokens_of(chunks) == tokens[2:]
         assert [len(request.resume_token_ids) for request in served.generation.requests] == [2, 3, 3, 5]
-
-
-def test_a_stream_that_cannot_go_on_raises(kind: str) -> None:
-    for generation, asked in (
-        (Generation(Failure(UNAVAILABLE, 2)), {"n": 2}),
-        (Generation(Failure(UNAVAILABLE, 2), with_seed=False), {}),
-    ):
-        with serving(generation) as served:
-            with pytest.raises(UnavailableError, match="the replica is gone"):
-                call(kind, served.address, "stream", "abc", max_tokens=9, seed=5, **asked)
-            assert len(generation.requests) == 1
-
-
-@pytest.mark.parametrize("after", [2, 3])
-def test_a_failure_before_the_end_of_all_completions_raises(kind: str, after: int) -> None:
-    with serving(Generation(Failure(UNAVAILABLE, after))) as served:
-        with pytest.raises(UnavailableError, match="the replica is gone"):
-            call(kind, served.address, "stream", "abc", max_tokens=2, seed=5, n=2)
-        assert len(served.generation.requests) == 1
 
 
 @pytest.mark.parametrize("n", [1, 2])

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.unit.test_attention import HEAD_DIM, pool_views, textbook
 from tests.unit.test_ranged import work_items
-from triforce_core.attention import KERNELS, kernel_for, ranged_for
+from triforce_core.attention import KERNELS, Ranged, kernel_for, ranged_for
 from triforce_core.attention.base import Partial
-from triforce_core.attention.cuda_flash import cuda_flash, flash_ranged, past_and_own
-from triforce_core.attention.ranged import gathered
+from triforce_core.attention.cuda_flash import (
+    cuda_flash,
+    flash_ranged,
+    flash_split,
+    past_and_own,
+    queries_as_heads,
+    queries_as_tokens,
+)
+from triforce_core.attention.ranged import WorkItems, attend, gathered
 from triforce_core.attention.reference import reference
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
@@ -48,12 +58,97 @@ def test_the_operator_is_called_as_pytorch_declares_it(queries: int, causal: boo
     assert (part.lse.shape, part.lse.dtype) == ((4, queries), torch.float32)
 
 
-def test_the_operator_over_ranges_is_called_as_pytorch_declares_it() -> None:
-    items = work_items([(0, 5), (3, 9)], 7, 2)
-    query, pool = torch.empty(2, 7, 2, 64, dtype=torch.bfloat16, device="meta"), empty_pool()
-    part = flash_ranged(query, *pool, 0.1, on_meta(items))
-    assert (part.output.shape, part.output.dtype) == ((2, 7, 2, 64), torch.bfloat16)
-    assert (part.lse.shape, part.lse.dtype) == ((2, 2, 7), torch.float32)
+@pytest.mark.parametrize("ranged", [flash_ranged, flash_split])
+@pytest.mark.parametrize("queries", [1, 7])
+def test_the_operator_over_ranges_is_called_as_pytorch_declares_it(ranged: Ranged, queries: int) -> None:
+    """On a GPU's tensors without data, of which mixed devices and any value that is asked for raise."""
+    cuda = torch.device("cuda", 0)
+    with FakeTensorMode():
+        items = WorkItems(
+            *(torch.empty(count, dtype=torch.int32, device=cuda) for count in (4, 3, 4)),
+            *(900, 3, torch.empty(4, dtype=torch.int32, device=cuda)),
+        )
+        query = torch.empty(3, queries, 2, 64, dtype=torch.bfloat16, device=cuda)
+        keys, values = torch.empty(2, 2, 900, 64, dtype=torch.bfloat16, device=cuda).unbind()
+        part = ranged(query, keys, values, 0.1, items)
+    assert (part.output.shape, part.output.dtype) == ((3, queries, 2, 64), torch.bfloat16)
+    assert (part.lse.shape, part.lse.dtype) == ((2, 3, queries), torch.float32)
+    assert part.output.device == part.lse.device == cuda
+
+
+def dense_varlen(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    most_queries: int,
+    scale: float,
+    items: WorkItems,
+) -> tuple[Tensor, Tensor]:
+    """What the operator promises, in plain mathematics: for a sequence without keys output 0 and +inf."""
+    tokens, heads, _ = query.shape
+    output, lse = torch.zeros_like(query), torch.full((heads, tokens), torch.inf)
+    assert len(query_starts) == len(items.starts) == len(items.lengths) + 1
+    bounds = query_starts.tolist()
+    assert bounds[-1] == tokens
+    for i, (start, length) in enumerate(zip(items.starts.tolist(), items.lengths.tolist(), strict=False)):
+        own, seen = slice(bounds[i], bounds[i + 1]), slice(start, start + length)
+        assert bounds[i + 1] - bounds[i] <= most_queries
+        assert length <= items.longest
+        if length:
+            near_keys, near_values = (x[seen].repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
+            scores = torch.einsum("qhd,khd->hqk", query[own], near_keys) * scale
+            lse[:, own] = scores.logsumexp(-1)
+            output[own] = torch.einsum("hqk,khd->qhd", scores.softmax(-1), near_values)
+    return output, lse
+
+
+@pytest.mark.parametrize("arranged", [queries_as_tokens, queries_as_heads])
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 9, 17])
+@pytest.mark.parametrize("kv_heads", [1, 2, 8])
+@pytest.mark.parametrize("group", [1, 4])
+def test_both_layouts_are_the_attention_over_ranges(
+    arranged: Callable[..., Partial], queries: int, kv_heads: int, group: int
+) -> None:
+    """Multi-head and grouped, over ragged ranges in any order and empty ones, in a pool of which all else is NaN; then
+    merged with the pass's own tokens.
+    """
+    pieces = [(700, 600), (0, 0), (5, 1), (9, 0), (20, 257), (400, 31)]
+    random = torch.Generator().manual_seed(queries + kv_heads)
+    pool = torch.full((2, kv_heads, 1400, HEAD_DIM), torch.nan)
+    for start, length in pieces:
+        pool[:, :, start : start + length] = torch.randn(2, kv_heads, length, HEAD_DIM, generator=random)
+    items = work_items(pieces, queries * group, 2)
+
+    def ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
+        return arranged(dense_varlen, query, keys, values, scale, items)
+
+    each = torch.randn(len(pieces), queries * group, kv_heads, HEAD_DIM, generator=random)
+    found, expected = (how(each, pool[0], pool[1], 0.3, items) for how in (ranged, gathered))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    tokens = len(pieces) // 2 * queries
+    query = torch.randn(kv_heads * group, tokens, HEAD_DIM, generator=random)
+    own = torch.randn(2, kv_heads, tokens, HEAD_DIM, generator=random)
+    merged, exact = (attend(how, query, own[0], own[1], (pool[0], pool[1]), 0.3, items) for how in (ranged, gathered))
+    torch.testing.assert_close(merged, exact, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("queries", [1, 2, 17])
+def test_the_operator_may_split_whatever_the_number_of_queries(queries: int) -> None:
+    """It does so for one token a sequence with more query heads than KV heads."""
+    asked: list[tuple[int, int, int]] = []
+
+    def varlen(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, most: int, *rest: Any) -> Any:
+        asked.append((most, query.shape[1], keys.shape[1]))
+        return dense_varlen(query, keys, values, starts, most, *rest)
+
+    keys, values = torch.randn(2, 3, 50, HEAD_DIM)
+    queries_as_heads(
+        varlen, torch.randn(2, queries, 3, HEAD_DIM), keys, values, 0.3, work_items([(0, 9), (4, 40)], 1, 1)
+    )
+    [(most, heads, kv_heads)] = asked
+    assert most == 1
+    assert heads > kv_heads == 3
 
 
 def empty_pool() -> tuple[Tensor, Tensor]:
@@ -61,21 +156,12 @@ def empty_pool() -> tuple[Tensor, Tensor]:
     return pool[0], pool[1]
 
 
-def on_meta(items: Any) -> Any:
-    return type(items)(
-        items.starts.to("meta"),
-        items.lengths.to("meta"),
-        items.query_starts.to("meta"),
-        items.longest,
-        items.splits,
-    )
-
-
 @pytest.fixture(autouse=True)
 def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What a test sets of a machine that is not this one."""
     has: dict[str, Any] = {"flash_attn": None, "capability": (9, 0)}
     monkeypatch.setattr("triforce_core.attention.find_spec", has.get)
+    monkeypatch.setattr("triforce_core.attention.import_module", has.get)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: has["capability"])
     return has
 
@@ -99,8 +185,24 @@ def test_the_kernel_of_device_and_dtype(settings: dict[str, str], head_dim: int,
 
 
 def test_the_package_is_taken_where_it_is_installed(machine: dict[str, Any]) -> None:
-    machine["flash_attn"] = object()
+    machine["flash_attn"] = SimpleNamespace(flash_attn_func=print)
     assert kernel_for(Settings(device="cuda"), 64) is KERNELS["flash_attn"]
+
+
+def test_a_package_of_that_name_without_the_function_is_not_taken(
+    machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where flash-attn-4 alone is installed, or a build for another PyTorch."""
+    machine["flash_attn"] = SimpleNamespace()
+    assert kernel_for(Settings(device="cuda"), 64) is KERNELS["cuda_flash"]
+    with pytest.raises(InvalidValueError, match="attention: 'flash_attn' is not installed with flash_attn_func"):
+        kernel_for(Settings(device="cuda", attention="flash_attn"), 64)
+
+    def broken(name: str) -> None:
+        raise ImportError("undefined symbol: _ZN3c10")
+
+    monkeypatch.setattr("triforce_core.attention.import_module", broken)
+    assert kernel_for(Settings(device="cuda"), 64) is KERNELS["cuda_flash"]
 
 
 @pytest.mark.parametrize(

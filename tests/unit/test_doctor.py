@@ -475,8 +475,8 @@ def test_what_one_gpu_must_hold() -> None:
     ("limit_mib", "status", "named"),
     [
         (200, "problem", ["takes 0.25 GiB", "lower it, or set target.offload: disk"]),
-        (300, "problem", ["by the limit of this container", "lower target.kv_pool_tokens"]),
-        (1000, "note", ["the kernel may end processes", "or free memory"]),
+        (300, "problem", ["takes 0.25 GiB", "GiB for snapshots and passes", "lower it"]),
+        (1000, "note", ["by the limit of this container", "the kernel may end processes", "or free memory"]),
         (8000, "ok", ["7.81 GiB free"]),
     ],
 )

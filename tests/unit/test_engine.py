@@ -150,3 +150,4 @@ def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: 
     assert totals.rounds_by_tokens == {3: 1, 1: 1}
     assert [tally[:4] for tally in totals.stats.tallies[:2]] == [(2, 4, 2, 1), (2, 6, 3, 1)]
     assert totals.stats.plans == {"plain": 2}
+    assert (totals.prefix_hit_tokens, totals.prefix_miss_tokens) == (0, 4), "two prompts, each once"

@@ -19,7 +19,7 @@ LIMITS = Limits(context_length=100, kv_pool_tokens=200, vocab_size=100)
 class Room:
     """A pool that has room for all."""
 
-    used_tokens = 0
+    used_tokens = kept_tokens = dropped_tokens = 0
 
     def look(self, spec: SequenceSpec, text: list[int]) -> None:
         """It shares nothing."""

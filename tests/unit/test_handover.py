@@ -12,7 +12,16 @@ import numpy as np
 import pytest
 import torch
 
-from actors.handover import MAX_SENDING, ObjectStoreSink, Piece, SnapshotReceiver, cut_pieces, sink_for
+from actors.handover import (
+    MAX_SENDING,
+    ROW_BYTES,
+    ObjectStoreSink,
+    Piece,
+    SnapshotReceiver,
+    checksum,
+    cut_pieces,
+    sink_for,
+)
 from tests.stating import num_bytes
 from triforce_core.config import RetrievalSettings
 from triforce_core.errors import InvalidValueError
@@ -171,6 +180,24 @@ def test_pieces_are_cut_one_at_a_time() -> None:
     next(pieces)
     snapshot.values.fill_(7)
     assert any(np.all(p.data.view(np.uint16) == p.data.view(np.uint16)[0]) for p in pieces)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("size", [8, ROW_BYTES, 5 * ROW_BYTES, 5 * ROW_BYTES + 13])
+def test_a_checksum_knows_each_bit_and_each_place(size: int) -> None:
+    """Also of bytes that change places, within a row of its table or between rows."""
+    rng = random.Random(size)
+    data = np.frombuffer(rng.randbytes(size), dtype=np.uint8)
+    sound = checksum(data, (1,))
+    assert checksum(data.copy(), (1,)) == sound
+    assert checksum(data, (2,)) != sound
+    assert checksum(data[:-1], (1,)) != sound
+    for _ in range(200):
+        wrong = data.copy()
+        wrong[rng.randrange(size)] ^= 1 << rng.randrange(8)
+        assert checksum(wrong, (1,)) != sound
+        wrong, one, other = data.copy(), rng.randrange(size), rng.randrange(size)
+        wrong[[one, other]] = wrong[[other, one]]
+        assert (checksum(wrong, (1,)) == sound) == (data[one] == data[other])
 
 
 def test_a_transport_that_is_not_installed_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

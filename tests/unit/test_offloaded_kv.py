@@ -182,6 +182,28 @@ def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: 
         assert len(queries) == 2 * kv.geometry.num_kv_heads, "a pass that follows carries them on with its own"
 
 
+class Drawn(TorchDispatchMode):
+    """How many random numbers are drawn."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.normal_.default:
+            self.count += result.numel()
+        return result
+
+
+def test_few_random_numbers_are_drawn(pair: Pair) -> None:
+    """Those of one head and of the queries: a CPU takes minutes to draw a long context for all heads and layers."""
+    _, kv = offloaded_runner(pair, Offload(1))
+    with Drawn() as drawn:
+        kv.fill(Span(1, 0, random_tokens(300, seed=1), spec(300)))
+    head = 300 * kv.geometry.head_dim
+    queries = sum(queries.numel() for queries in kv.held[1].queries if queries is not None)
+    assert 2 * head <= drawn.count <= 2 * head + queries
+
+
 class Tensors(TorchDispatchMode):
     """What operators bring forth and copy, in bytes."""
 

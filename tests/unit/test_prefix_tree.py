@@ -16,6 +16,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from triforce_core.attention import KERNELS
+from triforce_core.engine import scheduler
+from triforce_core.engine.scheduler import Scheduler
+from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.kv import prefix_tree
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.full import MOST_RANGES, FullKV
 from triforce_core.kv.integrity import check
@@ -341,6 +345,39 @@ def test_agreement_is_the_first_difference(one: list[int], at: int, first: int) 
     if at < len(one):
         other[first + at] ^= 1
     assert agreement(other, first, one, 0, len(one)) == min(at, len(one))
+
+
+def test_questions_that_wait_for_a_document_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not in every turn: sixty-four of them wait while it is read, and go live together when it has been."""
+    compared = 0
+
+    def counted(one: list[int], first: int, other: list[int], second: int, most: int) -> int:
+        nonlocal compared
+        found = agreement(one, first, other, second, most)
+        compared += found
+        return found
+
+    monkeypatch.setattr(prefix_tree, "agreement", counted)
+    monkeypatch.setattr(scheduler, "agreement", counted)
+    document, questions = random_text(5000, 1), 64
+    kv = shared_kv(50_000, 8)
+    waiting = Scheduler(kv, max_sequences=questions, prefill_chunk=128)
+    for n in range(questions):
+        text = [*document, *random_text(20, n)]
+        request = Request(tuple(text), 8, GREEDY, 0, (0, 0))
+        waiting.add(Sequence(n + 1, request, spec(len(text) + 8), text))
+    turns = 0
+    while waiting.live.keys() <= {1}:
+        waiting.admit()
+        for work in waiting.next_work():
+            live = waiting.live[work.span.sequence_id]
+            kv.prepare([Forward(work.span, int(work.sample))])
+            live.work, live.prefilled = None, work.span.end
+        turns += 1
+    assert len(waiting.live) == questions
+    assert turns == 41
+    assert compared < 4 * questions * len(document)
+    check(kv)
 
 
 def test_nothing_is_shared_where_that_is_not_wanted() -> None:

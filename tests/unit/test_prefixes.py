@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 
 import pytest
 
-from deploy.prefixes import BLOCK, KEY_BYTES, PrefixIndex, preferred, prefix_keys
+from deploy.prefixes import BLOCK, KEY_BYTES, MARGIN, TOKENS_PER_REQUEST, PrefixIndex, preferred, prefix_keys, salt_key
+from deploy.routing import Route
 
 RNG = random.Random(0)
 TEXT = [RNG.randrange(4096) for _ in range(10 * BLOCK)]
@@ -26,6 +28,18 @@ def test_a_key_stands_for_everything_before_it() -> None:
     assert len(set(split(prefix_keys([7] * 10 * BLOCK)))) == 10, "equal blocks at other places are other prefixes"
 
 
+def test_keys_go_on_from_those_of_the_text_before() -> None:
+    whole, before = prefix_keys(TEXT), prefix_keys(TEXT[: 3 * BLOCK])
+    assert before + prefix_keys(TEXT[3 * BLOCK :], before[-KEY_BYTES:]) == whole
+
+
+def test_texts_with_different_salts_share_no_key() -> None:
+    salts = ["", "a", "b", "a ", "ä"]
+    keys = [set(split(prefix_keys(TEXT, salt_key(salt)))) for salt in salts]
+    assert sum(map(len, keys)) == len(set.union(*keys)) == 10 * len(salts)
+    assert prefix_keys(TEXT, salt_key("")) == prefix_keys(TEXT)
+
+
 def split(keys: bytes) -> list[bytes]:
     return [keys[i : i + KEY_BYTES] for i in range(0, len(keys), KEY_BYTES)]
 
@@ -34,20 +48,20 @@ def ids(blocks: int) -> bytes:
     return prefix_keys(TEXT[: blocks * BLOCK])
 
 
-def test_the_holder_of_the_longest_prefix_is_found() -> None:
+def matches(index: PrefixIndex[str], keys: bytes, replicas: str = "abcd") -> list[int]:
+    return [index.match(replica, keys) for replica in replicas]
+
+
+def test_a_match_is_as_long_as_what_was_sent() -> None:
     index: PrefixIndex[str] = PrefixIndex(100)
     index.add("a", ids(2))
     index.add("b", ids(5))
     index.add("c", prefix_keys(TEXT[BLOCK:]))
-    everyone = ("a", "b", "c", "d")
-    assert index.holders(everyone, ids(10)) == ["b"]
-    assert index.holders(everyone, ids(2)) == ["a", "b"]
-    assert index.holders(("a", "c", "d"), ids(10)) == ["a"]
-    assert index.holders(("c", "d"), ids(10)) == []
-    assert index.holders(everyone, b"") == []
+    assert matches(index, ids(10)) == [2, 5, 0, 0]
+    assert matches(index, ids(2)) == [2, 2, 0, 0]
+    assert matches(index, b"") == [0, 0, 0, 0]
     branched = prefix_keys([*TEXT[: 3 * BLOCK], *reversed(TEXT)])
-    assert index.match("b", branched) == 3
-    assert index.match("d", branched) == 0
+    assert matches(index, branched) == [2, 3, 0, 0]
 
 
 def test_those_that_are_gone_are_forgotten() -> None:
@@ -55,7 +69,8 @@ def test_those_that_are_gone_are_forgotten() -> None:
     index.add("a", ids(5))
     index.add("b", ids(2))
     index.keep(["b", "c"])
-    assert index.holders(("a", "b", "c"), ids(5)) == ["b"]
+    index.hold("a", ids(5))  # its last answer comes late
+    assert matches(index, ids(5)) == [0, 2, 0, 0]
     assert index.sent.keys() == {"b"}
 
 
@@ -73,6 +88,53 @@ def test_what_was_sent_longest_ago_is_forgotten_first_and_from_its_end() -> None
     assert all(len(known) <= 6 for known in index.sent.values())
 
 
+def documents(count: int) -> list[bytes]:
+    """Keys of ten blocks each, of texts that share nothing."""
+    return [prefix_keys([document, *TEXT[1:]]) for document in range(count)]
+
+
+def test_a_text_that_was_dropped_takes_along_what_was_used_before_it() -> None:
+    index: PrefixIndex[str] = PrefixIndex(1000)
+    texts = documents(4)
+    for keys in texts:
+        index.add("a", keys)
+        index.hold("a", keys)
+    index.hold("a", texts[0])  # it has ended just now
+    index.missed("a", index.add("a", texts[2]), 0)
+    assert [index.match("a", keys) for keys in texts] == [10, 0, 10, 10], "2 is being read, 0 and 3 were used later"
+
+
+@pytest.mark.parametrize(("matched", "kept"), [(10, 10), (10 - MARGIN, 10), (9 - MARGIN, 0), (0, 0)])
+def test_a_match_that_is_shorter_by_less_than_the_margin_teaches_nothing(matched: int, kept: int) -> None:
+    index: PrefixIndex[str] = PrefixIndex(1000)
+    older, text = documents(2)
+    for keys in (older, text):
+        index.add("a", keys)
+        index.hold("a", keys)
+    index.missed("a", index.add("a", text), matched * BLOCK + BLOCK // 2)
+    assert index.match("a", older) == kept
+
+
+def test_what_is_still_being_read_is_not_missed() -> None:
+    """Two requests on a new document come together: the second may find nothing, and nothing was dropped."""
+    index: PrefixIndex[str] = PrefixIndex(1000)
+    older, text = documents(2)
+    index.add("a", older)
+    index.hold("a", older)
+    turns = [index.add("a", text) for _ in range(2)]
+    for each in turns:
+        index.missed("a", each, 0)
+        index.hold("a", text)
+    assert (index.match("a", older), index.match("a", text)) == (10, 10)
+
+
+def of(tokens: int) -> int:
+    return tokens // BLOCK
+
+
+LONG = of(4 * TOKENS_PER_REQUEST)
+
+
 @pytest.mark.parametrize(
     ("ongoing", "expected"),
     [
@@ -83,4 +145,51 @@ def test_what_was_sent_longest_ago_is_forgotten_first_and_from_its_end() -> None
     ],
 )
 def test_a_prefix_is_not_worth_any_wait(ongoing: dict[str, int], expected: list[str]) -> None:
-    assert preferred(["a", "b"], ongoing, busier_by=4) == expected
+    match = {"a": 2 * LONG, "b": 2 * LONG, "c": LONG}
+    assert preferred(match, 2 * LONG, ongoing, busier_by=4) == expected
+
+
+def test_each_request_more_is_paid_for_by_matched_tokens() -> None:
+    for worth in range(1, 5):
+        match = {"a": of(worth * TOKENS_PER_REQUEST), "b": 0}
+        drawn = [preferred(match, LONG // 2, {"a": busy, "b": 0}, busier_by=3) for busy in range(6)]
+        if match["a"] * 2 >= LONG // 2:
+            assert drawn == [["a"]] * (min(worth, 3) + 1) + [[]] * (5 - min(worth, 3))
+
+
+def test_a_short_prefix_does_not_draw() -> None:
+    """A system prompt that all requests share must not send them all to one replica, whether they wait or not."""
+    idle = {"a": 0, "b": 0}
+    assert preferred({"a": 1, "b": 0}, 1, idle, busier_by=4) == []
+    shared = of(2 * TOKENS_PER_REQUEST)
+    assert preferred({"a": shared, "b": 0}, 2 * shared, idle, busier_by=4) == ["a"]
+    assert preferred({"a": shared, "b": 0}, 2 * shared + 1, idle, busier_by=4) == [], "most of the prompt is new"
+    assert preferred({"a": 0, "b": 0}, 0, idle, busier_by=4) == []
+    assert preferred({}, 4, {}, busier_by=4) == []
+
+
+def test_a_route_teaches_the_index_what_was_found_and_said() -> None:
+    index: PrefixIndex[str] = PrefixIndex(1000)
+    prompt, output = TEXT[:200], TEXT[200:400]
+    first = Route(prompt)
+    first.taken("a", index)
+    first.answered(0)
+    first.ended(output)
+    assert index.match("a", prefix_keys(TEXT)) == of(400)
+    unknown = Route()
+    unknown.taken("a", index)
+    unknown.answered(0)
+    unknown.ended(output)
+    assert index.match("a", prefix_keys(TEXT)) == of(400), "it finds nothing anywhere, so it tells nothing"
+    again = Route(TEXT[:400])
+    again.taken("a", index)
+    again.answered(0)
+    assert index.match("a", prefix_keys(TEXT)) == of(400), "it has been read again"
+    salted = Route(TEXT, "salt")
+    assert index.match("a", salted.keys) == 0
+
+
+def test_a_route_stays_at_the_gateway() -> None:
+    route = Route(TEXT, "salt")
+    assert len(pickle.dumps(route)) < 100
+    assert pickle.loads(pickle.dumps(route)).keys == b""

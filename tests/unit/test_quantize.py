@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import subprocess
 import sys
 
@@ -14,7 +15,7 @@ from tests.random_models import random_model
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
 from triforce_core.models import files
-from triforce_core.models.quantize import Quantization, quantize_weights, weight_bytes
+from triforce_core.models.quantize import Quantization, quantize_weights, say_if_slower, weight_bytes
 
 
 @pytest.mark.parametrize(("device", "dtype"), [("cpu", "bfloat16"), ("cuda", "float32")])
@@ -35,6 +36,17 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, refusals: R
     monkeypatch.setattr(files, "find_spec", lambda name: None)
     named = ["retrieval.quantization", "'int8'", "needs the package torchao"]
     refusals.check(named, "generate", "--prompt-file", __file__, "--self-drafter-quantization", "int8")
+
+
+def test_weights_that_are_slower_here_are_named_with_their_times(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a GPU has no good kernel for them, memory is all that they save."""
+    with caplog.at_level(logging.WARNING, logger="triforce_core"):
+        say_if_slower("int8", before=25e-6, after=20e-6)
+        assert not caplog.records, "they are a gain"
+        say_if_slower("int8", before=25e-6, after=41.4e-6)
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith("retrieval.quantization: int8 is slower on this device: 4 tokens take 41 µs")
+    assert "25 µs unquantised" in message
 
 
 def test_the_settings_of_the_process_stay() -> None:

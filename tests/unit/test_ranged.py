@@ -86,7 +86,8 @@ def test_attention_is_that_of_the_textbook(
 def work_items(pieces: list[tuple[int, int]], queries: int, splits: int) -> WorkItems:
     starts, lengths = (torch.tensor(numbers, dtype=torch.int32) for numbers in zip(*pieces, (0, 0), strict=True))
     offsets = torch.tensor([*itertools.accumulate([queries] * len(pieces), initial=0)], dtype=torch.int32)
-    return WorkItems(starts, lengths[:-1], offsets, LONGEST, splits)
+    numbers = torch.arange(len(pieces) + 1, dtype=torch.int32)
+    return WorkItems(starts, lengths[:-1], offsets, LONGEST, splits, numbers)
 
 
 def test_an_empty_item_counts_for_nothing() -> None:

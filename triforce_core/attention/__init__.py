@@ -1,5 +1,6 @@
 """Attention kernels, one backend per file. A kernel attends to one range of keys; `merge` joins the ranges of a row."""
 
+from importlib import import_module
 from importlib.util import find_spec
 
 import torch
@@ -29,7 +30,19 @@ def default_kernel(device_type: str, dtype: str) -> str:
         return "cpu_flash"
     if dtype == "float32":
         return "blocked"
-    return "flash_attn" if find_spec("flash_attn") else "cuda_flash"
+    return "flash_attn" if has_flash_attn() else "cuda_flash"
+
+
+def has_flash_attn() -> bool:
+    """Whether the package `flash-attn` is installed and has the function that the kernel calls. `flash-attn-4` installs
+    a package of the same name without it, and a build for another PyTorch fails to import.
+    """
+    if find_spec("flash_attn") is None:
+        return False
+    try:
+        return hasattr(import_module("flash_attn"), "flash_attn_func")
+    except (ImportError, OSError, RuntimeError):
+        return False
 
 
 def kernel_name(settings: Settings) -> str:
@@ -60,8 +73,8 @@ def kernel_for(settings: Settings, head_dim: int) -> Kernel:
     check_kernel(settings, head_dim)
     name = kernel_name(settings)
     if name in ON_CUDA:
-        rule = "is not installed (pip install flash-attn); attention: cuda_flash is PyTorch's own"
-        require(name != "flash_attn" or find_spec("flash_attn") is not None, "attention", name, rule)
+        rule = "is not installed with flash_attn_func (pip install flash-attn); attention: cuda_flash is PyTorch's own"
+        require(name != "flash_attn" or has_flash_attn(), "attention", name, rule)
         has = torch.cuda.get_device_capability(settings.device)
         rule = f"needs a GPU of compute capability 8.0 or more, and {settings.device} has {has[0]}.{has[1]}"
         require(has >= (8, 0), "attention", name, f"{rule}: set attention: blocked")
@@ -82,6 +95,7 @@ __all__ = [
     "check_kernel",
     "default_kernel",
     "gathered",
+    "has_flash_attn",
     "kernel_for",
     "merge",
     "ranged_for",

@@ -27,13 +27,17 @@ def merge_partials(parts: list[Partial]) -> Partial:
     if len(parts) == 1:
         return parts[0]
     lses = torch.stack([p.lse for p in parts])  # [parts, heads, queries]
-    weights = lses.softmax(0).unsqueeze(-1)
-    output = weights[0] * parts[0].output
-    for weight, part in zip(weights[1:], parts[1:], strict=True):
-        output += weight * part.output
-    return Partial(output.to(parts[0].output.dtype), lses.logsumexp(0))
+    return Partial(weighted(parts, lses), lses.logsumexp(0))
 
 
 def merge(parts: list[Partial]) -> Tensor:
     """The merged output alone, [heads, queries, head_dim]."""
-    return merge_partials(parts).output
+    return parts[0].output if len(parts) == 1 else weighted(parts, torch.stack([p.lse for p in parts]))
+
+
+def weighted(parts: list[Partial], lses: Tensor) -> Tensor:
+    weights = lses.softmax(0).unsqueeze(-1)
+    output = weights[0] * parts[0].output
+    for weight, part in zip(weights[1:], parts[1:], strict=True):
+        output += weight * part.output
+    return output.to(parts[0].output.dtype)

@@ -2,13 +2,15 @@
 GPU yet.
 
 Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes need the call
-over several sequences, because their lengths are tensors. That call does not split, so the pass cuts its ranges into
-items (ranged.py).
+over several sequences, because their lengths are tensors. With several queries in each that call does not split, so the
+pass cuts its ranges into items (`flash_ranged`). With one query in each it splits; `flash_split` makes several queries
+into heads of one. Which of the two is faster will be measured (bench/attention.py), and the other deleted.
 """
 
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -71,20 +73,72 @@ def tokens_first(heads_first: Tensor) -> Tensor:
     return heads_first.transpose(0, 1)[None]
 
 
-def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
-    """By PyTorch's operator over several sequences; see `Ranged` for the shapes.
+# varlen(query [tokens, heads, head_dim], keys [slots, kv_heads, head_dim], values, query_starts, most_queries, scale,
+# items) -> output like query, lse [heads, tokens]: attention of each item's queries over the item's keys.
+Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, WorkItems], tuple[Tensor, Tensor]]
 
-    As the lengths are given separately, the operator reads only starts from the offsets of the keys. The ranges may
-    therefore lie apart and in any order.
+
+def torch_varlen(
+    query: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    query_starts: Tensor,
+    most_queries: int,
+    scale: float,
+    items: WorkItems,
+) -> tuple[Tensor, Tensor]:
+    """By PyTorch's operator over several sequences. As the lengths are given separately, it reads only starts from the
+    offsets of the keys. The ranges may therefore lie apart and in any order.
     """
-    count, queries, kv_heads, _ = query.shape
     output, lse, *_ = torch.ops.aten._flash_attention_forward(
-        *(query.flatten(0, 1), keys.transpose(0, 1), values.transpose(0, 1)),
-        *(items.query_starts, items.starts, queries, items.longest),
+        *(query, keys, values),
+        *(query_starts, items.starts, most_queries, items.longest),
         *(0.0, False, False),  # no dropout, not causal, no debug mask
         scale=scale,
         seqused_k=items.lengths,
     )
-    # For an empty item the operator returns a log-sum-exp of +inf, and output 0.
-    lse = lse.view(kv_heads, count, queries).masked_fill((items.lengths == 0)[:, None], -torch.inf)
-    return Partial(output.view(query.shape), lse)
+    return output, lse
+
+
+def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
+    """The operator over items that are many enough for the whole GPU; see `Ranged` for the shapes."""
+    return queries_as_tokens(torch_varlen, query, keys, values, scale, items)
+
+
+def flash_split(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
+    """The operator over few items, each of which it splits over the whole GPU by itself; see `Ranged` for the shapes.
+
+    It takes as many splits as fill the GPU, given items, heads and `longest`: with many items none, and with `longest`
+    far above the true lengths only the first ones have keys.
+    """
+    return queries_as_heads(torch_varlen, query, keys, values, scale, items)
+
+
+def queries_as_tokens(
+    varlen: Varlen, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems
+) -> Partial:
+    count, queries, kv_heads, _ = query.shape
+    output, lse = varlen(
+        query.flatten(0, 1), keys.transpose(0, 1), values.transpose(0, 1), items.query_starts, queries, scale, items
+    )
+    return Partial(output.view(query.shape), without_empty(lse.view(kv_heads, count, queries), items))
+
+
+def queries_as_heads(
+    varlen: Varlen, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems
+) -> Partial:
+    """Each item's queries as query heads of one token. The operator splits the keys of such calls alone, if there are
+    more query heads than KV heads: a single query is repeated.
+    """
+    count, queries, kv_heads, head_dim = query.shape
+    least = max(2, queries)
+    heads = query.transpose(1, 2).expand(-1, -1, least if queries == 1 else -1, -1).flatten(1, 2)
+    output, lse = varlen(heads, keys.transpose(0, 1), values.transpose(0, 1), items.numbers, 1, scale, items)
+    output = output.view(count, kv_heads, least, head_dim).narrow(2, 0, queries).transpose(1, 2)
+    lse = lse.view(kv_heads, least, count).narrow(1, 0, queries).transpose(1, 2)
+    return Partial(output, without_empty(lse, items))
+
+
+def without_empty(lse: Tensor, items: WorkItems) -> Tensor:
+    """lse [kv_heads, items, queries]. For an empty item the operator returns +inf, and output 0."""
+    return lse.masked_fill((items.lengths == 0).unsqueeze(1), -torch.inf)

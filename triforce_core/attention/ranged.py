@@ -28,6 +28,7 @@ class WorkItems:
     query_starts: Tensor  # [items + 1]: offsets of each item's queries, which lie one after another
     longest: int  # the greatest possible length
     splits: int
+    numbers: Tensor  # [items + 1]: 0, 1, 2, …
 
 
 # ranged(query [items, queries, kv_heads, head_dim], keys [kv_heads, slots, head_dim], values, scale, items) -> Partial

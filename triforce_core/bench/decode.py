@@ -17,7 +17,7 @@ from triforce_core.bench.pairs import pooled, speculative_share
 from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.inspection import kernels_of, runners_of
+from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.sequence import Request, Stats
@@ -118,7 +118,7 @@ def bench_decode(
         "output": output,
         "drafter": settings.draft.model,
         "dtype": settings.dtype,
-        "kernels": kernels_of(engine),
+        "kernels": kernels_by_tier(engine),
         "temperature": sampling.temperature,
         "lookaheads": list(settings.speculation.effective),
         "budget": settings.retrieval.budget,

@@ -27,7 +27,7 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import kernels_of, runners_of
+from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
@@ -72,7 +72,7 @@ def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, r
         "torch": torch.__version__,
         "context": load.context,
         "dtype": settings.dtype,
-        "kernels": kernels_of(engine),
+        "kernels": kernels_by_tier(engine),
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
         "self_drafter_quantization": settings.retrieval.quantization,
@@ -161,9 +161,10 @@ def stages(
         share = moved / taken / 1e9 / peaks.copy_gb_s
         return {"tokens": tokens, "ms": 1e3 * taken, "bytes": moved, "share": share}
 
+    step = stage(Tier.RETRIEVAL, verifying(retrieval.verifier, [sequence], judged), judged)
     return {
         "draft": stage(Tier.DRAFT, drafting(retrieval.proposer, [sequence]), 1),
-        "retrieval": stage(Tier.RETRIEVAL, verifying(retrieval.verifier, [sequence], judged), judged),
+        "retrieval": step | {"roofline": 1 / step["share"]},  # of the weights and its own KV
         "verify": {
             str(tokens): stage(Tier.TARGET, verifying(engine.decoder.verifier, [sequence], tokens), tokens)
             for tokens in VERIFIED

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -102,7 +103,9 @@ def device(
         str, typer.Option(help="llama2-7b-128k, llama-3.1-8b, or a config.json of transformers")
     ] = "llama2-7b-128k",
     drafter_geometry: Annotated[str, typer.Option(help="the drafter's geometry, named in the same way")] = "llama-68m",
-    context: Annotated[int, typer.Option(min=1, help="prompt tokens")] = 122_880,
+    context: Annotated[
+        int | None, typer.Option(min=1, help="prompt tokens; by default as many as fit the device, at most 122880")
+    ] = None,
     output: Annotated[int, typer.Option(help="output tokens of each run")] = 256,
     prefill: Annotated[int, typer.Option(min=1, help="prompt tokens whose prefill is measured")] = 8192,
     acceptance: Annotated[
@@ -117,7 +120,8 @@ def device(
     as_json: JsonOption = False,
 ) -> None:
     """Times of each stage for a model's geometry with random weights, and decoding with synthetic acceptance."""
-    from triforce_core.bench.device import DeviceWorkload, bench_device, check
+    from triforce_core.bench.device import STAGE_TOKENS, DeviceWorkload, bench_device, check
+    from triforce_core.bench.fitting import fitting_context
     from triforce_core.bench.geometry import geometry_of
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.bench.synthetic import SyntheticAcceptance
@@ -125,10 +129,13 @@ def device(
 
     require(fill in ("random", "prefill"), "fill", fill, "must be random or prefill")
     rates = SyntheticAcceptance.parse(acceptance)
-    load = DeviceWorkload(context, output, min(prefill, context), rates, seed, repeats, fill == "random")
     shapes = geometry_of(geometry, drafter_geometry)
     torch_device(settings.device)  # a missing device is refused at once
+    load = DeviceWorkload(context or 1, output, prefill, rates, seed, repeats, fill == "random")
     check(settings, shapes, load)
+    if context is None:
+        context = fitting_context(settings, shapes, max(output, STAGE_TOKENS), prefill)
+    load = replace(load, context=context, prefill=min(prefill, context))
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force):
         figures = bench_device(settings, shapes, load, progress.print)
@@ -210,6 +217,33 @@ def stalls(
     with quiet_machine(max_load, force=force):
         load = StallWorkload(context, output)
         figures = bench_stalls(settings, load, repeats=repeats, report=progress.print)
+    show_figures(figures, as_json=as_json)
+
+
+@bench_app.command()
+@with_options_of(pipeline_settings)
+def shared(
+    settings: Settings,
+    context: Annotated[int, typer.Option(min=1, help="tokens of the document")] = 12_000,
+    questions: Annotated[int, typer.Option(min=2, help="requests on the document")] = 8,
+    output: Annotated[int, typer.Option(min=2, help="output tokens of each answer")] = 64,
+    temperature: TemperatureOption = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="runs of the whole load; the medians are reported")] = 1,
+    max_load: MaxLoadOption = 1.0,
+    force: ForceOption = False,
+    as_json: JsonOption = False,
+) -> None:
+    """Several questions on one document: first text, KV, acceptance and tokens/s against documents of their own."""
+    from actors.bench.shared import SharedWorkload, bench_shared
+    from deploy.app import prepare_environment
+    from triforce_core.bench.machine import quiet_machine
+
+    settings.target.require_lossless()
+    progress = Console(stderr=True, highlight=False)
+    prepare_environment()
+    with quiet_machine(max_load, force=force):
+        load = SharedWorkload(context, questions, output, SamplingParams(temperature))
+        figures = bench_shared(settings, load, repeats=repeats, report=progress.print)
     show_figures(figures, as_json=as_json)
 
 

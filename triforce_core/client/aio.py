@@ -11,8 +11,9 @@ from typing import Any, Self, Unpack
 import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Progress, Result
-from triforce_core.client.errors import client_closed, from_rpc_error, typed_if
+from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Result
+from triforce_core.client.errors import broken_off, client_closed, from_rpc_error, typed_if
+from triforce_core.client.progress import Progress
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
 
@@ -152,15 +153,20 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                 raise
             else:
                 if not isinstance(message, pb.GenerateChunk):  # the end
-                    break
+                    if self._closed.is_set() or self._progress.ended:
+                        break
+                    await self._resume(None)
+                    continue
                 chunk = self._progress.take(message)
                 if chunk is not None:
                     return chunk
         raise StopAsyncIteration
 
-    async def _resume(self, error: grpc.RpcError) -> None:
-        """Go on in another call after a delay. Raises the error as a `CallError` where that is not possible."""
-        failure = from_rpc_error(error)
+    async def _resume(self, error: grpc.RpcError | None) -> None:
+        """Go on in another call after a delay; None: this one ended too soon. Raises the error as a `CallError` where
+        that is not possible.
+        """
+        failure = broken_off() if error is None else from_rpc_error(error)
         delay_s = self._progress.delay_s(failure)
         if delay_s is None:
             raise failure from error

@@ -1,8 +1,9 @@
-"""What synchronous and asynchronous clients share: connections, calls as data, and streams that can be resumed."""
+"""What synchronous and asynchronous clients share: connections, and calls as data."""
 
 from __future__ import annotations
 
 import os
+import secrets
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,13 +14,11 @@ from google.protobuf.message import Message as ProtobufMessage
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.errors import CallError
+from triforce_core.client.progress import Progress
 from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, Message, Prompt, build_request, chat_messages
 from triforce_core.client.results import (
-    Chunk,
     Completion,
     Model,
-    chunk_from_proto,
     completion_from_proto,
     models_from_proto,
 )
@@ -35,6 +34,7 @@ CHANNEL_OPTIONS = (
 )
 GENERATION = "/triforce.v1.Generation"
 KEY_VARIABLE = "TRIFORCE_API_KEY"
+SEED_BITS = 53  # JSON readers that use doubles keep them exact
 SERVING = 1  # of grpc.health.v1.HealthCheckResponse.ServingStatus
 
 
@@ -54,7 +54,9 @@ class Client:
 
     `timeout_s` bounds every call, and a stream as a whole, unless the call has its own `timeout_s`; None means no
     limit. A call that fails because the server is away or full is tried up to `retries` times more, after delays that
-    double from a quarter of a second on; `health` is not.
+    double from a quarter of a second up to 5 s, about 25 s in all by default; a stream that has got on since is tried
+    as often again. `health` is tried once. A repeated call gives the same tokens, because the client draws the seed
+    where none is given.
 
     `tls` encrypts the connection: `True` trusts the authorities that gRPC trusts by default, `root_certificates` (PEM,
     or the path of a file with it) trusts these instead, and credentials from `grpc.ssl_channel_credentials` may hold a
@@ -71,7 +73,7 @@ class Client:
         address: str = "127.0.0.1:9000",
         *,
         timeout_s: float | None = 600.0,
-        retries: int = 3,
+        retries: int = 10,
         tls: bool | grpc.ChannelCredentials = False,
         root_certificates: bytes | str | Path | None = None,
         api_key: str | None = None,
@@ -101,7 +103,10 @@ class Client:
         """The call's message, and its time limit in seconds."""
         if arguments.get("timeout_s") is None:
             arguments["timeout_s"] = self.timeout_s
-        return build_request(prompt, arguments), arguments["timeout_s"]
+        request = build_request(prompt, arguments)
+        if not request.HasField("seed"):  # drawn here, so that the call can be repeated
+            request.seed = secrets.randbits(SEED_BITS)
+        return request, arguments["timeout_s"]
 
     def _progress(self, prompt: Prompt, arguments: CallArguments) -> Progress:
         request, timeout_s = self._request(prompt, arguments)
@@ -169,58 +174,3 @@ def _credentials(
     if tls or root_certificates is not None:
         return grpc.ssl_channel_credentials(root_certificates)
     return None
-
-
-class Progress:
-    """A stream's chunks so far, from which it can go on in another call.
-
-    The output is a function of prompt, parameters and seed, so a call with the seed and the tokens of the chunks
-    received returns exactly what they lack.
-    """
-
-    def __init__(self, request: pb.GenerateRequest, attempts: Attempts) -> None:
-        self.request, self.attempts = request, attempts
-        self.num_asked = len(request.resume_token_ids)
-        self.begun = False  # the user has a chunk
-        self.resumed = False  # at least once
-        self.finished: set[int] = set()  # completions of which the user has the last chunk
-        self.seed: int | None = None  # as on the wire
-
-    @property
-    def ended(self) -> bool:
-        """Whether the user has the last chunk of every completion."""
-        return len(self.finished) >= max(self.request.n, 1)
-
-    def take(self, message: pb.GenerateChunk) -> Chunk | None:
-        """The chunk for the user; None for the empty message that Ray Serve's proxy sends before an error."""
-        if not message.ByteSize():
-            return None
-        self.request.resume_token_ids.extend(message.token_ids)
-        if self.resumed:
-            message.ClearField("seed")  # the user has it from the first chunk
-        elif message.HasField("seed"):
-            self.seed = message.seed
-        self.begun = True
-        if message.HasField("usage"):
-            self.finished.add(message.index)
-        return chunk_from_proto(message)
-
-    def delay_s(self, error: CallError) -> float | None:
-        """Seconds to wait before the next call; None if the error is final: for `Attempts`, or because what is missing
-        cannot be asked for.
-
-        It cannot where several completions run side by side, and where the chunks so far have no tokens: they may hold
-        the echoed prompt or its logprobs, which would come again.
-        """
-        received = len(self.request.resume_token_ids) > self.num_asked
-        exact = self.request.n <= 1 and self.seed is not None and received
-        return None if self.begun and not exact else self.attempts.delay_s(error)
-
-    def prepare(self) -> None:
-        """Make `request` ask for what is missing."""
-        left_s = self.attempts.left_s
-        if left_s is not None:
-            self.request.timeout_s = left_s
-        if self.begun and self.seed is not None:
-            self.resumed, self.request.seed = True, self.seed
-            self.request.ClearField("prompt_logprobs")  # they came before the first token

@@ -10,8 +10,9 @@ from typing import Any, Protocol, Self, Unpack, cast
 import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Progress, Result
-from triforce_core.client.errors import from_rpc_error, typed_if
+from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Result
+from triforce_core.client.errors import broken_off, from_rpc_error, typed_if
+from triforce_core.client.progress import Progress
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
 
@@ -43,9 +44,8 @@ class TriForceClient(Client):
         """The completion in chunks as it is decoded; arguments as for `generate`. Closing or dropping the stream
         cancels it.
 
-        A stream whose server goes away goes on by itself, with exactly the tokens that are missing, within the client's
-        `retries`. Where that is not possible (`n` above 1, or no token received yet), it raises. `stats` then cover
-        the last call alone.
+        A stream whose server goes away goes on by itself, with exactly the tokens and the text that are missing, within
+        the client's `retries`. `stats` then cover the last call alone.
         """
         return self._stream(self._progress(prompt, arguments))
 
@@ -157,7 +157,7 @@ class ChunkStream(Iterator[Chunk]):
         while not self._closed.is_set():
             try:
                 chunk = self._progress.take(next(self._call))
-            except grpc.RpcError as error:
+            except (grpc.RpcError, StopIteration) as error:
                 if self._closed.is_set() or self._progress.ended:  # another thread closed it while this one waited
                     break
                 self._resume(error)
@@ -166,9 +166,9 @@ class ChunkStream(Iterator[Chunk]):
                     return chunk
         raise StopIteration
 
-    def _resume(self, error: grpc.RpcError) -> None:
+    def _resume(self, error: grpc.RpcError | StopIteration) -> None:
         """Go on in another call after a delay. Raises the error as a `CallError` where that is not possible."""
-        failure = from_rpc_error(error)
+        failure = broken_off() if isinstance(error, StopIteration) else from_rpc_error(error)
         delay_s = self._progress.delay_s(failure)
         if delay_s is None:
             raise failure from error

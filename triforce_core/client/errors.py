@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import cast
@@ -39,6 +40,14 @@ class UnavailableError(CallError):
     """No server answers at the address, or the replica died; try again."""
 
 
+class FingerprintError(CallError):
+    """The deployment's model or settings have changed, so that nothing continues this output; ask anew."""
+
+
+class EngineCrashError(CallError):
+    """The engine died each time that it decoded this request; do not send it again."""
+
+
 class DeadlineExceededError(CallError):
     """The call took longer than `timeout_s`."""
 
@@ -54,7 +63,8 @@ class ServerError(CallError):
 ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.INVALID_ARGUMENT: InvalidRequestError,
     grpc.StatusCode.OUT_OF_RANGE: InvalidRequestError,
-    grpc.StatusCode.FAILED_PRECONDITION: InvalidRequestError,
+    grpc.StatusCode.FAILED_PRECONDITION: FingerprintError,
+    grpc.StatusCode.ABORTED: EngineCrashError,
     grpc.StatusCode.NOT_FOUND: NotFoundError,
     grpc.StatusCode.UNAUTHENTICATED: AuthenticationError,
     grpc.StatusCode.PERMISSION_DENIED: AuthenticationError,
@@ -63,7 +73,13 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: CallCancelledError,
 }
+# What Ray Serve's proxy says, under the status of a defect, where the gateway dies or is away.
+GONE = re.compile(r"\b[Aa]ctor (has )?(died|is dead|is unavailable|was killed)|Actor(Died|Unavailable)Error")
 TOO_LONG = "message larger than max"  # in what gRPC itself says when it refuses to receive or send a message
+
+
+def broken_off() -> UnavailableError:
+    return UnavailableError("the stream ended before its last chunk", grpc.StatusCode.UNAVAILABLE)
 
 
 def client_closed() -> CallCancelledError:
@@ -86,6 +102,8 @@ def from_rpc_error(error: grpc.RpcError) -> CallError:
     call = cast(grpc.Call, error)  # gRPC raises the failed call itself
     code, details = call.code(), call.details() or ""
     kind = ERROR_OF_STATUS.get(code, ServerError)
+    if code is grpc.StatusCode.INTERNAL and GONE.search(details):
+        kind = UnavailableError
     if TOO_LONG in details:  # under the status of a full server, which would be worth another attempt
         kind = ServerError
     return kind(details or code.name, code)

@@ -41,7 +41,7 @@ class CallArguments(TypedDict, total=False):
     bad_words: Sequence[str]  # texts that never occur in the output
     bad_word_ids: Sequence[Sequence[int]]  # the same in tokens
     min_tokens: int | None  # nothing ends the output before it has so many tokens
-    seed: int | None  # the same seed gives the same tokens
+    seed: int | None  # the same seed gives the same tokens; None: the client draws one
     n: int | None  # independent completions, with seeds derived from `seed`
     stop: str | Sequence[str]  # the output ends before the first of these strings
     stop_token_ids: Sequence[int]  # these tokens end the output, besides the model's own stop tokens
@@ -59,7 +59,9 @@ class CallArguments(TypedDict, total=False):
     lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
     drafter: str | None  # at the lowest tier: model, lookup or both; without `lookaheads`, the server's are used
     selector: str | None  # of chunks for the retrieval tier: mean_key, quest, …; by default the server's setting
+    cache_salt: str | None  # KV of equal prefixes is shared with calls of the same salt only; at most 128 characters
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
+    fingerprint: str  # of that call's first chunk: another model or other settings refuse to go on
     priority: int | None  # -100 to 100: waiting requests with a lower number are served earlier; 0 by default
     timeout_s: float | None  # by default the client's own
 

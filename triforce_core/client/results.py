@@ -19,6 +19,7 @@ FINISH_REASONS: dict[int, FinishReason] = {
 class Usage:
     prompt_tokens: int
     completion_tokens: int
+    cached_tokens: int = 0  # of `prompt_tokens`, those whose KV the server held from earlier calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,6 +132,7 @@ class Chunk:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of some tokens of the prompt; in the first chunks, if asked for
     text_lengths: tuple[int, ...] = ()  # one per token: how many characters of `text` it completes
+    fingerprint: str | None = None  # in the first chunk: of the model and of the settings that determine its tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,6 +175,7 @@ def chunk_from_proto(message: pb.GenerateChunk) -> Chunk:
         logprobs=_logprobs(message.logprobs),
         prompt_logprobs=_logprobs(message.prompt_logprobs),
         text_lengths=tuple(message.text_lengths),
+        fingerprint=message.fingerprint or None,
     )
 
 
@@ -195,7 +198,7 @@ def _logprobs(messages: Iterable[pb.TokenLogprobs]) -> tuple[TokenLogprobs, ...]
 
 
 def _usage(message: pb.Usage) -> Usage:
-    return Usage(message.prompt_tokens, message.completion_tokens)
+    return Usage(message.prompt_tokens, message.completion_tokens, message.cached_tokens)
 
 
 def _stats(message: pb.Stats) -> Stats:

@@ -12,7 +12,7 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0
 
 
 class Attempts:
-    """The attempts of one call: one, and up to `retries` more, all within `timeout_s` seconds from now."""
+    """The attempts of one call: one, and up to `retries` more in a row, all within `timeout_s` seconds from now."""
 
     def __init__(self, timeout_s: float | None, retries: int) -> None:
         self.until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -23,6 +23,10 @@ class Attempts:
     def left_s(self) -> float | None:
         """Seconds that are left for the next attempt; None: no limit."""
         return None if self.until is None else max(self.until - time.monotonic(), 0.001)
+
+    def got_on(self) -> None:
+        """The call is past what may have been its fault: later failures are counted from 0."""
+        self.failed = 0
 
     def delay_s(self, error: CallError) -> float | None:
         """Seconds to wait before the next attempt; None if this error is final.

@@ -21,6 +21,7 @@ from triforce_core.engine.limits import target_limits
 from triforce_core.engine.lossy import Lossy, NothingBelow, lossy_kv
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.target_kv import target_kv
+from triforce_core.engine.working_memory import MOST_LOGITS
 from triforce_core.errors import require
 from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV
@@ -32,17 +33,18 @@ from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
-from triforce_core.models.fuse import fuse
+from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
+from triforce_core.models.join import join_projections
 from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner, threads_for
+from triforce_core.sampling.draw import noisiest
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier
 
 VerifierFactory = Callable[[ModelRunner, Tier, Grammars], ModelVerifier]  # benchmarks pass their own class
-MOST_LOGITS = 1 << 25  # of a pass whose prompt tokens get logprobs: 128 MiB in float32
 FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
 
 
@@ -96,7 +98,8 @@ def shared_grammars(target: str, vocab_size: int) -> Grammars:
 
 def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
     """The target's cache."""
-    return target_kv(kv_geometry(model), target_limits(model.config, settings).kv_pool_tokens, settings)
+    pool_tokens = target_limits(model.config, settings).kv_pool_tokens
+    return target_kv(model.config, kv_geometry(model), pool_tokens, settings)
 
 
 def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
@@ -105,9 +108,12 @@ def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settin
     sequence have constant shapes.
     """
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
+    if settings.device_type == "cuda":
+        join_projections(model)
     fused = fuse(model, settings)
     shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
-    return kind(model, kv, threads_for(settings), shaped)
+    drawing = fused_noisiest(settings, model.config.vocab_size, own.geometry.device) if fused else noisiest
+    return kind(model, kv, threads_for(settings), shaped, drawing)
 
 
 def few_target_tokens(settings: Settings) -> int:
@@ -219,10 +225,10 @@ def local_engine(
         forgetful = lossy_kv(target, settings)
         return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful, make_verifier=make_verifier)
     own = target if self_drafter is None else self_drafter
-    full, sparse = local_caches(full_kv(target, settings), retrieval_kv(own, settings), ranks)
     if drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
-    drafts = drafter_for(settings, drafter)
+    small, drafts = retrieval_kv(own, settings), drafter_for(settings, drafter)
+    full, sparse = local_caches(full_kv(target, settings), small, ranks)  # last: it takes what is left
     if ranks is not None:
         ranks.barrier()
     below = retrieval_decoder(own, sparse, drafts, settings, make_verifier=make_verifier)

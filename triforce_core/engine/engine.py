@@ -7,9 +7,10 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
+from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.freshness import SinceCut, has_sagged
@@ -19,7 +20,7 @@ from triforce_core.engine.sequence import FinishReason, Output, Request, Sequenc
 from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
-from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally
+from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
 
 
 class SnapshotSource(Protocol):
@@ -117,10 +118,26 @@ class Engine:
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
         self.totals = Totals()
-        # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, and `totals`
-        # as they were after the last turn.
+        self.on_entering: Callable[[int], None] = lambda sequence_id: None  # called before a request's first pass
+        # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, that are kept
+        # for later ones and that no longer are, and `totals` as they were after the last turn.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
+        self.kept_tokens, self.dropped_tokens = 0, 0
         self.told_totals = Totals()
+        self.working_on: Callable[[list[int]], None] = lambda request_ids: None
+
+    def watch(self, working_on: Callable[[list[int]], None]) -> None:
+        """From now on `working_on` is called with the ids of the requests that a pass of this process works on, before
+        it begins, and with none after it. A snapshot counts as a pass.
+        """
+
+        def passing(sequence_ids: list[int]) -> None:
+            live = self.scheduler.live
+            working_on([live[i].request_id for i in sequence_ids if i in live])
+
+        self.working_on, level = working_on, self.decoder
+        while isinstance(level, SpeculativeDecoder):
+            level.passing, level = passing, level.proposer
 
     # -- from any thread -----------------------------------------------------------------------------------------------
 
@@ -175,7 +192,9 @@ class Engine:
         self._update_snapshots()
         self._make_room()
         self.scheduler.admit()
-        self.decoder.submit(self.scheduler.next_work())
+        work = self.scheduler.next_work()
+        self._tell_entering(work)
+        self.decoder.submit(work)
         self.asked_tokens = self.scheduler.asked_tokens
         self.least_stall_s = self.scheduler.least_stall_s(self.limits.context_length)
         proposals = self.decoder.collect(timeout_s)
@@ -183,7 +202,8 @@ class Engine:
         if self.controller is not None:
             self.controller.passed(answers, self.scheduler.decoding, time.perf_counter())
         outputs += [output for answer in answers if (output := self._advance(*answer))]
-        self.kv_tokens = self.scheduler.kv.used_tokens
+        kv = self.scheduler.kv
+        self.kv_tokens, self.kept_tokens, self.dropped_tokens = kv.used_tokens, kv.kept_tokens, kv.dropped_tokens
         self.told_totals = self.totals.copy()
         return outputs
 
@@ -203,6 +223,14 @@ class Engine:
             if sequence.deadline < now:
                 outputs.append(self._end(sequence, FinishReason.DEADLINE))
         return outputs
+
+    def _tell_entering(self, work: list[Work]) -> None:
+        """Tell whose first pass begins: if it kills the process, these requests and those before are suspects."""
+        for each in work:
+            sequence = self.scheduler.live[each.span.sequence_id]
+            if not sequence.entered:
+                sequence.entered = True
+                self.on_entering(sequence.request_id)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
         """End a request before its output is complete."""
@@ -227,7 +255,9 @@ class Engine:
         """Update snapshots for the tokens that the last turn committed: only now, so that users get these first."""
         for sequence_id, wanted in self.due_for_snapshot.items():
             if sequence := self.scheduler.live.get(sequence_id):
+                self.working_on([sequence.request_id])
                 self._update_snapshot(sequence, wanted=wanted)
+                self.working_on([])
         self.due_for_snapshot.clear()
 
     def _update_snapshot(self, sequence: Sequence, *, wanted: bool) -> None:
@@ -261,6 +291,8 @@ class Engine:
             sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
         if sequence.has_output:
             stats.decoded += len(proposal.tokens)
+        else:
+            self.totals.read(stats.cached_tokens, sequence.given - stats.cached_tokens)
         sequence.tokens += proposal.tokens
         sequence.prefilled = len(sequence.tokens) - 1
         if not prefilling:

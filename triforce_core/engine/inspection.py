@@ -37,15 +37,13 @@ def runners_of(engine: Engine) -> dict[Tier, ModelRunner]:
     return {level.tier: level.runner for level in levels_of(engine) if level.runner is not None}
 
 
-def kernels_of(engine: Engine) -> dict[str, dict[str, Any]]:
-    """By tier: whether its model runs fused kernels, and how many passes of constant shape it has."""
-    return {
-        tier.name.lower(): {
-            "fused": is_fused(runner.model),
-            "shapes": len(runner.shaped.passes) if runner.shaped else 0,
-        }
-        for tier, runner in runners_of(engine).items()
-    }
+def kernels_of(runner: ModelRunner) -> dict[str, Any]:
+    """Whether its model runs fused kernels, and how many passes of constant shape it has."""
+    return {"fused": is_fused(runner.model), "shapes": len(runner.shaped.passes) if runner.shaped else 0}
+
+
+def kernels_by_tier(engine: Engine) -> dict[str, dict[str, Any]]:
+    return {tier.name.lower(): kernels_of(runner) for tier, runner in runners_of(engine).items()}
 
 
 def held_of(engine: Engine) -> dict[Tier, Sized]:

@@ -27,6 +27,16 @@ class Pool(Protocol):
         """How many tokens' slots sequences own or share."""
         ...
 
+    @property
+    def kept_tokens(self) -> int:
+        """How many slots only texts of earlier sequences hold, for later ones with the same prefix."""
+        ...
+
+    @property
+    def dropped_tokens(self) -> int:
+        """How many tokens of such texts have been dropped."""
+        ...
+
     def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
         """Begins to look for the KV of a text; None if none of it may be shared."""
         ...

@@ -154,6 +154,7 @@ class Sequence:
     clock: float = field(default_factory=time.perf_counter)
     scored: int = 0  # prompt tokens whose logprobs the target has reported
     reported: int = 0  # prompt tokens whose logprobs the caller has
+    entered: bool = False  # whether a pass over its tokens has begun
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.sequence_id
@@ -178,6 +179,7 @@ class Sequence:
             clock=self.clock,
             drafted=self.drafted,
             reported=self.reported,
+            entered=self.entered,
         )
 
     @property

@@ -5,45 +5,35 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from transformers.configuration_utils import PretrainedConfig
+
 from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
+from triforce_core.engine.working_memory import Beside, beside_pool
 from triforce_core.errors import require
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.landmarks import landmark_bytes
 from triforce_core.kv.memory import HOST, check_room
 from triforce_core.kv.offloaded import Offload, OffloadedKV
-from triforce_core.kv.selectors import LANDMARKS, Landmark
+from triforce_core.kv.selectors import LANDMARKS
 
 FIELD = "target.kv_pool_tokens"
 
 
-def target_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
+def target_kv(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> FullKV:
     """The target's cache. Raises `InvalidValueError`, with the bytes needed, the bytes free and a remedy, if it has no
-    room.
+    room beside what the target takes for other things.
     """
     kernel, offload = kernel_for(settings, geometry.head_dim), offload_for(settings, geometry.num_layers)
-    check_pool(offload, geometry, pool_tokens, kept_bytes(geometry, pool_tokens, settings))
+    check_pool(offload, geometry, pool_tokens, beside_pool(config, geometry, pool_tokens, settings))
     unit = settings.retrieval.chunk  # the chunks of shared texts are those of snapshots
     # Which KV a request finds depends on the requests before it, and so does how its tokens are rounded.
     shares = settings.target.prefix_cache and not settings.deterministic
-    landmark = kept_landmark(settings)
+    # Of all chunks of the pool. A request that names another selector has its landmarks computed at its cuts.
+    landmark = LANDMARKS.get(settings.retrieval.selector)
     if offload is None:
         return FullKV(geometry, pool_tokens, kernel, unit=unit, shares=shares, landmark=landmark)
     return OffloadedKV(geometry, pool_tokens, kernel, offload, unit=unit, shares=shares, landmark=landmark)
-
-
-def kept_landmark(settings: Settings) -> Landmark | None:
-    """The landmark of all chunks that is kept in the pool; None where the selector of the settings needs none. A
-    request that names another selector has its landmarks computed at its cuts.
-    """
-    return LANDMARKS.get(settings.retrieval.selector)
-
-
-def kept_bytes(geometry: KVGeometry, pool_tokens: int, settings: Settings) -> int:
-    """The bytes of one layer's landmarks."""
-    landmark = kept_landmark(settings)
-    return landmark_bytes(landmark, settings.retrieval.chunk, geometry, pool_tokens) if landmark else 0
 
 
 def offload_for(settings: Settings, num_layers: int) -> Offload | None:
@@ -65,25 +55,27 @@ def offload_directory(path: str | None) -> Path | None:
     return Path(path)
 
 
-def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int, landmarks: int = 0) -> None:
-    """Check that each place has room for its part of the cache. Pinned memory counts as host memory. `landmarks`: the
-    bytes of one layer's.
+def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int, beside: Beside) -> None:
+    """Check that each place has room for its part of the cache and of what goes with it. Pinned memory counts as host
+    memory.
     """
     if offload is None:
         instead = "disk" if geometry.device == HOST else "host"
-        remedy = f"lower it, or set target.offload: {instead}"
-        num_bytes = geometry.bytes_per_token * pool_tokens + geometry.num_layers * landmarks
-        check_room(geometry.device, num_bytes, FIELD, pool_tokens, remedy)
+        remedy, num_bytes = f"lower it, or set target.offload: {instead}", geometry.bytes_per_token * pool_tokens
+        check_room(geometry.device, num_bytes, FIELD, pool_tokens, remedy, beside.landmarks + beside.on_device)
         return
     on_device, elsewhere = offload.kv_bytes(geometry, pool_tokens)
-    with_kv, in_host = offload.landmark_bytes(geometry, landmarks)
-    on_device += with_kv
+    resident = beside.landmarks * offload.resident_layers // geometry.num_layers
+    on_host = beside.landmarks - resident
     remedy = "lower it or target.resident_layers" if offload.resident_layers else "lower it"
-    check_room(geometry.device, on_device, FIELD, pool_tokens, remedy)
+    check_room(geometry.device, on_device, FIELD, pool_tokens, remedy, resident + beside.on_device)
     if offload.directory is not None:
         check_room(offload.directory, elsewhere, FIELD, pool_tokens, "lower it, or name another target.offload_path")
-        together = in_host + on_device if geometry.device == HOST else in_host
-        check_room(HOST, together, FIELD, pool_tokens, remedy)
+        here = geometry.device == HOST
+        more = on_host + (resident + beside.on_device if here else 0)
+        check_room(HOST, on_device if here else 0, FIELD, pool_tokens, remedy, more)
+    elif geometry.device == HOST:
+        more = on_host + resident + beside.on_device
+        check_room(HOST, elsewhere + on_device, FIELD, pool_tokens, "lower it, or set target.offload: disk", more)
     else:
-        together = elsewhere + in_host + (on_device if geometry.device == HOST else 0)
-        check_room(HOST, together, FIELD, pool_tokens, "lower it, or set target.offload: disk")
+        check_room(HOST, elsewhere, FIELD, pool_tokens, "lower it, or set target.offload: disk", on_host)

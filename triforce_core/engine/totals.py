@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from triforce_core.engine.sequence import Stats
 from triforce_core.messages import Tally
@@ -16,11 +16,19 @@ class Totals:
     # Rounds, snapshots and preemptions, as of one request; its times and its plan of the moment are not kept.
     stats: Stats = field(default_factory=Stats)
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # rounds by the tokens that they committed
+    # Tokens of prompts, and of output that a request came with: their KV was found, or they were read.
+    prefix_hit_tokens: int = 0
+    prefix_miss_tokens: int = 0
 
     def add(self, plan: Plan, tallies: tuple[Tally, ...], tokens: int) -> None:
         """Add a round of the target that committed so many tokens."""
         self.stats.add(plan, tallies)
         self.rounds_by_tokens[tokens] = self.rounds_by_tokens.get(tokens, 0) + 1
 
+    def read(self, hit_tokens: int, miss_tokens: int) -> None:
+        """Add a request's prompt, once it has been read."""
+        self.prefix_hit_tokens += hit_tokens
+        self.prefix_miss_tokens += miss_tokens
+
     def copy(self) -> Totals:
-        return Totals(self.stats.copy(), dict(self.rounds_by_tokens))
+        return replace(self, stats=self.stats.copy(), rounds_by_tokens=dict(self.rounds_by_tokens))

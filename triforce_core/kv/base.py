@@ -214,6 +214,10 @@ class KVCache(ABC):
         """The bytes of its tensors, wherever they are."""
         return sum(pool.nbytes for pool in (*self.keys, *self.values))
 
+    def spare(self, count: int) -> list[Range] | None:
+        """Slots for a pass that leaves the cache as it is, to be freed after it; None when the pool has too few."""
+        return self.allocator.allocate(count)
+
     def room(self, held: Held) -> int:
         """The most tokens that a statement of this sequence may have."""
         return held.spec.max_length

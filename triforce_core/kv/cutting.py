@@ -26,10 +26,14 @@ class Pools(Protocol):
     landmarks: LandmarkPool | None
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], on the pool's device, which may be the host.
+        """A copy of keys or values of a layer, [*shape, head_dim], on the device that computes.
 
         `kv_heads` and `slots` broadcast to `shape`.
         """
+        ...
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A part of a pool, or what was computed of it, on the device that computes."""
         ...
 
 
@@ -178,15 +182,15 @@ class LayerChunks:
             found = torch.cat(new if found is None else [found, *new], dim=1)
             known[self.layer] = found
         assert found is not None
-        return found[:, : self.count].to(self.queries.device)
+        return self.cutter.pools.moved(found[:, : self.count])
 
     def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
         cutter, local_start = self.cutter, self.count * self.cutter.chunk
         for first, keys in cutter.keys(self.layer, 0, local_start):
-            yield first, keys.to(self.queries.device)
+            yield first, cutter.pools.moved(keys)
         if local_start < cutter.position:
             local = cutter.pools.read(cutter.pools.keys[self.layer], cutter.all_heads(), cutter.slots[local_start:])
-            yield local_start, local[:, None].to(self.queries.device)
+            yield local_start, local[:, None]
 
     def mass(self) -> Tensor:
         held, cutter = self.held, self.cutter

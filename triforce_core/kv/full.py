@@ -206,6 +206,11 @@ class FullKV(KVCache):
             held.node, given = self.tree.insert(held.node, held.tokens, stop, held.ranges)
             held.given = joined(held.given, given)
 
+    def spare(self, count: int) -> list[Range] | None:
+        if count <= self.allocator.num_free + self.kept_tokens and self.allocator.num_free < count:
+            self._drop_until(partial(self.allocator.plan, count))
+        return super().spare(count)
+
     # -- growth --------------------------------------------------------------------------------------------------------
 
     def room(self, held: Held) -> int:
@@ -329,25 +334,28 @@ class FullKV(KVCache):
     def fill(self, span: Span, group: int = 1) -> None:
         """Hold KV up to the end of `span`; draw missing KV from a normal distribution.
 
-        Benchmarks use it for passes over a long context, whose times do not depend on the values. The sequence must
-        already be open, or `span` must start at 0. `group`: query heads of each KV head.
+        Benchmarks use it for passes over a long context, whose times do not depend on the values. All heads and layers
+        get the same values, because a CPU takes minutes to draw those of a long context. The sequence must already be
+        open, or `span` must start at 0. `group`: query heads of each KV head.
         """
         placed = self._align(Forward(span, num_sampled=0))
         assert isinstance(placed, Placement)
-        held = self.held[span.sequence_id]
+        held, geometry = self.held[span.sequence_id], self.geometry
         assert not held.given, "KV that others may use is not written again"
         if held.node is not None:  # nobody else may use what is drawn
             self.tree.leave(held.node)
             held.node = None
-        for layer, (keys, values) in enumerate(zip(self.keys, self.values, strict=True)):
+        longest = max((stop - start for start, stop in placed.writes), default=0)
+        drawn = torch.empty(2, longest, geometry.head_dim, dtype=geometry.dtype, device=geometry.device).normal_()
+        for layer, pools in enumerate(zip(self.keys, self.values, strict=True)):
+            here = drawn.to(pools[0].device)
             for start, stop in placed.writes:
-                # Filling one head at a time is five times as fast on a CPU, because its slots are contiguous.
-                for head in (*keys[:, start:stop], *values[:, start:stop]):
-                    head.normal_()
-            shape = group * len(keys), len(held.query_positions), keys.shape[-1]  # queries are always on the device
-            held.queries[layer] = torch.empty(shape, dtype=keys.dtype, device=self.geometry.device).normal_()
+                for pool, values in zip(pools, here, strict=True):
+                    pool[:, start:stop] = values[: stop - start]
+            shape = group * geometry.num_kv_heads, len(held.query_positions), geometry.head_dim
+            held.queries[layer] = torch.empty(shape, dtype=geometry.dtype, device=geometry.device).normal_()
             if held.mass:
-                held.mass[layer] = torch.ones(len(keys), held.count_to, device=self.geometry.device)
+                held.mass[layer] = torch.ones(geometry.num_kv_heads, held.count_to, device=geometry.device)
 
     @torch.inference_mode()
     def cut(
@@ -363,11 +371,15 @@ class FullKV(KVCache):
         return SnapshotCutter(self, self.held[sequence_id], position, chunks, selector).cut(sequence_id, base)
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], on the pool's device, which may be the host.
+        """A copy of keys or values of a layer, [*shape, head_dim], on the device that computes.
 
         `kv_heads` and `slots` broadcast to `shape`.
         """
-        return pool[kv_heads.to(pool.device), slots.to(pool.device)]
+        return pool[kv_heads, slots]
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        """A part of a pool, or what was computed of it, on the device that computes."""
+        return tensor
 
 
 def wish(spec: SequenceSpec, tokens: int) -> int:

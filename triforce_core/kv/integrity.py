@@ -22,10 +22,10 @@ def check(kv: FullKV) -> None:
     assert idle == kv.tree.idle_tokens, f"{kv.tree.idle_tokens} tokens are said to be idle, {idle} are"
     users = dict.fromkeys(nodes, 0)
     for held in kv.held.values():
-        node = held.node
-        while node is not None and node is not kv.tree.root:
-            users[node] += 1  # a dropped node raises KeyError here
-            node = node.parent
+        used = held.node
+        while used is not None and used is not kv.tree.root:
+            users[used] += 1  # a dropped node raises KeyError here
+            used = used.parent
     for node, count in users.items():
         assert node.users == count, f"node {node.serial} has {node.users} users for {count} sequences"
     for sequence_id in kv.held:

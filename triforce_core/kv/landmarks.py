@@ -67,8 +67,3 @@ class LandmarkPool:
 def example(landmark: Landmark, chunk: int, geometry: KVGeometry) -> Tensor:
     """The landmark of one chunk of zeros: its shape, [kv_heads, 1, …], and dtype."""
     return landmark(torch.zeros(geometry.num_kv_heads, 1, chunk, geometry.head_dim, dtype=geometry.dtype))
-
-
-def landmark_bytes(landmark: Landmark, chunk: int, geometry: KVGeometry, pool_tokens: int) -> int:
-    """The bytes of one layer's landmarks."""
-    return example(landmark, chunk, geometry).nbytes * (pool_tokens // chunk)

@@ -28,11 +28,13 @@ def free_bytes(place: Place) -> int:
     return available if limited is None else min(available, limited)
 
 
-def check_room(place: Place, num_bytes: int, setting: str, value: object, remedy: str) -> None:
-    """Raise `InvalidValueError` unless `num_bytes` fit; it names `setting`, whose `value` makes the KV this large."""
-    free = free_bytes(place)
-    rule = f"takes {gib(num_bytes)} for KV in {named(place)}, where {gib(free)} are free: {remedy}"
-    require(num_bytes <= free, setting, value, rule)
+def check_room(place: Place, num_bytes: int, setting: str, value: object, remedy: str, beside: int = 0) -> None:
+    """Raise `InvalidValueError` unless `num_bytes` of KV fit, and `beside` more for what goes with it. The error names
+    `setting`, whose `value` makes the KV this large.
+    """
+    free, more = free_bytes(place), f", and {gib(beside)} for snapshots and passes," if beside else ""
+    rule = f"takes {gib(num_bytes)} for KV{more} in {named(place)}, where {gib(free)} are free: {remedy}"
+    require(num_bytes + beside <= free, setting, value, rule)
 
 
 def named(place: Place) -> str:

@@ -20,6 +20,7 @@ from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
+from triforce_core.kv.pinned import PinnedStaging
 from triforce_core.kv.ranges import Range, rounded_up, union
 from triforce_core.kv.selectors import Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
@@ -42,10 +43,6 @@ class Offload:
         layer_bytes = geometry.bytes_per_token // geometry.num_layers * pool_tokens
         on_device = self.resident_layers + self.num_staged(geometry)
         return on_device * layer_bytes, (geometry.num_layers - self.resident_layers) * layer_bytes
-
-    def landmark_bytes(self, geometry: KVGeometry, layer_bytes: int) -> tuple[int, int]:
-        """The bytes of landmarks on the device and in host memory, which has them also where the KV is in a file."""
-        return self.resident_layers * layer_bytes, (geometry.num_layers - self.resident_layers) * layer_bytes
 
 
 @dataclass(slots=True)
@@ -83,7 +80,7 @@ class OffloadedKV(FullKV):
         pools = [*resident, *self.host]
         super().__init__(geometry, pool_tokens, kernel, pools, unit=unit, shares=shares, landmark=landmark)
         self.resident_layers = offload.resident_layers
-        self.stream = copy_stream(geometry.device)
+        self.stream, self.copies = copy_stream(geometry.device), PinnedStaging(geometry.device)
         staged = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
         self.staging = [Staging(pool, self.stream.computed()) for pool in staged]
         if geometry.device.type == "cuda" and offload.directory is None:
@@ -157,3 +154,15 @@ class OffloadedKV(FullKV):
     ) -> Snapshot:
         self.stream.wait()  # KV of the last pass may still be on its way to the host
         return super().cut(sequence_id, position, chunks, selector, base)
+
+    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+        """The host gathers, since the link is dearer than its memory."""
+        if pool.device.type == self.geometry.device.type:
+            return super().read(pool, kv_heads, slots)
+        rows = self.copies.numbers(kv_heads * pool.shape[1] + slots)
+        return self.copies.gather(pool.flatten(0, 1), rows.flatten()).view(*rows.shape, -1)
+
+    def moved(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type == self.geometry.device.type:
+            return tensor
+        return self.copies.upload(tensor)

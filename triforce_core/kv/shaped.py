@@ -54,6 +54,7 @@ class ShapedBatch:
         self.wide = self.narrow.long()
         self.token_ids, self.positions, self.slots, self.sampled = self.wide.split(shape.tokens)
         self.numbers = torch.arange(items + 1, dtype=torch.int32, device=geometry.device)
+        self.items: WorkItems | None = None  # made in the first pass, which shows how many query heads there are
         self.load(Batch(kv))
 
     # -- host side -----------------------------------------------------------------------------------------------------
@@ -101,14 +102,10 @@ class ShapedBatch:
         """As `KVCache.attend`, with the tokens at this pass's indices, padding included."""
         pool = self.kv.keys[layer], self.kv.values[layer]
         group = query.shape[0] // keys.shape[0]
-        items = WorkItems(
-            self.starts,
-            self.lengths,
-            self.numbers * (group * self.shape.queries),
-            self.longest,
-            self.splits,
-        )
-        output = attend(self.ranged, query, keys, values, pool, scale, items, self.join)
+        if self.items is None:  # in the first pass, which is never the one that is captured
+            query_starts = self.numbers * (group * self.shape.queries)
+            self.items = WorkItems(self.starts, self.lengths, query_starts, self.longest, self.splits, self.numbers)
+        output = attend(self.ranged, query, keys, values, pool, scale, self.items, self.join)
         pool[0].index_copy_(1, self.slots, keys)
         pool[1].index_copy_(1, self.slots, values)
         return output

@@ -63,7 +63,7 @@ class Audit:
         if self.due < 1 or not verdict.tokens:
             return
         self.due -= 1
-        spare = self.kv.allocator.allocate(len(verdict.tokens))
+        spare = self.kv.spare(len(verdict.tokens))
         if spare is None:
             self.counts.skipped += 1
             return

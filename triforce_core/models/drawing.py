@@ -7,7 +7,7 @@ from torch import Tensor
 
 from triforce_core.kv.base import Row
 from triforce_core.models.runner import ModelRunner
-from triforce_core.sampling.draw import Draw, draw_tokens, perturbed_logits
+from triforce_core.sampling.draw import Draw, drawn, perturbed_logits
 from triforce_core.sampling.edits import Edits
 from triforce_core.sampling.grammars import Grammars
 
@@ -27,19 +27,20 @@ class Drawer:
 
     @torch.inference_mode()
     def draw(self, logits: LogitsOf) -> dict[int, list[int]]:
-        """The model's own tokens at these positions; `NO_TOKEN` where the parameters exclude all tokens."""
+        """The model's own tokens at these positions; `NO_TOKEN` where the parameters exclude all tokens. The host waits
+        for the device once.
+        """
         if not logits:
             return {}
         edited = self._edited(logits)
-        tokens = draw_tokens(edited, self._draws(logits))
+        tokens = drawn(edited, self._draws(logits), self.runner.noisiest)
         if any(sequence_id in self.edits for sequence_id in logits):
-            excluded = edited.isneginf().all(-1).tolist()
-            tokens = [NO_TOKEN if none else token for token, none in zip(tokens, excluded, strict=True)]
-        drawn, taken = {}, 0
+            tokens = tokens.masked_fill_(edited.isneginf().all(-1), NO_TOKEN)
+        of_all, by_id, taken = tokens.tolist(), dict[int, list[int]](), 0
         for sequence_id, own in logits.items():
-            drawn[sequence_id] = tokens[taken : taken + len(own)]
+            by_id[sequence_id] = of_all[taken : taken + len(own)]
             taken += len(own)
-        return drawn
+        return by_id
 
     @torch.inference_mode()
     def perturbed(self, logits: LogitsOf) -> Tensor:

@@ -1,4 +1,5 @@
-"""Fused kernels for the element-wise parts of a model, by torch.compile: norms, rotary embeddings, gated activations.
+"""Fused kernels for the element-wise parts of a model, by torch.compile: norms, rotary embeddings, gated activations;
+and for the draw of its tokens.
 
 Even in a CUDA graph such a part costs one kernel per operator, some two microseconds each, however small. The compiled
 code is transformers' own: each function is compiled once for all layers and lengths, and once more for a single token.
@@ -18,6 +19,8 @@ from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, reason_of, shortage
+from triforce_core.models.toolchain import lacking
+from triforce_core.sampling.draw import Noisiest, noisiest
 
 ROTATE = "apply_rotary_pos_emb"  # the function of this name that transformers' attention modules call
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of a gated feed-forward block
@@ -30,8 +33,8 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     has them. Compiling takes seconds. A second call for the same model compiles nothing.
 
     A model that is divided over ranks, or has no suitable parts, is left as it is; with `compile: on` the log says so.
-    If the compiler fails or runs out of memory, `compile: auto` leaves the model as it is and logs the reason, and
-    `compile: on` raises `InvalidValueError`.
+    If the compiler is missing, fails or runs out of memory, `compile: auto` leaves the model as it is and logs the
+    reason, and `compile: on` raises `InvalidValueError`.
     """
     if not settings.fused:
         return False
@@ -41,6 +44,8 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     if is_fused(model):
         return True
     try:
+        if what := lacking(settings.device_type):
+            raise RuntimeError(what)
         set_fused_forwards(model)
         if not is_fused(model):
             ignored("compile", settings.compile, f"{type(model).__name__} has no part that could become a kernel")
@@ -52,6 +57,23 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
         give_up(settings, error)
         return False
     return True
+
+
+@torch.inference_mode()
+def fused_noisiest(settings: Settings, vocab_size: int, device: torch.device) -> Noisiest:
+    """`noisiest` as one or two kernels instead of some thirty, compiled now, as in `compile_kernels`. A failure is
+    handled as in `fuse`.
+    """
+    fused: Noisiest = compiled(noisiest)
+    try:
+        with compiling():
+            for rows in (2, 1):
+                keys = torch.zeros(rows, 2, dtype=torch.int64, device=device)
+                fused(torch.zeros(rows, vocab_size, device=device), keys)
+    except Exception as error:  # a compiler that is broken may raise anything
+        give_up(settings, error)
+        return noisiest
+    return fused
 
 
 def is_fused(model: PreTrainedModel) -> bool:

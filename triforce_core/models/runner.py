@@ -17,6 +17,7 @@ from triforce_core.kv.base import Batch, Forward, Held, KVGeometry, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
 from triforce_core.models.pass_clock import PassClock
+from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.transfer import on_device
 
 ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
@@ -67,9 +68,15 @@ class ModelRunner:
     """
 
     def __init__(
-        self, model: PreTrainedModel, kv: Cache, threads: Threads | None = None, shaped: ShapedPasses | None = None
+        self,
+        model: PreTrainedModel,
+        kv: Cache,
+        threads: Threads | None = None,
+        shaped: ShapedPasses | None = None,
+        noisiest: Noisiest = noisiest,
     ) -> None:
         self.model, self.kv, self.shaped = model, kv, shaped
+        self.noisiest = noisiest  # with which tokens are drawn from the logits of a pass
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.clock = PassClock(kv.geometry.device)
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took

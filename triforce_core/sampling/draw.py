@@ -1,7 +1,12 @@
-"""Draw one token per row with shared noise (docs/architecture.md)."""
+"""Draw one token per row with shared noise (docs/architecture.md).
+
+Drawing is some forty small operators on the device and copies of a few numbers to it. The host waits once, for the
+tokens.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -22,33 +27,60 @@ class Draw:
     position: int
 
 
+# noisiest(warped [rows, vocab], keys [rows, 2] int64) -> [rows] int64: the function of this name, or the same compiled.
+Noisiest = Callable[[Tensor, Tensor], Tensor]
+
+
+def with_noise(warped: Tensor, keys: Tensor) -> Tensor:
+    """Warped logits [rows, vocab] plus the noise of each row, float64. Noise is finite: excluded tokens stay at -inf.
+
+    `keys` [rows, 2] int64 are the `row_keys` of each row.
+    """
+    first, second = keys.split(1, dim=1)
+    return gumbel(first, second, torch.arange(warped.shape[1], device=warped.device)).add_(warped)
+
+
+def noisiest(warped: Tensor, keys: Tensor) -> Tensor:
+    """The vocabulary id of each row's greatest value of `with_noise`, [rows] int64; the lowest id wins a tie."""
+    return with_noise(warped, keys).argmax(-1)
+
+
 def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
     """Logits [rows, vocab] → warped logits plus the noise of each row, float64; rows at temperature 0 get no noise.
 
-    The argmax of a row is its drawn token. Noise is only computed for tokens that warping did not exclude.
+    The argmax of a row is its drawn token.
     """
-    warped = warp(logits.float(), [d.sampling for d in draws])
-    perturbed = warped.double()
-    noisy = [i for i, d in enumerate(draws) if d.sampling.temperature]
+    warped, noisy = warp(logits.float(), [d.sampling for d in draws]), noisy_rows(draws)
     if not noisy:
-        return perturbed
-    device = logits.device
-    numbers = [noisy, [draws[i].seed for i in noisy], [draws[i].position for i in noisy]]
-    rows, seeds, positions = on_device(numbers, torch.int64, device)
-    first, second = row_keys(seeds, positions)
-    if not any(draws[i].sampling.truncates for i in noisy):
-        vocabulary = torch.arange(logits.shape[-1], device=device)
-        perturbed[rows] += gumbel(first[:, None], second[:, None], vocabulary)
-        return perturbed
-    local, token_ids = perturbed[rows].isfinite().nonzero(as_tuple=True)
-    perturbed[rows[local], token_ids] += gumbel(first[local], second[local], token_ids)
-    return perturbed
+        return warped.double()
+    if len(noisy) == len(draws):
+        return with_noise(warped, keys_of(draws, noisy, logits.device))
+    rows = on_device(noisy, torch.int64, logits.device)
+    perturbed = with_noise(warped.index_select(0, rows), keys_of(draws, noisy, logits.device))
+    return warped.double().index_copy_(0, rows, perturbed)
+
+
+def drawn(logits: Tensor, draws: list[Draw], noisiest: Noisiest = noisiest) -> Tensor:
+    """Logits [rows, vocab] → the drawn vocabulary id of each row, [rows] int64 on the device. No host sync."""
+    noisy = noisy_rows(draws)
+    if not noisy:
+        return logits.argmax(-1)
+    warped, keys = warp(logits.float(), [d.sampling for d in draws]), keys_of(draws, noisy, logits.device)
+    if len(noisy) == len(draws):
+        return noisiest(warped, keys)
+    rows = on_device(noisy, torch.int64, logits.device)
+    return warped.argmax(-1).index_copy_(0, rows, noisiest(warped.index_select(0, rows), keys))
 
 
 def draw_tokens(logits: Tensor, draws: list[Draw]) -> list[int]:
     """Logits [rows, vocab] → the drawn vocabulary id of each row; the lowest id wins a tie. One host sync."""
-    if not draws:
-        return []
-    if any(d.sampling.temperature for d in draws):
-        logits = perturbed_logits(logits, draws)
-    return logits.argmax(-1).tolist()
+    return drawn(logits, draws).tolist() if draws else []
+
+
+def noisy_rows(draws: list[Draw]) -> list[int]:
+    return [i for i, draw in enumerate(draws) if draw.sampling.temperature]
+
+
+def keys_of(draws: list[Draw], rows: list[int], device: torch.device) -> Tensor:
+    """The keys of these rows, [rows, 2] int64. The host computes them: on a device they would be fifty operators."""
+    return on_device([row_keys(draws[i].seed, draws[i].position) for i in rows], torch.int64, device)

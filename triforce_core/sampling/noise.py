@@ -6,25 +6,34 @@ As g depends only on (seed, position, vocabulary id), the token depends on these
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
 
+Word = TypeVar("Word", int, Tensor)  # the same arithmetic on numbers of the host and on int64 tensors
 
-def mix(x: Tensor) -> Tensor:
+
+def mix(x: Word) -> Word:
     """A bijective 32-bit hash with low bias, int64 in and out, values below 2**32.
 
     The multipliers are the best for two rounds that the hash-prospector search (C. Wellons) found. The factors have at
     most 32 and 31 bits, so every product stays below 2**63 and CPU and GPU agree bit for bit.
     """
-    x = ((x ^ (x >> 16)) * 0x21F0AAAD) & MASK
-    x = ((x ^ (x >> 15)) * 0x735A2D97) & MASK
-    return x ^ (x >> 15)
+    x = x ^ (x >> 16)  # a new tensor, which the steps after it change in place
+    x *= 0x21F0AAAD
+    x &= MASK
+    x ^= x >> 15
+    x *= 0x735A2D97
+    x &= MASK
+    x ^= x >> 15
+    return x
 
 
-def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-    """Two 32-bit words for each (seed, position), [rows] int64 each; each depends on all 64 bits of the seed."""
+def row_keys(seeds: Word, positions: Word) -> tuple[Word, Word]:
+    """Two 32-bit words for each (seed, position); each depends on all 64 bits of the seed."""
     low, high = seeds & MASK, (seeds >> 32) & MASK
     first = mix(mix(mix(low) ^ high) ^ positions)
     second = mix(mix(mix(high ^ 0x9E3779B9) ^ low) ^ (positions ^ 0x85EBCA6B))
@@ -33,6 +42,7 @@ def row_keys(seeds: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
 
 def gumbel(first: Tensor, second: Tensor, token_ids: Tensor) -> Tensor:
     """Standard Gumbel noise of each vocabulary id under its row's keys; int64 inputs that broadcast, float64 out."""
-    bits = mix(mix(token_ids ^ first) ^ second)
-    uniform = (bits.to(torch.float64) + 0.5) * 2.0**-32
-    return -torch.log(-torch.log(uniform))
+    uniform = mix(mix(token_ids ^ first) ^ second).to(torch.float64)
+    uniform += 0.5
+    uniform *= 2.0**-32
+    return uniform.log_().neg_().log_().neg_()

@@ -20,30 +20,42 @@ def warp(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     Rows with temperature 0 stay unchanged, because truncation never changes the argmax.
     """
     temperatures = [p.temperature or 1.0 for p in params]
-    warped = logits / on_device(temperatures, logits.dtype, logits.device)[:, None]
+    if all(temperature == 1.0 for temperature in temperatures):
+        warped = logits.clone()
+    else:
+        warped = logits / on_device(temperatures, logits.dtype, logits.device).unsqueeze(1)
     truncated = [i for i, p in enumerate(params) if p.temperature and p.truncates]
-    if truncated:
-        rows = on_device(truncated, torch.int64, logits.device)
-        warped[rows] = truncate(warped[rows], [params[i] for i in truncated])
-    return warped
+    if not truncated:
+        return warped
+    if len(truncated) == len(params):
+        return truncate(warped, params)
+    rows = on_device(truncated, torch.int64, logits.device)
+    return warped.index_copy_(0, rows, truncate(warped.index_select(0, rows), [params[i] for i in truncated]))
 
 
 def truncate(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
-    """Set tokens that top-k, top-p or min-p exclude to -inf; of equal logits, the lower vocabulary ids rank first."""
+    """Set tokens that top-k, top-p or min-p exclude to -inf, in place. A step that no row asks for is skipped."""
+    if any(p.top_k or p.top_p < 1 for p in params):
+        logits = truncate_by_rank(logits, params)
+    if any(p.min_p for p in params):
+        least = on_device([p.min_p for p in params], logits.dtype, logits.device).log_().unsqueeze(1)
+        logits.masked_fill_(logits < least + logits.amax(-1, keepdim=True), -torch.inf)
+    return logits
+
+
+def truncate_by_rank(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """Top-k and top-p, in place; of equal logits, the lower vocabulary ids rank first."""
     ranked, order = logits.sort(dim=-1, descending=True, stable=True)
     vocab = logits.shape[-1]
-    numbers = [
-        [float(min(p.top_k, vocab) or vocab) for p in params],
-        # The cumulated probabilities may round to 1 before the last token, so a limit of 1 would exclude tokens.
-        [p.top_p if p.top_p < 1 else torch.inf for p in params],
-        [p.min_p for p in params],
-    ]
-    top_k, top_p, min_p = on_device(numbers, logits.dtype, logits.device).unsqueeze(-1)
-
-    ranks = torch.arange(vocab, device=logits.device)
-    ranked = ranked.masked_fill(ranks >= top_k, -torch.inf)
-    probabilities = ranked.softmax(-1)
-    mass_before = probabilities.cumsum(-1) - probabilities
-    ranked = ranked.masked_fill((mass_before >= top_p) & (ranks > 0), -torch.inf)  # the first token always stays
-    ranked = ranked.masked_fill(ranked < ranked[:, :1] + min_p.log(), -torch.inf)
-    return torch.full_like(logits, -torch.inf).scatter(-1, order, ranked)
+    if any(p.top_k for p in params):
+        numbers = [min(p.top_k, vocab) or vocab for p in params]
+        top_k = on_device(numbers, torch.int64, logits.device).unsqueeze(1)
+        ranked.masked_fill_(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
+    if any(p.top_p < 1 for p in params):
+        # The cumulated probabilities may round to 1 before the last token, so a limit of 1 would exclude tokens. The
+        # first token has no mass before it, and stays: the limit is never 0, and the mass after it far above 1e-30.
+        limits = [max(p.top_p, 1e-30) if p.top_p < 1 else torch.inf for p in params]
+        top_p = on_device(limits, logits.dtype, logits.device).unsqueeze(1)
+        probabilities = ranked.softmax(-1)
+        ranked.masked_fill_(probabilities.cumsum(-1).sub_(probabilities) >= top_p, -torch.inf)
+    return logits.scatter_(-1, order, ranked)

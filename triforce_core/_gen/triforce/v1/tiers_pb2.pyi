@@ -100,7 +100,7 @@ class Tally(_message.Message):
     def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ..., lookup_accepted: _Optional[int] = ..., lookup_rejected: _Optional[int] = ..., passes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "cache_salt")
+    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "cache_salt", "fingerprint")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -117,6 +117,7 @@ class DecodeRequest(_message.Message):
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -133,10 +134,11 @@ class DecodeRequest(_message.Message):
     drafting: int
     selector: str
     cache_salt: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ..., selector: _Optional[str] = ..., cache_salt: _Optional[str] = ...) -> None: ...
+    fingerprint: str
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ..., selector: _Optional[str] = ..., cache_salt: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
-    __slots__ = ("token_ids", "origins", "finish_reason", "stats", "logprobs", "prompt_logprobs", "no_token")
+    __slots__ = ("token_ids", "origins", "finish_reason", "stats", "logprobs", "prompt_logprobs", "no_token", "entered", "fingerprint")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     ORIGINS_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
@@ -144,6 +146,8 @@ class DecodeEvent(_message.Message):
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NO_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    ENTERED_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     origins: bytes
     finish_reason: _generation_pb2.FinishReason
@@ -151,7 +155,9 @@ class DecodeEvent(_message.Message):
     logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
     prompt_logprobs: _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenLogprobs]
     no_token: bool
-    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., no_token: _Optional[bool] = ...) -> None: ...
+    entered: bool
+    fingerprint: str
+    def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., finish_reason: _Optional[_Union[_generation_pb2.FinishReason, str]] = ..., stats: _Optional[_Union[DecodeStats, _Mapping]] = ..., logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., prompt_logprobs: _Optional[_Iterable[_Union[_generation_pb2.TokenLogprobs, _Mapping]]] = ..., no_token: _Optional[bool] = ..., entered: _Optional[bool] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class DecodeStats(_message.Message):
     __slots__ = ("prompt_tokens", "queued_s", "prefill_s", "decode_s", "rounds", "decoded", "snapshots", "tallies", "preempted", "plan", "plans", "plan_changes", "expected_ms", "plain_ms", "direct", "cached_tokens")
@@ -201,7 +207,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels", "fingerprint", "restarts", "kept_tokens", "dropped_tokens")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -218,6 +224,11 @@ class TierStatus(_message.Message):
     KV_POOL_TOKENS_FIELD_NUMBER: _ClassVar[int]
     WAITING_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
     TOTALS_FIELD_NUMBER: _ClassVar[int]
+    KERNELS_FIELD_NUMBER: _ClassVar[int]
+    FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
+    RESTARTS_FIELD_NUMBER: _ClassVar[int]
+    KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
@@ -234,10 +245,23 @@ class TierStatus(_message.Message):
     kv_pool_tokens: int
     waiting_sequences: int
     totals: Totals
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ...) -> None: ...
+    kernels: Kernels
+    fingerprint: str
+    restarts: int
+    kept_tokens: int
+    dropped_tokens: int
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., fingerprint: _Optional[str] = ..., restarts: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
+
+class Kernels(_message.Message):
+    __slots__ = ("fused", "shapes")
+    FUSED_FIELD_NUMBER: _ClassVar[int]
+    SHAPES_FIELD_NUMBER: _ClassVar[int]
+    fused: bool
+    shapes: int
+    def __init__(self, fused: _Optional[bool] = ..., shapes: _Optional[int] = ...) -> None: ...
 
 class Totals(_message.Message):
-    __slots__ = ("tallies", "direct", "plans", "snapshots", "preempted", "rounds_by_tokens")
+    __slots__ = ("tallies", "direct", "plans", "snapshots", "preempted", "rounds_by_tokens", "prefix_hit_tokens", "prefix_miss_tokens")
     class PlansEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -258,13 +282,17 @@ class Totals(_message.Message):
     SNAPSHOTS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTED_FIELD_NUMBER: _ClassVar[int]
     ROUNDS_BY_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HIT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_MISS_TOKENS_FIELD_NUMBER: _ClassVar[int]
     tallies: _containers.RepeatedCompositeFieldContainer[Tally]
     direct: Tally
     plans: _containers.ScalarMap[str, int]
     snapshots: int
     preempted: int
     rounds_by_tokens: _containers.ScalarMap[int, int]
-    def __init__(self, tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., direct: _Optional[_Union[Tally, _Mapping]] = ..., plans: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[int] = ..., preempted: _Optional[int] = ..., rounds_by_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    prefix_hit_tokens: int
+    prefix_miss_tokens: int
+    def __init__(self, tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., direct: _Optional[_Union[Tally, _Mapping]] = ..., plans: _Optional[_Mapping[str, int]] = ..., snapshots: _Optional[int] = ..., preempted: _Optional[int] = ..., rounds_by_tokens: _Optional[_Mapping[int, int]] = ..., prefix_hit_tokens: _Optional[int] = ..., prefix_miss_tokens: _Optional[int] = ...) -> None: ...
 
 class ControllerStatus(_message.Message):
     __slots__ = ("latest", "plans", "corrections", "acceptance")

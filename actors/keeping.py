@@ -1,0 +1,124 @@
+"""Keeps a pipeline's target alive: watches it, and replaces its process in place if it dies or hangs.
+
+The drafting tiers, the placement group and the owner of the pipeline stay as they are. Ray starts the new process; the
+kept number of threads, the weights in the page cache and the kernels on disk save it most of a first start. Why not a
+new replica: docs/decisions/0027-target-replaced-in-place.md
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from contextlib import suppress
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from actors.pipeline import Pipeline
+from actors.running_target import RunningTarget, TargetProcess
+from actors.warm_up import warm_up_again
+from triforce_core.config import Settings
+from triforce_core.errors import TriForceError, UnavailableError
+
+log = logging.getLogger("ray.serve")  # operators read this logger's files first
+
+LOOK_EVERY_S = 1.0
+ANSWER_S, UNANSWERED = 10.0, 2  # one late answer shows a busy machine, two in a row a process that hangs
+PROCESS_S = 60.0  # limit for Ray to start the new process
+LOAD_S, LOAD_PATIENCE = 120.0, 5.0  # a start hangs once it exceeds both LOAD_S and so many times the first start
+MAX_FAILURES = 3  # starts in a row of a target that did not come to serve; then the pipeline is given up
+RETRY_S = 0.2
+FAILURES = (RayError, TriForceError, TimeoutError, OSError)  # of a start
+
+
+class Keeper:
+    """Watches the target of a pipeline that serves, for as long as `run` runs."""
+
+    def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
+        self.pipeline, self.settings = pipeline, settings
+        self.load_limit_s = max(LOAD_S, LOAD_PATIENCE * pipeline.load_s)
+        pipeline.doubted = asyncio.Event()
+
+    async def run(self) -> None:
+        """Returns once the target could not be replaced: then the pipeline is stopped."""
+        doubted = self.pipeline.doubted
+        assert doubted is not None
+        while not self.pipeline.stopped:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(doubted.wait(), LOOK_EVERY_S)
+            doubted.clear()
+            fault = await self._fault()
+            if fault and not self.pipeline.stopped:
+                await self._replace(fault)
+            self.pipeline.serving.set()
+
+    async def _fault(self) -> str:
+        """What is wrong with the target; empty if it can serve."""
+        target = self.pipeline.target
+        assert target is not None
+        for _ in range(UNANSWERED):
+            if target.process.dead:
+                return "its process has ended"
+            try:
+                status = await target.status(ANSWER_S)
+            except UnavailableError:
+                await asyncio.sleep(RETRY_S)  # the connection of a process that ends breaks before it has ended
+                continue
+            return "" if status.ready else "its engine has failed, or hangs"
+        return "its process has ended" if target.process.dead else f"it left {UNANSWERED} questions unanswered"
+
+    async def _replace(self, fault: str) -> None:
+        """Kill what is left of the target and start it anew; after `MAX_FAILURES` starts stop the pipeline."""
+        pipeline, began = self.pipeline, time.monotonic()
+        pipeline.serving.clear()
+        old = pipeline.target
+        assert old is not None
+        process, pid = old.process, old.pid
+        for failures in range(1, MAX_FAILURES + 1):
+            log.warning("the target (process %d) is replaced: %s", pid, fault)
+            await self._end(process)
+            try:
+                pid = await asyncio.wait_for(self._new_process(pid), PROCESS_S)
+                process = TargetProcess.of(pid)
+                async with asyncio.timeout(self.load_limit_s):
+                    await self._start(pid)
+            except FAILURES as error:
+                fault = f"start {failures} of {MAX_FAILURES} in a row failed: {error!r}"
+                log.warning("the target does not come up: %s", fault)
+                continue
+            pipeline.restarts += 1
+            await old.close()
+            log.warning("the target was replaced by process %d in %.1f s", pid, time.monotonic() - began)
+            return
+        await pipeline.stop(f"the target tier does not come up: {fault}")
+
+    async def _end(self, process: TargetProcess) -> None:
+        """End the process. Ray is asked only if it cannot be seen from here: a process that hangs outlives its request
+        by seconds.
+        """
+        if process.process is None:
+            ray.kill(self.pipeline.actors.target, no_restart=False)
+        process.kill()
+
+    async def _new_process(self, old: int) -> int:
+        """The id of the process that Ray has started after `old`."""
+        while True:
+            with suppress(RayError):  # Ray has not noticed yet, or is starting it
+                pid, _ = await self.pipeline.actors.target.identity.remote()
+                if pid != old:
+                    return int(pid)
+            await asyncio.sleep(RETRY_S)
+
+    async def _start(self, pid: int) -> None:
+        """Load and warm up the new process, which then is the pipeline's target."""
+        target: Any = await RunningTarget.started(self.pipeline.actors.target)
+        try:
+            if target.pid != pid:
+                raise UnavailableError(f"process {pid} ended while it was started")
+            await warm_up_again(self.pipeline, target, self.settings)
+        except BaseException:
+            await target.close()
+            raise
+        self.pipeline.target = target

@@ -1,0 +1,141 @@
+"""A running target as its owner sees it: a process, the channel to it, and the marks of what it works on."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncGenerator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import psutil
+from ray.actor import ActorHandle
+
+from actors.links import CHANNEL_OPTIONS
+from actors.marks import SLOT, Marks
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
+from triforce_core.errors import DeadlineError, FingerprintError, InvalidValueError, TooLargeError, UnavailableError
+
+log = logging.getLogger(__name__)
+
+DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # the method's path, as in the generated stub
+SLOTS = itertools.count()
+
+
+@dataclass(frozen=True, slots=True)
+class TargetProcess:
+    """The process of a target actor. It is None where it cannot be seen from here."""
+
+    process: psutil.Process | None
+
+    @classmethod
+    def of(cls, pid: int) -> TargetProcess:
+        try:
+            return cls(psutil.Process(pid))
+        except psutil.Error:
+            return cls(None)
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is known to have ended. Ray may not have reaped it yet."""
+        if self.process is None:
+            return False
+        try:
+            return not self.process.is_running() or self.process.status() == psutil.STATUS_ZOMBIE
+        except psutil.NoSuchProcess:
+            return True
+
+    def kill(self) -> None:
+        """End it at once. A stopped process ends too; a process that took over its number does not."""
+        if self.process is not None:
+            with suppress(psutil.Error):
+                self.process.kill()
+
+
+class RunningTarget:
+    """One target process that serves, from its start to its end."""
+
+    def __init__(self, address: str, pid: int, marks: Marks | None) -> None:
+        """`marks`: None if they cannot be read."""
+        self.address, self.pid, self.process, self.marks = address, pid, TargetProcess.of(pid), marks
+        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+    @classmethod
+    async def started(cls, actor: ActorHandle[Any]) -> RunningTarget:
+        """Load the target, which may be loaded already, and return it once it serves."""
+        address: str = await actor.start.remote()
+        pid, path = await actor.identity.remote()
+        try:
+            marks = Marks.of(path)
+        except OSError as error:
+            log.warning("the target's marks cannot be read: %s", error)
+            marks = None
+        return cls(address, pid, marks)
+
+    async def decode(self, request: bytes) -> AsyncGenerator[bytes, None]:
+        """The serialized events of a serialized request.
+
+        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`; the last says whether the
+        request is suspect. If nothing is marked, or nothing can be read, that is not known.
+        """
+        method = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
+        slot = next(SLOTS)
+        call = method(request, metadata=((SLOT, str(slot)),))
+        try:
+            async for event in call:
+                yield event
+        except grpc.aio.AioRpcError as error:
+            raise from_status(error, suspect=self._suspect(slot)) from None
+        finally:
+            call.cancel()
+
+    def _suspect(self, slot: int) -> bool | None:
+        known = self.marks is not None and self.marks.any()
+        return self.marks.has(slot) if self.marks is not None and known else None
+
+    async def status(self, timeout_s: float) -> pb.TierStatus:
+        """Raises `UnavailableError` if the target does not report within `timeout_s` seconds."""
+        try:
+            status: pb.TierStatus = await TargetStub(self.channel).Status(pb.StatusRequest(), timeout=timeout_s)
+        except grpc.aio.AioRpcError as error:
+            raise unavailable(error) from None
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            raise UnavailableError("the connection to the target was closed") from None
+        return status
+
+    async def check(self, timeout_s: float) -> None:
+        """Raise `UnavailableError` unless the target reports within `timeout_s` seconds that it can serve."""
+        if not (await self.status(timeout_s)).ready:
+            raise UnavailableError("the target tier has failed, or hangs")
+
+    async def close(self) -> None:
+        """Close the connection; calls in progress end."""
+        await self.channel.close(grace=None)
+        if self.marks is not None:
+            self.marks.close()
+
+
+def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Exception:
+    """The typed error for the gRPC status of a request to the target tier."""
+    details = error.details() or ""
+    if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
+        return InvalidValueError.parsed(details)
+    if error.code() is grpc.StatusCode.OUT_OF_RANGE:
+        return TooLargeError.parsed(details)
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return FingerprintError(details)
+    if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineError(details)
+    return unavailable(error, suspect=suspect)
+
+
+def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool | None = None) -> UnavailableError:
+    log.warning("the target tier answered %s: %s", error.code().name, error.details())
+    return UnavailableError("the target tier cannot serve; try again", suspect=suspect)

@@ -1,0 +1,226 @@
+"""A completion that outlives the engines that decode it: what was received is kept, and asked to be continued.
+
+The output is a function of the request, its seed and the target. So a request with the tokens received so far as
+`resume` gets, from any replica with the same fingerprint, exactly the tokens that would have followed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncGenerator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import replace
+from typing import Protocol
+
+from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
+from deploy.decode_stats import summed
+from deploy.errors import EngineCrashError, EngineLostError
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
+
+log = logging.getLogger("ray.serve")
+
+MAX_DEATHS = 3  # of engines under one request, which is then taken to be the cause
+PROVEN_TOKENS = 16  # new tokens of one attempt after which a request is no suspect any more
+FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
+TURN_S = 30.0  # most seconds that a suspect waits for its turn
+CLAIM_S = 10.0  # most seconds that a replica is looked for which has the fingerprint that a client claims
+
+
+class Source(Protocol):
+    """Where tokens come from; see `deploy.service.Pipelines`."""
+
+    def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]: ...
+
+
+class Turns:
+    """Suspects go one at a time, so that one that kills engines is found out alone. One per gateway."""
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    async def take(self) -> bool:
+        """Wait for the turn. False after `TURN_S` seconds: those before are slow, not deadly."""
+        try:
+            async with asyncio.timeout(TURN_S):
+                return await self.lock.acquire()
+        except TimeoutError:
+            return False
+
+
+class Attempt:
+    """One request to the pipelines: how far it came, and what it brought."""
+
+    def __init__(self, *, alone: bool) -> None:
+        self.alone = alone  # no other suspect runs beside it
+        self.reached = self.entered = False  # the target; one of its passes
+        self.num_tokens = 0
+        self.num_scores = 0  # prompt tokens whose logprobs came
+        self.stats = pb.DecodeStats()
+
+    def saw(self, event: pb.DecodeEvent) -> None:
+        self.reached = True
+        self.entered |= event.entered or not is_notice(event)
+        self.num_tokens += len(event.token_ids)
+        if not is_notice(event):
+            self.stats = event.stats
+
+
+class Journal:
+    """One completion over all attempts to decode it. `events` can be read once."""
+
+    def __init__(self, source: Source, turns: Turns, request: Request, deadline: float, claim: str = "") -> None:
+        """`deadline`: in the seconds of the running loop. `claim`: the fingerprint, as the client says, of the target
+        whose output is to go on; empty if any target will do.
+        """
+        self.source, self.turns, self.request, self.deadline = source, turns, request, deadline
+        self.claim = claim
+        self.fingerprint = ""  # of the target that was reached last
+        self.began = asyncio.get_running_loop().time()
+        self.received: list[int] = []
+        self.num_scores = 0  # prompt tokens whose logprobs the reader has
+        self.stats = pb.DecodeStats()  # of the attempts before the present one
+        self.deaths = 0  # under this request since it was last proven
+        self.unseen_deaths = 0  # in a row, of targets that had the request and told of no pass
+        self.failures = 0  # since the last event
+        self.turn = False  # whether this request has the suspects' turn
+        self.blocked: TriForceError | None = None  # what keeps the request from going on
+
+    async def events(self) -> AsyncGenerator[pb.DecodeEvent, None]:
+        """The events of the whole output, each with the stats of all attempts.
+
+        Raises `EngineCrashError`, `EngineLostError`, `FingerprintError`, and the errors of the pipelines.
+        """
+        try:
+            while True:
+                async with self.in_time():
+                    await self.wait()
+                attempt = Attempt(alone=self.turn)
+                try:
+                    async with aclosing(self.attempt(attempt)) as events:
+                        async for event in events:
+                            yield event
+                    return
+                except UnavailableError as error:
+                    self.died(attempt, error)
+                except FingerprintError as error:
+                    self.refused(error)
+                finally:
+                    self.give_back()
+        finally:
+            self.give_back()
+
+    async def attempt(self, attempt: Attempt) -> AsyncGenerator[pb.DecodeEvent, None]:
+        """The events of one attempt, which the reader does not have yet. Raises `UnavailableError` if it breaks off."""
+        async with aclosing(self.source.decode(self.message())) as events:
+            while True:
+                async with self.in_time():
+                    event = await anext(events, None)
+                if event is None:
+                    raise UnavailableError("the pipeline ended the request before its end")
+                attempt.saw(event)
+                self.fingerprint = event.fingerprint or self.fingerprint
+                self.blocked, self.failures = None, 0
+                if is_notice(event):
+                    continue
+                yield self.taken(attempt, event)
+                if event.no_token or finish_reason_from_proto(event.finish_reason) is not None:
+                    return
+
+    def message(self) -> pb.DecodeRequest:
+        """The request for what is missing."""
+        left_s = self.deadline - asyncio.get_running_loop().time()
+        if left_s <= 0:
+            raise self.blocked or TimeoutError
+        request = replace(self.request, resume=(*self.request.resume, *self.received), timeout_s=left_s)
+        if self.received:  # the prompt's logprobs came before the first token
+            request = replace(request, prompt_logprobs=None)
+        message = request_to_proto(request)
+        message.fingerprint = self.claim or (self.fingerprint if self.received or self.num_scores else "")
+        return message
+
+    def taken(self, attempt: Attempt, event: pb.DecodeEvent) -> pb.DecodeEvent:
+        """Note the event, and return it as the reader gets it."""
+        self.received += event.token_ids
+        if attempt.num_tokens >= PROVEN_TOKENS:
+            self.deaths = self.unseen_deaths = 0
+            self.give_back()
+        new = event.prompt_logprobs[max(0, self.num_scores - attempt.num_scores) :]
+        attempt.num_scores += len(event.prompt_logprobs)
+        self.num_scores = max(self.num_scores, attempt.num_scores)
+        told = pb.DecodeEvent()
+        told.CopyFrom(event)
+        told.stats.CopyFrom(summed(self.stats, event.stats))
+        del told.prompt_logprobs[:]
+        told.prompt_logprobs.extend(new)
+        return told
+
+    # -- failures ------------------------------------------------------------------------------------------------------
+
+    def died(self, attempt: Attempt, error: UnavailableError) -> None:
+        """An attempt has failed. It counts only where the request was in a pass of the engine that died: requests that
+        waited have no part in it. A replica that has lost its target knows.
+
+        Nobody knows where the replica has died. An engine may die before it could tell that the pass began, so then a
+        request that it had counts as well where no other suspect was beside it, and is a suspect from the second time
+        on.
+        """
+        self.stats = summed(self.stats, attempt.stats)
+        self.failures += 1
+        self.blocked = EngineLostError(
+            f"the engine of this request is gone, and none took over in time ({error}); ask again, and if that fails"
+            " too, see which replicas /status shows as ready, and their logs"
+        )
+        if error.suspect is not None:
+            self.unseen_deaths = 0
+            self.deaths += error.suspect
+        else:
+            self.unseen_deaths = self.unseen_deaths + 1 if attempt.reached and not attempt.entered else 0
+            self.deaths += attempt.entered or (attempt.reached and attempt.alone)
+        log.warning(
+            "a request lost its engine after %d tokens, %d of them from it: %s",
+            len(self.received),
+            attempt.num_tokens,
+            error,
+        )
+        if self.deaths >= MAX_DEATHS:
+            raise EngineCrashError(
+                f"the engine died {self.deaths} times while it decoded this request, with fewer than {PROVEN_TOKENS}"
+                " tokens between; do not send it again: the operator finds in the target's log what fails"
+            )
+
+    def refused(self, error: FingerprintError) -> None:
+        """A replica would continue the output otherwise. Others are asked, and those that come, while there is time."""
+        self.failures += 1
+        self.blocked = FingerprintError(
+            f"no replica continues this output, because the model or its settings have changed ({error}); ask anew"
+        )
+        if not self.fingerprint:  # nobody here has seen a target as the client claims it
+            self.deadline = min(self.deadline, self.began + CLAIM_S)
+
+    async def wait(self) -> None:
+        """Wait until the next attempt may begin: with the last failures the delay grows, and suspects take turns."""
+        if self.failures:
+            longest = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self.failures - 1, 10))
+            await asyncio.sleep(longest * random.uniform(0.5, 1))
+        if self.deaths or self.unseen_deaths > 1:
+            self.turn = await self.turns.take()
+
+    def give_back(self) -> None:
+        if self.turn:
+            self.turn = False
+            self.turns.lock.release()
+
+    @asynccontextmanager
+    async def in_time(self) -> AsyncGenerator[None, None]:
+        """Like `asyncio.timeout_at` the deadline; but where something keeps the request from going on, it is raised."""
+        try:
+            async with asyncio.timeout_at(self.deadline):
+                yield
+        except TimeoutError:
+            if self.blocked is not None:
+                raise self.blocked from None
+            raise

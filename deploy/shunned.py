@@ -1,0 +1,45 @@
+"""Which replicas the gateway does not send a request to, by what they answered before."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from typing import NamedTuple
+
+from deploy.errors import OtherFingerprintError, ReplicaError
+
+REST_S = 3.0  # after a failure, while other replicas can serve
+MOST_FINGERPRINTS = 32  # clients may claim any; those refused longest ago are forgotten first
+
+
+class Avoid(NamedTuple):
+    """The names of replicas that a request should not go to."""
+
+    unable: frozenset[str] = frozenset()  # to continue its output
+    failed: frozenset[str] = frozenset()  # just now
+
+
+NONE = Avoid()
+
+
+class Shunned:
+    """What replicas have refused, and which have failed just now."""
+
+    def __init__(self) -> None:
+        self.refused: OrderedDict[str, set[str]] = OrderedDict()  # by fingerprint, the replicas with another one
+        self.failures: dict[str, float] = {}  # by replica, when it may be asked again
+
+    def failed(self, error: Exception, fingerprint: str) -> None:
+        """A request that is to continue an output of the target with this fingerprint, if any, has failed."""
+        if isinstance(error, OtherFingerprintError):
+            self.refused.setdefault(fingerprint, set()).add(error.replica)
+            self.refused.move_to_end(fingerprint)
+            while len(self.refused) > MOST_FINGERPRINTS:
+                self.refused.popitem(last=False)
+        elif isinstance(error, ReplicaError):
+            self.failures[error.replica] = time.monotonic() + REST_S
+
+    def avoid(self, fingerprint: str) -> Avoid:
+        now = time.monotonic()
+        self.failures = {replica: until for replica, until in self.failures.items() if until > now}
+        return Avoid(frozenset(self.refused.get(fingerprint, ())), frozenset(self.failures))

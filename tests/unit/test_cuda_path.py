@@ -1,0 +1,152 @@
+"""The CUDA path without a GPU: every pass of every tier at real geometries, on tensors that have no numbers.
+
+What fails here would fail on a GPU: mixed devices, wrong dtypes and shapes, a host that waits within a graph, a room
+check that overlooks something. Layers repeat, so few are made.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tests.fake_cuda import Device, fake_cuda, fake_model
+from triforce_core.bench import device as bench
+from triforce_core.bench.device import DeviceWorkload, synthetic_engine
+from triforce_core.bench.geometry import Geometry, geometry_of
+from triforce_core.bench.synthetic import SyntheticAcceptance
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.inspection import runners_of
+from triforce_core.engine.sequence import Request
+from triforce_core.engine.working_memory import LIBRARIES, beside_pool
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.offloaded import OffloadedKV
+from triforce_core.messages import SamplingParams, Tier
+
+CONTEXT, OUTPUT = 122_880, 60  # tokens; whole chunks, so that the last, which is computed, is one
+LAYERS = 2
+GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, top_p=0.95)
+
+
+def geometry(name: str, layers: int = LAYERS, ranks: int = 1) -> Geometry:
+    """The shape of one rank's share of these models; a rank has its heads and its part of the feed-forward width."""
+    shape = geometry_of(name)
+    target = shape.target
+    target.num_hidden_layers, target.head_dim = layers, 128
+    target.num_attention_heads //= ranks
+    target.num_key_value_heads //= ranks
+    target.intermediate_size //= ranks
+    return shape
+
+
+@dataclass
+class Run:
+    engine: Engine
+    settings: Settings
+    target: FullKV
+    given: int  # bytes on the device of weights and caches
+    rounds: list[Counter[str]]  # host syncs of each round
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(bench, "random_model", lambda config, settings: fake_model(config))
+    with fake_cuda() as made:
+        yield made
+
+
+def run(device: Device, shape: Geometry, *requests: Request, **given: Any) -> Run:
+    """Decode the requests one after another. Most prompts get random KV up to their last chunk."""
+    retrieval = {"budget": 4096, "refresh_every": 16, **given.pop("retrieval", {})}
+    settings = load_settings(
+        **{"device": "cuda", "dtype": "bfloat16", "compile": "off", "max_sequences": 1, "retrieval": retrieval, **given}
+    )
+    lines = settings.retrieval.budget // settings.retrieval.chunk
+    layers, kv_heads = shape.target.num_hidden_layers, shape.target.num_key_value_heads
+
+    def true_values(mask: torch.Tensor) -> int:
+        """Of the chunks of a text those of the snapshot; of a snapshot's chunks, the next replaces a tenth."""
+        return layers * kv_heads * lines if mask.shape[-1] > lines else -(-mask.numel() // 10)
+
+    device.true_values = true_values
+    context = max(len(request.prompt) for request in requests)
+    load = DeviceWorkload(context, OUTPUT, 2048, SyntheticAcceptance(1.0, 1.0), 0, 1, fill=True)
+    engine = synthetic_engine(settings, shape, load)
+    runners = runners_of(engine)
+    weights = {id(weight): weight.nbytes for runner in runners.values() for weight in runner.model.parameters()}
+    target = runners[Tier.TARGET].kv
+    assert isinstance(target, FullKV)
+    pools = [pool for runner in runners.values() for pool in (*runner.kv.keys, *runner.kv.values)]
+    if isinstance(target, OffloadedKV):
+        pools += [staging.pool for staging in target.staging]
+    caches = sum(pool.nbytes for pool in pools if pool.device.type == "cuda")
+    rounds: list[Counter[str]] = []
+    for request in requests:
+        engine.submit(request)
+        done = False
+        while not done:
+            with device.counted() as syncs:
+                outputs = engine.run_once()
+            rounds.append(syncs)
+            done = any(output.finish_reason for output in outputs)
+    return Run(engine, settings, target, sum(weights.values()) + caches, rounds)
+
+
+def request(sampling: SamplingParams = GREEDY, tokens: int = CONTEXT, **more: Any) -> Request:
+    return Request(tuple(i % 1000 for i in range(tokens)), OUTPUT, sampling, 0, (8, 3), **more)
+
+
+def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[int, int]:
+    """The most that was held beside weights and caches, and what the room check asks for, without what it allows to
+    libraries, which fake tensors do not show.
+    """
+    beside = beside_pool(shape.target, made.target.geometry, made.target.allocator.num_slots, made.settings)
+    kept = beside.landmarks
+    if isinstance(made.target, OffloadedKV):
+        kept = kept * made.target.resident_layers // shape.target.num_hidden_layers
+    return device.peak - made.given, kept + beside.on_device - LIBRARIES
+
+
+@pytest.mark.parametrize("name", ["llama2-7b-128k", "llama-3.1-8b"])
+@pytest.mark.parametrize("selector", ["snapkv", "mean_key"])
+def test_a_long_context_on_one_device(device: Device, name: str, selector: str) -> None:
+    """All tiers, captured; greedy and sampled; two snapshots and more, of which the later ones state changes; and a
+    prompt whose logprobs are asked. What the room check reserves is enough, and not twice too much.
+    """
+    shape = geometry(name)
+    short = request(tokens=4096, prompt_logprobs=1)
+    made = run(device, shape, request(), request(SAMPLED), short, retrieval={"selector": selector})
+    counted, reserved = counted_and_reserved(device, shape, made)
+    assert counted <= reserved <= 2 * counted
+    assert device.replays > 0
+    assert device.pageable == 0, "copies from memory that is not pinned wait for the device"
+    # A round at (8, 3): a draw for each draft step, each retrieval pass and the target's; and the cut of a snapshot.
+    assert max(syncs["tolist"] for syncs in made.rounds) <= 3 * 9
+    assert max(sum(syncs.values()) for syncs in made.rounds) <= 64
+
+
+@pytest.mark.parametrize("graphs", ["eager", "off"])
+def test_passes_that_are_not_captured(device: Device, graphs: str) -> None:
+    """The same code as in a graph, which fake graphs do not replay; and ordinary passes."""
+    made = run(device, geometry("llama-3.1-8b"), request(SAMPLED), graphs=graphs)
+    assert device.replays == 0
+    assert device.pageable == 0
+    assert len(made.rounds) > 3
+
+
+@pytest.mark.parametrize("selector", ["snapkv", "mean_key"])
+def test_an_offloaded_shard_of_two_4090s(device: Device, selector: str) -> None:
+    """A rank's share of Llama2-7B over two GPUs of 24 GB, its KV in host memory but for one layer."""
+    shape = geometry("llama2-7b-128k", layers=4, ranks=2)
+    device.total = 24 << 30
+    target = {"offload": "host", "resident_layers": 1}
+    made = run(device, shape, request(), target=target, retrieval={"selector": selector})
+    assert isinstance(made.target, OffloadedKV)
+    counted, reserved = counted_and_reserved(device, shape, made)
+    assert counted <= reserved <= 2 * counted
+    assert device.pageable == 0, "the link is twice as slow from memory that is not pinned, and the host waits"

@@ -1,0 +1,433 @@
+"""Completions that outlive their engines: the output is that of an undisturbed run, wherever an engine dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+
+from actors.target_server import EngineThread, event_to_proto, request_from_proto
+from deploy import journal
+from deploy.errors import EngineCrashError, EngineLostError
+from deploy.journal import MAX_DEATHS, PROVEN_TOKENS
+from deploy.service import ClientRequest, Part, ServedModel, Service
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine.loading import load_local_engine
+from triforce_core.engine.sequence import Output
+from triforce_core.errors import DeadlineError, FingerprintError, UnavailableError
+from triforce_core.messages import GREEDY, SamplingParams
+from triforce_core.sampling.guides import Guide
+
+PROMPT = "def area(width, height):\n    return"
+MAX_TOKENS = 10
+SCHEMA = {"type": "object", "properties": {"a": {"enum": [1, 22]}, "b": {"type": "boolean"}}, "required": ["a", "b"]}
+DRAWN = SamplingParams(temperature=0.8)
+GONE = UnavailableError("the replica that served the request is gone")
+
+
+@cache
+def settings() -> Settings:
+    return load_settings(dtype="float32", max_sequences=4, speculation={"tiers": "target"})
+
+
+@cache
+def model() -> ServedModel:
+    return ServedModel.load(settings())
+
+
+@pytest.fixture(autouse=True)
+def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(journal, "MAX_DELAY_S", 0.01)
+
+
+class Source:
+    """The base of what stands in for the pipelines."""
+
+    def __init__(self) -> None:
+        self.requests: list[pb.DecodeRequest] = []
+
+    async def status(self) -> dict[str, list[pb.TierStatus]]:
+        return {}
+
+    async def check(self) -> None:
+        """One can serve."""
+
+
+class Mortal(Source):
+    """A real engine. The attempts die after these numbers of events with output, in order; those after them live."""
+
+    def __init__(self, thread: EngineThread) -> None:
+        super().__init__()
+        self.thread = thread
+        self.lives: list[int] = []
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        self.requests.append(request)
+        life = self.lives.pop(0) if self.lives else None
+        loop, events = asyncio.get_running_loop(), asyncio.Queue[pb.DecodeEvent | None]()
+
+        def deliver(output: Output | None) -> None:
+            event = None if output is None else event_to_proto(output, len(request.prompt_token_ids))
+            loop.call_soon_threadsafe(events.put_nowait, event)
+
+        sequence_id = self.thread.submit(request_from_proto(request, (0, 0)), deliver)
+        try:
+            yield pb.DecodeEvent(fingerprint="fp_1")
+            yield pb.DecodeEvent(entered=True)
+            while life is None or life > 0:
+                event = await events.get()
+                assert event is not None, "the engine failed"
+                yield event
+                if event.finish_reason:
+                    return
+                life = life and life - 1
+            raise GONE
+        finally:
+            self.thread.cancel(sequence_id)
+
+
+@pytest.fixture(scope="module")
+def thread() -> Iterator[EngineThread]:
+    running = EngineThread(load_local_engine(settings()))
+    yield running
+    running.stop()
+
+
+def asked(**fields: Any) -> ClientRequest:
+    return ClientRequest(**{"prompt": PROMPT, "sampling": DRAWN, "max_tokens": MAX_TOKENS, "seed": 7, **fields})
+
+
+async def parts_of(source: Any, *requests: ClientRequest, service: Service | None = None) -> list[Part]:
+    service = service or Service(settings(), model(), source)
+    return [part async for part in service.complete(*requests)]
+
+
+def whole(source: Any, *requests: ClientRequest) -> dict[int, dict[str, Any]]:
+    """By completion, what its client has in the end."""
+    found: dict[int, dict[str, Any]] = {}
+    for part in asyncio.run(parts_of(source, *requests)):
+        made = found.setdefault(part.index, {"text": "", "tokens": (), "logprobs": (), "prompt": (), "lengths": ()})
+        made["text"] += part.piece.text
+        made["tokens"] += part.piece.tokens
+        made["lengths"] += part.piece.lengths
+        made["logprobs"] += tuple(scored(each) for each in part.piece.logprobs)
+        made["prompt"] += tuple(scored(each) for each in part.prompt_logprobs)
+        if part.done:
+            made["usage"] = (part.prompt_tokens, part.done.completion_tokens, part.done.finish_reason, part.seed)
+    return found
+
+
+def scored(each: Any) -> Any:
+    """Logprobs up to the rounding of passes over other numbers of tokens."""
+    rounded = [None if each.logprob is None else pytest.approx(each.logprob, abs=1e-3)]
+    return [*rounded, [token for token, _ in each.top]]
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"sampling": GREEDY},
+    "drawn": {},
+    "penalties": {"sampling": replace(DRAWN, repetition_penalty=1.3, presence_penalty=0.7, frequency_penalty=0.9)},
+    "min_tokens": {"sampling": replace(DRAWN, min_tokens=8, logit_bias=((0, 50.0),))},
+    "stop strings": {"stop": ("width * height + wid", "\n\n", "zzz"), "sampling": GREEDY},
+    "logprobs": {"logprobs": 2, "prompt_logprobs": 1, "echo": True},
+    "JSON schema": {"guide": Guide("json_schema", json.dumps(SCHEMA)), "max_tokens": 24},
+    "n": {"n": 2, "logprobs": 0},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_engine_that_dies_anywhere_changes_nothing(thread: EngineThread, name: str) -> None:
+    source = Mortal(thread)
+    undisturbed = whole(source, asked(**CASES[name]))
+    attempts = len(source.requests)
+    for life in range(MAX_TOKENS):
+        source.lives = [life, life, life][: 1 if name != "n" else 3]
+        assert whole(source, asked(**CASES[name])) == undisturbed, f"died after {life} events"
+    assert len(source.requests) > attempts + MAX_TOKENS, "it died, and was asked to go on"
+    assert any(request.resume_token_ids for request in source.requests)
+    assert not thread.callbacks, "the engine holds nothing of dead attempts"
+
+
+def test_a_stop_string_is_found_across_the_cut(thread: EngineThread) -> None:
+    """It begins in tokens of the first attempt and ends in those of the second; nothing of it was sent meanwhile."""
+    source = Mortal(thread)
+    text = whole(source, asked(sampling=GREEDY))[0]["text"]
+    stop = text[3:-3]
+    assert len(stop) > 5
+    undisturbed = whole(source, asked(sampling=GREEDY, stop=(stop,)))
+    assert undisturbed[0]["text"] == text[: text.index(stop)]
+    for life in range(1, MAX_TOKENS - 1):
+        source.lives = [life]
+        assert whole(source, asked(sampling=GREEDY, stop=(stop,))) == undisturbed
+
+
+def test_lists_of_prompts_go_on_each_by_itself(thread: EngineThread) -> None:
+    source = Mortal(thread)
+    requests = [asked(prompt=prompt, n=2) for prompt in ("def f(", "class A", "import ")]
+    undisturbed = whole(source, *requests)
+    source.lives = [0, 3, 2, 5, 1, 4]
+    assert whole(source, *requests) == undisturbed
+    assert sorted(undisturbed) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_request_that_goes_on_twice_and_its_figures(thread: EngineThread) -> None:
+    source = Mortal(thread)
+    [*_, end] = asyncio.run(parts_of(source, asked(max_tokens=60)))
+    source.lives = [20, 17]
+    [*_, last] = asyncio.run(parts_of(source, asked(max_tokens=60)))
+    assert [len(request.resume_token_ids) for request in source.requests[1:]] == [0, 20, 37]
+    assert last.done
+    assert end.done
+    rounds, before = last.done.stats.tallies[0].rounds, end.done.stats.tallies[0].rounds
+    assert rounds == before - 2, "the first token of an attempt comes from the pass over its prompt"
+    assert last.done.stats.decoded == rounds
+    assert last.done.stats.plans == {"plain": rounds}
+    assert last.done.completion_tokens == end.done.completion_tokens == 60
+    assert last.done.stats.prefill_s > 0
+
+
+# -- deaths that count, and those that do not --------------------------------------------------------------------------
+
+
+def token_event(token: int, *, last: bool = False) -> pb.DecodeEvent:
+    stats = pb.DecodeStats(prompt_tokens=3, decoded=1, tallies=[pb.Tally(rounds=1)])
+    finish = gen.FINISH_REASON_LENGTH if last else gen.FINISH_REASON_UNSPECIFIED
+    return pb.DecodeEvent(token_ids=[token], origins=b"\0", stats=stats, finish_reason=finish)
+
+
+REACHED, ENTERED = pb.DecodeEvent(fingerprint="fp_1"), pb.DecodeEvent(entered=True)
+
+
+class Counting(Source):
+    """A target whose n-th token is n + 5. Each attempt is `script`ed: the events before its tokens, how many of these
+    it has, and the error that ends it; the last line holds for all later ones.
+    """
+
+    def __init__(self, *script: tuple[list[pb.DecodeEvent], int, Exception | None]) -> None:
+        super().__init__()
+        self.script = list(script)
+        self.running = self.most = 0
+        self.unproven = self.most_unproven = 0  # attempts with fewer than PROVEN_TOKENS tokens; most since the deaths
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        self.requests.append(request)
+        before, count, error = self.script.pop(0) if len(self.script) > 1 else self.script[0]
+        self.running, self.unproven, proven = self.running + 1, self.unproven + 1, False
+        self.most = max(self.most, self.running)
+        if error is None:
+            self.most_unproven = max(self.most_unproven, self.unproven)
+        try:
+            for event in before:
+                yield event
+            first = len(request.resume_token_ids)
+            for index in range(first, min(first + count, request.max_tokens)):
+                await asyncio.sleep(0.001)
+                if index - first + 1 == PROVEN_TOKENS:
+                    self.unproven, proven = self.unproven - 1, True
+                yield token_event(index + 5, last=index == request.max_tokens - 1)
+            if error:
+                raise error
+        finally:
+            self.running -= 1
+            self.unproven -= not proven
+
+
+def tokens_of(parts: list[Part]) -> list[int]:
+    return [token for part in parts for token in part.piece.tokens]
+
+
+def test_a_request_that_kills_every_engine_ends_with_an_error() -> None:
+    """Though each attempt brings some tokens."""
+    for count in (0, 1, PROVEN_TOKENS - 1):
+        source = Counting(([REACHED, ENTERED], count, GONE))
+        with pytest.raises(EngineCrashError, match=r"died 3 times while it decoded this request.*do not send it again"):
+            asyncio.run(parts_of(source, asked(max_tokens=100)))
+        assert len(source.requests) == MAX_DEATHS
+
+
+def test_a_request_that_gets_on_is_no_suspect() -> None:
+    source = Counting(([REACHED, ENTERED], PROVEN_TOKENS, GONE))
+    assert tokens_of(asyncio.run(parts_of(source, asked(max_tokens=100)))) == [*range(5, 105)]
+    assert len(source.requests) == 7
+
+
+def test_a_request_that_only_waited_uses_up_no_attempt() -> None:
+    """Neither where no target had it, nor where the target that had it was killed by others."""
+    source = Counting(*[([], 0, GONE)] * 20, ([REACHED, ENTERED], 100, None))
+    assert len(tokens_of(asyncio.run(parts_of(source, asked())))) == MAX_TOKENS
+    assert len(source.requests) == 21
+    source = Counting(([REACHED], 0, GONE), ([], 0, GONE), ([REACHED], 0, GONE), ([REACHED, ENTERED], 100, None))
+    assert len(tokens_of(asyncio.run(parts_of(source, asked())))) == MAX_TOKENS
+
+
+def test_an_engine_that_dies_too_fast_to_tell_convicts_whoever_is_alone() -> None:
+    source = Counting(([REACHED], 0, GONE))
+    with pytest.raises(EngineCrashError):
+        asyncio.run(parts_of(source, asked()))
+    assert len(source.requests) == 2 + MAX_DEATHS
+
+
+def test_suspects_are_tried_one_at_a_time() -> None:
+    """Of eight requests that were in a pass that died, each is alone until it is proven; then the next one comes."""
+
+    async def run() -> None:
+        source = Counting(*[([REACHED, ENTERED], 2, GONE)] * 8, ([REACHED, ENTERED], 100, None))
+        service = Service(settings(), model(), source)
+        runs = [parts_of(source, asked(seed=seed, max_tokens=60), service=service) for seed in range(8)]
+        for answer in await asyncio.gather(*runs):
+            assert tokens_of(answer) == [*range(5, 65)]
+        assert (len(source.requests), source.most_unproven) == (16, 1)
+        assert source.most > 1, "those that are proven run on beside the next"
+        assert not service.turns.lock.locked()
+
+    asyncio.run(run())
+
+
+class Killer(Source):
+    """One engine for all requests, as batched as can be: the request with the killing seed kills all that run."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self.seed, self.alive = seed, asyncio.Event()
+        self.down = 0
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        self.requests.append(request)
+        generation = self.down
+        yield REACHED
+        yield ENTERED
+        first = len(request.resume_token_ids)
+        for index in range(first, request.max_tokens):
+            await asyncio.sleep(0.002)
+            if request.seed == self.seed and index > first + 1:
+                self.down += 1
+            if self.down > generation:
+                raise GONE
+            yield token_event(index + 5, last=index == request.max_tokens - 1)
+
+
+def test_a_killer_ends_and_the_others_finish() -> None:
+    async def run() -> None:
+        source = Killer(seed=3)
+        service = Service(settings(), model(), source)
+        runs = [parts_of(source, asked(seed=seed, max_tokens=60), service=service) for seed in range(8)]
+        answers = await asyncio.wait_for(asyncio.gather(*runs, return_exceptions=True), 60)
+        assert isinstance(answers.pop(3), EngineCrashError)
+        for answer in answers:
+            assert isinstance(answer, list), answer
+            assert tokens_of(answer) == [*range(5, 65)]
+        assert sum(request.seed == 3 for request in source.requests) == MAX_DEATHS
+        assert (service.in_flight, service.turns.lock.locked()) == (0, False)
+
+    asyncio.run(run())
+
+
+def test_a_turn_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "TURN_S", 0.05)
+
+    async def run() -> None:
+        source = Counting(([REACHED, ENTERED], 1, GONE), ([REACHED, ENTERED], 100, None))
+        service = Service(settings(), model(), source)
+        await service.turns.lock.acquire()  # somebody's prompt takes an hour
+        assert len(tokens_of(await parts_of(source, asked(), service=service))) == MAX_TOKENS
+        assert service.turns.lock.locked(), "the turn is still the other's"
+
+    asyncio.run(run())
+
+
+def test_closing_a_request_in_its_turn_gives_it_back() -> None:
+    async def run() -> None:
+        source = Counting(([REACHED, ENTERED], 1, GONE), ([REACHED, ENTERED], 100, None))
+        service = Service(settings(), model(), source)
+        parts = service.complete(asked())
+        await anext(parts)
+        await anext(parts)
+        assert service.turns.lock.locked()
+        await parts.aclose()
+        assert (service.turns.lock.locked(), service.in_flight, source.running) == (False, 0, 0)
+
+    asyncio.run(run())
+
+
+# -- the end of patience -----------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_no_engine_takes_over_ends_with_its_time() -> None:
+    source = Counting(([REACHED, ENTERED], 4, GONE), ([], 0, GONE))
+    with pytest.raises(EngineLostError, match=r"the replica that served the request is gone.*ask again.*/status"):
+        asyncio.run(parts_of(source, asked(timeout_s=0.3)))
+    assert len(source.requests) > 5
+    silent = Counting(([REACHED, ENTERED], 0, None))
+    silent.script[0] = ([REACHED, ENTERED], 0, DeadlineError("not done"))
+    with pytest.raises(DeadlineError, match=r"not done within 0\.3 s"):
+        asyncio.run(parts_of(silent, asked(timeout_s=0.3)))
+
+
+def test_time_that_is_left_is_what_an_attempt_gets() -> None:
+    source = Counting(([REACHED, ENTERED], 4, GONE), ([REACHED, ENTERED], 100, None))
+    asyncio.run(parts_of(source, asked(timeout_s=50)))
+    first, second = source.requests
+    assert 49 < second.timeout_s < first.timeout_s <= 50
+
+
+# -- the same fingerprint ----------------------------------------------------------------------------------------------
+
+OTHER = FingerprintError("fingerprint: 'fp_1' is not what is served here, 'fp_2'")
+
+
+def test_only_the_same_target_goes_on() -> None:
+    source = Counting(([REACHED, ENTERED], 4, GONE), *[([], 0, OTHER)] * 9, ([REACHED, ENTERED], 100, None))
+    parts = asyncio.run(parts_of(source, asked()))
+    assert tokens_of(parts) == [*range(5, 5 + MAX_TOKENS)]
+    assert [request.fingerprint for request in source.requests] == ["", *["fp_1"] * 10]
+    assert {part.fingerprint for part in parts} == {"fp_1"}
+
+
+def test_a_request_without_output_may_go_to_any_target() -> None:
+    second = pb.DecodeEvent(fingerprint="fp_2")
+    source = Counting(([REACHED, ENTERED], 0, GONE), ([second, ENTERED], 100, None))
+    parts = asyncio.run(parts_of(source, asked()))
+    assert [request.fingerprint for request in source.requests] == ["", ""]
+    assert {part.fingerprint for part in parts} == {"fp_2"}
+
+
+def test_an_output_that_nobody_continues_ends_with_a_named_error() -> None:
+    source = Counting(([REACHED, ENTERED], 4, GONE), ([], 0, OTHER))
+    with pytest.raises(FingerprintError, match=r"no replica continues this output.*ask anew"):
+        asyncio.run(parts_of(source, asked(timeout_s=0.3)))
+
+
+def test_a_claim_is_believed_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "CLAIM_S", 0.1)
+    source = Counting(([], 0, OTHER))
+    with pytest.raises(FingerprintError):
+        asyncio.run(asyncio.wait_for(parts_of(source, asked(resume=(5, 6), fingerprint="fp_9", timeout_s=300)), 60))
+    assert {request.fingerprint for request in source.requests} == {"fp_9"}
+
+
+def test_stats_add_up() -> None:
+    from deploy.decode_stats import summed
+
+    one = pb.DecodeStats(
+        prompt_tokens=3, queued_s=1, prefill_s=2, decode_s=3, rounds=4, decoded=5, snapshots=1, preempted=1, plan="a",
+        plans={"plain": 4}, expected_ms=1.5, tallies=[pb.Tally(rounds=4, proposed=9)], direct=pb.Tally(accepted=1),
+    )  # fmt: skip
+    other = pb.DecodeStats(
+        prompt_tokens=3, queued_s=1, decoded=7, plan="b", plans={"plain": 1, "model": 2}, plan_changes=1,
+        tallies=[pb.Tally(rounds=2), pb.Tally(rounds=1, busy_s=0.5)], direct=pb.Tally(accepted=2),
+    )  # fmt: skip
+    total = pb.DecodeStats(
+        prompt_tokens=3, queued_s=2, prefill_s=2, decode_s=3, rounds=4, decoded=12, snapshots=1, preempted=1, plan="b",
+        plans={"plain": 5, "model": 2}, plan_changes=1, expected_ms=1.5,
+        tallies=[pb.Tally(rounds=6, proposed=9), pb.Tally(rounds=1, busy_s=0.5)], direct=pb.Tally(accepted=3),
+    )  # fmt: skip
+    assert summed(one, other) == total
+    assert summed(pb.DecodeStats(), one) == one

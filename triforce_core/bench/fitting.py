@@ -1,0 +1,69 @@
+"""The longest context that a device has room for: the default of `triforce bench device`."""
+
+from __future__ import annotations
+
+import torch
+from transformers import AutoModelForCausalLM
+from transformers.configuration_utils import PretrainedConfig
+
+from triforce_core.bench.geometry import Geometry
+from triforce_core.config import Settings
+from triforce_core.engine.cache_sizes import draft_window, retrieval_tail
+from triforce_core.engine.target_kv import offload_for
+from triforce_core.engine.working_memory import beside_pool
+from triforce_core.errors import require
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.memory import HOST, free_bytes, gib
+from triforce_core.models.device import DTYPES, torch_device
+from triforce_core.models.files import context_length, kv_shape
+
+LONGEST, STEP = 122_880, 1024  # tokens of prompt
+SPARED = 0.02  # of the free memory, which allocations lose between them
+
+
+def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill: int) -> int:
+    """The longest prompt, in whole steps, for which weights, caches and passes fit, with room for `output` tokens after
+    it and for another prompt of `prefill`. Raises `InvalidValueError` where not even the shortest fits.
+    """
+    more = output + prefill
+    device = torch_device(settings.device)
+    free = int(free_bytes(device) * (1 - SPARED))
+    left = free - weights_and_small_caches(settings, geometry)
+    longest = min(LONGEST, context_length(geometry.target) - output)
+    for context in range(longest - longest % STEP, 0, -STEP):
+        if pool_bytes(settings, geometry.target, context + more) <= left:
+            return context
+    needed = free - left + pool_bytes(settings, geometry.target, STEP + more)
+    rule = f"takes {gib(needed)} with {STEP} tokens of context, where {gib(free)} are free on {device}"
+    require(False, "geometry", geometry.target.model_type, f"{rule}: choose a smaller one")
+    return 0
+
+
+def weights_and_small_caches(settings: Settings, geometry: Geometry) -> int:
+    """Everything but the target's KV and what goes with it."""
+    copies = 2 if settings.retrieval.quantization else 1  # it is quantised after it is made
+    weights = copies * num_parameters(geometry.target) + num_parameters(geometry.drafter)
+    sparse = settings.retrieval.budget + retrieval_tail(settings)
+    caches = kv_geometry_of(geometry.target, settings).bytes_per_token * sparse
+    caches += kv_geometry_of(geometry.drafter, settings).bytes_per_token * draft_window(settings).capacity
+    return weights * DTYPES[settings.dtype].itemsize + caches
+
+
+def pool_bytes(settings: Settings, config: PretrainedConfig, pool_tokens: int) -> int:
+    """Of the target's KV on the device, and of what goes with it."""
+    shape = kv_geometry_of(config, settings)
+    offload, beside = offload_for(settings, shape.num_layers), beside_pool(config, shape, pool_tokens, settings)
+    if offload is None:
+        return shape.bytes_per_token * pool_tokens + beside.landmarks + beside.on_device
+    on_device, elsewhere = offload.kv_bytes(shape, pool_tokens)
+    on_host = shape.device == HOST and offload.directory is None
+    return on_device + (elsewhere if on_host else 0) + beside.landmarks + beside.on_device
+
+
+def kv_geometry_of(config: PretrainedConfig, settings: Settings) -> KVGeometry:
+    return KVGeometry(*kv_shape(config), DTYPES[settings.dtype], torch_device(settings.device))
+
+
+def num_parameters(config: PretrainedConfig) -> int:
+    with torch.device("meta"):
+        return int(AutoModelForCausalLM.from_config(config).num_parameters())

@@ -1,0 +1,63 @@
+"""A short name of what determines a target's tokens: while it is unchanged, the same request with the same seed gives
+the same output, on whichever replica.
+"""
+
+from __future__ import annotations
+
+import json
+from hashlib import blake2b
+from pathlib import Path
+
+from transformers.utils.hub import cached_file
+
+import triforce_core
+from triforce_core.config import Settings
+from triforce_core.models.files import resolve
+
+SAMPLES, SAMPLE_BYTES = 16, 4096  # read of each file of weights: whole files take minutes
+WEIGHTS = ("*.safetensors", "*.bin")
+DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+def target_fingerprint(settings: Settings) -> str:
+    """The fingerprint of the target of these settings; that of a lossy one says so.
+
+    It covers the version of this software, the settings that decide tokens, and the model's files as found here. Raises
+    `UnknownModelError` where there is no such model.
+    """
+    target = settings.target
+    what = [triforce_core.__version__, target.model, settings.dtype, settings.device, settings.attention]
+    if target.lossy:
+        what += [target.lossy, str(target.heavy_share)]
+    digest = blake2b(json.dumps(what).encode(), digest_size=8)
+    digest.update(model_digest(folder_of(target.model)))
+    return ("fp_lossy_" if target.lossy else "fp_") + digest.hexdigest()
+
+
+def folder_of(model: str) -> Path:
+    """Where the files of a target are."""
+    path = resolve(model, "target")
+    if Path(path).is_dir():
+        return Path(path)
+    config = cached_file(path, "config.json")
+    assert config is not None, "it raises where the file is missing"
+    return Path(config).parent
+
+
+def model_digest(folder: Path) -> bytes:
+    """A digest of a model's files: its descriptions, and of each file of weights its size and samples of its bytes.
+
+    Other training changes weights everywhere and so the samples; they miss a change of a few bytes elsewhere.
+    """
+    digest = blake2b(digest_size=16)
+    for path in [folder / name for name in DESCRIPTIONS]:
+        if path.is_file():
+            digest.update(path.name.encode() + blake2b(path.read_bytes()).digest())
+    for path in sorted(found for pattern in WEIGHTS for found in folder.glob(pattern)):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}".encode())
+        with path.open("rb") as file:
+            for index in range(SAMPLES + 1):
+                file.seek(max(0, size - SAMPLE_BYTES) * index // SAMPLES)
+                digest.update(file.read(SAMPLE_BYTES))
+    return digest.digest()

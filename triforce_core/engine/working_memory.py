@@ -1,0 +1,142 @@
+"""What the target takes beside the pool of its cache, so that a pool that leaves no room for it is refused at the start
+and not by running out of memory at the first cut of a snapshot, after a long prefill.
+
+Reckoned from the shapes, and compared with what passes hold (tests/unit/test_cuda_room.py). Peaks of passes, cuts and
+draws do not coincide, so only the largest counts. What libraries take by themselves is a guess.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers.configuration_utils import PretrainedConfig
+
+from triforce_core.config import Settings
+from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.full import MOST_RANGES
+from triforce_core.kv.full_held import MOST_QUERIES, RECENT_QUERIES
+from triforce_core.kv.landmarks import READ_TOGETHER
+from triforce_core.kv.mass import MOST_LOGITS as MASS_LOGITS
+from triforce_core.kv.selectors import SELECTORS, Landmark
+from triforce_core.models.files import kv_shape
+
+MOST_LOGITS = 1 << 25  # of a pass whose prompt tokens get logprobs: 128 MiB in float32
+LIBRARIES = 256 << 20  # on CUDA: cuBLAS's workspaces, FlashAttention's partial results, the driver's part of graphs
+WIDE = 4 + 8 + 8 + 8  # bytes of a logit while tokens are drawn: float32, float64, and two of the noise
+
+
+@dataclass(frozen=True, slots=True)
+class Beside:
+    """Bytes beside a pool."""
+
+    landmarks: int = 0  # what the selector keeps of all tokens of the pool; it lies where their KV lies
+    fixed: int = 0  # on the device: snapshots on their way, kept queries, graphs and what libraries take
+    passing: int = 0  # on the device, for a moment: the largest of a pass, a cut and a draw
+
+    @property
+    def on_device(self) -> int:
+        return self.fixed + self.passing
+
+
+def beside_pool(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> Beside:
+    """For a target of this configuration, on one rank, whose KV there has this geometry."""
+    landmarks = landmark_bytes(geometry, settings) * pool_tokens
+    rows = settings.max_sequences * (sum(settings.speculation.effective) + 1)
+    graphs = 0
+    if settings.device_type == "cuda":
+        graphs = LIBRARIES
+        if settings.graphs in ("auto", "on"):
+            # Twice: those of the retrieval tier, which may share the device, are captured after this check.
+            graphs += 2 * (pass_bytes(config, geometry, rows, rows, parts=MOST_RANGES) + 4 * rows * config.vocab_size)
+    chunked = min(settings.target.prefill_chunk, pool_tokens)
+    scored = min(chunked, max(64, MOST_LOGITS // config.vocab_size))
+    prefill = pass_bytes(config, geometry, chunked, settings.max_sequences, parts=2)
+    passing = (
+        prefill,
+        pass_bytes(config, geometry, scored, scored, parts=2) + 4 * scored * config.vocab_size,  # and its logprobs
+        rows * config.vocab_size * WIDE,
+        cut_bytes(config, geometry, pool_tokens, settings),
+    )
+    return Beside(landmarks, snapshot_bytes(config, geometry, settings) + graphs, max(passing))
+
+
+def heads_of(config: PretrainedConfig, geometry: KVGeometry) -> int:
+    """The query heads of this rank."""
+    return int(config.num_attention_heads * geometry.num_kv_heads // kv_shape(config)[1])
+
+
+def pass_bytes(config: PretrainedConfig, geometry: KVGeometry, tokens: int, sampled: int, parts: int) -> int:
+    """The activations of a pass. `parts`: the partial results of attention that are merged."""
+    item, heads = geometry.dtype.itemsize, heads_of(config, geometry)
+    hidden = config.hidden_size
+    # Some configurations name the feed-forward width otherwise, or not at all: four times the hidden is usual.
+    inner = (getattr(config, "intermediate_size", None) or 4 * hidden) * heads // config.num_attention_heads
+    width = heads * geometry.head_dim
+    norm = hidden * (3 * item + 2 * 4)  # in float32 inside
+    new_kv = 2 * item * geometry.num_kv_heads * geometry.head_dim
+    attention = hidden * item + width * (3 * item + parts * item + 2 * 4) + new_kv
+    feed_forward = hidden * 2 * item + 3 * inner * item
+    return int(tokens * max(norm, attention, feed_forward) + sampled * config.vocab_size * (item + 4))
+
+
+def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Settings) -> int:
+    """One snapshot of each sequence, on its way to the retrieval tier; and what is kept to cut the next one."""
+    chunks = geometry.num_layers * geometry.num_kv_heads * settings.retrieval.budget // settings.retrieval.chunk
+    queries = geometry.num_layers * heads_of(config, geometry) * max(RECENT_QUERIES, MOST_QUERIES) * geometry.head_dim
+    each = geometry.bytes_per_token * settings.retrieval.budget + 2 * 8 * chunks + queries * geometry.dtype.itemsize
+    return settings.max_sequences * each
+
+
+def cut_bytes(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> int:
+    """Choosing and copying chunks, a layer at a time, beside the snapshot itself."""
+    item, chunk, budget = geometry.dtype.itemsize, settings.retrieval.chunk, settings.retrieval.budget
+    heads, kv_heads, head_dim = heads_of(config, geometry), geometry.num_kv_heads, geometry.head_dim
+    piece = min(READ_TOGETHER * chunk, pool_tokens)
+    scores = heads * RECENT_QUERIES * (piece * (item + 4 + 1) + 3 * 4 * pool_tokens // chunk)
+    reading = kv_heads * head_dim * item * (2 * piece + budget)
+    # A layer's landmarks are joined with new ones, and widened to float32.
+    widened = landmark_bytes(geometry, settings) * pool_tokens // geometry.num_layers * (1 + 4 // item)
+    counting = 0
+    if SELECTORS[settings.retrieval.selector]().num_queries is None:
+        logits = MASS_LOGITS[geometry.device.type]
+        counting = logits * (item + 2 * 4) + pool_tokens * (head_dim * item + 2 * 4 * kv_heads)
+    tokens = 8 * geometry.num_layers * kv_heads * budget * (1 + 2 / chunk)  # their places, int64
+    return int(8 * pool_tokens + max(scores + reading, widened, counting, tokens))
+
+
+def landmark_bytes(geometry: KVGeometry, settings: Settings) -> int:
+    """What the configured selector keeps of a token, in all layers: found by asking it about chunks without data."""
+    selector, chunk = SELECTORS[settings.retrieval.selector](), settings.retrieval.chunk
+    probe = Probe(geometry, chunk, selector.num_queries or 1)
+    selector.scores(probe)
+    return geometry.num_layers * probe.kept // (probe.count * chunk)
+
+
+class Probe:
+    """Two chunks of a text without data; see `Chunks`. Notes the bytes that are kept of them."""
+
+    count = 2
+
+    def __init__(self, geometry: KVGeometry, chunk: int, rows: int) -> None:
+        self.kv_heads, self.kept = geometry.num_kv_heads, 0
+        shape = (self.kv_heads, self.count, chunk, geometry.head_dim)
+        self.keys = torch.empty(shape, dtype=geometry.dtype, device="meta")
+        self.queries = torch.empty(self.kv_heads, rows, geometry.head_dim, dtype=geometry.dtype, device="meta")
+
+    def landmarks(self, landmark: Landmark) -> Tensor:
+        found = landmark(self.keys)
+        self.kept += found.nbytes
+        return found
+
+    def first_query(self) -> int:
+        return 0
+
+    def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
+        yield 0, self.keys
+
+    def mass(self) -> Tensor:
+        self.kept += 4 * self.kv_heads * self.count * self.keys.shape[2]
+        return torch.empty(self.kv_heads, self.count, device="meta")
