@@ -375,7 +375,7 @@ def test_questions_that_wait_for_a_document_are_compared_once(monkeypatch: pytes
             live.work, live.prefilled = None, work.span.end
         turns += 1
     assert len(waiting.live) == questions
-    assert turns == 41
+    assert turns == 40, "the few tokens that the last chunk would save are not worth another turn"
     assert compared < 4 * questions * len(document)
     check(kv)
 
