@@ -22,7 +22,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.memory import mapped
 from triforce_core.kv.offloaded import Offload, OffloadedKV
-from triforce_core.kv.selectors import MeanKey
+from triforce_core.kv.selectors import MeanKey, Selector, SnapKV
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import Span
 from triforce_core.models.runner import ModelRunner
@@ -143,6 +143,20 @@ def test_any_history_gives_what_memory_gives(
     assert cut > 3, "changes were cut"
     pieces = [len(held.ranges) for held in kv.held.values()]
     assert not hole or max(pieces) > 1, "the pool was meant to be in pieces"
+
+
+@pytest.mark.parametrize("selector", [MeanKey(), SnapKV()], ids=lambda each: type(each).__name__)
+def test_a_cut_waits_for_kv_on_its_way_to_the_host(pair: Pair, selector: Selector) -> None:
+    """Where copies are as late as they may be, the last pass has left KV that the host does not hold yet."""
+    memory, (runner, kv) = full_runner(pair, POOL), offloaded_runner(pair, Offload(1))
+    kv.host.fill_(torch.nan)
+    late = Late()
+    kv.stream = late
+    for each in (memory, runner):
+        ask(each, Statement(1, random_tokens(70, seed=3), 1), max_length=80)
+    assert late.done < len(late.due), "something was meant to be on its way"
+    expected, found = (cache.cut(1, 69, CHUNKS, selector) for cache in (full_kv(memory), kv))
+    assert_same_snapshot(found, expected)
 
 
 def test_the_truth_is_on_the_host(pair: Pair) -> None:

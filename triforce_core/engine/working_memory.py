@@ -56,7 +56,7 @@ def beside_pool(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int
     prefill = pass_bytes(config, geometry, chunked, settings.max_sequences, parts=2)
     passing = (
         prefill,
-        pass_bytes(config, geometry, scored, scored, parts=2) + 4 * scored * config.vocab_size,  # and its logprobs
+        pass_bytes(config, geometry, scored, scored, parts=2),  # of a prompt whose logprobs are asked
         rows * config.vocab_size * WIDE,
         cut_bytes(config, geometry, pool_tokens, settings),
     )
@@ -79,7 +79,8 @@ def pass_bytes(config: PretrainedConfig, geometry: KVGeometry, tokens: int, samp
     new_kv = 2 * item * geometry.num_kv_heads * geometry.head_dim
     attention = hidden * item + width * (3 * item + parts * item + 2 * 4) + new_kv
     feed_forward = hidden * 2 * item + 3 * inner * item
-    return tokens * max(norm, attention, feed_forward) + sampled * config.vocab_size * (item + 4)
+    logits = sampled * (config.vocab_size * (item + 4) + hidden * item)  # in the model's precision, and as float32
+    return int(max(tokens * max(norm, attention, feed_forward), logits))
 
 
 def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Settings) -> int:
