@@ -147,24 +147,14 @@ class Device(TorchDispatchMode):
         assert kwargs.get("block_table") is None, "with split keys it gives wrong rows from PyTorch 2.12 on (#194167)"
         if func in (aten.uniform_.default, aten.normal_.default):
             return args[0]
-        if func is aten._local_scalar_dense.default and on_gpu:
-            self.sync("item")
-            return 0
-        if func is aten.nonzero.default and on_gpu:
-            self.sync("nonzero")
-            return self.made(torch.empty(self.true_values(args[0]), args[0].dim(), dtype=torch.int64, device="cuda"))
-        if func is aten.bincount.default and on_gpu:
-            self.sync("bincount")
-            found = self.made(torch.empty(args[2] if len(args) > 2 else kwargs["minlength"], device="cuda"))
-            found.values = [args[0].numel() // len(found)] * len(found)
-            return found
-        if func in (aten.index.Tensor, aten.index_put_.default) and on_gpu:
-            masks = [each for each in args[1] if each is not None and each.dtype is torch.bool]
-            if masks:
-                return self.masked(func, args, masks[0])
-        if func in (aten.copy_.default, aten._to_copy.default):
-            self.crossing(func, args, kwargs)
+        if on_gpu and (read := self.reading(func, args, kwargs)) is not None:
+            return read
         result = func(*args, **kwargs)
+        if func.overloadpacket in (aten.copy_, aten._to_copy, aten.to):  # `to` comes as a whole in inference mode
+            source = args[1] if func is aten.copy_.default else args[0]
+            positional = {aten.copy_.default: 2, aten.to.device: 3}.get(func, len(args))
+            quick = kwargs.get("non_blocking", False) or args[positional : positional + 1] == (True,)
+            self.crossing(source, result, waits=not quick)
         if func is aten._pin_memory.default or kwargs.get("pin_memory"):
             self.pin(result)
         return self.made(result)
@@ -175,34 +165,42 @@ class Device(TorchDispatchMode):
                 self.note(each)
         return result
 
-    def masked(self, func: Any, args: Any, mask: Tensor) -> Tensor:
+    def reading(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator for which the host must know values; None for others."""
+        if func is aten._local_scalar_dense.default:
+            self.sync("item")
+            return 0
+        if func is aten.nonzero.default:
+            self.sync("nonzero")
+            return self.made(torch.empty(self.true_values(args[0]), args[0].dim(), dtype=torch.int64, device="cuda"))
+        if func is aten.bincount.default:
+            self.sync("bincount")
+            found = self.made(torch.empty(args[2] if len(args) > 2 else kwargs["minlength"], device="cuda"))
+            found.values = [args[0].numel() // len(found)] * len(found)
+            return found
+        indices = args[1] if func in (aten.index.Tensor, aten.index_put_.default) else ()
+        mask = next((each for each in indices if each is not None and each.dtype is torch.bool), None)
+        if mask is None:
+            return None
         self.sync("index by a mask")
         if func is aten.index_put_.default:
-            return args[0]  # type: ignore[no-any-return]
-        rest = args[0].shape[mask.dim() :]
-        return self.made(args[0].new_empty(self.true_values(mask), *rest))  # type: ignore[no-any-return]
+            return args[0]
+        return self.made(args[0].new_empty(self.true_values(mask), *args[0].shape[mask.dim() :]))
 
-    def crossing(self, func: Any, args: Any, kwargs: Any) -> None:
-        """A copy that may be one between host and device."""
-        if func is aten.copy_.default:
-            into, source = args[0].device.type, args[1]
-            waits = not (args[2] if len(args) > 2 else kwargs.get("non_blocking", False))
-            host = args[0] if into == "cpu" else source
-        else:
-            source = host = args[0]
-            into = torch.device(kwargs.get("device") or source.device).type
-            waits = not kwargs.get("non_blocking", False)
-        if into == source.device.type:
+    def crossing(self, source: Tensor, into: Tensor, *, waits: bool) -> None:
+        """A copy, which may be one between host and device."""
+        if source.device.type == into.device.type:
             return
-        pinned = self.is_pinned(host)
-        if into == "cpu":
+        back = into.device.type == "cpu"
+        pinned = self.is_pinned(into if back else source)
+        if back:
             self.to_host += source.nbytes
         else:
             self.to_device += source.nbytes
         if not pinned:
             self.pageable += source.nbytes
         if waits or not pinned:
-            self.sync("copy to the host" if into == "cpu" else "copy from the host")
+            self.sync("copy to the host" if back else "copy from the host")
 
 
 def listed(tensor: Any) -> Any:
@@ -307,6 +305,10 @@ def tensor(data: Any, *, pin_memory: bool = False, device: Any = None, **given: 
     return made if device is None else made.to(device, non_blocking=True)
 
 
+def is_pinned(tensor: Tensor) -> bool:
+    return Device.now.is_pinned(tensor)
+
+
 def fake_model(config: PretrainedConfig, dtype: torch.dtype = torch.bfloat16) -> PreTrainedModel:
     """A model of this configuration on the device."""
     model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation=ATTENTION)
@@ -367,7 +369,7 @@ def fake_cuda(total: int = 141 << 30) -> Iterator[Device]:
         patch.setattr(torch.random, "fork_rng", lambda **_: nullcontext())
         patch.setattr(torch, "tensor", tensor)
         patch.setattr(FakeTensor, "tolist", listed)
-        patch.setattr(FakeTensor, "is_pinned", lambda tensor: device.is_pinned(tensor))  # noqa: PLW0108  # becomes a method
+        patch.setattr(FakeTensor, "is_pinned", is_pinned)
         patch.setattr(FakeTensor, "data_ptr", lambda tensor: tensor.untyped_storage()._cdata)
         with device, Indexing():
             yield device

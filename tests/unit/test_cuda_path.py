@@ -112,8 +112,15 @@ def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[in
     return device.peak - made.given, kept + beside.on_device - LIBRARIES
 
 
-@pytest.mark.parametrize("name", ["llama2-7b-128k", "llama-3.1-8b"])
-@pytest.mark.parametrize("selector", ["snapkv", "mean_key"])
+@pytest.mark.parametrize(
+    ("name", "selector"),
+    [
+        ("llama2-7b-128k", "snapkv"),
+        pytest.param("llama2-7b-128k", "mean_key", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", "snapkv", marks=pytest.mark.slow),
+        pytest.param("llama-3.1-8b", "mean_key", marks=pytest.mark.slow),
+    ],
+)
 def test_a_long_context_on_one_device(device: Device, name: str, selector: str) -> None:
     """All tiers, captured; greedy and sampled; two snapshots and more, of which the later ones state changes; and a
     prompt whose logprobs are asked. What the room check reserves is enough, and not twice too much.
@@ -133,7 +140,7 @@ def test_a_long_context_on_one_device(device: Device, name: str, selector: str) 
 @pytest.mark.parametrize("graphs", ["eager", "off"])
 def test_passes_that_are_not_captured(device: Device, graphs: str) -> None:
     """The same code as in a graph, which fake graphs do not replay; and ordinary passes."""
-    made = run(device, geometry("llama-3.1-8b"), request(SAMPLED), graphs=graphs)
+    made = run(device, geometry("llama-3.1-8b"), request(SAMPLED, 16_384), graphs=graphs)
     assert device.replays == 0
     assert device.pageable == 0
     assert len(made.rounds) > 3

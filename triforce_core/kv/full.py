@@ -346,11 +346,13 @@ class FullKV(KVCache):
             self.tree.leave(held.node)
             held.node = None
         longest = max((stop - start for start, stop in placed.writes), default=0)
-        drawn = torch.empty(2, longest, geometry.head_dim, dtype=geometry.dtype, device=geometry.device).normal_()
+        drawn: dict[torch.device, Tensor] = {}  # by the device of a layer's pool
         for layer, pools in enumerate(zip(self.keys, self.values, strict=True)):
-            here = drawn.to(pools[0].device)
+            place = pools[0].device
+            if place not in drawn:
+                drawn[place] = torch.empty(2, longest, geometry.head_dim, dtype=geometry.dtype, device=place).normal_()
             for start, stop in placed.writes:
-                for pool, values in zip(pools, here, strict=True):
+                for pool, values in zip(pools, drawn[place], strict=True):
                     pool[:, start:stop] = values[: stop - start]
             shape = group * geometry.num_kv_heads, len(held.query_positions), geometry.head_dim
             held.queries[layer] = torch.empty(shape, dtype=geometry.dtype, device=geometry.device).normal_()
