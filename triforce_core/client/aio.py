@@ -11,8 +11,9 @@ from typing import Any, Self, Unpack
 import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Progress, Result
+from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Result
 from triforce_core.client.errors import broken_off, client_closed, from_rpc_error, typed_if
+from triforce_core.client.progress import Progress
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
 
