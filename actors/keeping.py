@@ -58,16 +58,24 @@ class Keeper:
         """What is wrong with the target; empty if it can serve."""
         target = self.pipeline.target
         assert target is not None
-        for _ in range(UNANSWERED):
-            if target.process.dead:
-                return "its process has ended"
+        until, unanswered, not_ready = time.monotonic() + UNANSWERED * ANSWER_S, 0, 0
+        while not target.process.dead:
             try:
                 status = await target.status(ANSWER_S)
             except UnavailableError:
-                await asyncio.sleep(RETRY_S)  # the connection of a process that ends breaks before it has ended
+                # A broken connection is no sign of a hang, and is made anew within seconds. That of a process that ends
+                # breaks before it has ended.
+                unanswered += 1
+                hidden = target.process.process is None
+                if unanswered >= UNANSWERED and (hidden or time.monotonic() >= until):
+                    return f"it answered none of {unanswered} questions"
+                await asyncio.sleep(RETRY_S)
                 continue
-            return "" if status.ready else "its engine has failed, or hangs"
-        return "its process has ended" if target.process.dead else f"it left {UNANSWERED} questions unanswered"
+            not_ready += 1
+            if status.ready or not_ready == UNANSWERED:
+                return "" if status.ready else "its engine has failed, or hangs"
+            await asyncio.sleep(LOOK_EVERY_S)  # a machine that was frozen in mid-pass ends that pass soon
+        return "its process has ended"
 
     async def _replace(self, fault: str) -> None:
         """Kill what is left of the target and start it anew; after `MAX_FAILURES` starts stop the pipeline."""

@@ -74,6 +74,8 @@ class Pipeline:
 
     async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
+        if self.stopped:  # the channel is closed, and the replica not yet replaced
+            raise UnavailableError(self.stopped, suspect=False)
         if not self.serving.is_set():
             request = await self._wait(pb.DecodeRequest.FromString(request))
         target = self.target

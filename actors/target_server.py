@@ -213,9 +213,11 @@ class TargetServer(TargetServicer):
         compiling = [slot] if self.marks is not None and slot is not None else []
         if self.marks is not None:
             self.marks.put(compiling)
-        compiled = await self.grammars.matcher(grammar)
-        if self.marks is not None:
-            self.marks.take_off(compiling)
+        try:
+            compiled = await self.grammars.matcher(grammar)
+        finally:  # also where the client leaves meanwhile
+            if self.marks is not None:
+                self.marks.take_off(compiling)
         require(not compiled.is_error(), "grammar", grammar, f"cannot be compiled: {compiled.get_error():.500}")
 
     async def Status(self, request: pb.StatusRequest, context: grpc.aio.ServicerContext[Any, Any]) -> pb.TierStatus:

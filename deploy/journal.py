@@ -26,7 +26,7 @@ log = logging.getLogger("ray.serve")
 MAX_DEATHS = 3  # of engines under one request, which is then taken to be the cause
 PROVEN_TOKENS = 16  # new tokens of one attempt after which a request is no suspect any more
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
-TURN_S = 30.0  # most seconds that a suspect waits for its turn
+TURN_S = 30.0  # for which others wait once the suspect whose turn it is has reached a target
 CLAIM_S = 10.0  # most seconds that a replica is looked for which has the fingerprint that a client claims
 
 
@@ -41,14 +41,31 @@ class Turns:
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
+        self.reached_at: float | None = None  # when the one whose turn it is reached a target
 
     async def take(self) -> bool:
-        """Wait for the turn. False after `TURN_S` seconds: those before are slow, not deadly."""
-        try:
-            async with asyncio.timeout(TURN_S):
-                return await self.lock.acquire()
-        except TimeoutError:
-            return False
+        """Wait for the turn. False if another has had it for `TURN_S` seconds at a target: that one is slow, not
+        deadly. While no target serves, all wait.
+        """
+        now = asyncio.get_running_loop().time
+        while True:
+            left_s = TURN_S if self.reached_at is None else self.reached_at + TURN_S - now()
+            if left_s <= 0:
+                return False
+            try:
+                async with asyncio.timeout(left_s):
+                    return await self.lock.acquire()
+            except TimeoutError:
+                continue
+
+    def reached(self) -> None:
+        """The one whose turn it is has reached a target."""
+        if self.reached_at is None:
+            self.reached_at = asyncio.get_running_loop().time()
+
+    def give_back(self) -> None:
+        self.reached_at = None
+        self.lock.release()
 
 
 class Attempt:
@@ -86,6 +103,7 @@ class Journal:
         self.deaths = 0  # under this request since it was last proven
         self.unseen_deaths = 0  # in a row, of targets that had the request and told of no pass
         self.failures = 0  # since the last event
+        self.again = False  # whether there was an attempt before the present one
         self.turn = False  # whether this request has the suspects' turn
         self.blocked: TriForceError | None = None  # what keeps the request from going on
 
@@ -122,6 +140,8 @@ class Journal:
                 if event is None:
                     raise UnavailableError("the pipeline ended the request before its end")
                 attempt.saw(event)
+                if self.turn:
+                    self.turns.reached()
                 self.fingerprint = event.fingerprint or self.fingerprint
                 self.blocked, self.failures = None, 0
                 if is_notice(event):
@@ -148,6 +168,9 @@ class Journal:
         if attempt.num_tokens >= PROVEN_TOKENS:
             self.deaths = self.unseen_deaths = 0
             self.give_back()
+        if not self.again:
+            attempt.num_scores = self.num_scores = self.num_scores + len(event.prompt_logprobs)
+            return event
         new = event.prompt_logprobs[max(0, self.num_scores - attempt.num_scores) :]
         attempt.num_scores += len(event.prompt_logprobs)
         self.num_scores = max(self.num_scores, attempt.num_scores)
@@ -169,6 +192,7 @@ class Journal:
         on.
         """
         self.stats = summed(self.stats, attempt.stats)
+        self.again = True
         self.failures += 1
         self.blocked = EngineLostError(
             f"the engine of this request is gone, and none took over in time ({error}); ask again, and if that fails"
@@ -194,6 +218,7 @@ class Journal:
 
     def refused(self, error: FingerprintError) -> None:
         """A replica would continue the output otherwise. Others are asked, and those that come, while there is time."""
+        self.again = True
         self.failures += 1
         self.blocked = FingerprintError(
             f"no replica continues this output, because the model or its settings have changed ({error}); ask anew"
@@ -202,17 +227,19 @@ class Journal:
             self.deadline = min(self.deadline, self.began + CLAIM_S)
 
     async def wait(self) -> None:
-        """Wait until the next attempt may begin: with the last failures the delay grows, and suspects take turns."""
+        """Wait until the next attempt may begin: with the last failures the delay grows, and those under which engines
+        die again take turns. After one death all go on together, because mostly no request is to blame.
+        """
         if self.failures:
             longest = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self.failures - 1, 10))
             await asyncio.sleep(longest * random.uniform(0.5, 1))
-        if self.deaths or self.unseen_deaths > 1:
+        if self.deaths > 1 or self.unseen_deaths > 1:
             self.turn = await self.turns.take()
 
     def give_back(self) -> None:
         if self.turn:
             self.turn = False
-            self.turns.lock.release()
+            self.turns.give_back()
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None, None]:

@@ -118,12 +118,13 @@ class RemotePipelines:
         sent = request.SerializeToString()
         response: Any = Context().run(self.streaming.decode.remote, sent, route=route, avoid=avoid)
         output = [*request.resume_token_ids]
-        answered = False
+        entered = answered = False  # an output that was complete before needs no pass, and looks for no KV
         try:
             async for data in response:
                 event = pb.DecodeEvent.FromString(data)
                 output += event.token_ids
-                if not answered and not is_notice(event):
+                entered |= event.entered
+                if entered and not answered and not is_notice(event):
                     answered = True
                     route.answered(event.stats.cached_tokens + self.chunk)  # it finds whole chunks only
                 yield event

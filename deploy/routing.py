@@ -110,7 +110,9 @@ def route_of(request: PendingRequest) -> Route:
 
 
 def allowed(replicas: list[RunningReplica], avoid: Avoid) -> list[RunningReplica]:
-    """The replicas that can serve the request; none that has just failed, if there are others."""
+    """The replicas that can serve the request; none that has just failed, if there are others. Where all have refused
+    it, they are asked again: Serve's router would wait for ever for a replica of an empty list.
+    """
     able = [each for each in replicas if each.replica_id.unique_id not in avoid.unable]
     awake = [each for each in able if each.replica_id.unique_id not in avoid.failed]
-    return awake or able
+    return awake or able or replicas

@@ -276,15 +276,15 @@ def test_an_engine_that_dies_too_fast_to_tell_convicts_whoever_is_alone() -> Non
 
 
 def test_suspects_are_tried_one_at_a_time() -> None:
-    """Of eight requests that were in a pass that died, each is alone until it is proven; then the next one comes."""
+    """Of eight requests that were in two passes that died, each is alone until it is proven; then the next comes."""
 
     async def run() -> None:
-        source = Counting(*[([REACHED, ENTERED], 2, GONE)] * 8, ([REACHED, ENTERED], 100, None))
+        source = Counting(*[([REACHED, ENTERED], 2, GONE)] * 16, ([REACHED, ENTERED], 100, None))
         service = Service(settings(), model(), source)
         runs = [parts_of(source, asked(seed=seed, max_tokens=60), service=service) for seed in range(8)]
         for answer in await asyncio.gather(*runs):
             assert tokens_of(answer) == [*range(5, 65)]
-        assert (len(source.requests), source.most_unproven) == (16, 1)
+        assert (len(source.requests), source.most_unproven) == (24, 1)
         assert source.most > 1, "those that are proven run on beside the next"
         assert not service.turns.lock.locked()
 
@@ -334,22 +334,40 @@ def test_a_turn_does_not_wait_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(journal, "TURN_S", 0.05)
 
     async def run() -> None:
-        source = Counting(([REACHED, ENTERED], 1, GONE), ([REACHED, ENTERED], 100, None))
+        source = Counting(*[([REACHED, ENTERED], 1, GONE)] * 2, ([REACHED, ENTERED], 100, None))
         service = Service(settings(), model(), source)
         await service.turns.lock.acquire()  # somebody's prompt takes an hour
+        service.turns.reached()
         assert len(tokens_of(await parts_of(source, asked(), service=service))) == MAX_TOKENS
         assert service.turns.lock.locked(), "the turn is still the other's"
 
     asyncio.run(run())
 
 
+def test_all_wait_while_the_one_whose_turn_it_is_has_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal, "TURN_S", 0.02)
+
+    async def run() -> None:
+        turns = journal.Turns()
+        await turns.take()
+        other = asyncio.create_task(turns.take())
+        await asyncio.sleep(0.2)
+        assert not other.done(), "the engine is being started"
+        turns.reached()
+        assert not await asyncio.wait_for(other, 10)
+        turns.give_back()
+        assert await asyncio.wait_for(turns.take(), 10)
+
+    asyncio.run(run())
+
+
 def test_closing_a_request_in_its_turn_gives_it_back() -> None:
     async def run() -> None:
-        source = Counting(([REACHED, ENTERED], 1, GONE), ([REACHED, ENTERED], 100, None))
+        source = Counting(*[([REACHED, ENTERED], 1, GONE)] * 2, ([REACHED, ENTERED], 100, None))
         service = Service(settings(), model(), source)
         parts = service.complete(asked())
-        await anext(parts)
-        await anext(parts)
+        for _ in range(3):
+            await anext(parts)
         assert service.turns.lock.locked()
         await parts.aclose()
         assert (service.turns.lock.locked(), service.in_flight, source.running) == (False, 0, 0)

@@ -101,6 +101,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(keeping, "LOOK_EVERY_S", 0.01)
     monkeypatch.setattr(keeping, "RETRY_S", 0.01)
     monkeypatch.setattr(keeping, "LOAD_S", 1.0)
+    monkeypatch.setattr(keeping, "ANSWER_S", 0.05)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -123,6 +124,31 @@ def test_one_late_answer_is_no_death_and_two_in_a_row_are() -> None:
         target.answers = [None]
         await until(lambda: pipeline.restarts == 1)
         assert target.process.killed == 1, "a process that hangs is killed"
+        keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_broken_connection_of_a_live_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It refuses at once, again and again, until it is made anew."""
+    monkeypatch.setattr(keeping, "ANSWER_S", 30.0)
+
+    async def run() -> None:
+        pipeline, target = served(*[None] * 20, True)
+        keeping = asyncio.create_task(Kept(pipeline, good).run())
+        await until(lambda: target.asked > 22)
+        assert not target.process.killed
+        keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_one_look_at_an_engine_that_is_not_ready_is_not_enough() -> None:
+    async def run() -> None:
+        pipeline, target = served(True, False, True, False, True)
+        keeping = asyncio.create_task(Kept(pipeline, good).run())
+        await until(lambda: target.asked > 8)
+        assert not target.process.killed
         keeping.cancel()
 
     asyncio.run(run())

@@ -159,6 +159,8 @@ class Scheduler:
         for other in self.live.values():
             if not other.prefilling or other.request.priority > sequence.request.priority:
                 continue
+            if other.spec.prompt_logprobs is not None:
+                continue  # its KV is given to others at its end only
             common = min(agreed_tokens(sequence, other), cursor.most)
             saved = common - known
             if other.prefilled < common and saved >= CHUNK_UNIT and other.due - due <= saved:

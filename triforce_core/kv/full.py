@@ -15,7 +15,7 @@ from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.prefix_tree import Cursor, PrefixTree
-from triforce_core.kv.ranges import Range, RangeAllocator, rounded_up, size_of, sliced, slots_of
+from triforce_core.kv.ranges import Range, RangeAllocator, paired, rounded_up, size_of, sliced
 from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
@@ -184,8 +184,8 @@ class FullKV(KVCache):
         if self.landmarks:
             self.landmarks.forget(targets)
         for pool in (*self.keys, *self.values):
-            here, there = (torch.tensor(slots_of(ranges), device=pool.device) for ranges in (sources, targets))
-            pool.index_copy_(1, there, pool.index_select(1, here))
+            for (first, last), (start, stop) in paired(sources, targets):
+                pool[:, start:stop] = pool[:, first:last]
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence. Where texts are shared, the KV of its settled text is kept for others."""

@@ -215,14 +215,17 @@ class PrefixTree:
         """Drop a node without users, and those below it."""
         assert node.parent is not None
         assert not node.users, "what is in use is not dropped"
-        for child in [*node.children.values()]:
-            self.drop(child)
         del node.parent.children[node.key]
-        node.alive, self.version = False, self.version + 1
-        self.idle_tokens -= len(node.tokens)
-        self.dropped_tokens += len(node.tokens)
-        if node.tokens:
-            self.free([node.slots])
+        self.version += 1
+        waiting = [node]  # and no recursion: a long text may have thousands of nodes, one below the other
+        while waiting:
+            gone = waiting.pop()
+            waiting += gone.children.values()
+            gone.alive = False
+            self.idle_tokens -= len(gone.tokens)
+            self.dropped_tokens += len(gone.tokens)
+            if gone.tokens:
+                self.free([gone.slots])
 
     def drop_until(self, enough: Callable[[], bool]) -> bool:
         """Drop the least recently used leaves, one after another, until there is enough; returns whether there is."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 Range = tuple[int, int]  # [start, stop)
 
 
@@ -151,6 +153,19 @@ def without(ranges: list[Range], gone: list[Range]) -> list[Range]:
             if piece[0] < piece[1]
         ]
     return ranges
+
+
+def paired(ranges: list[Range], others: list[Range]) -> Iterator[tuple[Range, Range]]:
+    """Two lists of as many slots, cut into pieces that lie within one range of each."""
+    waiting, other_waiting = [*ranges[::-1]], [*others[::-1]]
+    while waiting:
+        (first, last), (start, stop) = waiting.pop(), other_waiting.pop()
+        size = min(last - first, stop - start)
+        yield (first, first + size), (start, start + size)
+        if first + size < last:
+            waiting.append((first + size, last))
+        if start + size < stop:
+            other_waiting.append((start + size, stop))
 
 
 def union(ranges: list[Range]) -> list[Range]:
