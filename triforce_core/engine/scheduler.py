@@ -156,11 +156,14 @@ class Scheduler:
             return False
         known = self.kv.matched(cursor)
         due = self.told + sequence.given - known
+        next_tokens = slice(known, known + CHUNK_UNIT)  # no less is worth waiting for
         for other in self.live.values():
             if not other.prefilling or other.request.priority > sequence.request.priority:
                 continue
             if other.spec.prompt_logprobs is not None:
                 continue  # its KV is given to others at its end only
+            if other.tokens[next_tokens] != sequence.tokens[next_tokens]:
+                continue  # most differ here, so that few texts are compared whole
             common = min(agreed_tokens(sequence, other), cursor.most)
             saved = common - known
             if other.prefilled < common and saved >= CHUNK_UNIT and other.due - due <= saved:
