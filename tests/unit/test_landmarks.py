@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.random_models import Pair, random_pair, random_tokens
+from tests.random_models import Pair, random_model, random_pair, random_tokens
 from tests.stating import Statement, ask, full_kv, geometry, spec
 from triforce_core.attention import KERNELS
 from triforce_core.config import load_settings
@@ -138,7 +138,7 @@ GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
     [("snapkv", 0), ("h2o", 0), ("mean_key", 1 / 16), ("mean_key_recent", 1 / 16), ("quest", 2 / 16)],
 )
 def test_the_setting_says_what_is_kept_and_it_is_counted(selector: str, per_token: float) -> None:
-    kv = target_kv(GEOMETRY, 800, load_settings(retrieval={"selector": selector, "chunk": 8}))
+    kv = target_kv(random_model().config, GEOMETRY, 800, load_settings(retrieval={"selector": selector, "chunk": 8}))
     assert (kv.landmarks is None) == (per_token == 0)
     kept = kv.num_bytes - sum(pool.nbytes for pool in (*kv.keys, *kv.values))
     assert kept == GEOMETRY.bytes_per_token * 800 * per_token

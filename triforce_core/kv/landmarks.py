@@ -14,9 +14,7 @@ from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.ranges import Range
 from triforce_core.kv.selectors import Landmark
 
-READ_TOGETHER = (
-    1024  # chunks whose landmarks are computed at once, which bounds the memory of wide copies of their keys
-)
+READ_TOGETHER = 1024  # chunks whose keys are read at once, which bounds the memory of wide copies
 
 
 class LandmarkPool:
@@ -27,8 +25,17 @@ class LandmarkPool:
         self.landmark, self.chunk = landmark, chunk
         kind = example(landmark, chunk, geometry)
         count = keys[0].shape[1] // chunk
-        # Per layer: [kv_heads, chunks, …]
-        self.layers = [torch.empty(len(kind), count, *kind.shape[2:], dtype=kind.dtype, device=k.device) for k in keys]
+        on_cuda = geometry.device.type == "cuda"
+        # Per layer: [chunks, kv_heads, …], so that some chunks are one piece of memory, copied at once over the link.
+        self.layers = [
+            torch.empty(
+                (count, len(kind), *kind.shape[2:]),
+                dtype=kind.dtype,
+                device=layer.device,
+                pin_memory=on_cuda and layer.device.type == "cpu",
+            )
+            for layer in keys
+        ]
         self.known = np.zeros((len(keys), count), dtype=bool)  # of each layer's chunks: whether it is that of the keys
 
     @property
@@ -47,15 +54,16 @@ class LandmarkPool:
             for start in range(first, last, READ_TOGETHER * self.chunk):
                 stop = min(last, start + READ_TOGETHER * self.chunk)
                 own = slice(start // self.chunk, stop // self.chunk)
-                self.layers[layer][:, own] = self.landmark(keys[:, start:stop].unflatten(1, (-1, self.chunk)))
+                found = self.landmark(keys[:, start:stop].unflatten(1, (-1, self.chunk)))
+                self.layers[layer][own] = found.transpose(0, 1)
                 self.known[layer, own] = True
 
     def read(self, layer: int, keys: Tensor, ranges: list[Range]) -> Tensor:
         """The landmarks of these slots, in order, [kv_heads, chunks, …]. Those not known yet are computed first."""
         for start, stop in ranges:
             self.fill(layer, keys, self._unknown(layer, start, stop))
-        pieces = [self.layers[layer][:, start // self.chunk : stop // self.chunk] for start, stop in ranges]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
+        pieces = [self.layers[layer][start // self.chunk : stop // self.chunk] for start, stop in ranges]
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).transpose(0, 1)
 
     def _unknown(self, layer: int, start: int, stop: int) -> list[Range]:
         """The slots from `start` to `stop` whose landmarks are not known."""
