@@ -676,7 +676,7 @@ class Settings(Strict):
 
     @property
     def cold(self) -> Settings:
-        """The same, but no request finds KV of others: for benchmarks, which repeat their prompts."""
+        """The same settings without the prefix cache: for benchmarks, which repeat their prompts."""
         return self.model_copy(update={"target": self.target.model_copy(update={"prefix_cache": False})})
 
     @property

@@ -3,9 +3,9 @@
 A pass costs something by itself, something for each sequence and token in it, something for each key that attention
 reads, and something for each pair of a query and a key. The five prices are fitted to the passes so far by least
 squares over relative errors, in which older passes count less and less. An error is relative to the geometric mean of
-what the pass took and what was foretold, so that neither a slow pass by itself nor fast passes of the past weigh too
-much. No price is negative. Where passes do not tell two prices apart, the one for tokens is preferred, so that nothing
-is taken for a fixed cost without evidence.
+the measured and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No
+price is negative. Where passes do not tell two prices apart, the one for tokens is preferred, so that nothing is taken
+for a fixed cost without evidence.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 MANY_TOKENS = 64  # a CPU runs passes over so many tokens on other threads than smaller ones: they have other prices
-LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005  # the same for passes of long ago, and their weight beside the latest
-MOST_WAITING = 16  # passes
-REMEMBERED = 0.96  # weight of a pass relative to the one after it
-# The pull of each price towards 0, relative to the evidence for it: the price with the least is preferred.
+LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005  # as REMEMBERED, but for `Fit.ever`; and the weight of `ever`
+MOST_WAITING = 16  # passes that are not fitted yet
+REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one after it
+# How strongly each price is pulled towards 0 (ridge regression). Where passes do not tell two prices apart, the one
+# with the weaker pull is preferred.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])
 DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 1e-2, 1e-4, 1e-2])
 
@@ -30,7 +31,7 @@ class Part(NamedTuple):
     """One sequence's part of a pass."""
 
     tokens: float  # a mean, where a pass stands for several
-    before: float  # keys that its tokens see besides one another
+    before: float  # earlier keys, which all of its tokens see
 
 
 def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
@@ -43,8 +44,8 @@ def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
 
 @dataclass(slots=True)
 class Fit:
-    """The prices of one kind of pass. Passes wait until prices are asked for, or many wait, so that a pass costs next
-    to nothing here.
+    """The prices of one kind of pass. Passes are only collected until prices are asked for or many have come, so that
+    adding one costs next to nothing.
     """
 
     # [5, 6] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Passes of long ago may have shown prices that
@@ -52,7 +53,7 @@ class Fit:
     lately: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
     ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
     prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
-    waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that the prices do not know yet
+    waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that are not in the prices yet
     doubt: NDArray[np.float64] = field(default_factory=lambda: DOUBT)
 
     @property
@@ -89,7 +90,7 @@ class Fit:
 
 
 class PassCosts:
-    """The passes of one tier. One thread adds and asks."""
+    """The passes of one tier. Not thread-safe."""
 
     def __init__(self, doubt: NDArray[np.float64] = DOUBT) -> None:
         self.few, self.many = Fit(doubt=doubt), Fit(doubt=doubt)
@@ -114,8 +115,8 @@ class PassCosts:
         self.many.fitted()
 
     def alike(self, batch: int, before: float) -> Callable[[float], float]:
-        """By number of tokens, what a pass takes over so many sequences that have as many tokens each after `before`
-        others, as known when `fit` was last called; 0 before the first pass.
+        """A function from a number of tokens to the seconds of a pass over `batch` sequences with so many tokens each,
+        after `before` others. It uses the prices of the last `fit`; 0 before the first pass.
         """
         few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 
@@ -128,8 +129,8 @@ class PassCosts:
         return seconds
 
     def least_chunk(self, before: int) -> float:
-        """The tokens of a prompt chunk after `before` others that make up half of the cost of a pass over them: in a
-        pass over fewer, more than half is fixed cost. 0 before the first pass over many tokens.
+        """The size of a prompt chunk, after `before` other tokens, at which half of the cost of its pass is fixed. Of
+        smaller chunks, more than half is. 0 before the first pass over many tokens.
         """
         prices = self.many.fitted()
         each = prices[2] + prices[4] * before

@@ -38,10 +38,11 @@ class Known:
 
 
 class Leaf:
-    """Drafts by prompt lookup, by its model, or by lookup and else the model; without a model always by lookup.
+    """Drafts by prompt lookup, by its model, or by lookup and, where that finds nothing, by the model. Without a model
+    it always drafts by lookup.
 
     Lookup looks for runs of `longest` tokens, then for shorter ones. The leaf's tally has the model's passes, and the
-    score of prompt lookup, which is kept whoever drafts (see `Trial`).
+    score of prompt lookup, which is counted even while the model drafts (see `Trial`).
     """
 
     tier = Tier.DRAFT

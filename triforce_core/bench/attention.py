@@ -1,6 +1,7 @@
-"""The attention of captured passes by itself: each way of reading one range of keys, timed in a graph as passes run it.
+"""Times the attention of captured passes alone: each way to read one range of keys, in a graph, as passes run it.
 
-On a GPU `flash_ranged`, over items that our code cuts, against `flash_split`, whose operator splits the range itself.
+On a GPU it compares `flash_ranged`, over items that our code cuts, with `flash_split`, whose operator splits the range
+itself.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class AttentionCase:
 
 
 class Way(NamedTuple):
-    """Of attending to ranges, and for how many workers a pass cuts them into items for it."""
+    """A way to attend to ranges of keys, and the number of workers for which a pass cuts the ranges into items."""
 
     ranged: Ranged
     workers: int
@@ -89,7 +90,7 @@ def inputs(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> tup
 
 
 def items_of(way: Way, case: AttentionCase, device: torch.device) -> WorkItems:
-    """As a pass of constant shape makes them (kv/shaped.py), for one range."""
+    """The work items of one range, as a pass of constant shape makes them (kv/shaped.py)."""
     splits = num_splits(way.workers, 1, case.kv_heads, case.longest)
     starts, lengths = zip(*cut([(0, case.keys)], splits), strict=True)
     numbers = torch.arange(splits + 1, dtype=torch.int32, device=device)
@@ -111,7 +112,7 @@ def runner(way: Way, case: AttentionCase, pools: Tensor, query: Tensor) -> Calla
     def layers() -> None:
         for keys, values in pools:
             past = over_items(way.ranged, query, keys, values, scale, items)
-            past.lse.logsumexp(0)  # the items' merge, which joining with the pass's own tokens begins with
+            past.lse.logsumexp(0)  # the merge of the items, with which `joined_with_own` begins
 
     if pools.device.type != "cuda":
         return layers

@@ -29,7 +29,7 @@ class Point:
     dtype: str
     temperature: float
     lookaheads: str | None = None  # of the mode `pinned`, such as "8,3"; None: there is no such mode
-    drafter: str = "model"  # who drafts under fixed plans that do not say it
+    drafter: str = "model"  # the drafter of fixed plans that name none
     concurrency: int | None = None  # requests decoded together in tier actors; None: one, in this process
 
     @property
@@ -38,7 +38,7 @@ class Point:
 
     @property
     def prompt_tokens(self) -> int:
-        """Of all requests."""
+        """The prompt tokens of all requests together."""
         return self.context * self.requests
 
     @property
@@ -51,7 +51,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Axis:
-    """A value that can be swept: those that it takes if only its name is given, and how a value is read."""
+    """Something that can be swept: its default values, used if only its name is given, and how a value is parsed."""
 
     defaults: str
     parse: Callable[[str, str], Any]  # of the field's name and the text; raises `InvalidValueError`

@@ -18,7 +18,7 @@ from triforce_core.models.device import DTYPES, torch_device
 from triforce_core.models.files import context_length, kv_shape
 
 LONGEST, STEP = 122_880, 1024  # tokens of prompt
-SPARED = 0.02  # of the free memory, which allocations lose between them
+SPARED = 0.02  # share of the free memory that is left unused, for the gaps between allocations
 
 
 def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill: int) -> int:
@@ -40,7 +40,7 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill
 
 
 def weights_and_small_caches(settings: Settings, geometry: Geometry) -> int:
-    """Everything but the target's KV and what goes with it."""
+    """The bytes of all weights, and of the caches of the lower tiers."""
     copies = 2 if settings.retrieval.quantization else 1  # it is quantised after it is made
     weights = copies * num_parameters(geometry.target) + num_parameters(geometry.drafter)
     sparse = settings.retrieval.budget + retrieval_tail(settings)
@@ -50,7 +50,7 @@ def weights_and_small_caches(settings: Settings, geometry: Geometry) -> int:
 
 
 def pool_bytes(settings: Settings, config: PretrainedConfig, pool_tokens: int) -> int:
-    """Of the target's KV on the device, and of what goes with it."""
+    """The bytes that the target's KV takes on the device, and those that the target needs beside it (`beside_pool`)."""
     shape = kv_geometry_of(config, settings)
     offload, beside = offload_for(settings, shape.num_layers), beside_pool(config, shape, pool_tokens, settings)
     if offload is None:

@@ -26,7 +26,7 @@ Runs = dict[str, list[Measured]]  # by mode, "plain" first; the same number of e
 
 
 def pooled(stats: Iterable[Stats]) -> Stats:
-    """The counts of all of them; no times."""
+    """The sum of the counts; times are left at 0."""
     total = Stats()
     for each in stats:
         total.decoded += each.decoded

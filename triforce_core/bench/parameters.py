@@ -1,6 +1,6 @@
 """`triforce bench parameters`: what each sampling parameter costs, in milliseconds a token with it on and off.
 
-The values are such that they change no token, so that both runs do the same work otherwise.
+The values are chosen so that they change no token: both runs then do the same work otherwise.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ANY_TEXT = Guide("regex", r"(?s:.)*")
 
 
 def features(request: Request, settings: Settings) -> dict[str, Request]:
-    """The request with one parameter more, by the parameter's name."""
+    """For each parameter, by its name: the request with this parameter added."""
     never = random.Random(0)
     words = tuple((never.randrange(1000), never.randrange(1000), never.randrange(1000)) for _ in range(64))
     sampling: dict[str, dict[str, Any]] = {
@@ -111,7 +111,7 @@ def compared(engine: Engine, off: Request, on: Request, repeats: int) -> dict[st
 
 
 def prefill_seconds(engine: Engine, base: Request, repeats: int) -> dict[str, float]:
-    """Of a prompt without and with the logprobs of its tokens."""
+    """Prefill seconds of a prompt, without and with the logprobs of its tokens."""
     off, on = [], []
     for _ in range(repeats):
         off.append(Measurement(engine, replace(base, max_tokens=2)).stats.prefill_s)

@@ -94,8 +94,8 @@ def drafting(proposer: Proposer, sequences: list[Sequence]) -> Callable[[], obje
 
 
 def median_ms(passes: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Median milliseconds of each kind of pass. The kinds alternate, as in decoding, so that no pass finds the CPU's
-    caches as its predecessor of the same kind left them.
+    """Median milliseconds of each kind of pass. The kinds alternate, as in decoding, so that each pass finds the CPU's
+    caches as a pass of another kind has left them.
     """
     times: dict[str, list[float]] = {name: [] for name in passes}
     for _ in range(PASSES + 1):

@@ -1,7 +1,7 @@
 """`triforce bench sweep`: plain decoding against the controller and fixed plans, in turns, at every point of some axes.
 
-The loop over engines, points, turns and modes. How a point is run is the bench's affair: alone.py decodes one request
-in this process, actors/bench/together.py several in tier actors.
+The loop over engines, points, turns and modes. A `Bench` runs the points: alone.py decodes one request in this process,
+actors/bench/together.py several in tier actors.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ class Bench(Protocol):
 
     @property
     def about(self) -> dict[str, Any]:
-        """What else the record should state of this engine."""
+        """What else the record should say about this engine."""
         ...
 
     def run(self, point: Point, mode: Mode, output: int) -> Measured: ...
 
 
 class Watch(Protocol):
-    """Who is told how far the sweep is."""
+    """Is told of the sweep's progress."""
 
     def report(self, text: str) -> None: ...
 
     def begin(self, name: str) -> None:
-        """A run begins, be it a warm-up."""
+        """A run begins, which may be a warm-up."""
         ...
 
 
@@ -99,7 +99,7 @@ def check_points(points: Sequence[Point], settings: Settings, load: Workload) ->
 
 
 def num_runs(points: Sequence[Point], load: Workload) -> int:
-    """Without warm-ups."""
+    """The number of runs, without warm-ups."""
     return load.repeats * sum(len(modes_at(point, load.plans)) for point in points)
 
 

@@ -13,7 +13,7 @@ from triforce_core.bench.axes import Axes, shown
 
 COLOURS = ("#3b8ea5", "#e76f51", "#4c9f70", "#5c4d7d", "#c9a227", "#8c8c8c")
 PANEL = (4.4, 3.4)  # inches
-APART = 0.04  # of the distance of two values: how far lines lie from each other, so that their bars can be told apart
+APART = 0.04  # share of the distance between two values by which lines are shifted, so that their bars do not overlap
 
 Figures = dict[str, Any]  # of a point; see pairs.py
 

@@ -18,7 +18,7 @@ from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.models.cpu import cpu_summary
 
-NAMED = 5  # of the values that differ, those that an error names
+NAMED = 5  # how many of the values that differ an error names
 ABSENT = "nothing"
 NO_SWEEP = "holds no sweep: name another file"
 
@@ -40,7 +40,7 @@ def conditions(settings: Settings, load: Workload) -> dict[str, Any]:
 
 
 class SweepFile:
-    """Finished points, in the file and here. `points` are figures with the values of their `point`."""
+    """The finished points, in the file and in `points`: figures, each with the values of its `point`."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
         """Opens the file, or creates it. Raises `InvalidValueError` if it holds anything but a sweep under the same

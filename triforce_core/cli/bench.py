@@ -233,7 +233,9 @@ def shared(
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Several questions on one document: first text, KV, acceptance and tokens/s against documents of their own."""
+    """Compare questions on one shared document with the same questions on documents of their own: first text, KV,
+    acceptance and tokens/s.
+    """
     from actors.bench.shared import SharedWorkload, bench_shared
     from deploy.app import prepare_environment
     from triforce_core.bench.machine import quiet_machine

@@ -54,8 +54,8 @@ def doctor(settings: Settings, as_json: JsonOption = False) -> None:
 
 @contextmanager
 def fast_imports() -> Iterator[None]:
-    """No garbage collection within, and at exit none of what was made within: it would search PyTorch, transformers and
-    Ray for garbage, which takes a third of the command's time.
+    """Run the block without garbage collection, and exempt its objects from the collection at exit: searching PyTorch,
+    transformers and Ray for garbage would take a third of the command's time.
     """
     gc.disable()
     try:

@@ -54,9 +54,9 @@ class Client:
 
     `timeout_s` bounds every call, and a stream as a whole, unless the call has its own `timeout_s`; None means no
     limit. A call that fails because the server is away or full is tried up to `retries` times more, after delays that
-    double from a quarter of a second up to 5 s, about 25 s in all by default; a stream that has got on since is tried
-    as often again. `health` is tried once. A repeated call gives the same tokens, because the client draws the seed
-    where none is given.
+    double from a quarter of a second up to 5 s, about 25 s in all by default; for a stream, failures are counted from 0
+    again after 16 new tokens. `health` is tried once. A repeated call gives the same tokens, because the client draws
+    the seed where none is given.
 
     `tls` encrypts the connection: `True` trusts the authorities that gRPC trusts by default, `root_certificates` (PEM,
     or the path of a file with it) trusts these instead, and credentials from `grpc.ssl_channel_credentials` may hold a

@@ -44,8 +44,8 @@ class TriForceClient(Client):
         """The completion in chunks as it is decoded; arguments as for `generate`. Closing or dropping the stream
         cancels it.
 
-        A stream whose server goes away goes on by itself, with exactly the tokens and the text that are missing, within
-        the client's `retries`. `stats` then cover the last call alone.
+        If the server goes away, the stream continues by itself in another call, with exactly the tokens and the text
+        that are missing, within the client's `retries`. `stats` then cover the last call alone.
         """
         return self._stream(self._progress(prompt, arguments))
 

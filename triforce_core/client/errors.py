@@ -73,9 +73,9 @@ ERROR_OF_STATUS: dict[grpc.StatusCode, type[CallError]] = {
     grpc.StatusCode.DEADLINE_EXCEEDED: DeadlineExceededError,
     grpc.StatusCode.CANCELLED: CallCancelledError,
 }
-# What Ray Serve's proxy says, under the status of a defect, where the gateway dies or is away.
+# What Ray Serve's proxy answers, with the status INTERNAL, when the gateway has died or cannot be reached.
 GONE = re.compile(r"\b[Aa]ctor (has )?(died|is dead|is unavailable|was killed)|Actor(Died|Unavailable)Error")
-TOO_LONG = "message larger than max"  # in what gRPC itself says when it refuses to receive or send a message
+TOO_LONG = "message larger than max"  # part of gRPC's own message when it refuses to receive or send a message
 
 
 def broken_off() -> UnavailableError:
@@ -104,6 +104,6 @@ def from_rpc_error(error: grpc.RpcError) -> CallError:
     kind = ERROR_OF_STATUS.get(code, ServerError)
     if code is grpc.StatusCode.INTERNAL and GONE.search(details):
         kind = UnavailableError
-    if TOO_LONG in details:  # under the status of a full server, which would be worth another attempt
+    if TOO_LONG in details:  # gRPC gives this the status of a full server, after which the call would be tried again
         kind = ServerError
     return kind(details or code.name, code)

@@ -9,7 +9,7 @@ from triforce_core.client.errors import CallError
 from triforce_core.client.results import Chunk, chunk_from_proto
 from triforce_core.client.retry import Attempts
 
-PROVEN_TOKENS = 16  # of one call; one that breaks the server at each token must not be repeated for ever
+PROVEN_TOKENS = 16  # new tokens of a call that clear its failures; 1 would repeat a call that kills at each token
 
 
 @dataclass(slots=True)
@@ -41,8 +41,9 @@ class Amount:
 class Progress:
     """A stream's chunks so far, from which it can go on in another call.
 
-    The output is a function of prompt, parameters and seed. So one completion goes on with the tokens received. Where
-    several run side by side, or none has a token yet, all is asked for again, and what the user has is left out.
+    The output is a function of prompt, parameters and seed. So the next call of a single completion continues after the
+    tokens received. With several completions, or before the first token, the next call asks for everything again, and
+    what the user already has is left out.
     """
 
     def __init__(self, request: pb.GenerateRequest, attempts: Attempts) -> None:

@@ -25,14 +25,14 @@ class Attempts:
         return None if self.until is None else max(self.until - time.monotonic(), 0.001)
 
     def got_on(self) -> None:
-        """The call is past what may have been its fault: later failures are counted from 0."""
+        """The call has made progress, so later failures are counted from 0."""
         self.failed = 0
 
     def delay_s(self, error: CallError) -> float | None:
         """Seconds to wait before the next attempt; None if this error is final.
 
-        The delay doubles with each failure. It is shortened by chance, to as little as half, so that clients that
-        failed together do not come back together.
+        The delay doubles with each failure. It is shortened at random, by up to half, so that clients that failed
+        together do not retry together.
         """
         if not isinstance(error, RETRIED) or self.failed == self.retries:
             return None

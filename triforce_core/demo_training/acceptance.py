@@ -45,8 +45,9 @@ def classical_acceptance(p: Tensor, q: Tensor) -> Tensor:
 def shared_noise_acceptance(p: Tensor, q: Tensor) -> Tensor:
     """Probability that p and q give the same token under the same Gumbel noise; distributions [rows, vocab] → [rows].
 
-    Both give v if v is first in both races, which has the probability 1 / Σ over u of max(p_u / p_v, q_u / q_v). With
-    the tokens in descending order of p / q, the larger ratio is p's for v and the tokens before it, q's for the rest.
+    Both give v if v has the greatest noisy logit under both, which has the probability 1 / Σ over u of max(p_u / p_v,
+    q_u / q_v). With the tokens in descending order of p / q, the larger ratio is p's for v and the tokens before it,
+    q's for the rest.
     """
     order = (p / q).nan_to_num(nan=0.0, posinf=torch.inf).argsort(-1, descending=True)
     p, q = p.double().gather(-1, order), q.double().gather(-1, order)

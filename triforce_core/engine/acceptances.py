@@ -19,23 +19,23 @@ class Chance:
 
     happened: float = 0.0
     times: float = 0.0
-    trust: float = TRUST  # in what was thought before: the times that it counts as much as
+    trust: float = TRUST  # the weight of the prior estimate, as a number of times
 
     def add(self, yes: float, no: float, memory: float) -> None:
-        """`memory`: the weight that everything earlier keeps for each of these times."""
+        """`memory`: the factor by which each of these times reduces the weight of everything earlier."""
         kept = memory ** (yes + no)
         self.happened = kept * self.happened + yes
         self.times = kept * self.times + yes + no
         self.trust *= kept
 
     def fade(self, kept: float) -> None:
-        """Forget a part, so that this part is kept, and trust what was thought before again."""
+        """Multiply the weight of what was learned by `kept`, and move that of the prior back towards `TRUST`."""
         self.happened *= kept
         self.times *= kept
         self.trust = TRUST + kept * (self.trust - TRUST)
 
     def given(self, before: float) -> float:
-        """The chance, if it was thought to be `before`."""
+        """The estimated chance, given the prior estimate `before`."""
         return (self.happened + self.trust * before) / (self.times + self.trust)
 
 
@@ -62,12 +62,12 @@ class Acceptances:
         self.chances[name].add(accepted, rejected, memory)
 
     def fade(self, kept: float) -> None:
-        """Forget a part, so that it keeps this weight."""
+        """Multiply the weight of everything learned by `kept`."""
         for chance in self.chances.values():
             chance.fade(kept)
 
     def given(self, before: Acceptance) -> Acceptance:
-        """The chances, if they were thought to be `before`."""
+        """The estimated chances, given the prior estimates `before`."""
         return Acceptance(*(self.chances[name].given(getattr(before, name)) for name in Acceptance._fields))
 
 
@@ -77,10 +77,10 @@ class Drafted:
 
     acceptances: Acceptances = field(default_factory=Acceptances)
     choice: Choice = UNDECIDED  # the latest
-    acceptance: Acceptance = UNKNOWN  # with which it was made
+    acceptance: Acceptance = UNKNOWN  # the estimates with which `choice` was made
     trial: int = 0  # plain rounds that are still to be run, to measure them
-    chosen_at: int = 0  # tokens of the text at that time
-    rounds: int = 1 << 30  # since then
+    chosen_at: int = 0  # tokens of the text when `choice` was made
+    rounds: int = 1 << 30  # since `choice` was made
     probe_at: int = 0  # tokens of the text at which prompt lookup is tried next, where decoding is plain
     kind: str = ""  # of the plan of the latest round
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`

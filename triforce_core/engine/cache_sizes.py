@@ -17,10 +17,11 @@ def draft_window(settings: Settings) -> WindowSettings:
 
 
 def draft_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
-    """The same for `draft.cache: heavy_hitter`: as many tokens as sinks and window, half of them heavy hitters.
+    """The draft tier's cache with `draft.cache: heavy_hitter`: as many tokens as sinks and window, half of them heavy
+    hitters.
 
-    The tier above may still take back its whole block. If it takes back more, as it does now and then where it runs
-    ahead, the cache makes good for it.
+    The tier above may still take back its whole block. It may take back more when it runs ahead; the cache then
+    forwards the whole text again.
     """
     window = draft_window(settings)
     budget = window.sinks + window.window
@@ -29,13 +30,13 @@ def draft_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
 
 
 def target_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
-    """Of a target with `eviction: heavy_hitter`."""
+    """The cache of a target with `eviction: heavy_hitter`."""
     budget = settings.target.kept_tokens
     return HeavyHitterSettings(budget, round(budget * settings.target.heavy_share), budget // 4)
 
 
 def target_window(settings: Settings) -> WindowSettings:
-    """Of a target with `eviction: streaming`."""
+    """The window of a target with `eviction: streaming`."""
     budget, sinks = settings.target.kept_tokens, 4
     return WindowSettings(sinks, budget - sinks, budget // 4)
 

@@ -25,20 +25,20 @@ from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation
 log = logging.getLogger(__name__)
 
 REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
-FADING = 0.9995  # weight that what the server knows keeps for each token that is committed
+FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 PROBE = 32  # tokens of plain decoding, at least, after which prompt lookup is tried
 REPLAN, REPLAN_ROUNDS = 16, 3  # a plan is chosen again after so many tokens and so many rounds
 HORIZON = 256  # tokens over which a first snapshot must pay
-PAID_OVER = 128  # tokens over which the cost of beginning to speculate is charged to what that has saved
+PAID_OVER = 128  # tokens over which the cost of starting to speculate is subtracted from the savings
 CREDIT = 16  # plain tokens: savings beyond this do not make up for later losses
-MOST_LOST = 3  # tokens: the most that one round may be taken to have cost, for slow moments come with any plan
-LOSS_SHARE, LOSS_TOKENS = 0.02, 4  # most that speculation may cost a request: of its decoding time, and tokens besides
+MOST_LOST = 3  # plain tokens: a round counts as no greater loss than this, because any plan has slow moments
+LOSS_SHARE, LOSS_TOKENS = 0.02, 4  # most that speculation may cost a request: share of decoding time, plus plain tokens
 TRIAL_EVERY, TRIAL = 256, 3  # plain decoding is measured again after so many tokens per request, for so many rounds
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
-CLEAR = 1.5  # speculation that is so much faster than plain decoding is clearly worthwhile:
-CLEAR_TRIALS = 4  # plain decoding is measured so many times less often
+CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
+CLEAR_TRIALS = 4  # with such a gain, plain decoding is measured so many times less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Controller:
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         self.cut_s, self.renewal_s = Recent(), Recent()  # per token of text, and per snapshot
-        # Rounds that no correction knows yet: kind of plan, load, what was expected, seconds.
+        # Rounds that are not in `corrections` yet: kind of plan, load, what was expected, seconds.
         self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
@@ -141,8 +141,8 @@ class Controller:
     def learn(
         self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float, decoding: Several[Sequence]
     ) -> None:
-        """Learn from a round of a request that is planned here. It had this plan and took so many seconds; NaN: other
-        work on the engine's thread was in the way.
+        """Learn from a round of a request that is planned here. `round_s`: the seconds that it took; NaN if other work
+        on the engine's thread delayed it.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
@@ -181,7 +181,9 @@ class Controller:
         drafted.probe_at = length if accepted else length + int(max(PROBE, requests * loss / LOSS_SHARE))
 
     def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
-        """Learn what a snapshot of this request took on the engine's thread. `first`: it had none that is of use."""
+        """Learn what a snapshot of this request took on the engine's thread. `first`: the request had none that it
+        could still use.
+        """
         sequence.drafted.unpaid_s += seconds
         if first:
             self.cut_s.add(seconds / len(sequence.tokens))
@@ -264,7 +266,7 @@ class Controller:
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
-        """What is known where these requests are to get one plan. The engine cuts the snapshots of all of them."""
+        """What is known when one plan is chosen for all these requests. The engine cuts all their snapshots."""
         cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
         return Situation(
@@ -281,8 +283,8 @@ class Controller:
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
-        """The requests that get the same plan as this one: all, unless tiers have devices of their own, because the
-        drafts of any then take time from all.
+        """The requests that get the same plan as this one: only this one if tiers have devices of their own, otherwise
+        all, because on a shared device the drafts of one request take time from all.
         """
         if self.tiers.overlapping:
             return [sequence]

@@ -50,8 +50,8 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if the sequence has none, its last is old, sags or was refused, or one is wanted.
-        Returns whether it did.
+        """Cut and send a snapshot if the sequence has none, if its last one is old, was refused or is accepted less
+        than at first, or if one is wanted. Returns whether it did.
 
         `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
         and while its plan leaves the retrieval tier out.
@@ -76,8 +76,9 @@ class SnapshotSchedule:
         return False
 
     def saw(self, sequence: Sequence, tally: Tally) -> None:
-        """Note what the target made of a round of the retrieval tier: the first quarter of an interval shows what a
-        fresh snapshot is worth. Until that snapshot has arrived, the tier drafts with the one before.
+        """Count how many tokens of the retrieval tier the target accepted in a round. The first quarter of an interval
+        shows the acceptance with a fresh snapshot. Rounds before that snapshot has arrived are not counted, because the
+        tier drafts them with the one before.
         """
         if not self.arrived(sequence):
             return
@@ -119,8 +120,8 @@ class Engine:
         self.doorbell = doorbell or Doorbell()
         self.totals = Totals()
         self.on_entering: Callable[[int], None] = lambda sequence_id: None  # called before a request's first pass
-        # For other threads to read: the scheduler's figures, the tokens of the KV pool that requests own, that are kept
-        # for later ones and that no longer are, and `totals` as they were after the last turn.
+        # Copies for other threads to read, made after each turn: the scheduler's figures; the tokens of the KV pool
+        # that requests own, that are kept for later requests, and that were dropped; and `totals`.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
         self.kept_tokens, self.dropped_tokens = 0, 0
         self.told_totals = Totals()
@@ -154,7 +155,7 @@ class Engine:
             grammar=request.grammar,
             logprobs=request.logprobs,
             prompt_logprobs=request.prompt_logprobs,
-            # Of the others no snapshot is cut, so nothing need be kept for one.
+            # Requests without the retrieval tier get no snapshot, so nothing need be kept for one.
             selector=request.selector or self.snapshots.selector if retrieves else "streaming",
             cache_salt=request.cache_salt,
         )
@@ -225,7 +226,9 @@ class Engine:
         return outputs
 
     def _tell_entering(self, work: list[Work]) -> None:
-        """Tell whose first pass begins: if it kills the process, these requests and those before are suspects."""
+        """Report the requests whose first pass begins. If a pass kills the process, only requests that were reported
+        are suspects.
+        """
         for each in work:
             sequence = self.scheduler.live[each.span.sequence_id]
             if not sequence.entered:

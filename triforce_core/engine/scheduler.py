@@ -61,7 +61,7 @@ class Pool(Protocol):
 
 
 FIRST_TOKEN = (1, 0, 0)  # lookaheads: the target draws one token, and no tier below is asked
-CHUNK_UNIT = 64  # tokens, unless a pass may have fewer
+CHUNK_UNIT = 64  # tokens; see `chunk_unit`
 CHUNK_AT_FIRST = 256  # while no pass has shown yet what a chunk costs
 STEP_AHEAD = 256  # tokens for which a new request reserves slots besides those of its prompt
 
@@ -73,8 +73,9 @@ class Scheduler:
     the pool is full, the youngest request is preempted. It waits until its greatest length fits, so that it is
     preempted once at most.
 
-    A waiting request lets others pass that fit when it does not, until they have as many tokens as it has itself. In
-    the same way a long prompt lets shorter ones pass that go live before as many tokens have been prefilled as it has.
+    While a waiting request does not fit, later ones that fit may go live before it, until they have reserved as many
+    slots as it needs. In the same way, shorter prompts are prefilled before a long one, but only until as many tokens
+    as the long one has were prefilled since it went live.
 
     A request whose text begins like a prompt that is being read waits until their common beginning has been read, which
     it then shares.
@@ -148,8 +149,8 @@ class Scheduler:
         self.live[sequence.sequence_id] = sequence
 
     def _awaits_another(self, sequence: Sequence) -> bool:
-        """Whether a live request will soon have read what both texts begin with: before more tokens of other prompts
-        have been handed out than this request saves.
+        """Whether to wait because a live request will soon have read the beginning that both texts share. Soon means:
+        before more prompt tokens are handed out than this request saves by sharing.
         """
         cursor = sequence.beginning
         if cursor is None:
@@ -189,7 +190,7 @@ class Scheduler:
         return None
 
     def _grow(self, sequence: Sequence) -> bool:
-        # A draft may still be of an earlier, longer plan: the retrieval tier runs ahead.
+        # The next block may still follow an earlier, longer plan, because the retrieval tier runs ahead.
         longest_block = max(self.longest_block, sum(sequence.plan.lookaheads))
         tokens = min(len(sequence.tokens) + longest_block + 1, sequence.spec.max_length)
         return self.kv.grow(sequence.sequence_id, tokens)
@@ -204,11 +205,11 @@ class Scheduler:
         return [sequence.work for sequence in idle if sequence.work is not None]
 
     def _share_chunks(self, sequences: list[Sequence]) -> None:
-        """Give these requests, whose prompts are prefilled, their shares of this turn's chunk.
+        """Give these requests, whose prompts are still being prefilled, their shares of this turn's chunk.
 
-        The first that is due gets what it can use. A prompt is due when as many tokens have been handed out since its
-        request went live as it has. So of prompts that go live together the shortest comes first, and none waits for
-        ever, except for more urgent ones.
+        The first that is due gets what it can use. A prompt is due when as many prompt tokens as it has itself were
+        handed out since its request went live. So of prompts that go live together the shortest comes first, and only
+        more urgent requests can keep one waiting for ever.
         """
         shares: list[Part] = []
         room, scored_room = self.prefill_chunk, self.scored_chunk
@@ -227,7 +228,7 @@ class Scheduler:
         if shares:
             seconds = self.costs.seconds(shares)
             for sequence in self.live.values():
-                sequence.stalled_s += seconds  # begins afresh with each round
+                sequence.stalled_s += seconds  # reset when the request gets tokens
 
     def _share(self, sequence: Sequence, shares: list[Part], room: int) -> int:
         """The tokens of this request's next chunk, beside these shares of others: as many as `room` and `max_stall_s`

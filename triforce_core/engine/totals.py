@@ -11,12 +11,13 @@ from triforce_core.plans import Plan
 
 @dataclass(slots=True)
 class Totals:
-    """Counts since the engine was made. They never go back, also not where requests are cancelled or preempted."""
+    """Counts since the engine was made. They never decrease, not even when requests are cancelled or preempted."""
 
-    # Rounds, snapshots and preemptions, as of one request; its times and its plan of the moment are not kept.
+    # The rounds, snapshots and preemptions of all requests. The fields for times and for the latest plan have no
+    # meaning here.
     stats: Stats = field(default_factory=Stats)
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # rounds by the tokens that they committed
-    # Tokens of prompts, and of output that a request came with: their KV was found, or they were read.
+    # Tokens of prompts and of resumed output: those whose KV was found, and those that were prefilled.
     prefix_hit_tokens: int = 0
     prefix_miss_tokens: int = 0
 

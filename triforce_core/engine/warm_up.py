@@ -43,7 +43,7 @@ class WarmUp:
     def requests(self) -> Iterator[Request]:
         """Two requests with a short prompt, one with a whole prefill chunk, and one with a long context. The last one
         is decoded long enough for two snapshots, the second of which is sent as changes. All tiers take part in the
-        first and the last; the others are decoded plainly, and without the retrieval tier.
+        first and the last; the second is decoded plainly, the third without the retrieval tier.
         """
         given = self.settings.speculation
         # Requests may ask for drafts even if the settings do not, unless the target is lossy.

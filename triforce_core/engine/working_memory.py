@@ -1,7 +1,7 @@
 """What the target takes beside the pool of its cache, so that a pool that leaves no room for it is refused at the start
 and not by running out of memory at the first cut of a snapshot, after a long prefill.
 
-Reckoned from the shapes, and compared with what passes hold (tests/unit/test_cuda_room.py). Peaks of passes, cuts and
+Computed from the shapes, and compared with what passes hold (tests/unit/test_cuda_room.py). Peaks of passes, cuts and
 draws do not coincide, so only the largest counts. What libraries take by themselves is a guess.
 """
 
@@ -42,14 +42,14 @@ class Beside:
 
 
 def beside_pool(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> Beside:
-    """For a target of this configuration, on one rank, whose KV there has this geometry."""
+    """The bytes for a target of this configuration, on one rank; `geometry` is that of the rank's share of the KV."""
     landmarks = landmark_bytes(geometry, settings) * pool_tokens
     rows = settings.max_sequences * (sum(settings.speculation.effective) + 1)
     graphs = 0
     if settings.device_type == "cuda":
         graphs = LIBRARIES
         if settings.graphs in ("auto", "on"):
-            # Twice: those of the retrieval tier, which may share the device, are captured after this check.
+            # Twice, because the retrieval tier, which may share the device, captures its graphs after this check.
             graphs += 2 * (pass_bytes(config, geometry, rows, rows, parts=MOST_RANGES) + 4 * rows * config.vocab_size)
     chunked = min(settings.target.prefill_chunk, pool_tokens)
     scored = min(chunked, max(64, MOST_LOGITS // config.vocab_size))
@@ -84,7 +84,9 @@ def pass_bytes(config: PretrainedConfig, geometry: KVGeometry, tokens: int, samp
 
 
 def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Settings) -> int:
-    """One snapshot of each sequence, on its way to the retrieval tier; and what is kept to cut the next one."""
+    """The bytes of one snapshot of each sequence, on its way to the retrieval tier, and of what is kept to cut the
+    next.
+    """
     chunks = geometry.num_layers * geometry.num_kv_heads * settings.retrieval.budget // settings.retrieval.chunk
     queries = geometry.num_layers * heads_of(config, geometry) * max(RECENT_QUERIES, MOST_QUERIES) * geometry.head_dim
     each = geometry.bytes_per_token * settings.retrieval.budget + 2 * 8 * chunks + queries * geometry.dtype.itemsize
@@ -92,7 +94,7 @@ def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Set
 
 
 def cut_bytes(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> int:
-    """Choosing and copying chunks, a layer at a time, beside the snapshot itself."""
+    """The bytes for choosing and copying chunks, a layer at a time; the snapshot itself is not counted."""
     item, chunk, budget = geometry.dtype.itemsize, settings.retrieval.chunk, settings.retrieval.budget
     heads, kv_heads, head_dim = heads_of(config, geometry), geometry.num_kv_heads, geometry.head_dim
     piece = min(READ_TOGETHER * chunk, pool_tokens)

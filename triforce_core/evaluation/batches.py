@@ -85,7 +85,7 @@ def engine_for(kind: str, settings: Settings, requests: int, length: int) -> Eng
 
 
 def kv_bytes(kind: str, engine: Engine) -> int:
-    """What the caches take, H2O's queries included; of tiers that only TriForce uses, only TriForce's."""
+    """The bytes of the caches, H2O's queries included. The caches of the lower tiers count for TriForce alone."""
     used = [runner.kv for tier, runner in runners_of(engine).items() if kind == "triforce" or tier is Tier.TARGET]
     return sum(kv.num_bytes for kv in used if isinstance(kv, KVCache))
 

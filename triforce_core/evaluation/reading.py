@@ -45,7 +45,7 @@ class Reader:
         self.at = 0  # tokens read
 
     def read(self, stop: int) -> None:
-        """Hold the text below `stop`."""
+        """Read the text up to `stop`, so that the cache holds it."""
         if self.at == stop:
             return
         for end in range(self.at + PREFILL_CHUNK, stop - self.queries, PREFILL_CHUNK):

@@ -94,7 +94,9 @@ def _choice(choice: Row) -> str:
 
 
 def by_budget(rows: Sequence[Row], shown: Any) -> str:
-    """A line for each cache, a column for each budget; what keeps everything has the same figure in all."""
+    """A line for each cache, a column for each budget; the full cache, which has no budget, has the same figure in all
+    of them.
+    """
     budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"]))
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
@@ -117,7 +119,7 @@ def spread(rows: Sequence[Row], axis: str) -> str:
 
 
 def _recall(rows: Sequence[Row]) -> float:
-    """Over all their answers."""
+    """The recall over all answers of these rows."""
     return float(sum(row["recall"] * row["answers"] for row in rows) / sum(row["answers"] for row in rows))
 
 

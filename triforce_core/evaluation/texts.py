@@ -100,7 +100,9 @@ def _probe(
     asked: int,
     others: int,
 ) -> tuple[tuple[int, ...], list[slice]]:
-    """Its tokens, at most `length`, and where the answers are: `asked` keys at `depth`, `others` after them."""
+    """The tokens of an input, at most `length`, and where the answers are: `asked` keys at `depth`, `others` after
+    them.
+    """
     body = length - len(opening) - QUESTIONS * asked
     before = int(depth * body)
     first = int(rng.integers(len(files) - body))

@@ -20,7 +20,7 @@ Open = Callable[[Input], Reading]
 
 
 class Watch(Protocol):
-    """Who is told how far the evaluation is."""
+    """Is told of the evaluation's progress."""
 
     def begin(self, name: str) -> None: ...
 
@@ -74,7 +74,8 @@ def measure(inputs: Sequence[Input], cases: Sequence[Case], read: Open, watch: W
         reading = read(text)
         opened = [(case, case.open(reading, text)) for case in cases]
         for stretch in text.stretches:
-            # The full cache, the first case, comes last: it goes on behind the place where the others are cut.
+            # The full cache is the first case but is read last, because reading moves it past the position where the
+            # others are cut.
             own = [(case, Scored.at(stretch.start, logits(stretch))) for case, logits in reversed(opened)]
             exact = Scored.at(stretch.start, reading.logits(stretch))
             for case, scored in own:

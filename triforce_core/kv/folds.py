@@ -13,11 +13,11 @@ from operator import itemgetter
 
 from triforce_core.kv.ranges import Range, without
 
-# Of a range that is folded. Rows that read fewer keys read them from the processor's cache, so that nothing is saved,
-# and where such a range continues into a row's own slots, the fold costs that row a second call.
+# Least keys of a range that is folded. Rows that read fewer keys read them from the processor's cache, so that nothing
+# is saved, and where such a range continues into a row's own slots, the fold costs that row a second call.
 LEAST_KEYS = 256
-# Of a row that takes part in a fold. With more, arithmetic takes the time and not reading: kernels work on blocks of
-# queries, each of which reads all keys, so that one row fills whole blocks by itself.
+# Most queries of a row that takes part in a fold. With more, the time goes into arithmetic and not into reading:
+# kernels work on blocks of queries, each of which reads all keys, so that one row fills whole blocks by itself.
 MOST_QUERIES = 32
 
 
@@ -38,7 +38,9 @@ class Reading:
 
 
 def plan(visible: list[list[Range]], queries: list[int]) -> Reading:
-    """How rows are read that see these slots and have so many queries each. The slots of one row are distinct."""
+    """How to read for rows that see the slots `visible` and have so many `queries` each. The slots of one row are
+    distinct.
+    """
     able = {row: visible[row] for row, count in enumerate(queries) if count <= MOST_QUERIES}
     folds = [Fold(keys, rows) for keys, rows in overlaps(able) if len(rows) > 1 and keys[1] - keys[0] >= LEAST_KEYS]
     read: list[list[Range]] = [[] for _ in visible]

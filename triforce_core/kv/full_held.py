@@ -1,7 +1,8 @@
 """What the full cache keeps of a sequence beside its KV, so that chunks can be selected.
 
-`landmarks` belong to the chunks: they depend on keys alone, so that requests with the same prefix could share them. The
-queries and the attention mass belong to the request.
+The queries and the attention mass belong to the request. Landmarks belong to the chunks, because they depend on keys
+alone: those of the configured selector are shared in the pool (kv/landmarks.py), and only those of other selectors are
+kept here.
 """
 
 from __future__ import annotations
@@ -37,29 +38,30 @@ class FullHeld(Held):
     """Adds the size of its next growth, and the inputs of chunk selection."""
 
     next_growth: int = 0  # tokens
-    # The node of the tree up to which the text is there, and the positions whose slots are the tree's, ascending. The
-    # other slots are the sequence's own.
+    # The tree node up to which the tree holds the text, and the positions whose slots belong to the tree, ascending.
+    # The other slots are the sequence's own.
     node: Node | None = None
     given: list[Range] = field(default_factory=list)
     told: int = 0  # tokens of its text when it was opened: these are given to the tree as they are read
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
 
-    # Of the complete chunks of this size, per layer: [kv_heads, chunks, …], on the device of the layer's pool.
+    # By landmark and chunk size, the landmarks of the complete chunks, per layer: [kv_heads, chunks, …], on the device
+    # of the layer's pool.
     landmarks: dict[tuple[Landmark, int], list[Tensor | None]] = field(default_factory=dict)
 
     num_queries: int | None = 1  # that the request's selector needs
     query_positions: range = range(0)
     queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
-    num_carried: int = 0  # of these, how many of the first stay when the next pass brings its own
-    # Where `num_queries` is None, per layer: the attention that each of the first tokens has got from the queries of
-    # these tokens, which are settled, [kv_heads, tokens] float32. Later queries are not counted yet.
+    num_carried: int = 0  # how many of the first `queries` are kept when the next pass adds its own
+    # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: the attention that each of the first tokens
+    # has received from the queries of these same tokens, all of which are settled. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
 
     @property
     def own_ranges(self) -> list[Range]:
-        """The slots that are not the tree's."""
+        """The slots that do not belong to the tree."""
         bounds = [0, *(bound for given in self.given for bound in given), sum(b - a for a, b in self.ranges)]
         pairs = zip(bounds[::2], bounds[1::2], strict=True)
         return [own for first, last in pairs for own in sliced(self.ranges, first, last)]

@@ -48,7 +48,7 @@ def check_node(kv: FullKV, node: Node) -> None:
 
 
 def check_sequence(kv: FullKV, sequence_id: int) -> None:
-    """What a sequence has given away or been given is in the tree, where its text says."""
+    """Check that the slots which a sequence shares with the tree are in the tree, at the positions of its text."""
     held = kv.held[sequence_id]
     assert len(held.ranges) <= MOST_RANGES
     assert all(each % kv.allocator.unit == 0 for bounds in held.ranges for each in bounds)

@@ -36,14 +36,14 @@ class LandmarkPool:
             )
             for layer in keys
         ]
-        self.known = np.zeros((len(keys), count), dtype=bool)  # of each layer's chunks: whether it is that of the keys
+        self.known = np.zeros((len(keys), count), dtype=bool)  # [layers, chunks]: whether landmarks fit the keys
 
     @property
     def num_bytes(self) -> int:
         return sum(layer.nbytes for layer in self.layers)
 
     def forget(self, ranges: list[Range]) -> None:
-        """The keys in these slots change, which need not be whole chunks."""
+        """Mark the landmarks of these slots as unknown, because their keys change. They need not be whole chunks."""
         for start, stop in ranges:
             self.known[:, start // self.chunk : -(-stop // self.chunk)] = False
 

@@ -76,11 +76,11 @@ class LossyStreamingKV(LossyKV, StreamingKV):
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)
-        if not num_sampled:  # whatever of this chunk the next token sees is forwarded with it
+        if not num_sampled:  # those tokens of the chunk that a later token sees are forwarded with that token
             held.cached = keep
             return Placement(tokens=[], positions=range(0), writes=[], visible=[])
         start = self._window_start(end - num_sampled + 1)
-        stop = min(end, start + self.settings.window + self.settings.slack)  # what sees this window
+        stop = min(end, start + self.settings.window + self.settings.slack)  # the tokens that see this window
         sinks, tokens = self.settings.sinks, held.tokens
         num_sinks = min(keep, sinks)
         if start == held.window_start and keep >= start:

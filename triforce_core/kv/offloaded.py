@@ -156,7 +156,7 @@ class OffloadedKV(FullKV):
         return super().cut(sequence_id, position, chunks, selector, base)
 
     def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """The host gathers, since the link is dearer than its memory."""
+        """Gathered on the host, because the link to the device is slower than the memory of the host."""
         if pool.device.type == self.geometry.device.type:
             return super().read(pool, kv_heads, slots)
         rows = self.copies.numbers(kv_heads * pool.shape[1] + slots)

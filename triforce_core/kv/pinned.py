@@ -43,7 +43,7 @@ class PinnedStaging:
         self.buffers: deque[Buffer] = deque()  # made at the first use, because pinning takes time
 
     def next(self) -> Buffer:
-        """The buffers in turn, each once it may be used again."""
+        """The next buffer in turn, once it may be used again."""
         if not self.buffers:
             self.buffers = deque(Buffer(self.device, self.buffer_bytes) for _ in range(NUM_BUFFERS))
         self.buffers.rotate(-1)

@@ -94,7 +94,7 @@ class RangeAllocator:
             self.wishes.pop(stop, None)
 
     def with_free(self, more: list[Range]) -> RangeAllocator:
-        """As it would be if these ranges were free as well."""
+        """A copy of this allocator in which these ranges are free as well."""
         other = RangeAllocator(self.num_slots, self.unit)
         other.free_ranges, other.wishes = united([*self.free_ranges, *more]), self.wishes
         return other
@@ -156,7 +156,7 @@ def without(ranges: list[Range], gone: list[Range]) -> list[Range]:
 
 
 def paired(ranges: list[Range], others: list[Range]) -> Iterator[tuple[Range, Range]]:
-    """Two lists of as many slots, cut into pieces that lie within one range of each."""
+    """Two lists with equally many slots, cut into pieces that lie within one range of each."""
     waiting, other_waiting = [*ranges[::-1]], [*others[::-1]]
     while waiting:
         (first, last), (start, stop) = waiting.pop(), other_waiting.pop()

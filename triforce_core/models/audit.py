@@ -1,7 +1,8 @@
 """Audit: the target computes a share of its verified blocks again, one token at a time, as plain decoding would.
 
 A pass over many tokens rounds differently from passes over one, so a token may differ where two candidates tie, or one
-is at the edge of top-k or top-p. Rounding moves all logits a little; a defect of the verifying pass moves some more.
+is at the edge of top-k or top-p. Rounding moves all logits a little; a defect of the verifying pass moves some of them
+much further.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from triforce_core.models.runner import ModelRunner
 
 log = logging.getLogger(__name__)
 
-# What rounding alone does to logits, with room to spare.
+# The largest difference of a logit that rounding alone causes, with a margin.
 ROUNDING = {torch.float32: 1e-4, torch.float16: 0.1, torch.bfloat16: 0.8}
 
 

@@ -57,7 +57,7 @@ def quantize_weights(model: PreTrainedModel, kind: Quantization) -> None:
 
 
 def say_if_slower(kind: Quantization, before: float, after: float) -> None:
-    """Warn where quantised weights are no gain but of memory: their kernels suit some GPUs and not others."""
+    """Warn where quantised weights save memory but are slower: their kernels suit some GPUs and not others."""
     if after > before:
         say(
             f"retrieval.quantization: {kind} is slower on this device: {SAMPLE_TOKENS} tokens take {1e6 * after:.0f} µs"

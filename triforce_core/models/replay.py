@@ -28,17 +28,17 @@ from triforce_core.models.runner import ModelRunner
 
 @dataclass(frozen=True, slots=True)
 class Open:
-    """Of the target's cache; the retrieval tier's opens its sequences by itself."""
+    """Open a sequence in the target's cache; the retrieval tier's cache opens its sequences by itself."""
 
     sequence_id: int
     spec: SequenceSpec
     tokens: int | None
-    text: tuple[int, ...] = ()  # every rank finds the KV that there is of it
+    text: tuple[int, ...] = ()  # each rank matches it with the KV in its own pool
 
 
 @dataclass(frozen=True, slots=True)
 class Grow:
-    """Of the target's cache."""
+    """Make room for so many tokens of a sequence in the target's cache."""
 
     sequence_id: int
     tokens: int

@@ -33,7 +33,7 @@ class Scorer:
         return replace(verdict, logprobs=output, prompt_logprobs=prompt) if prompt or output else verdict
 
     def _of_prompt(self, claim: Claim, spec: SequenceSpec, logits: Tensor) -> tuple[TokenLogprobs, ...]:
-        """Of the claim's prompt tokens that were not reported yet."""
+        """The logprobs of the claim's prompt tokens that were not reported yet."""
         assert spec.prompt_logprobs is not None
         span = claim.span
         first, stop = self.reported.get(span.sequence_id, 0), min(spec.prompt_length, span.end)

@@ -90,7 +90,9 @@ class Edits:
             logits[rows, ids] = -torch.inf
 
     def _penalise(self, logits: Tensor, first: int, tokens: list[int], counts: TokenCounts) -> None:
-        """All rows by the counts of the text before the first of them; then in each later row the tokens between."""
+        """Apply the counts of the text before the first row to all rows, and to each later row those of the tokens
+        between.
+        """
         more = [
             (row, token, count)
             for row in range(1, len(logits))

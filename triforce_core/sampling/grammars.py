@@ -52,7 +52,7 @@ class Grammars:
             return compiling
 
     async def matcher(self, grammar: str) -> LLMatcher:
-        """The same for an event loop. Whoever stops waiting does not stop the others."""
+        """The result of `compile`, for an event loop. Cancelling one waiter does not cancel the others."""
         return await asyncio.shield(asyncio.wrap_future(self.compile(grammar)))
 
     def _compile(self, grammar: str) -> LLMatcher:
@@ -80,7 +80,7 @@ class Grammars:
 
 
 class GrammarState:
-    """Where one output is in its grammar. Where the library's limits end, no token is allowed."""
+    """The position of one output in its grammar. Beyond the library's limits, no token is allowed."""
 
     def __init__(self, compiled: LLMatcher, tokenizer: LLTokenizer, vocab_size: int) -> None:
         self.compiled, self.tokenizer, self.vocab_size = compiled, tokenizer, vocab_size

@@ -15,7 +15,9 @@ ROWS_TOGETHER = 64  # bounds the memory of the normalised copy
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """Of each token under its row of logits [tokens, vocab] float32, with the `num_top` most probable tokens."""
+    """The logprob of each token under its row of logits [tokens, vocab] float32, with the `num_top` most probable
+    tokens.
+    """
     found: list[TokenLogprobs] = []
     given = on_device(tokens, torch.int64, logits.device)
     for some, wanted in zip(logits.split(ROWS_TOGETHER), given.split(ROWS_TOGETHER), strict=True):

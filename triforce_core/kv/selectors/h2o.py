@@ -18,7 +18,7 @@ class H2O:
     """Scores a chunk by the attention weights of its tokens, summed over all settled queries and over the query heads
     that share the KV head.
 
-    Dear: every query's attention is computed once more, in the prompt as well (kv/mass.py).
+    Expensive: every query's attention is computed once more, in the prompt as well (kv/mass.py).
     """
 
     num_queries: None = None

@@ -1,6 +1,6 @@
-"""TriForce's selector: what the latest queries think of each chunk's mean key (Sun et al. 2024, arXiv 2404.11912, 4.1).
+"""TriForce's selector: scores each chunk's mean key under the latest queries (Sun et al. 2024, arXiv 2404.11912, 4.1).
 
-The paper asks the last query alone (`mean_key`). The mean over several (`mean_key_recent`) is steadier: a single query
+The paper uses the last query alone (`mean_key`). The mean over several (`mean_key_recent`) is steadier: a single query
 may look for something that the next tokens do not need. But what only one of them looks for is outvoted.
 """
 

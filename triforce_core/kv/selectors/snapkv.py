@@ -1,8 +1,8 @@
 """SnapKV's selector: the attention that the last queries really paid to each chunk (Li et al. 2024, arXiv 2404.14469).
 
 Mean keys and bounds guess at attention; this computes it, for the last queries, over all keys. The paper pools the
-attention of neighbouring tokens, so that what stands beside a found token is kept with it. Here chunks are chosen
-whole, so the chunk takes the place of the pooling kernel.
+attention of neighbouring tokens, so that the neighbours of a token with much attention are kept with it. Here chunks
+are chosen whole, so the chunk takes the place of the pooling kernel.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class SnapKV:
     in each chunk, from which the softmax over all keys follows exactly.
     """
 
-    # The paper's window is 32 for long prompts. With the demo pair 8 choose as well and cost a quarter.
+    # The paper's window is 32 for long prompts. With the demo pair a window of 8 chooses as well and costs a quarter.
     num_queries: int = 8
 
     def scores(self, chunks: Chunks) -> Tensor:
