@@ -77,8 +77,8 @@ class Piece:
 
 def checksum(data: NDArray[np.uint8] | Tensor, about: tuple[object, ...]) -> int:
     """CRC-32 of `about` and of sums of the bytes of `data`, which are several times as fast as a CRC of the bytes. On
-    the host they are those of the rows and columns of a table of 64-bit words, so that no word can change or move
-    alone; on a GPU the GPU computes them.
+    the host, the sums are those of the rows and columns of a table of 64-bit words, so that a single word that has
+    changed or moved is noticed. On a GPU, the GPU computes the sums.
     """
     crc = zlib.crc32(repr(about).encode())
     if isinstance(data, Tensor):
@@ -132,7 +132,7 @@ class Assembly:
 
     @classmethod
     def of(cls, piece: Piece, device: str) -> Assembly:
-        """For this piece and all others of its snapshot, which come to this device."""
+        """An empty assembly on this device for the snapshot to which this piece belongs."""
         manifest = piece.manifest
         sizes = [
             getattr(torch, dtype).itemsize * int(np.prod(shape))

@@ -63,8 +63,8 @@ class Keeper:
             try:
                 status = await target.status(ANSWER_S)
             except UnavailableError:
-                # A broken connection is no sign of a hang, and is made anew within seconds. That of a process that ends
-                # breaks before it has ended.
+                # A broken connection is no sign of a hang: it is made anew within seconds, and a process that is ending
+                # breaks its connection before it has ended.
                 unanswered += 1
                 hidden = target.process.process is None
                 if unanswered >= UNANSWERED and (hidden or time.monotonic() >= until):

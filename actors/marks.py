@@ -1,4 +1,4 @@
-"""Tells the owner of a target whose work is in the target's hands, even if the target dies or hangs there.
+"""Tells the owner of a target which requests the target works on, even if the target dies or hangs meanwhile.
 
 The target keeps one byte for each request in shared memory: set while a pass works on the request, or while its grammar
 is compiled. The owner, a process on the same machine, reads it after the target's death. The memory has no name in any
@@ -12,7 +12,7 @@ import os
 from collections.abc import Iterable
 
 SLOT = "slot"  # metadata of a call to the target: the request's number
-NUM_SLOTS = 1 << 16  # requests are numbered round this; so many are never in flight
+NUM_SLOTS = 1 << 16  # request numbers are taken modulo this; fewer requests are in flight at a time
 
 
 class Marks:
@@ -24,14 +24,14 @@ class Marks:
 
     @classmethod
     def create(cls) -> Marks:
-        """Those of this process, none of them set."""
+        """New marks of this process, none of them set."""
         fd = os.memfd_create("triforce-marks")
         os.ftruncate(fd, NUM_SLOTS)
         return cls(fd)
 
     @classmethod
     def of(cls, path: str) -> Marks:
-        """Those of another process of this user, at the `path` that it named. Raises `OSError`."""
+        """The marks of another process of this user, at the `path` that it named. Raises `OSError`."""
         fd = os.open(path, os.O_RDWR)
         try:
             return cls(fd)

@@ -176,8 +176,8 @@ class TargetServer(TargetServicer):
         slot = slot_of(context)
         try:
             wanted = request_from_proto(request, self.default_lookaheads)
-            # On its way before anything is done for the request: whoever asked can tell a target that died with the
-            # request, if only over its grammar, from one that never had it.
+            # Sent before any work is done for the request: so the caller can tell a target that died with the request,
+            # be it while compiling its grammar, from one that never received it.
             yield pb.DecodeEvent(fingerprint=self.fingerprint)
             await self._compile(wanted.grammar, slot)
             entering = pb.DecodeEvent(entered=True)

@@ -72,8 +72,8 @@ async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
 
 
 async def warm_up_again(pipeline: Pipeline, target: RunningTarget, settings: Settings) -> None:
-    """Run the first passes of a target that was started anew, beside drafting tiers that are warm. Few will do: the
-    threads are known, and kernels were stored on disk.
+    """Run the first passes of a target that was started anew, beside drafting tiers that are warm. A few passes
+    suffice, because the numbers of threads are known and the kernels are stored on disk.
     """
     await pipeline.actors.target.decode_on.remote(pipeline.threads)
     limits: Limits = await pipeline.actors.target.limits.remote()

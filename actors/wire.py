@@ -185,7 +185,7 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
 
 
 def is_notice(event: pb.DecodeEvent) -> bool:
-    """Whether the event tells of the request's way to its first pass, and nothing of its output."""
+    """Whether the event only reports that the request was received or that its first pass begins, without output."""
     return event.entered or bool(event.fingerprint)
 
 

@@ -104,7 +104,7 @@ def roomy(settings: Settings, load: SharedWorkload) -> Settings:
 def one_run(
     arrangement: Arrangement, settings: Settings, load: SharedWorkload, prompts: list[list[int]], run: str
 ) -> dict[str, float]:
-    """Every salt begins with `run`, so that no run finds the KV of another."""
+    """The figures of one run. Every salt begins with `run`, so that no run finds the KV of another."""
 
     def ask(salts: Sequence[str], which: range, lookaheads: tuple[int, ...] | None) -> Asked:
         requests = [

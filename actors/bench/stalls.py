@@ -57,7 +57,7 @@ class Stalls:
 
     @property
     def first_text_ms(self) -> float:
-        """Until the short prompt's first text."""
+        """Milliseconds from the arrival of the prompts to the short prompt's first text."""
         return 1e3 * (self.others[-1].arrivals[0][0] - self.arrived)
 
     @property

@@ -85,7 +85,7 @@ async def decode_together(pipeline: Pipeline, messages: Sequence[pb.DecodeReques
                 into.stats.append(stats_from_proto(event.stats))
                 if window.closed:
                     return
-        window.closed = True  # it has come to its end
+        window.closed = True  # one request has ended
 
     await asyncio.gather(*map(one, messages, decoded))
     return decoded
@@ -98,8 +98,8 @@ def longest_output(settings: Settings, context: int, output: int) -> int:
 
 
 def roomy(settings: Settings, points: Sequence[Point], output: int) -> Settings:
-    """The settings with room for each of the points, and prompts read without regard to requests that are decoded: so
-    these get less far until all have begun.
+    """The settings with room for each of the points, and without `target.max_stall_ms`. Prompts are then read sooner,
+    so that the first requests decode fewer tokens before all have begun.
     """
     tokens = max(
         point.requests * rounded_up(point.context + longest_output(settings, point.context, output), point.chunk)
