@@ -104,7 +104,8 @@ def application_of(args: Settings) -> Application:
     gateway: Any = serve.deployment(
         serve.ingress()(Gateway),
         name="gateway",
-        # On a node for targets, where pods have a proxy of Serve and live as long as their requests.
+        # Placed on a node for targets, because pods there have a proxy of Serve and live until their requests have
+        # ended.
         ray_actor_options={**options, "label_selector": dict(args.placement.groups[0].labels)},
         max_ongoing_requests=2 * places + SPARE_CALLS,
         # outer limit; a short burst stays below it and gets the gateway's own error

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 
-# Of the latest attempt, or of the first that has them; everything else is added up.
+# Figures taken from the latest attempt, and from the first attempt that has them. All others are added up.
 LATEST = ("plan", "expected_ms", "plain_ms")
 FIRST = ("prompt_tokens", "cached_tokens")
 

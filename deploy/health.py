@@ -37,7 +37,7 @@ class Health:
         return response
 
     async def list(self) -> HealthListResponse:
-        """The status of every service: they are one."""
+        """The status of every service, which is the same for all."""
         status = await self.status("")
         return HealthListResponse(statuses=dict.fromkeys(SERVICES, status))
 

@@ -184,12 +184,12 @@ class Journal:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
-        """An attempt has failed. It counts only where the request was in a pass of the engine that died: requests that
-        waited have no part in it. A replica that has lost its target knows.
+        """Count a failed attempt. The death of an engine counts against the request only if the engine died in a pass
+        over this request. A replica that has lost its target knows whether it did.
 
-        Nobody knows where the replica has died. An engine may die before it could tell that the pass began, so then a
-        request that it had counts as well where no other suspect was beside it, and is a suspect from the second time
-        on.
+        If the whole replica has died, nobody knows. The engine may have died before it could report that the pass
+        began. So the death then also counts against a request that had reached the engine while no other suspect was
+        being decoded; and a request becomes a suspect when this happens to it twice in a row.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.again = True

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from deploy.service import Part, Pipelines, Service
 
 FRESH_S = 1.0  # the tiers are asked no more often, however often metrics are scraped
-# Seconds: from a token of a small model to a prompt that takes minutes.
+# Bounds of histograms in seconds: from the time of a small model's token to that of a prompt that takes minutes.
 LATENCIES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 60, 120, 300, 600)
 GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 2, 5, 10, 30)
 
@@ -113,7 +113,7 @@ class Meters:
 
 
 class Times(NamedTuple):
-    """Of one completion, in seconds of `monotonic`."""
+    """The times of one completion, in seconds of `time.monotonic`."""
 
     first: float
     latest: float

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 BLOCK = 64  # tokens
 KEY_BYTES = 8
-# So many matched tokens are worth a queue that is longer by one request; fewer are read again sooner than waited for.
+# For so many matched tokens it pays to wait behind one more request; fewer are prefilled again in less time than that.
 TOKENS_PER_REQUEST = 256
 MARGIN = 2  # blocks: a replica does not find the last tokens of a prompt, whose queries its selector needs
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
@@ -58,8 +58,8 @@ class PrefixIndex(Generic[ReplicaId]):
         self.turn = 0
 
     def add(self, replica: ReplicaId, keys: bytes) -> list[int]:
-        """The replica is sent a prompt. Returns the turns of those first blocks whose KV was thought to be there, as
-        they were before: `missed` needs them.
+        """Note that the replica is sent a prompt. Returns, for `missed`, the earlier turns of the prompt's first blocks
+        whose KV the replica was believed to hold.
         """
         known = self.sent.setdefault(replica, OrderedDict())
         found = (known.get(key) for key in split(keys))
@@ -68,8 +68,8 @@ class PrefixIndex(Generic[ReplicaId]):
         return turns
 
     def hold(self, replica: ReplicaId, keys: bytes) -> None:
-        """The replica has read this text."""
-        if (known := self.sent.get(replica)) is not None:  # it is not gone
+        """Note that the replica has read this text."""
+        if (known := self.sent.get(replica)) is not None:  # the replica is not gone
             self._use(known, keys, held=True)
 
     def _use(self, known: OrderedDict[bytes, Sent], keys: bytes, *, held: bool = False) -> None:
@@ -81,9 +81,10 @@ class PrefixIndex(Generic[ReplicaId]):
             known.popitem(last=False)
 
     def missed(self, replica: ReplicaId, turns: list[int], matched: int) -> None:
-        """The replica found `matched` tokens of a prompt for which `add` returned `turns`.
+        """Note that the replica found `matched` tokens of a prompt for which `add` returned `turns`.
 
-        A block that it has dropped was in use longest ago, so all blocks that were not used since are gone as well.
+        A replica drops the blocks that were used longest ago first. So if it has dropped a block, it has also dropped
+        all blocks that were last used no later.
         """
         first = matched // BLOCK + MARGIN
         if first >= len(turns):
@@ -109,11 +110,11 @@ def split(keys: bytes) -> Iterable[bytes]:
 def preferred(
     matches: Mapping[ReplicaId, int], blocks: int, ongoing: Mapping[ReplicaId, int], busier_by: int
 ) -> list[ReplicaId]:
-    """The replicas to which a prompt's match draws it: those that hold the most of its `blocks`, unless they are too
-    busy for what the match saves.
+    """The replicas that a prompt should go to because of its match: those that hold the most of its `blocks`, unless
+    they are too busy for what the match saves.
 
-    The match must be `TOKENS_PER_REQUEST` tokens and half of the prompt. For each such number of tokens a replica may
-    have one request more than the least busy, and at most `busier_by` more.
+    The match must be `TOKENS_PER_REQUEST` tokens and half of the prompt. For every `TOKENS_PER_REQUEST` matched tokens
+    a replica may have one request more than the least busy one, but at most `busier_by` more.
     """
     best = max(matches.values(), default=0)
     worth = best * BLOCK // TOKENS_PER_REQUEST

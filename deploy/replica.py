@@ -72,8 +72,8 @@ class PipelineReplica:
     async def check_health(self) -> None:
         """Called by Serve, which replaces the replica and its pipeline when this check has failed often enough.
 
-        A target that dies or hangs is no reason: it is replaced here. One that does not come up is, and then the
-        pipeline is stopped, so that no request waits for it.
+        The check does not fail when the target dies or hangs, because the target is replaced in place. It fails when
+        the new target does not come up; the pipeline is then stopped, so that no request waits for it.
         """
         if self.keeping.done():
             await self.pipeline.stop()
@@ -110,15 +110,15 @@ class RemotePipelines:
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         avoid = self.shunned.avoid(request.fingerprint)
-        # Those that need all of their prompt's passes find no KV, wherever they go.
+        # Requests that need their whole prompt computed anew use no KV of earlier texts on any replica.
         whole = (request.selector or self.selector) == "h2o" or request.HasField("prompt_logprobs")
         route = Route(request.prompt_token_ids, request.cache_salt) if self.shares and not whole else Route()
-        # In a context of its own, so that Serve gives the call an id of its own: the calls of one client request would
-        # share that request's id, and Serve's router loses all but one of the calls of an id that wait for a replica.
+        # Called in a new context, so that Serve gives the call a new id. Otherwise all calls for one client request
+        # would share its id, and of the calls with one id that wait for a replica, Serve's router loses all but one.
         sent = request.SerializeToString()
         response: Any = Context().run(self.streaming.decode.remote, sent, route=route, avoid=avoid)
         output = [*request.resume_token_ids]
-        entered = answered = False  # an output that was complete before needs no pass, and looks for no KV
+        entered = answered = False  # an output that was already complete needs no pass, and no KV is looked for
         try:
             async for data in response:
                 event = pb.DecodeEvent.FromString(data)

@@ -105,8 +105,8 @@ class ClientRequest:
     cache_salt: str = ""  # KV is shared with requests of the same API key and salt
     priority: int = 0  # of the requests that wait, those with a lower number are served earlier
     fingerprint: str = ""  # of the target whose output goes on here; empty: of any
-    # What makes this request from the client's where that takes time: it runs once the request has its places, within
-    # its deadline. The places, the deadline and the model are as they are here.
+    # Makes the final request where that takes time, such as for rendering a chat. It runs once the request has its
+    # places, within its deadline, and leaves the number of places, the deadline and the model unchanged.
     prepare: Callable[[], Awaitable[ClientRequest]] | None = None
 
     @property
@@ -134,7 +134,7 @@ class Part:
     seed: int
     prompt_tokens: int
     done: Done | None = None
-    index: int = 0  # of the completion, among the request's `n`; those of several requests are counted through
+    index: int = 0  # number of the completion among the `n`; with several requests, it counts on across them
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
     prompt: tuple[int, ...] = ()
     lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own

@@ -24,8 +24,8 @@ class Shares:
         self.refused_at: dict[str, float] = {}
 
     def refused(self, key: str, count: int) -> None:
-        """No `count` places were free for a request of this key. Raises `OverloadedError` if they are more than its
-        share; the key does not count as wanting any then, because its share would not be enough.
+        """Note that there were no `count` free places for a request of this key, which now counts as wanting places.
+        Raises `OverloadedError` instead if `count` is more than its share, because its share would not be enough.
         """
         self._share(key, count)
         self.refused_at[key] = time.monotonic()
@@ -38,7 +38,9 @@ class Shares:
         self.held[key] += count
 
     def _share(self, key: str, count: int) -> tuple[int, str]:
-        """The key's share, and between how many keys. Raises `OverloadedError` if `count` places are more."""
+        """The key's share, and a text that says how many keys share the places. Raises `OverloadedError` if `count`
+        places are more.
+        """
         now = time.monotonic()
         self.refused_at = {name: at for name, at in self.refused_at.items() if now - at < WANTED_S}
         keys = {key, *self.held, *self.refused_at}

@@ -20,7 +20,7 @@ TOKENS_PER_ROUND = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 
 
 class Figure(NamedTuple):
-    """A metric of tiers: its values are `of` each tier that answered, empty where the tier does not have it."""
+    """A metric of tiers. `of` gives its values for a tier that answered; empty if the tier does not have it."""
 
     kind: Family
     name: str
@@ -38,8 +38,8 @@ def of_model(figure: Callable[[pb.TierStatus], float]) -> Callable[[pb.TierStatu
 
 
 def of_drafting(figure: Callable[[Tally], float]) -> Callable[[pb.TierStatus], Values]:
-    """By the tier that drafted. The tier above it verifies; of the draft tier's tokens that is the target in rounds
-    without the retrieval tier.
+    """The figure by the tier that drafted, from the tallies of the tier that verified: for tokens of the draft tier
+    that is the retrieval tier, or the target in rounds without the retrieval tier.
     """
 
     def values(status: pb.TierStatus) -> Values:

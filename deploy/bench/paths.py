@@ -25,7 +25,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 
-# The lookaheads of all answers, of the tiers that the server has: by its own choice it would decode them differently.
+# All answers use these lookaheads, for the tiers that the server has: left to itself, it might decode each differently.
 LOOKAHEADS = {"retrieval": 8, "draft": 3}
 BODY = "a " * 500_000  # one MB; no model's context holds it, or it is read as any prompt
 
@@ -73,7 +73,7 @@ class Timed(NamedTuple):
 
 
 async def timed(client: Client, question: Question) -> Timed:
-    """Raises `FailedError`."""
+    """The times of one answer to the question. Raises `FailedError`."""
     times: list[float] = []
     usage = None
     async with aclosing(client.answer(question)) as pieces:

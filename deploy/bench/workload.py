@@ -121,5 +121,5 @@ class Load:
         return chance.randrange(self.documents) if chance.random() < self.shared else None
 
     def _chance(self, *of: object) -> random.Random:
-        """A source of chance of its own for each thing that is drawn, so that another rate changes no length."""
+        """A separate random generator for each thing that is drawn, so that another rate changes no length."""
         return random.Random(f"{self.seed} {of}")

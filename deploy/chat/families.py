@@ -47,7 +47,9 @@ class Family:
 
 
 def tool_form(template: str) -> ToolForm | None:
-    """Forms that resemble these and are not JSON, such as <function=…>, are not understood."""
+    """The form of tool calls that the template shows; None if there is none that this module understands. Forms that
+    resemble these but are not JSON, such as <function=…>, are not understood.
+    """
     if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
         return MISTRAL
     if "<tool_call>" in template and "<function=" not in template and "<arg_key>" not in template:
@@ -74,8 +76,8 @@ def grammar(
     reasoning if the family has it. `answer`, a JSON schema: outputs of that form are allowed, too. Without tools, only
     these.
 
-    `added_ids`: the tokens that were added to the vocabulary. To a grammar they are no text: it names them by their
-    ids, and the texts that it allows are not made of them.
+    `added_ids`: the tokens that were added to the vocabulary. A grammar does not treat them as text: it names them by
+    their ids, and the texts that it allows never contain them.
     """
 
     def literal(text: str) -> str:

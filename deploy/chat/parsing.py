@@ -113,7 +113,7 @@ class SplitsReasoning:
 
     def __init__(self, form: ReasoningForm, inner: Parser, *, begun: bool) -> None:
         self.inner, self.begin, self.end = inner, form.begin, Marker(form.end)
-        self.state = "skip" if begun else "begin"  # skip and after: drop white space; then: inside, content
+        self.state = "skip" if begun else "begin"  # also inside, after, content; skip and after drop white space
         self.blank: list[str] = []  # white space before the first marker, or before content
         self.held = ""  # what may be the first marker
 
@@ -177,7 +177,7 @@ class ToolForm:
 
 
 ARGUMENTS = ("arguments", "parameters")
-KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call's object; another one shows that it is no call
+KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call's object; an object with another key is no call
 
 
 class CallObject:
@@ -196,7 +196,7 @@ class CallObject:
         self.name: str | None = None
         self.arguments: list[str] = []  # what was read of them and not returned
         self.kind = ""  # the first character of the arguments
-        self.complete = False  # the arguments are
+        self.complete = False  # whether the arguments are complete
         self.announced = self.ended = False
         self.wrong = False  # it is no call: its text is `raw`
 
@@ -303,7 +303,7 @@ class FindsCalls:
     def __init__(self, form: ToolForm, names: Collection[str]) -> None:
         self.form, self.names = form, None if form.begin else names
         self.marker = Marker(form.begin) if form.begin else None
-        self.state = "text" if form.begin else "open"  # open: before an object; then: call; after (an object)
+        self.state = "text" if form.begin else "open"  # text, open (before an object), call, after (an object)
         self.opening = form.opening  # what must come before the object
         self.before: list[str] = []  # read in the state open, and perhaps content
         self.held = ""  # read in the state after, and perhaps the form's end

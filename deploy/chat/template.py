@@ -1,8 +1,9 @@
 """Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one.
 
 Templates write their special tokens themselves, so none are added. Where a client's text holds a special token, or
-another token that the template writes, it is encoded as plain text: where the marks of messages are such tokens, no
-message can end itself or speak for another role. The plain template's marks are text that messages can hold.
+another token that the template writes, it is encoded as plain text: if the template delimits messages with such tokens,
+no message can end itself or imitate another role. The plain template delimits messages with ordinary text, which a
+message can contain.
 """
 
 from __future__ import annotations
@@ -183,8 +184,8 @@ def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
 
 
 def call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
-    """The call, with its arguments as an object. What is none stays a text: an answer that ended within its arguments
-    is part of the next request, too.
+    """The call, with its arguments as an object. Arguments that are no JSON object stay text, because an answer that
+    was cut within them may be part of the next request, too.
     """
     function = call["function"]
     try:

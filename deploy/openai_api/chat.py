@@ -157,7 +157,9 @@ class ChatCompletion:
         }
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """How each answer was made stands beside the choices if there is one, and in them if there are several."""
+        """The whole completion. How an answer was made (`extras`) stands beside the choices if there is one choice,
+        else in each.
+        """
         ends: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:

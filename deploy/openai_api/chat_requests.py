@@ -157,8 +157,8 @@ class Chat:
 
 
 def chat_from(body: ChatRequest, service: Service) -> Chat:
-    """What can be told at once. The prompt is rendered, and the guide compiled, when the service has admitted the
-    request.
+    """The request, converted and checked as far as that is quick. The prompt is rendered, and the guide compiled, once
+    the service has admitted the request.
 
     Raises `InvalidValueError` or a subclass, naming the field, as does the request's `prepare`.
     """

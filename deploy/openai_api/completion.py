@@ -97,7 +97,9 @@ class Completions:
         }
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """How each output was made stands beside the choices if there is one, and in them if there are several."""
+        """The whole completion. How an output was made (`extras`) stands beside the choices if there is one, else in
+        each.
+        """
         chunks = defaultdict[int, list[dict[str, Any]]](list)
         last: dict[int, Part] = {}
         async with aclosing(parts):
@@ -161,7 +163,7 @@ def usage(ends: Sequence[Part], n: int = 1) -> dict[str, Any]:
 
 
 def progress(part: Part) -> dict[str, Any]:
-    """Of a chunk before the last: what `extras` will say at the end, as far as it is known."""
+    """For a chunk before the last: the fields of `extras` that are known by then."""
     if part.so_far is None:
         return {}
     stats = stats_from_proto(part.so_far)

@@ -16,7 +16,7 @@ from deploy.openai_api.errors import error_response
 from deploy.service import Service
 from triforce_core.errors import TooLargeError, TriForceError
 
-# Without a key: whether the server is there, and the page, which is static.
+# Paths that need no key: they tell only whether the server is there, and give the page, which is static.
 OPEN_PATHS = frozenset({"/", "/health", "/ready"})
 PAGE_FILES = "/page/"  # what the page at / consists of: it asks for the key itself
 OPEN_BODY_BYTES = 1024  # of a body that needs no key: no open path has a use for one
@@ -83,8 +83,8 @@ class Guard:
 async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receive:
     """`receive` for a request whose body is within the limit. Raises `TooLargeError` before the body is parsed.
 
-    The server below holds a client to the length that it states, unless the body comes in pieces. Those are counted
-    here, whatever else is stated.
+    The HTTP server enforces a stated content-length, unless the body is sent in chunks. Chunks are counted here,
+    whatever length is stated beside them.
     """
     if "transfer-encoding" not in headers:
         stated = headers.get("content-length", "").lstrip("0")
