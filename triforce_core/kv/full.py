@@ -21,7 +21,7 @@ from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
 MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured passes have room for so many
-SHARED_RANGES = 2  # of these, most for KV that is shared with others, which leaves some to grow into
+SHARED_RANGES = 2  # most of these that may be shared with others, so that some are left for growth
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
 LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
 # Tokens of a pass that computes landmarks of its chunks. Those of shorter passes wait for the next cut, which computes
@@ -138,11 +138,11 @@ class FullKV(KVCache):
         return held
 
     def _beginning(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> tuple[int, int] | None:
-        """How much of the text can be matched, and how much of that can be shared, where there is room for so many
+        """How many tokens of the text to match, and how many of these to share, so that there is room for `tokens`
         tokens; None if there is no room.
 
-        A sequence has few ranges, of which it needs some for its growth. What it would have to share in more is copied
-        into its own. All of this takes more room than no match at all, so that less is matched in a pool that is full.
+        A sequence may have few ranges, and needs some of them for growth: matched KV that lies in further ranges is
+        copied into the sequence's own slots. A match takes more room than none, so less is matched in a full pool.
         """
         matched = self.tree.advance(cursor) if cursor else 0
         there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []

@@ -43,7 +43,7 @@ class LandmarkPool:
         return sum(layer.nbytes for layer in self.layers)
 
     def forget(self, ranges: list[Range]) -> None:
-        """Mark the landmarks of these slots as unknown, because their keys change. They need not be whole chunks."""
+        """Mark the landmarks of these slots, which need not be whole chunks, as unknown: the keys there change."""
         for start, stop in ranges:
             self.known[:, start // self.chunk : -(-stop // self.chunk)] = False
 
