@@ -37,7 +37,9 @@ class Source(Protocol):
 
 
 class Turns:
-    """Suspects go one at a time, so that one that kills engines is found out alone. One per gateway."""
+    """Lets one suspect at a time be decoded, so that no other request is blamed if it kills the engine. One per
+    gateway.
+    """
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()

@@ -20,8 +20,8 @@ from deploy.shunned import NONE, Avoid
 class Route:
     """What the router is told of a request in the keyword `route`, and what it then learns from the answer.
 
-    The router notes here where the request went. Without a prompt the request goes to any replica and teaches nothing;
-    the replica itself gets such a route, because it has no use for it.
+    The router notes here where the request went. With a route without a prompt, the request goes to any replica, and
+    nothing is learned from the answer. The replica itself gets such an empty route, because it has no use for it.
     """
 
     def __init__(self, prompt: Sequence[int] = (), cache_salt: str = "") -> None:
