@@ -22,8 +22,8 @@ def paths(
     temperature: TemperatureOption = 0.0,
     as_json: JsonOption = False,
 ) -> None:
-    """What the way through HTTP or gRPC adds to a token's time: each against the target asked directly, in turns; and
-    a stream's longest gaps while bodies of 1 MB arrive.
+    """What HTTP and gRPC add to the time of a token, each compared with calls of the target itself, in turns; and the
+    longest gaps of a stream while bodies of 1 MB arrive.
     """
     from deploy.bench.paths import bench_paths
 
