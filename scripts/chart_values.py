@@ -140,12 +140,12 @@ class Gateway(Values):
 
 
 class NetworkPolicy(Values):
-    enabled: bool = Field(True, description="let others reach only the APIs; tiers and Ray are reached by each other")
+    enabled: bool = Field(True, description="from outside only the APIs can be reached, not the tiers or Ray")
     clients: Objects = Field([], description="who may reach HTTP and gRPC, as peers of a NetworkPolicy; empty: anyone")
     scrapers: Objects = Field(
         [],
-        description="who may reach the metrics, where podMonitor is enabled: Ray's, and the server's on the port of the"
-        " HTTP API; empty: any pod of the cluster reaches Ray's, and `clients` the server's",
+        description="where podMonitor is enabled, who may reach Ray's metrics, and the server's on the HTTP API's port;"
+        " empty: any pod of the cluster reaches Ray's, and `clients` reach the server's",
     )
 
 

@@ -96,7 +96,7 @@ class RetrievalSettings(Strict):
     budget: int = Field(
         1024,
         ge=2,
-        description="most tokens in a snapshot; a larger budget raises acceptance and makes each step dearer",
+        description="most tokens in a snapshot; a larger budget raises acceptance and makes each step slower",
     )
     chunk: int = Field(
         8, ge=1, description="tokens that are selected together; smaller chunks fit better but take longer to rank"
@@ -107,7 +107,7 @@ class RetrievalSettings(Strict):
     selector: SelectorName = Field(
         "snapkv",
         description="how chunks are ranked, for requests that do not say (docs/selectors.md); with offload by default"
-        " `mean_key`; `h2o` makes prompts dear",
+        " `mean_key`; `h2o` slows prompts down",
     )
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",

@@ -70,7 +70,7 @@ class Function(Body):
     description: str | None = None
     parameters: dict[str, Any] | None = Field(None, description="the JSON schema of the arguments")
     strict: bool | None = Field(
-        None, description="arguments obey the schema in any case if tool_choice forces a call, and else are the model's"
+        None, description="no effect: arguments obey the schema if tool_choice forces a call, and else need not"
     )
 
 
@@ -103,7 +103,7 @@ class ChatRequest(CommonRequest):
     max_completion_tokens: int | None = Field(None, description="by default as many as the context has room for")
     max_tokens: int | None = Field(None, description="the same, by its older name")
     logprobs: bool | None = Field(False, description="give each token's logprob")
-    top_logprobs: int | None = Field(None, description=f"with so many alternatives, at most {MAX_TOP_LOGPROBS}")
+    top_logprobs: int | None = Field(None, description=f"with this many alternatives, at most {MAX_TOP_LOGPROBS}")
     tools: list[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice = Field(None, description="none, auto (the default), required, or a named function")
     parallel_tool_calls: bool | None = Field(True, description="false: at most one tool call")

@@ -118,7 +118,7 @@ class CommonRequest(Body):
     top_k: int | None = Field(0, description="keep the k most probable tokens; 0 keeps all")
     min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
     repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
-    min_tokens: int | None = Field(0, description="nothing ends the output before it has so many tokens")
+    min_tokens: int | None = Field(0, description="nothing ends the output before it has this many tokens")
     stop_token_ids: list[int] | None = Field(None, description="tokens that end the output, besides the model's own")
     include_stop_str_in_output: bool | None = Field(
         False, description="the output ends after its stop string, not before it"
@@ -131,9 +131,9 @@ class CommonRequest(Body):
     guided_choice: list[str] | None = Field(None, description="texts, one of which is the output")
     guided_grammar: str | None = Field(None, description="a grammar of the output in EBNF, as for Lark or llama.cpp")
     prompt_logprobs: int | None = Field(
-        None, description="give each prompt token's logprob with so many alternatives, at most 20"
+        None, description="give each prompt token's logprob with this many alternatives, at most 20"
     )
-    truncate_prompt_tokens: int | None = Field(None, description="read only the last so many tokens of the prompt")
+    truncate_prompt_tokens: int | None = Field(None, description="read only this many tokens, the last of the prompt")
     skip_special_tokens: bool | None = Field(True, description=UNSUPPORTED_TEXT)
     detokenize: bool | None = Field(True, description=UNSUPPORTED_TEXT)
     priority: int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
@@ -153,8 +153,8 @@ class CompletionRequest(CommonRequest):
     max_tokens: int | None = Field(
         DEFAULT_MAX_TOKENS, description="0 is possible with `echo` or `prompt_logprobs`: the prompt is read, no more"
     )
-    echo: bool | None = Field(False, description="the text begins with the prompt's, and logprobs with its tokens")
-    logprobs: int | None = Field(None, description="give each token's logprob with so many alternatives, at most 20")
+    echo: bool | None = Field(False, description="the text begins with the prompt, and logprobs with its tokens")
+    logprobs: int | None = Field(None, description="give each token's logprob with this many alternatives, at most 20")
     best_of: int | None = Field(1, description=UNSUPPORTED_TEXT)
     suffix: str | None = Field(None, description=UNSUPPORTED_TEXT)
     resume_token_ids: list[int] | None = Field(

@@ -31,8 +31,8 @@ def load_given(
         Path | None,
         typer.Option(help="requests as in this file: arrival_s, input_tokens, output_tokens, one JSON object a line"),
     ] = None,
-    requests: Annotated[int | None, typer.Option(help="end after so many requests")] = None,
-    duration: Annotated[float | None, typer.Option(help="send no more requests after so many seconds")] = None,
+    requests: Annotated[int | None, typer.Option(help="end after this many requests")] = None,
+    duration: Annotated[float | None, typer.Option(help="send no more requests after this many seconds")] = None,
     input: Annotated[
         str | None, typer.Option(help="prompt tokens: 2048, or 512:8192 for a range; 512 if not given")
     ] = None,

@@ -77,7 +77,7 @@ def generate(
     stop_token_id: Annotated[list[int] | None, typer.Option(help="a token that ends the output")] = None,
     ignore_eos: Annotated[bool, typer.Option(help="the model's own stop tokens do not end the output")] = False,
     bad_word: Annotated[list[str] | None, typer.Option(help="a text that never occurs in the output")] = None,
-    logprobs: Annotated[int | None, typer.Option(help="with --json: logprobs and so many alternatives")] = None,
+    logprobs: Annotated[int | None, typer.Option(help="with --json: logprobs and this many alternatives")] = None,
     prompt_logprobs: Annotated[int | None, typer.Option(help="the same for the prompt's tokens")] = None,
     echo: Annotated[bool, typer.Option(help="print the prompt first")] = False,
     as_json: JsonOption = False,

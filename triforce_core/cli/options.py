@@ -24,7 +24,7 @@ SAMPLING_HELP = {
     "repetition_penalty": "for tokens in prompt or output: divides positive logits; 1 is off",
     "presence_penalty": "subtracted from the logits of tokens in the output",
     "frequency_penalty": "the same, times the number of occurrences",
-    "min_tokens": "nothing ends the output before it has so many tokens",
+    "min_tokens": "nothing ends the output before it has this many tokens",
 }
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]

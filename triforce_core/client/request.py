@@ -40,7 +40,7 @@ class CallArguments(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None  # by token id, what to add to its logit
     bad_words: Sequence[str]  # texts that never occur in the output
     bad_word_ids: Sequence[Sequence[int]]  # the same in tokens
-    min_tokens: int | None  # nothing ends the output before it has so many tokens
+    min_tokens: int | None  # nothing ends the output before it has this many tokens
     seed: int | None  # the same seed gives the same tokens; None: the client draws one
     n: int | None  # independent completions, with seeds derived from `seed`
     stop: str | Sequence[str]  # the output ends before the first of these strings
@@ -52,7 +52,7 @@ class CallArguments(TypedDict, total=False):
     regex: str | None  # a text that matches this regular expression as a whole
     choice: Sequence[str] | None  # one of these texts
     grammar: str | None  # a text of this grammar in EBNF
-    logprobs: int | None  # give each output token's logprob, and so many alternatives
+    logprobs: int | None  # give each output token's logprob, and this many alternatives
     prompt_logprobs: int | None  # the same for the prompt's tokens
     echo: bool  # the text begins with the prompt's
     model: str  # a name from `models`; empty: the default model
@@ -61,7 +61,7 @@ class CallArguments(TypedDict, total=False):
     selector: str | None  # of chunks for the retrieval tier: mean_key, quest, …; by default the server's setting
     cache_salt: str | None  # KV of equal prefixes is shared with calls of the same salt only; at most 128 characters
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
-    fingerprint: str  # of that call's first chunk: another model or other settings refuse to go on
+    fingerprint: str  # of that call's first chunk: a server with another model or other settings then refuses
     priority: int | None  # -100 to 100: waiting requests with a lower number are served earlier; 0 by default
     timeout_s: float | None  # by default the client's own
 

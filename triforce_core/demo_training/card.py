@@ -29,7 +29,7 @@ for a serving system, not assistants: their text is code-like and often wrong.
 | longest sequence in training | {target_context} | {drafter_context} |
 
 Positions up to {max_positions} can be addressed: as many as the longest sequence that the target was trained on. The
-drafter sees its own sequence length of them at a time.
+drafter sees no more tokens at a time than its own longest sequence had.
 
 ## Figures
 
@@ -45,7 +45,7 @@ more or less before them. Acceptance is teacher-forced over held-out text; T1 is
 Made on {date} with `triforce demo train` (seed {seed}; target {target_hours} h, drafter {drafter_hours} h of computing)
 and nothing but the settings in `train.yaml`. The text is the source and documentation of the packages below as
 installed, {corpus_tokens} tokens (digest `{digest}`), with recall tasks mixed in: keys defined early, asked for later.
-Before the first step, heads that copy what followed the like of the latest tokens are planted (`planting.py`).
+Before the first step, induction heads are planted: they copy what followed the latest tokens earlier (`planting.py`).
 Files are held out by a hash of their name; the standard-library files that serve as benchmark prompts are always held
 out. No source text of others is part of this repository.
 
