@@ -16,7 +16,7 @@ class Totals:
     # Rounds, snapshots and preemptions, as of one request; its times and its plan of the moment are not kept.
     stats: Stats = field(default_factory=Stats)
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # rounds by the tokens that they committed
-    # Tokens of prompts, and of output that a request came with: their KV was found, or they were read.
+    # Tokens of prompts: their KV was found, or they were read. A request that goes on after a failure does not count.
     prefix_hit_tokens: int = 0
     prefix_miss_tokens: int = 0
 
