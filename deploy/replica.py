@@ -97,7 +97,8 @@ class RemotePipelines:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], settings: Settings) -> None:
-        self.selector = settings.retrieval.selector  # of requests that name none
+        # Of requests that set none.
+        self.selector, self.retrieves = settings.retrieval.selector, retrieves_by_default(settings)
         self.chunk = settings.retrieval.chunk
         self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
@@ -110,9 +111,8 @@ class RemotePipelines:
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         avoid = self.shunned.avoid(request.fingerprint)
-        # Requests that need their whole prompt computed anew use no KV of earlier texts on any replica.
-        whole = (request.selector or self.selector) == "h2o" or request.HasField("prompt_logprobs")
-        route = Route(request.prompt_token_ids, request.cache_salt) if self.shares and not whole else Route()
+        shares = self.shares and not reads_all(request, self.selector, retrieves=self.retrieves)
+        route = Route(request.prompt_token_ids, request.cache_salt) if shares else Route()
         # Called in a new context, so that Serve gives the call a new id. Otherwise all calls for one client request
         # would share its id, and of the calls with one id that wait for a replica, Serve's router loses all but one.
         sent = request.SerializeToString()
@@ -163,6 +163,19 @@ class RemotePipelines:
         for failed in (answer for answer in answers if isinstance(answer, Exception)):
             log.info("a replica did not answer %s: %s", question, lost(failed))
         return [answer for answer in answers if not isinstance(answer, BaseException)]
+
+
+def reads_all(request: pb.DecodeRequest, selector: str, *, retrieves: bool) -> bool:
+    """Whether a request needs all passes over its prompt, so that it finds no KV, wherever it goes. `selector` and
+    `retrieves`, whether the retrieval tier may draft: of requests that do not say so.
+    """
+    if request.HasField("lookaheads"):
+        retrieves = request.lookaheads.values[0] > 0
+    return (retrieves and (request.selector or selector) == "h2o") or request.HasField("prompt_logprobs")
+
+
+def retrieves_by_default(settings: Settings) -> bool:
+    return settings.controlled or settings.speculation.effective[0] > 0
 
 
 def lost(error: Exception) -> Exception:

@@ -6,6 +6,7 @@ tell what a replica found of it.
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections import Counter
 from collections.abc import Sequence
@@ -28,13 +29,16 @@ class Route:
         self.keys = prefix_keys(prompt, salt_key(cache_salt))
         self.open = [*prompt[len(prompt) // BLOCK * BLOCK :]]  # tokens after the last whole block
         self.index: PrefixIndex[ReplicaID] | None = None
+        self.replica: ReplicaID  # of which this index is told
         self.turns: list[int] = []
 
     def __reduce__(self) -> tuple[type[Route], tuple[()]]:
         return Route, ()
 
     def taken(self, replica: ReplicaID, index: PrefixIndex[ReplicaID]) -> None:
-        """The request went to this replica."""
+        """The request goes to this replica."""
+        if self.index is not None and self.replica == replica:
+            return  # the index knows
         self.replica, self.index, self.turns = replica, index, index.add(replica, self.keys)
 
     def answered(self, found_tokens: int) -> None:
@@ -53,7 +57,9 @@ class PrefixRouter(RequestRouter):
     """The router of the gateway's handle. It prefers the holders of a request's prefix, else two random replicas.
 
     A request carries a `Route` in the keyword `route`. Of the lists of replicas that `choose_replicas`
-    returns, Serve takes the first that has a replica with room, and of that list the least busy replica.
+    returns, Serve takes the first that has a replica with room, and of that list the least busy replica. The first list
+    is the one replica that is then likely to be taken. This is noted at once: other requests on the same new document
+    may come before this one has been accepted.
     """
 
     def initialize_state(self, *, capacity: int = 0, busier_by: int = 0, **_: Any) -> None:
@@ -70,16 +76,19 @@ class PrefixRouter(RequestRouter):
     ) -> list[list[RunningReplica]]:
         if pending_request is None:
             return [random.sample(candidate_replicas, min(2, len(candidate_replicas)))]
+        await asyncio.sleep(0)  # so that requests which have just been given a replica are sent, and count for its load
         candidate_replicas = allowed(candidate_replicas, pending_request.kwargs.get("avoid", NONE))
         by_chance = random.sample(candidate_replicas, min(2, len(candidate_replicas)))
         # if no replica below has room, Serve must wait before it asks again
         pending_request.routing_context.should_backoff = True
         candidates = {replica.replica_id: replica for replica in candidate_replicas}
-        keys = route_of(pending_request).keys
-        matches = {replica: self.index.match(replica, keys) for replica in candidates}
+        route = route_of(pending_request)
+        matches = {replica: self.index.match(replica, route.keys) for replica in candidates}
         ongoing = {replica: self.ongoing[replica] for replica in candidates}
-        drawn = preferred(matches, len(keys) // KEY_BYTES, ongoing, self.busier_by)
-        return [[candidates[replica] for replica in drawn], by_chance]
+        drawn = preferred(matches, len(route.keys) // KEY_BYTES, ongoing, self.busier_by)
+        likely = min(drawn or [replica.replica_id for replica in by_chance], key=ongoing.__getitem__)
+        route.taken(likely, self.index)
+        return [[candidates[likely]], [candidates[replica] for replica in drawn], by_chance]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)

@@ -33,17 +33,20 @@ DOCUMENT_SHARE = 0.9  # of a prompt that begins with a common document; the rest
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a load. `tokens_per_word` is the server's own, since vocabularies differ."""
+    """The prompts of a load. `tokens_per_word` is the server's own, since vocabularies differ. `run` makes the texts
+    those of one run, so that a server that keeps KV has none of them from a run before, whatever its protocol.
+    """
 
     seed: int
     tokens_per_word: float = 1.0
+    run: str = ""
 
     def text(self, request: PlannedRequest) -> str:
         """A prompt of about as many tokens as planned; it is the same whenever it is asked for."""
         words = max(1, round(request.input_tokens / self.tokens_per_word))
         common = 0 if request.document is None else int(DOCUMENT_SHARE * words)
-        document = words_of(f"{self.seed} document {request.document}", common)
-        own = words_of(f"{self.seed} prompt {request.index}", words - common)
+        document = words_of(f"{self.run}{self.seed} document {request.document}", common)
+        own = words_of(f"{self.run}{self.seed} prompt {request.index}", words - common)
         return f"{document} {own}" if document else own
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import secrets
 from collections.abc import Callable
 from contextlib import AbstractContextManager, aclosing
 from typing import Any
@@ -36,7 +37,7 @@ async def bench_serve(
     Raises `UnavailableError` if no server answers, or if it does not answer one short request before the load.
     """
     chosen = await chosen_model(client, model)
-    prompts = Prompts(load.seed, await tokens_per_word(client, chosen, timeout_s))
+    prompts = Prompts(load.seed, await tokens_per_word(client, chosen, timeout_s), run=secrets.token_hex(8))
     load_before = os.getloadavg()[0]
     asking = Asking(chosen, prompts, temperature, load.seed)
     with progress as watch:

@@ -151,3 +151,8 @@ def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: 
     assert [tally[:4] for tally in totals.stats.tallies[:2]] == [(2, 4, 2, 1), (2, 6, 3, 1)]
     assert totals.stats.plans == {"plain": 2}
     assert (totals.prefix_hit_tokens, totals.prefix_miss_tokens) == (0, 4), "two prompts, each once"
+    again = engine.submit(replace(request(max_tokens=9), resume=(7, 8)))
+    below.answers = [[Proposal(again, 4, (9,), b"\2")]]
+    engine.run_once()
+    totals = engine.told_totals
+    assert (totals.prefix_hit_tokens, totals.prefix_miss_tokens) == (0, 4), "it was counted when it first came"

@@ -312,6 +312,27 @@ def test_kept_texts_are_dropped_before_the_pool_is_broken_up() -> None:
     check(kv)
 
 
+def test_texts_are_not_dropped_for_one_range_where_two_do() -> None:
+    """Free are 160 slots at each of two places, and kept texts between them."""
+    kv = shared_kv(960, 8)
+    for i in range(6):
+        read(kv, i, random_text(160, i), room=0, cache_salt="" if i in (1, 2, 4, 5) else "gone")
+    for i in range(6):
+        kv.release(i)
+    for node in [node for node in kv.tree.nodes() if node.parent is kv.tree.root.children["gone"]]:
+        kv.tree.drop(node)
+    assert kv.allocator.num_free == 320
+    held = kv.open(9, spec(2000), 320)
+    assert held is not None
+    assert (len(held.ranges), kv.dropped_tokens) == (2, 320), "only what this test has dropped itself"
+    assert not kv.hemmed_in(9)
+    check(kv)
+    kv.release(9)
+    kept = kv.kept_tokens
+    assert len(kv._allocate(320, 2, 100)) == 1, "with two that are shared, and one that it will grow into"
+    assert kv.kept_tokens < kept
+
+
 def test_a_sequence_grows_in_place_into_what_nobody_uses() -> None:
     kv = shared_kv(296, 8)
     for i in range(3):

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import random
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import pytest
 
 from deploy.prefixes import BLOCK, KEY_BYTES, MARGIN, TOKENS_PER_REQUEST, PrefixIndex, preferred, prefix_keys, salt_key
-from deploy.routing import Route
+from deploy.replica import reads_all
+from deploy.routing import PrefixRouter, Route
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 
 RNG = random.Random(0)
 TEXT = [RNG.randrange(4096) for _ in range(10 * BLOCK)]
@@ -193,3 +199,50 @@ def test_a_route_stays_at_the_gateway() -> None:
     route = Route(TEXT, "salt")
     assert len(pickle.dumps(route)) < 100
     assert pickle.loads(pickle.dumps(route)).keys == b""
+
+
+class Name(NamedTuple):
+    unique_id: str
+
+
+def chosen(router: Any, route: Route) -> list[Name]:
+    """The first list that Serve is given."""
+    replicas = [SimpleNamespace(replica_id=Name(name)) for name in "abcd"]
+    request = SimpleNamespace(kwargs={"route": route}, routing_context=SimpleNamespace())
+    return [each.replica_id for each in asyncio.run(router.choose_replicas(replicas, request))[0]]
+
+
+def test_first_requests_that_come_together_go_to_one_replica() -> None:
+    """None has been accepted by a replica when the next is routed."""
+    router: Any = PrefixRouter.__new__(PrefixRouter)  # without Serve
+    router.initialize_state(capacity=1000, busier_by=4)
+    routes = [Route(TEXT) for _ in range(8)]
+    [likely] = chosen(router, routes[0])
+    assert all(chosen(router, route) == [likely] for route in routes)
+    turn = router.index.turn
+    request: Any = SimpleNamespace(kwargs={"route": routes[0]})
+    router.on_request_routed(request, likely, None)
+    assert router.index.turn == turn, "it has been noted"
+    router.on_request_routed(request, Name("another"), None)
+    routes[0].answered(0)
+    assert router.index.match(Name("another"), routes[0].keys) == 10, "what is learnt is of the replica that Serve took"
+
+
+@pytest.mark.parametrize(
+    ("selector", "lookaheads", "by_default", "whole"),
+    [
+        ("h2o", None, True, True),
+        ("h2o", (4, 0), False, True),
+        ("h2o", (0, 4), True, False),  # nothing is selected where the retrieval tier does not draft
+        ("h2o", None, False, False),
+        ("", (0, 0), True, False),
+        ("snapkv", None, True, False),
+    ],
+)
+def test_who_reads_all_is_sent_anywhere(
+    selector: str, lookaheads: tuple[int, int] | None, by_default: bool, whole: bool
+) -> None:
+    given = None if lookaheads is None else gen.Lookaheads(values=lookaheads)
+    request = pb.DecodeRequest(selector=selector, lookaheads=given)
+    assert reads_all(request, "h2o", retrieves=by_default) == whole
+    assert reads_all(pb.DecodeRequest(selector=selector, prompt_logprobs=0), "snapkv", retrieves=False)

@@ -17,7 +17,8 @@ class Totals:
     # meaning here.
     stats: Stats = field(default_factory=Stats)
     rounds_by_tokens: dict[int, int] = field(default_factory=dict)  # rounds by the tokens that they committed
-    # Tokens of prompts and of resumed output: those whose KV was found, and those that were prefilled.
+    # Tokens of prompts: those whose KV was found, and those that were prefilled. Requests that are resumed after a
+    # failure are not counted.
     prefix_hit_tokens: int = 0
     prefix_miss_tokens: int = 0
 

@@ -35,7 +35,7 @@ class FullKV(KVCache):
 
     Where texts are shared, the KV of a text stays in the pool when its sequence ends, and while its prompt is read
     others may use what is there already (kv/prefix_tree.py). Kept texts that nobody uses are dropped when slots are
-    needed, before a range is broken into small ones.
+    needed, before the pool is broken into many small ranges.
     """
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
@@ -165,9 +165,14 @@ class FullKV(KVCache):
         return self.allocator.with_free(idle).plan(count, most_ranges) is not None
 
     def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
-        """Slots in one range if need be by dropping kept texts; else in several. There is room."""
-        whole, pieces = partial(self.allocator.plan, count, 1, wished), partial(self.allocator.plan, count, most_ranges)
-        for plan, most in ((whole, 1), (pieces, most_ranges)):
+        """Slots in few ranges, if need be by dropping kept texts; else in as many as it may have. There is room.
+
+        Not in one range at any price: for that, most texts might have to be dropped. So many that a text in them can be
+        shared whole, and that one remains to grow into where it will grow.
+        """
+        few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
+        for most in dict.fromkeys((few, most_ranges)):
+            plan = partial(self.allocator.plan, count, most, wished)
             if plan() is None and self.allocator.with_free(self.tree.idle_ranges()).plan(count, most) is not None:
                 self._drop_until(plan)
             if (planned := plan()) is not None:
