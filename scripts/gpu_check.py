@@ -62,35 +62,18 @@ def bench(args: Namespace) -> dict[str, Any]:
 
 
 def attention(args: Namespace) -> dict[str, Any]:
-    """Microseconds of a layer's attention by each path over ranges of keys, and of the kernel itself."""
+    """Microseconds of a layer's attention in captured passes, by each way of reading a range of keys."""
     import torch
 
-    from triforce_core.attention import cuda_flash, ranged
-    from triforce_core.attention.ranged import WorkItems, cut, num_splits
+    from triforce_core.bench.attention import CASES, bench_attention
 
-    device = torch.device(args.device)
-    paths = {name: path for name, path in vars(cuda_flash).items() if name.endswith("_ranged") and callable(path)}
-    paths["gathered"] = ranged.gathered
-    found: dict[str, Any] = {}
-    for kv_heads, group in ((32, 1), (8, 4)):
-        for keys in (4096, 124_928):
-            pool = torch.randn(2, kv_heads, keys + 64, 128, device=device, dtype=torch.bfloat16)
-            for queries in (1, 4, 9):
-                case = f"{kv_heads * group} heads on {kv_heads}, {keys} keys, {queries} queries"
-                splits = num_splits(132, 1, kv_heads, keys)
-                starts, lengths = zip(*cut([(0, keys)], splits), (0, 0), strict=True)
-                numbers = [torch.tensor(n, dtype=torch.int32, device=device) for n in (starts, lengths[:-1])]
-                offsets = torch.arange(splits + 1, dtype=torch.int32, device=device) * (group * queries)
-                items = WorkItems(numbers[0], numbers[1], offsets, keys, splits)
-                query = torch.randn(splits, group * queries, kv_heads, 128, device=device, dtype=torch.bfloat16)
-                for name, path in paths.items():
-                    if name != "gathered" or keys == 4096:  # it copies all keys
-                        run = partial(path, query, *pool, 128**-0.5, items)
-                        found[f"{name}: {case}"] = attempt(run, device)
-                plain = torch.randn(kv_heads * group, queries, 128, device=device, dtype=torch.bfloat16)
-                run = partial(cuda_flash.cuda_flash, plain, *pool, 128**-0.5, True)
-                found[f"cuda_flash: {case}"] = attempt(run, device)
-                save(args.out, found)
+    device, found = torch.device(args.device), dict[str, Any]()
+    for case in CASES:
+        try:
+            found[str(case)] = bench_attention(device, torch.bfloat16, (case,), partial(print, flush=True))
+        except Exception as error:  # one case that fails must not cost the others
+            found[str(case)] = f"{type(error).__name__}: {error}"[:300]
+        save(args.out, found)
     return found
 
 
@@ -167,16 +150,6 @@ def settings_of(args: Namespace) -> Any:
 
     given = {"device": args.device, "dtype": "bfloat16", "max_sequences": 1, "retrieval": {"budget": 4096}}
     return Settings.model_validate(given)
-
-
-def attempt(run: Callable[[], object], device: Any) -> float | str:
-    """Its microseconds, or how it failed."""
-    from triforce_core.bench.peaks import seconds
-
-    try:
-        return 1e6 * seconds(run, device)
-    except Exception as error:  # one path that fails must not cost the others
-        return f"{type(error).__name__}: {error}"[:300]
 
 
 def save(path: Path, found: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def with_noise(model: PreTrainedModel, scale: float, *, seed: int = 0) -> PreTra
     with torch.no_grad():
         for weight in noisy.parameters():
             if weight.dim() == 2:
-                noise = torch.randn(weight.shape, generator=generator).to(weight.dtype)
+                noise = torch.randn(weight.shape, generator=generator).to(weight)
                 weight.add_(scale * weight.std() * noise)
     return noisy
 

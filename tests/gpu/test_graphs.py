@@ -27,6 +27,7 @@ def decoded(dtype: str, graphs: str, temperature: float) -> Outcome:
             "dtype": dtype,
             "max_sequences": 3,
             "graphs": graphs,
+            "compile": "off",  # each engine would compile anew
             "retrieval": {"budget": 512, "refresh_every": 16},
             "draft": {"window": 60},
         }

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from tests.fake_cuda import Device, fake_cuda, fake_model
+from tests.random_models import random_model, with_noise
 from triforce_core.bench import device as bench
 from triforce_core.bench.device import DeviceWorkload, synthetic_engine
 from triforce_core.bench.geometry import Geometry, geometry_of
@@ -158,3 +159,8 @@ def test_an_offloaded_shard_of_two_4090s(device: Device, selector: str) -> None:
     counted, reserved = counted_and_reserved(device, shape, made)
     assert counted <= reserved <= 2 * counted
     assert device.pageable == 0, "the link is twice as slow from memory that is not pinned, and the host waits"
+
+
+def test_the_tests_drafter_is_made_where_its_target_is() -> None:
+    """Noise on the host and weights on a GPU do not mix, and neither do noise and the meta device's weights."""
+    assert with_noise(random_model().to("meta"), 0.1).device.type == "meta"

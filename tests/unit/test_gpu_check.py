@@ -6,9 +6,14 @@ import json
 import os
 import subprocess
 import sys
+from argparse import Namespace
 from pathlib import Path
 
 import pytest
+
+from scripts import gpu_check
+from triforce_core.bench import attention
+from triforce_core.bench.attention import AttentionCase
 
 STEPS = ["versions", "tests", "attention", "device_quick", "device_full", "device_gqa", "profile", "link"]
 ROOT = Path(__file__).parents[2]
@@ -49,3 +54,14 @@ def test_it_says_how_it_is_called(arguments: list[str]) -> None:
     done = check(*arguments)
     assert done.returncode == 2
     assert "usage: scripts/gpu_check.sh WHEELS OUT" in done.stderr
+
+
+def test_attention_is_measured_case_by_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rest is there where one fails."""
+    cases = (AttentionCase(4, 2, 3, 600, 700, head_dim=-1), AttentionCase(4, 2, 3, 600, 700, head_dim=16))
+    monkeypatch.setattr(attention, "CASES", cases)
+    found = gpu_check.attention(Namespace(device="cpu", out=tmp_path / "attention.json"))
+    assert found == json.loads((tmp_path / "attention.json").read_text())
+    failed, measured = (found[str(case)] for case in cases)
+    assert failed.startswith("RuntimeError: ")
+    assert measured["attention"][0]["us"] > 0
