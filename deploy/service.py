@@ -271,10 +271,15 @@ class Service:
             deadline = asyncio.get_running_loop().time() + limit_s
             try:
                 completions: list[AsyncGenerator[Part, None]] = []
-                for each in requests:
-                    async with asyncio.timeout_at(deadline):
-                        made = each if each.prepare is None else await each.prepare()
-                        request = await self.request(made)
+                for position, each in enumerate(requests):
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            made = each if each.prepare is None else await each.prepare()
+                            request = await self.request(made)
+                    except InvalidValueError as error:
+                        if error.field != "prompt" or len(requests) == 1:
+                            raise
+                        raise type(error)(f"prompt.{position}", error.value, error.rule) from None
                     call.prompt_tokens += len(request.prompt)
                     first = len(completions)
                     completions += [self.parts(made, request, nth, deadline, first) for nth in range(each.n)]
