@@ -191,11 +191,13 @@ def list_models(service: Service) -> pb.ListModelsResponse:
 
 async def tokenize(service: Service, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
     service.check_model(request.model or service.model.name)
-    prompt = await prompt_of(service, request)
-    tokens = await service.encode(prompt) if isinstance(prompt, str) else prompt
+    with service.placed():
+        prompt = await prompt_of(service, request)
+        tokens = await service.encode(prompt) if isinstance(prompt, str) else prompt
     return pb.TokenizeResponse(token_ids=tokens, context_length=service.model.limits.context_length)
 
 
 async def detokenize(service: Service, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
     service.check_model(request.model or service.model.name)
-    return pb.DetokenizeResponse(text=await service.decode(request.token_ids))
+    with service.placed():
+        return pb.DetokenizeResponse(text=await service.decode(request.token_ids))

@@ -682,6 +682,39 @@ def test_the_service_gives_the_place_that_comes_free_to_the_other_key(file: Path
     assert said.count("alice RESOURCE_EXHAUSTED") > 0
 
 
+def test_requests_for_tokens_count_in_the_share_of_their_key(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = gateway(file, max_queued=1)
+    service, client = made.service, http(made)
+    held: list[int] = []
+
+    async def noted(self: Service, *_: Any, **__: Any) -> Any:
+        held.append(self.shares.held["alice"])
+        return ()
+
+    monkeypatch.setattr(Service, "encode", noted)
+    monkeypatch.setattr(Service, "decode", noted)
+
+    def statuses() -> list[object]:
+        alice = bearer("alice-key")
+        over_http = [
+            client.post("/tokenize", json={"prompt": "a"}, headers=alice).status_code,
+            client.post("/detokenize", json={"tokens": [5]}, headers=alice).status_code,
+        ]
+        contexts = [Context(**alice), Context(**alice)]
+        for method, context in zip(("Tokenize", "Detokenize"), contexts, strict=True):
+            called(made, method, context, REQUESTS[method])
+        return [*over_http, *(context.status and context.status[0] for context in contexts)]
+
+    statuses()
+    assert held == [1] * 4
+    assert (service.in_flight, service.shares.held) == (0, {})
+    service.shares.take("bob", 1)
+    share = service.room // 2
+    service.shares.take("alice", share)
+    assert statuses() == [429, 429, *[grpc.StatusCode.RESOURCE_EXHAUSTED] * 2]
+    assert len(held) == 4
+
+
 def test_the_servers_own_probe_belongs_to_no_key(file: Path) -> None:
     made = gateway(file)
 
