@@ -47,6 +47,7 @@ ENVIRONMENT = {
     # Ray gives its workers the niceness 15, with which any other busy process leaves the tiers a thirtieth of a core.
     "RAY_worker_niceness": "0",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.headers.middlewares",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # Our code never blocks the event loop, so Serve needs no separate thread for user code and no separate loop for its

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 
 import grpc
 
@@ -51,9 +52,13 @@ def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
 
 
 async def client_request_from(service: Service, request: pb.GenerateRequest) -> ClientRequest:
-    """The service's form of a request. Raises `InvalidValueError` naming the field."""
-    return ClientRequest(
-        prompt=await prompt_of(service, request),
+    """The service's form of a request; a conversation is rendered when the service has admitted it.
+
+    Raises `InvalidValueError` naming the field, as does the request's `prepare`.
+    """
+    converses = request.WhichOneof("prompt") == "messages"
+    asked = ClientRequest(
+        prompt="" if converses else await prompt_of(service, request),
         sampling=sampling_from_client(request.sampling),
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         seed=seed_from_proto(request.seed) if request.HasField("seed") else None,
@@ -76,6 +81,11 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
         cache_salt=request.cache_salt,
         fingerprint=request.fingerprint,
     )
+
+    async def prepare() -> ClientRequest:
+        return replace(asked, prompt=await prompt_of(service, request))
+
+    return replace(asked, prepare=prepare) if converses else asked
 
 
 async def prompt_of(service: Service, request: pb.GenerateRequest | pb.TokenizeRequest) -> str | tuple[int, ...]:
@@ -181,11 +191,13 @@ def list_models(service: Service) -> pb.ListModelsResponse:
 
 async def tokenize(service: Service, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
     service.check_model(request.model or service.model.name)
-    prompt = await prompt_of(service, request)
-    tokens = await service.encode(prompt) if isinstance(prompt, str) else prompt
+    with service.placed():
+        prompt = await prompt_of(service, request)
+        tokens = await service.encode(prompt) if isinstance(prompt, str) else prompt
     return pb.TokenizeResponse(token_ids=tokens, context_length=service.model.limits.context_length)
 
 
 async def detokenize(service: Service, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
     service.check_model(request.model or service.model.name)
-    return pb.DetokenizeResponse(text=await service.decode(request.token_ids))
+    with service.placed():
+        return pb.DetokenizeResponse(text=await service.decode(request.token_ids))

@@ -53,9 +53,11 @@ class Meters:
         )
         self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that were read, of each prompt once.")
         self.generation_tokens = self._counter("generation_tokens", "Output tokens handed to clients.")
-        in_flight = self._gauge("requests_in_flight", "Completions at the gateway, streams included.")
+        in_flight = self._gauge(
+            "requests_in_flight", "Completions at the gateway, streams included, and requests for tokens."
+        )
         in_flight.set_function(lambda: service.in_flight)
-        places = self._gauge("places", "The most completions that the gateway takes; beyond them clients get 429.")
+        places = self._gauge("places", "The most of these that the gateway takes; beyond them clients get 429.")
         places.set_function(lambda: service.room)
         self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival at the gateway to its first text."

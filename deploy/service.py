@@ -9,8 +9,8 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -252,17 +252,8 @@ class Service:
 
     async def unmetered(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
         """`complete` for the server's own requests, which metrics do not count."""
-        if self.draining:
-            raise UnavailableError("the server is shutting down")
-        asked = requests[0]
-        places = check_places(len(requests), asked.n, self.room)
-        call = calls.current()
-        if self.in_flight + places > self.room:
-            self.shares.refused(call.key, places)
-            raise OverloadedError(f"{self.in_flight} of {self.room} places are taken; try again later")
-        self.shares.take(call.key, places)
-        self.in_flight += places
-        try:
+        asked, call = requests[0], calls.current()
+        with self.placed(check_places(len(requests), asked.n, self.room)):
             self.check_model(asked.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
             if asked.timeout_s is not None:
@@ -271,10 +262,15 @@ class Service:
             deadline = asyncio.get_running_loop().time() + limit_s
             try:
                 completions: list[AsyncGenerator[Part, None]] = []
-                for each in requests:
-                    async with asyncio.timeout_at(deadline):
-                        made = each if each.prepare is None else await each.prepare()
-                        request = await self.request(made)
+                for position, each in enumerate(requests):
+                    try:
+                        async with asyncio.timeout_at(deadline):
+                            made = each if each.prepare is None else await each.prepare()
+                            request = await self.request(made)
+                    except InvalidValueError as error:
+                        if error.field != "prompt" or len(requests) == 1:
+                            raise
+                        raise type(error)(f"prompt.{position}", error.value, error.rule) from None
                     call.prompt_tokens += len(request.prompt)
                     first = len(completions)
                     completions += [self.parts(made, request, nth, deadline, first) for nth in range(each.n)]
@@ -285,9 +281,25 @@ class Service:
                         yield part
             except (TimeoutError, DeadlineError):  # this clock or the engine's
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None
+
+    @contextmanager
+    def placed(self, places: int = 1) -> Iterator[None]:
+        """Hold so many places for the current call while the block runs. Raises `UnavailableError` or
+        `OverloadedError`.
+        """
+        if self.draining:
+            raise UnavailableError("the server is shutting down")
+        key = calls.current().key
+        if self.in_flight + places > self.room:
+            self.shares.refused(key, places)
+            raise OverloadedError(f"{self.in_flight} of {self.room} places are taken; try again later")
+        self.shares.take(key, places)
+        self.in_flight += places
+        try:
+            yield
         finally:
             self.in_flight -= places
-            self.shares.give_back(call.key, places)
+            self.shares.give_back(key, places)
 
     def check_model(self, name: str) -> None:
         if name != self.model.name:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import fields, replace
 from typing import Annotated, Any, Literal
 
@@ -19,14 +20,16 @@ DEFAULT_MAX_TOKENS = 16  # OpenAI's
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 
 
-def checked_as(rule: str) -> WrapValidator:
-    """A validator that reports `rule` alone, where a union would report an error for each of its members."""
+def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> WrapValidator:
+    """A validator that reports `rule` alone, where a union would report an error for each of its members, and after it
+    the `flaw` of the value.
+    """
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
             return handler(value)
         except ValidationError:
-            raise ValueError(rule) from None
+            raise ValueError(rule + flaw(value)) from None
 
     return WrapValidator(validate)
 
@@ -64,9 +67,20 @@ class Speculation(Body):
     )
 
 
+def odd_element(prompt: Any) -> str:
+    """Where a list ceases to be what its first element promises."""
+    elements = prompt if isinstance(prompt, list) else []
+    for index, each in enumerate(elements):
+        kind = type(each)
+        sound = kind in (str, int) or (kind is list and all(type(token) is int for token in each))
+        if not sound or kind is not type(elements[0]):
+            return f", all of one kind: prompt.{index} is not"
+    return ""
+
+
 Prompt = Annotated[
     str | list[int] | list[str] | list[list[int]],
-    checked_as("must be a text or a list of token ids, or a list of several of these"),
+    checked_as("must be a text or a list of token ids, or a list of several of these", odd_element),
 ]
 Stop = Annotated[str | list[str] | None, checked_as("must be a text or a list of texts")]
 JsonSchema = Annotated[dict[str, Any] | str | None, checked_as("must be a JSON schema, as an object or a text")]

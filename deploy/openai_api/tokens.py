@@ -40,11 +40,12 @@ class DetokenizeResponse(BaseModel):
 def token_routes(service: Service) -> APIRouter:
     router = APIRouter()
 
-    @router.post("/tokenize", responses=documented(400, 404, 413, 500))
+    @router.post("/tokenize", responses=documented(400, 404, 413, 429, 500, 503))
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:
         """Converts a text into the target's tokens."""
         service.check_model(body.model or service.model.name)
-        tokens = await service.encode(body.prompt, special=body.add_special_tokens)
+        with service.placed():
+            tokens = await service.encode(body.prompt, special=body.add_special_tokens)
         names = service.model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return TokenizeResponse(
             count=len(tokens),
@@ -53,10 +54,11 @@ def token_routes(service: Service) -> APIRouter:
             token_strs=names,
         )
 
-    @router.post("/detokenize", responses=documented(400, 404, 413, 500))
+    @router.post("/detokenize", responses=documented(400, 404, 413, 429, 500, 503))
     async def detokenize(body: DetokenizeRequest) -> DetokenizeResponse:
         """Converts the target's tokens into text."""
         service.check_model(body.model or service.model.name)
-        return DetokenizeResponse(prompt=await service.decode(body.tokens))
+        with service.placed():
+            return DetokenizeResponse(prompt=await service.decode(body.tokens))
 
     return router

@@ -16,7 +16,9 @@ from openai import APIStatusError, BadRequestError, OpenAI, pydantic_function_to
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+from deploy import grpc_api
 from deploy.chat.template import ChatTemplate
+from deploy.errors import OverloadedError
 from deploy.openai_api import chat
 from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.routes import http_app
@@ -27,6 +29,7 @@ from tests.serve.conftest import Server
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
+from triforce_core.errors import DeadlineError, UnavailableError
 from triforce_core.sampling.guides import Guide
 
 USER = {"role": "user", "content": "How warm is it in Łódź?"}
@@ -242,6 +245,33 @@ def test_a_chat_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: p
     assert status() == 429
     service.draining = True
     assert status() == 503
+    assert len(rendered) == 1
+
+
+def test_a_chat_over_grpc_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    rendered = []
+
+    async def render(self: ChatTemplate, messages: Any, *_: Any, **__: Any) -> tuple[int, ...]:
+        rendered.append(messages)
+        await asyncio.sleep(2)
+        return (1,)
+
+    monkeypatch.setattr(ChatTemplate, "render", render)
+    service = service_of("none", Answering("none", "a", cut=0))
+
+    def ask() -> None:
+        request = gen.GenerateRequest(messages=gen.ChatMessages(messages=[gen.ChatMessage(**USER)]), timeout_s=0.05)
+        asyncio.run(grpc_api.generate(service, request))
+
+    with pytest.raises(DeadlineError):
+        ask()
+    assert len(rendered) == 1
+    service.in_flight = service.room
+    with pytest.raises(OverloadedError):
+        ask()
+    service.draining = True
+    with pytest.raises(UnavailableError):
+        ask()
     assert len(rendered) == 1
 
 

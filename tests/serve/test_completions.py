@@ -136,8 +136,28 @@ def test_too_many_prompts_are_refused_before_a_request_is_made_of_each(monkeypat
 
 
 def test_a_wrong_prompt_among_several_ends_all() -> None:
-    assert refused(prompt=["a", ""])["param"] == "prompt"
-    assert refused(prompt=[[5], [10**6]])["param"] == "prompt"
+    assert refused(prompt=["a", ""])["param"] == "prompt.1"
+    assert refused(prompt=[[5], [7], [10**6]])["param"] == "prompt.2"
+    assert refused(prompt=[""])["param"] == "prompt"
+    assert refused(prompt=["a", "b"], min_tokens=-1)["param"] == "min_tokens"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "index"),
+    [(["a", 5], 1), ([[5], [5], [5, "a"]], 2), ([5, 5, 5, None], 3), ([None], 0), ([[5], "a"], 1), ([5, True], 1)],
+    ids=str,
+)
+def test_the_element_of_a_prompt_that_is_of_another_kind_is_named(prompt: Any, index: int) -> None:
+    rule = (
+        f"must be a text or a list of token ids, or a list of several of these, all of one kind: prompt.{index} is not"
+    )
+    assert refused(prompt=prompt)["message"].endswith(rule)
+
+
+def test_a_long_prompt_among_several_is_named() -> None:
+    client, *_ = served(ENDED)
+    answer = ask(client, prompt=["a", "a " * 20_000])
+    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt.1")
 
 
 # -- echo and logprobs -------------------------------------------------------------------------------------------------

@@ -16,11 +16,15 @@ import grpc
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest
 from openai import AuthenticationError, OpenAI
+from ray._common.utils import import_attr
+from ray.serve._private.http_util import _apply_middlewares
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
+from starlette.types import Receive, Scope, Send
 
 from deploy import health
 from deploy import keys as keys_module
+from deploy.app import ENVIRONMENT
 from deploy.errors import OverloadedError, UnauthenticatedError, traced
 from deploy.gateway import Gateway
 from deploy.health import SERVICES, Health
@@ -305,6 +309,39 @@ def test_an_id_that_is_not_sound_is_refused(given: str) -> None:
     assert answer.json()["error"]["param"] == "x-request-id"
     assert "1 to 128 printable ASCII characters" in answer.json()["error"]["message"]
     assert http(gateway(None)).get("/v1/models", headers={"x-request-id": "x" * 128}).status_code == 200
+
+
+def test_what_serve_cannot_decode_reaches_the_gateway() -> None:
+    """Serve applies the middlewares that a variable names; then its proxy decodes headers as UTF-8."""
+    app = gateway(None).__serve_build_asgi_app__()
+
+    async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
+        for _, value in scope.get("headers", ()):
+            value.decode()
+        await app(scope, receive, send)
+
+    named = import_attr(ENVIRONMENT["RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH"])
+    served = _apply_middlewares(proxy, named())
+
+    def answer(**headers: bytes) -> tuple[int, bytes]:
+        """Without a client of tests: none of them reads a header that is not ASCII, as Serve returns the id."""
+        given = [(name.replace("_", "-").encode(), value) for name, value in headers.items()]
+        scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": given}
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        asyncio.run(served(scope, receive, send))
+        return sent[0]["status"], sent[1]["body"]
+
+    status, body = answer(x_request_id=b"caf\xe9")
+    assert (status, json.loads(body)["error"]["param"]) == (400, "x-request-id")
+    for name in ("authorization", "traceparent", "x_session_id", "serve_multiplexed_model_id"):
+        assert answer(**{name: b"caf\xe9"})[0] == 200
 
 
 def test_a_body_above_the_limit_is_refused_before_it_is_parsed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -680,6 +717,39 @@ def test_the_service_gives_the_place_that_comes_free_to_the_other_key(file: Path
     share = gateway(None, max_queued=1).service.room // 2
     assert said.count("alice served") == share
     assert said.count("alice RESOURCE_EXHAUSTED") > 0
+
+
+def test_requests_for_tokens_count_in_the_share_of_their_key(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = gateway(file, max_queued=1)
+    service, client = made.service, http(made)
+    held: list[int] = []
+
+    async def noted(self: Service, *_: Any, **__: Any) -> Any:
+        held.append(self.shares.held["alice"])
+        return ()
+
+    monkeypatch.setattr(Service, "encode", noted)
+    monkeypatch.setattr(Service, "decode", noted)
+
+    def statuses() -> list[object]:
+        alice = bearer("alice-key")
+        over_http = [
+            client.post("/tokenize", json={"prompt": "a"}, headers=alice).status_code,
+            client.post("/detokenize", json={"tokens": [5]}, headers=alice).status_code,
+        ]
+        contexts = [Context(**alice), Context(**alice)]
+        for method, context in zip(("Tokenize", "Detokenize"), contexts, strict=True):
+            called(made, method, context, REQUESTS[method])
+        return [*over_http, *(context.status and context.status[0] for context in contexts)]
+
+    statuses()
+    assert held == [1] * 4
+    assert (service.in_flight, service.shares.held) == (0, {})
+    service.shares.take("bob", 1)
+    share = service.room // 2
+    service.shares.take("alice", share)
+    assert statuses() == [429, 429, *[grpc.StatusCode.RESOURCE_EXHAUSTED] * 2]
+    assert len(held) == 4
 
 
 def test_the_servers_own_probe_belongs_to_no_key(file: Path) -> None:

@@ -143,6 +143,8 @@ def test_a_request_has_one_id_in_its_answer_and_in_the_log(started: Started) -> 
     assert "," not in made
     unsound = requests.get(url, headers={**headers, "x-request-id": "x" * 129}, timeout=30)
     assert unsound.status_code == 400
+    latin = requests.get(url, headers={**headers, "x-request-id": b"caf\xe9"}, timeout=30)
+    assert (latin.status_code, latin.json()["error"]["param"]) == (400, "x-request-id")
     completed = started.server.complete(max_tokens=5, seed=1)
     assert completed.status_code == 200
     lines = until_logged(started.logs, completed.headers["x-request-id"])
