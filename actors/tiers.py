@@ -300,9 +300,11 @@ class TargetActor(TierActor):
         self.sink: RaySink | None = None
         self.marks = Marks.create()
 
-    def identity(self) -> tuple[int, str]:
-        """This process's id, and where the marks of its requests are; for the owner, on the same machine."""
-        return os.getpid(), self.marks.path
+    def identity(self) -> tuple[int, tuple[int, ...], str]:
+        """The ids of this process and of those that follow it, and where the marks of its requests are; for the owner,
+        on the same machine.
+        """
+        return os.getpid(), self.ranks.pids if self.ranks is not None else (), self.marks.path
 
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer
