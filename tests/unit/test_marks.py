@@ -39,6 +39,9 @@ def test_marks_outlive_the_process_that_set_them() -> None:
     assert not marks.any()
     marks.close()
     assert not marks.any()
+    os.dup2(reading, marks.fd)  # the number goes to another file
+    marks.close()
+    os.close(marks.fd)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.close(reading)
     os.close(writing)
