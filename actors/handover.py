@@ -14,7 +14,7 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
@@ -168,6 +168,15 @@ def copy_bytes(data: NDArray[np.uint8], staged: Tensor, first: int, stop: int) -
 class SnapshotTaker(Protocol):
     """The receiver of complete snapshots."""
 
+    @property
+    def held(self) -> Collection[int]:
+        """The ids of the sequences that are stated."""
+        ...
+
+    def drop_unstated(self) -> None:
+        """Drop the snapshots of all other sequences."""
+        ...
+
     def take(self, snapshot: Snapshot) -> bool:
         """Take a snapshot; returns False if it is refused."""
         ...
@@ -188,8 +197,13 @@ class SnapshotReceiver:
     when the next piece of any sequence comes. `take_piece` may be called from any thread.
     """
 
-    def __init__(self, taker: SnapshotTaker, device: str, max_sequences: int) -> None:
-        self.taker, self.device, self.max_sequences = taker, device, max_sequences
+    def __init__(
+        self, taker: SnapshotTaker, device: str, max_sequences: int, linked: Callable[[], bool] = lambda: True
+    ) -> None:
+        """`linked`: whether a link to the tier above is open. Without one all is refused: what comes is of a target
+        that has died, and nobody would release it.
+        """
+        self.taker, self.device, self.max_sequences, self.linked = taker, device, max_sequences, linked
         self.staging = PinnedStaging(torch.device(device))
         self.assemblies: dict[int, Assembly] = {}  # by sequence id, oldest first
         self.lock = threading.Lock()
@@ -198,13 +212,13 @@ class SnapshotReceiver:
         """Take a piece. Returns True if its snapshot is now complete and taken, and None if other pieces are missing.
 
         Returns False if this version is refused: a piece of it is damaged, a newer version has come, it changes a
-        snapshot that the taker does not hold, or its sequence has finished.
+        snapshot that the taker does not hold, its sequence has finished, or no link is open.
         """
         sequence_id, version = piece.manifest.sequence_id, piece.manifest.version
         sound = piece.sound
         with self.lock:
             self.assemblies = {i: each for i, each in self.assemblies.items() if self.taker.is_live(i)}
-            if not self.taker.is_live(sequence_id):
+            if not self.linked() or not self.taker.is_live(sequence_id):
                 return False
             assembly = self.assemblies.get(sequence_id)
             if not sound:
@@ -227,6 +241,14 @@ class SnapshotReceiver:
                 return None
             del self.assemblies[sequence_id]
             return self.taker.take(assembly.snapshot())
+
+    def link_ended(self) -> None:
+        """Drop what is of no sequence that is stated, on the thread that states them: a target that dies releases only
+        those that it stated. Where another target sends for one that it has yet to state, the snapshot is sent again.
+        """
+        with self.lock:
+            self.taker.drop_unstated()
+            self.assemblies = {i: each for i, each in self.assemblies.items() if i in self.taker.held}
 
 
 class RaySink(ABC):

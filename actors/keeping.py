@@ -103,8 +103,8 @@ class Keeper:
         await pipeline.stop(f"the target tier does not come up: {fault}")
 
     async def _end(self, process: TargetProcess) -> None:
-        """End the process. Ray is asked only if it cannot be seen from here: a process that hangs outlives its request
-        by seconds.
+        """End the process and its followers. Ray is asked only if it cannot be seen from here: a process that hangs
+        outlives its request by seconds.
         """
         if process.process is None:
             ray.kill(self.pipeline.actors.target, no_restart=False)
@@ -114,7 +114,7 @@ class Keeper:
         """The id of the process that Ray has started after `old`."""
         while True:
             with suppress(RayError):  # Ray has not noticed yet, or is starting it
-                pid, _ = await self.pipeline.actors.target.identity.remote()
+                pid, *_ = await self.pipeline.actors.target.identity.remote()
                 if pid != old:
                     return int(pid)
             await asyncio.sleep(RETRY_S)

@@ -58,5 +58,7 @@ class Marks:
         return not self.bytes.closed and self.bytes.find(b"\x01", 0) >= 0
 
     def close(self) -> None:
-        self.bytes.close()
-        os.close(self.fd)
+        """May be called again, as a pipeline may be stopped again: by then the number may be another file's."""
+        if not self.bytes.closed:
+            self.bytes.close()
+            os.close(self.fd)

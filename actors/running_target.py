@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -29,16 +29,14 @@ SLOTS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class TargetProcess:
-    """The process of a target actor. It is None where it cannot be seen from here."""
+    """The process of a target actor, and those that follow it. It is None where it cannot be seen from here."""
 
     process: psutil.Process | None
+    followers: tuple[psutil.Process, ...] = ()
 
     @classmethod
-    def of(cls, pid: int) -> TargetProcess:
-        try:
-            return cls(psutil.Process(pid))
-        except psutil.Error:
-            return cls(None)
+    def of(cls, pid: int, followers: Iterable[int] = ()) -> TargetProcess:
+        return cls(seen(pid), tuple(each for each in map(seen, followers) if each is not None))
 
     @property
     def dead(self) -> bool:
@@ -51,31 +49,42 @@ class TargetProcess:
             return True
 
     def kill(self) -> None:
-        """End it at once. A stopped process ends too; a process that took over its number does not."""
-        if self.process is not None:
-            with suppress(psutil.Error):
-                self.process.kill()
+        """End it at once, with its followers: one that hangs would keep the next target waiting. A stopped process ends
+        too; a process that took over its number does not.
+        """
+        for process in (self.process, *self.followers):
+            if process is not None:
+                with suppress(psutil.Error):
+                    process.kill()
+
+
+def seen(pid: int) -> psutil.Process | None:
+    """The process of this id; None where it cannot be seen from here."""
+    try:
+        return psutil.Process(pid)
+    except psutil.Error:
+        return None
 
 
 class RunningTarget:
     """One target process that serves, from its start to its end."""
 
-    def __init__(self, address: str, pid: int, marks: Marks | None) -> None:
-        """`marks`: None if they cannot be read."""
-        self.address, self.pid, self.process, self.marks = address, pid, TargetProcess.of(pid), marks
+    def __init__(self, address: str, pid: int, marks: Marks | None, followers: Iterable[int] = ()) -> None:
+        """`marks`: None if they cannot be read. `followers`: the ids of the processes that follow it."""
+        self.address, self.pid, self.process, self.marks = address, pid, TargetProcess.of(pid, followers), marks
         self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
     @classmethod
     async def started(cls, actor: ActorHandle[Any]) -> RunningTarget:
         """Load the target, which may be loaded already, and return it once it serves."""
         address: str = await actor.start.remote()
-        pid, path = await actor.identity.remote()
+        pid, followers, path = await actor.identity.remote()
         try:
             marks = Marks.of(path)
         except OSError as error:
             log.warning("the target's marks cannot be read: %s", error)
             marks = None
-        return cls(address, pid, marks)
+        return cls(address, pid, marks, followers)
 
     async def decode(self, request: bytes) -> AsyncGenerator[bytes, None]:
         """The serialized events of a serialized request.

@@ -116,9 +116,13 @@ class TierServer(TierServicer):
         above: Tier,
         doorbell: Doorbell | None = None,
         can_run_ahead: Callable[[], bool] = lambda: False,
+        link_ended: Callable[[], None] = lambda: None,
     ) -> None:
+        """`link_ended` is called by the worker after it has released the sequences of a link that has ended."""
         self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
         self.can_run_ahead = can_run_ahead  # whether to go on collecting when no answer is owed
+        self.link_ended = link_ended
+        self.links: set[Link] = set()  # those that are open
         self.inbox: queue.SimpleQueue[Message | Ended] = queue.SimpleQueue()
         self.served: dict[int, Served] = {}  # by sequence id
         self.counters = pb.LinkCounters(link=f"{above.name.lower()}>{tier.name.lower()}")
@@ -134,6 +138,7 @@ class TierServer(TierServicer):
     ) -> Iterator[pb.ProposalBatch]:
         context.send_initial_metadata(())
         link = Link()
+        self.links.add(link)
         threading.Thread(target=self._read, args=(request_iterator, context, link), name="link", daemon=True).start()
         for batch in link:
             with self.counting:
@@ -154,6 +159,7 @@ class TierServer(TierServicer):
             context.set_code(grpc.StatusCode.INTERNAL)
         finally:
             link.close()
+            self.links.discard(link)
             self.inbox.put(Ended(link))
             self.doorbell.ring()
 
@@ -205,6 +211,7 @@ class TierServer(TierServicer):
             message = self.inbox.get_nowait()
             if isinstance(message, Ended):
                 self._release([i for i, served in self.served.items() if served.link is message.link])
+                self.link_ended()
                 continue
             link, work, released = message.link, message.work, message.released
             self.served.update({w.span.sequence_id: Served(link, w.span.end) for w in work})

@@ -243,7 +243,9 @@ class RetrievalActor(LinkedActor):
         kv = own_kv if self.ranks is None else LeadingRetrievalKV(own_kv, self.ranks)
         if self.ranks is not None:
             self.ranks.barrier()
-        self.snapshots = SnapshotReceiver(kv, self.settings.device, self.settings.max_sequences)
+        self.snapshots = SnapshotReceiver(
+            kv, self.settings.device, self.settings.max_sequences, linked=lambda: bool(self.tier_server.links)
+        )
         verifier = retrieval_verifier(model, kv, self.settings)
         self.runners[Tier.RETRIEVAL] = verifier.runner
         return verifier
@@ -251,13 +253,15 @@ class RetrievalActor(LinkedActor):
     def serve(self, host: str) -> LinkServer:
         verifier, doorbell = self.verifier(), Doorbell()
         drafts, shares = self._drafts(doorbell)
+        assert self.snapshots is not None
+        ended = self.snapshots.link_ended
         pipelined = self.settings.micro_batches > 1
         decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares, hand_up_early=pipelined)
         if self.settings.speculation.run_ahead:
             ahead = RunAhead(decoder, fewer_than=self.settings.micro_batches)
-            server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead)
+            server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead, ended)
         else:
-            server = TierServer(decoder, self.tier, Tier.TARGET, doorbell)
+            server = TierServer(decoder, self.tier, Tier.TARGET, doorbell, link_ended=ended)
         return self.serve_link(host, server)
 
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:
@@ -296,9 +300,11 @@ class TargetActor(TierActor):
         self.sink: RaySink | None = None
         self.marks = Marks.create()
 
-    def identity(self) -> tuple[int, str]:
-        """This process's id, and where the marks of its requests are; for the owner, on the same machine."""
-        return os.getpid(), self.marks.path
+    def identity(self) -> tuple[int, tuple[int, ...], str]:
+        """The ids of this process and of those that follow it, and where the marks of its requests are; for the owner,
+        on the same machine.
+        """
+        return os.getpid(), self.ranks.pids if self.ranks is not None else (), self.marks.path
 
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer

@@ -9,8 +9,11 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
-from actors.handover import Piece
+from actors.handover import Piece, cut_pieces
+from actors.links import RemoteProposer
+from actors.tiers import RetrievalActor
 from actors.wire import sampling_to_proto
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
@@ -139,6 +142,42 @@ def test_damaged_and_lost_pieces_change_no_token(start_pipeline: StartPipeline, 
             assert int(Tier.RETRIEVAL) in found.origins, "and put to use"
         assert decode(tiers, prompt).tokens == expected
         assert sent(tiers).failed <= 1
+
+
+def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
+    """Of a sequence that it had not stated yet one snapshot is there, and of others some pieces, or none so far."""
+    actor = RetrievalActor(settings())
+    actor.start()
+    link = RemoteProposer(actor.start, timeout_s=30.0)
+    again = None
+    try:
+        assert actor.snapshots is not None
+        kv: Any = actor.snapshots.taker
+        geometry = kv.geometry
+        nothing = torch.zeros(geometry.num_layers, geometry.num_kv_heads, 8, geometry.head_dim)
+        whole, begun, late = (list(cut_pieces(Snapshot(i, 1, 8, nothing, nothing), 2**12)) for i in (1, 2, 3))
+        assert actor.take_piece(whole[0]) is False, "nobody has linked yet"
+        assert link.wait_ready(30.0)
+        assert [actor.take_piece(piece) for piece in whole][-1] is True
+        assert actor.take_piece(begun[0]) is None
+        assert (list(kv.arrived), list(actor.snapshots.assemblies)) == ([1], [2])
+        link.close()
+        until = time.monotonic() + 30
+        while kv.arrived or actor.snapshots.assemblies:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        for pieces in (begun, late):
+            assert actor.take_piece(pieces[1]) is False
+        assert not actor.snapshots.assemblies
+        again = RemoteProposer(actor.start, timeout_s=30.0)
+        assert again.wait_ready(30.0)
+        assert [actor.take_piece(piece) for piece in late][-1] is True
+    finally:
+        for each in filter(None, (link, again)):
+            each.close()
+        assert actor.server is not None
+        actor.server.stop()
+        actor.undo.close()
 
 
 def test_ray_direct_transport(start_pipeline: StartPipeline, held_out: HeldOut) -> None:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from ray.actor import ActorHandle
 
+from actors import keeping
 from actors.keeping import Keeper
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
@@ -90,22 +91,32 @@ def test_a_retrieval_tier_that_loses_a_rank_changes_no_token_and_comes_back(
         assert runner.run(decode(pipeline, prompt))[0] == expected
 
 
+@pytest.mark.parametrize("hangs", [False, True], ids=["that dies", "that hangs while the leader dies"])
 def test_a_target_that_loses_a_rank_is_replaced_with_all_its_ranks(
-    start_pipeline: StartPipeline, held_out: HeldOut
+    start_pipeline: StartPipeline, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
+    if hangs:
+        monkeypatch.setattr(keeping, "MAX_FAILURES", 1)  # the first start is good: nothing waits for the one that hangs
     prompt = held_out("inspect.py", 600)
     with start_pipeline(SETTINGS) as (runner, pipeline):
         [of_retrieval, of_target] = pipeline.actors.followers
         expected, _ = runner.run(decode(pipeline, prompt))
-        before = {pid_of(pipeline, Tier.TARGET), victim := pid(of_target)}
+        before = {leader := pid_of(pipeline, Tier.TARGET), victim := pid(of_target)}
         drafting = [pid_of(pipeline, Tier.DRAFT), pid_of(pipeline, Tier.RETRIEVAL), pid(of_retrieval)]
 
+        def fault() -> None:
+            if hangs:
+                os.kill(victim, signal.SIGSTOP)
+                os.kill(leader, signal.SIGKILL)
+            else:
+                os.kill(victim, signal.SIGKILL)
+
         async def replaced() -> list[int]:
-            keeping = asyncio.create_task(Keeper(pipeline, SETTINGS).run())
+            keeper = asyncio.create_task(Keeper(pipeline, SETTINGS).run())
             with pytest.raises(UnavailableError):
-                await decode(pipeline, prompt, lambda: os.kill(victim, signal.SIGKILL))
+                await decode(pipeline, prompt, fault)
             tokens, _ = await decode(pipeline, prompt)
-            keeping.cancel()
+            keeper.cancel()
             return tokens
 
         assert runner.run(replaced()) == expected

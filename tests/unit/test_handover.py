@@ -38,6 +38,13 @@ class Taker:
     def is_live(self, sequence_id: int) -> bool:
         return sequence_id not in self.released
 
+    @property
+    def held(self) -> set[int]:
+        return set()
+
+    def drop_unstated(self) -> None:
+        self.taken.clear()
+
     def take(self, snapshot: Snapshot) -> bool:
         if snapshot.changes and snapshot.changes.base != self.confirmed(snapshot.sequence_id):
             return False

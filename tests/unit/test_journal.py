@@ -208,21 +208,22 @@ REACHED, ENTERED = pb.DecodeEvent(fingerprint="fp_1"), pb.DecodeEvent(entered=Tr
 
 class Counting(Source):
     """A target whose n-th token is n + 5. Each attempt is `script`ed: the events before its tokens, how many of these
-    it has, and the error that ends it; the last line holds for all later ones.
+    it has, and the error that ends it; the last line holds for all later ones. So many as `together` end at the same
+    time with their errors, as those in one pass of an engine do.
     """
 
-    def __init__(self, *script: tuple[list[pb.DecodeEvent], int, Exception | None]) -> None:
+    def __init__(self, *script: tuple[list[pb.DecodeEvent], int, Exception | None], together: int = 1) -> None:
         super().__init__()
-        self.script = list(script)
-        self.running = self.most = 0
+        self.script, self.dying = list(script), asyncio.Barrier(together)
+        self.running = self.most = 0  # attempts; most since the deaths
         self.unproven = self.most_unproven = 0  # attempts with fewer than PROVEN_TOKENS tokens; most since the deaths
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         self.requests.append(request)
         before, count, error = self.script.pop(0) if len(self.script) > 1 else self.script[0]
         self.running, self.unproven, proven = self.running + 1, self.unproven + 1, False
-        self.most = max(self.most, self.running)
         if error is None:
+            self.most = max(self.most, self.running)
             self.most_unproven = max(self.most_unproven, self.unproven)
         try:
             for event in before:
@@ -234,6 +235,7 @@ class Counting(Source):
                     self.unproven, proven = self.unproven - 1, True
                 yield token_event(index + 5, last=index == request.max_tokens - 1)
             if error:
+                await self.dying.wait()
                 raise error
         finally:
             self.running -= 1
@@ -279,7 +281,7 @@ def test_suspects_are_tried_one_at_a_time() -> None:
     """Of eight requests that were in two passes that died, each is alone until it is proven; then the next comes."""
 
     async def run() -> None:
-        source = Counting(*[([REACHED, ENTERED], 2, GONE)] * 16, ([REACHED, ENTERED], 100, None))
+        source = Counting(*[([REACHED, ENTERED], 2, GONE)] * 16, ([REACHED, ENTERED], 100, None), together=8)
         service = Service(settings(), model(), source)
         runs = [parts_of(source, asked(seed=seed, max_tokens=60), service=service) for seed in range(8)]
         for answer in await asyncio.gather(*runs):

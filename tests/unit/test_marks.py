@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import time
 
 import pytest
@@ -38,9 +39,20 @@ def test_marks_outlive_the_process_that_set_them() -> None:
     assert not marks.any()
     marks.close()
     assert not marks.any()
+    os.dup2(reading, marks.fd)  # the number goes to another file
+    marks.close()
+    os.close(marks.fd)
     assert os.waitpid(child, 0)[1] == signal.SIGKILL
     os.close(reading)
     os.close(writing)
+
+
+def test_the_followers_of_a_target_end_with_it_even_if_they_hang() -> None:
+    leader, follower = (subprocess.Popen(["sleep", "60"]) for _ in range(2))
+    follower.send_signal(signal.SIGSTOP)
+    process = TargetProcess.of(leader.pid, [follower.pid, 1_000_000_000])
+    process.kill()
+    assert [each.wait(10) for each in (leader, follower)] == [-signal.SIGKILL] * 2
 
 
 def test_a_process_that_is_gone_has_no_marks() -> None:

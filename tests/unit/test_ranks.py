@@ -106,7 +106,7 @@ def test_a_rank_ends_with_the_other(victim: int) -> None:
     follower.start()
     to_follower.send(to_leader.recv())
     ranks = [leader, follower]
-    assert to_leader.recv() == "met"
+    assert to_leader.recv() == (follower.pid,)
     os.kill(ranks[victim].pid or 0, signal.SIGKILL)
     survivor = ranks[1 - victim]
     survivor.join(10)
@@ -131,7 +131,7 @@ def lead_for_ever(calls: Connection) -> None:
     calls.send(rendezvous.endpoint(1))
     leader = rendezvous.lead("cpu")
     leader.barrier()
-    calls.send("met")
+    calls.send(leader.pids)
     calls.recv()
 
 

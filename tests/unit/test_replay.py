@@ -124,6 +124,10 @@ def test_a_follower_holds_what_its_leader_does(seed: int) -> None:
         if action < 0.5:
             snapshot = source.cut(sequence_id)
             assert leading.take(snapshot) == whole.take(snapshot)
+        elif action < 0.52:
+            leading.drop_unstated()
+            whole.drop_unstated()
+            assert whole.arrived.keys() <= whole.held.keys()
         elif action < 0.9:
             end = source.latest[sequence_id].position + rng.randrange(1, 20) if sequence_id in source.latest else 30
             forward = [Forward(Span(sequence_id, 0, tuple(range(end)), spec(MAX_LENGTH)), 1)]

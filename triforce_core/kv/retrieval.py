@@ -91,6 +91,11 @@ class RetrievalKV(FixedKV):
         with self.lock:
             return sequence_id not in self.released
 
+    def drop_unstated(self) -> None:
+        """Drop what has arrived for sequences that are not stated here. Called by the thread that runs passes."""
+        with self.lock:
+            self.arrived = {i: waiting for i, waiting in self.arrived.items() if i in self.held}
+
     def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
         with self.lock:  # a lost link also releases sequences; the level above then states them again
             self.released.pop(sequence_id, None)

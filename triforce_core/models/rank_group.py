@@ -113,6 +113,7 @@ class Leader(Group):
     """The group as rank 0 sees it."""
 
     timeout_s = COLLECTIVE_TIMEOUT_S  # for the next collective or gather
+    pids: tuple[int, ...] = ()  # the followers' process ids, by rank
 
     def expect(self, num_tokens: int) -> None:
         """Set the timeout of collectives for a pass over `num_tokens` tokens. When it runs out, the leader ends, and
@@ -208,12 +209,14 @@ class Rendezvous:
         """Wait for all followers. Raises `UnavailableError` if they do not arrive within `timeout_s` seconds."""
         until = time.monotonic() + timeout_s
         connections: dict[int, Connection] = {}
+        pids: dict[int, int] = {}
         try:
             while len(connections) < self.world - 1:
                 self.socket.settimeout(max(0.001, until - time.monotonic()))
                 accepted, _ = self.socket.accept()
                 connection = Connection(accepted.detach())
-                connections[connection.recv()] = connection
+                rank, pids[rank] = connection.recv()
+                connections[rank] = connection
         except TimeoutError:
             came = f"{len(connections)} of {self.world - 1} other ranks came within {timeout_s:g} s"
             raise UnavailableError(f"tensor parallelism: only {came}") from None
@@ -221,6 +224,7 @@ class Rendezvous:
             self.socket.close()
             shutil.rmtree(self.folder)
         leader = Leader(0, self.world, [connections[rank] for rank in sorted(connections)])
+        leader.pids = tuple(pids[rank] for rank in sorted(pids))
         try:
             store = TCPStore(LOOPBACK, 0, self.world, is_master=True, wait_for_workers=False)
             leader.broadcast(store.port)
@@ -236,7 +240,7 @@ def follow_leader(endpoint: Endpoint, device: str) -> Follower:
     connected = socket.socket(socket.AF_UNIX)
     connected.connect(endpoint.path)
     follower = Follower(endpoint.rank, endpoint.world, [Connection(connected.detach())])
-    follower.connections[0].send(endpoint.rank)
+    follower.connections[0].send((endpoint.rank, os.getpid()))
     store = TCPStore(LOOPBACK, follower.receive(), endpoint.world, is_master=False)
     start_collectives(store, follower, device)
     return follower

@@ -80,7 +80,12 @@ class Deliver:
     """Every rank puts the share that it cut last into its own retrieval cache."""
 
 
-Command = Open | Grow | RunPass | Release | CutSnapshot | Take | Deliver
+@dataclass(frozen=True, slots=True)
+class DropUnstated:
+    """Of the retrieval tier's cache."""
+
+
+Command = Open | Grow | RunPass | Release | CutSnapshot | Take | Deliver | DropUnstated
 
 
 class LeadingKV:
@@ -200,6 +205,11 @@ class LeadingRetrievalKV(LeadingKV):
     def is_live(self, sequence_id: int) -> bool:
         return self.sparse.is_live(sequence_id)
 
+    def drop_unstated(self) -> None:
+        with self.order:
+            self.broadcast(DropUnstated())
+            self.sparse.drop_unstated()
+
     # For a chain in one process: each rank has cut its share itself.
 
     def deliver(self, snapshot: Snapshot) -> None:
@@ -270,6 +280,9 @@ class CallExecutor:
                 assert self.last_cut is not None
                 self.sparse.take(self.last_cut)
                 self.last_cut = None
+            case DropUnstated():
+                assert self.sparse is not None
+                self.sparse.drop_unstated()
 
     def cache(self, tier: Tier) -> KVCache:
         cache = self.full if tier is Tier.TARGET else self.sparse
