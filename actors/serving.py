@@ -136,10 +136,10 @@ class TierServer(TierServicer):
     def Propose(
         self, request_iterator: Iterator[pb.WorkBatch], context: grpc.ServicerContext
     ) -> Iterator[pb.ProposalBatch]:
-        context.send_initial_metadata(())
         link = Link()
-        self.links.add(link)
+        self.links.add(link)  # before the tier above learns of it, and may send a snapshot
         threading.Thread(target=self._read, args=(request_iterator, context, link), name="link", daemon=True).start()
+        context.send_initial_metadata(())
         for batch in link:
             with self.counting:
                 self.counters.bytes_out += batch.ByteSize()
