@@ -110,6 +110,8 @@ class ChatRequest(CommonRequest):
     metadata: dict[str, str] | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
+    prompt_cache_retention: str | None = Field(None, description=IGNORED)
+    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
     add_generation_prompt: bool = Field(True, description="the prompt ends where the assistant's answer begins")
     continue_final_message: bool = Field(
         False, description="the last message is continued; with `add_generation_prompt: false` only"

@@ -224,6 +224,12 @@ def test_messages_that_openai_s_client_parsed_go_round() -> None:
         assert 'assistant: {"city": "Łódź"}\n' in prompt_of("none", pipelines)
 
 
+def test_hints_about_caches_are_ignored() -> None:
+    hints = {"prompt_cache_key": "a", "prompt_cache_retention": "24h", "prompt_cache_options": {"ttl": "30m"}}
+    with answered("none", "a") as (client, _):
+        assert ask(client, messages=[USER], **hints).choices[0].message.content == "a"
+
+
 def test_a_chat_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     rendered = []
 
