@@ -13,7 +13,7 @@ from pydantic import Field
 
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
-from deploy.openai_api.requests import Body, CommonRequest, checked_as, common_request_from
+from deploy.openai_api.requests import UNSUPPORTED_TEXT, Body, CommonRequest, checked_as, common_request_from
 from deploy.service import ClientRequest, Service
 from triforce_core.errors import InvalidValueError, TooLargeError, require
 from triforce_core.sampling.guides import Guide
@@ -22,7 +22,6 @@ MAX_TOP_LOGPROBS = 20
 MAX_TOOLS = 128
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
-UNSUPPORTED_TEXT = "accepted only with a value that has no effect"
 IGNORED = "accepted and ignored"
 
 
@@ -135,7 +134,8 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no
     "service_tier": (None, "default", "auto"),
     "modalities": (None, ["text"]),
     **dict.fromkeys(("audio", "prediction", "web_search_options", "functions", "function_call"), (None,)),
-    **dict.fromkeys(("reasoning_effort", "verbosity", "chat_template", "prompt_logprobs"), (None,)),
+    **dict.fromkeys(("reasoning_effort", "chat_template", "prompt_logprobs"), (None,)),
+    "verbosity": (None, "medium"),
     "truncate_prompt_tokens": (None,),  # it would cut the template's own text
 }
 

@@ -44,7 +44,7 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
-    include_usage: bool = False
+    include_usage: bool | None = False
     include_obfuscation: bool | None = Field(None, description="not supported: `null` or `false` only")
 
 

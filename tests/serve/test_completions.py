@@ -389,6 +389,7 @@ def test_unsupported_fields_are_accepted_where_they_ask_for_nothing() -> None:
         for value in values:
             answered(**{name: value})
     assert streamed(SCRIPT, stream_options={"include_obfuscation": False})
+    assert streamed(SCRIPT, stream_options={"include_usage": None})[-1]["choices"], "no usage at the end"
     assert refused(nonsense=1)["code"] == "unknown_parameter"
 
 
