@@ -61,9 +61,9 @@ def killed(server: Server, title: str) -> Callable[[], None]:
     return lambda: os.kill(process_of(server, title).pid, signal.SIGKILL)
 
 
-def streamed(server: Server, kill: Callable[[], None] | None = None) -> tuple[str, Any]:
+def streamed(server: Server, kill: Callable[[], None] | None = None, **fields: Any) -> tuple[str, Any]:
     """The text and usage of a stream over HTTP; `kill` is called when some of it has come."""
-    asked = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}, **ASKED}
+    asked = {"prompt": PROMPT, "stream": True, "stream_options": {"include_usage": True}, **ASKED, **fields}
     answer = requests.post(f"{server.url}/v1/completions", json=asked, stream=True, timeout=300)
     text, usage, done = "", None, False
     for line in answer.iter_lines():
@@ -143,3 +143,16 @@ def test_streams_outlive_their_replica_and_the_sdk_its_gateway(mortal: Server) -
         print(f"the proxy: {time.monotonic() - began:.1f} s")
         wait_until_served(mortal)
         mortal.wait_idle(60)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("dead", ["ServeReplica:triforce:gateway", "ProxyActor"])
+def test_nothing_is_decoded_for_a_dead_gateway_or_proxy(mortal: Server, dead: str) -> None:
+    wait_until_served(mortal)
+    with pytest.raises((requests.RequestException, AssertionError), match=r"\[DONE\]|[Cc]onnection|ended"):
+        streamed(mortal, killed(mortal, dead), max_tokens=12_000, ignore_eos=True)
+    killed_at = time.monotonic()
+    wait_until_served(mortal)
+    mortal.wait_idle(20)
+    print(f"\n{dead}: idle {time.monotonic() - killed_at:.1f} s after it was killed")
