@@ -19,8 +19,10 @@ import requests
 from tests.serve.conftest import Server, free_ports, start
 from tests.starting import LocalRay
 from triforce_core.client import Chunk, TriForceClient
+from triforce_core.errors import TriForceError
 
 PROMPT, ASKED = "def main():", {"max_tokens": 400, "temperature": 0.8, "seed": 3}
+LONG = {"max_tokens": 12_000, "ignore_eos": True}  # takes minutes
 
 
 @pytest.fixture(scope="module")
@@ -82,9 +84,9 @@ def streamed(server: Server, kill: Callable[[], None] | None = None, **fields: A
     return text, usage
 
 
-def asked_by_sdk(client: TriForceClient, kill: Callable[[], None] | None = None) -> list[Chunk]:
+def asked_by_sdk(client: TriForceClient, kill: Callable[[], None] | None = None, **fields: Any) -> list[Chunk]:
     chunks = []
-    for chunk in client.stream(PROMPT, logprobs=0, **ASKED):
+    for chunk in client.stream(PROMPT, logprobs=0, **{**ASKED, **fields}):
         chunks.append(chunk)
         if kill is not None and len(chunks) > 10:
             kill, _ = None, kill()
@@ -145,13 +147,25 @@ def test_streams_outlive_their_replica_and_the_sdk_its_gateway(mortal: Server) -
         mortal.wait_idle(60)
 
 
+def broken_over_http(server: Server, kill: Callable[[], None]) -> None:
+    with pytest.raises((requests.RequestException, AssertionError), match=r"\[DONE\]|[Cc]onnection|ended"):
+        streamed(server, kill, **LONG)
+
+
+def broken_over_grpc(server: Server, kill: Callable[[], None]) -> None:
+    with TriForceClient(server.grpc_address, retries=0) as client, pytest.raises(TriForceError):
+        asked_by_sdk(client, kill, **LONG)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dead", ["ServeReplica:triforce:gateway", "ProxyActor"])
-def test_nothing_is_decoded_for_a_dead_gateway_or_proxy(mortal: Server, dead: str) -> None:
+@pytest.mark.parametrize("broken", [broken_over_http, broken_over_grpc])
+def test_nothing_is_decoded_for_a_dead_gateway_or_proxy(
+    mortal: Server, broken: Callable[[Server, Callable[[], None]], None], dead: str
+) -> None:
     wait_until_served(mortal)
-    with pytest.raises((requests.RequestException, AssertionError), match=r"\[DONE\]|[Cc]onnection|ended"):
-        streamed(mortal, killed(mortal, dead), max_tokens=12_000, ignore_eos=True)
+    broken(mortal, killed(mortal, dead))
     killed_at = time.monotonic()
     wait_until_served(mortal)
     mortal.wait_idle(20)
