@@ -13,7 +13,6 @@ from typing import Any
 
 import ray.exceptions
 from ray import serve
-from ray.actor import ActorHandle
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 from ray.util import get_current_placement_group
@@ -22,7 +21,6 @@ from actors.keeping import Keeper
 from actors.pipeline import Pipeline
 from actors.warm_up import warm_up
 from actors.wire import is_notice
-from deploy.callers import Callers
 from deploy.errors import OtherFingerprintError, ReplicaError
 from deploy.routing import Route
 from deploy.shunned import NONE, Avoid, Shunned
@@ -49,23 +47,18 @@ class PipelineReplica:
         await warm_up(self.pipeline, settings)
         # With several replicas, a request that comes while the target is replaced is better off at another one.
         self.pipeline.patient = settings.server.replicas.max == 1
-        self.callers = Callers()
         self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
 
-    async def decode(
-        self, request: bytes, caller: ActorHandle[Any], route: Route, avoid: Avoid = NONE
-    ) -> AsyncIterator[bytes]:
-        """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request, as does the death of
-        `caller`.
+    async def decode(self, request: bytes, route: Route, avoid: Avoid = NONE) -> AsyncIterator[bytes]:
+        """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
 
         `route` and `avoid` are used by the router only. Raises `ReplicaError` or `OtherFingerprintError`.
         """
         name = serve.get_replica_context().replica_id.unique_id
         try:
-            with self.callers.call_of(caller):
-                async with aclosing(self.pipeline.relay(request)) as events:
-                    async for event in events:
-                        yield event
+            async with aclosing(self.pipeline.relay(request)) as events:
+                async for event in events:
+                    yield event
         except UnavailableError as error:
             raise ReplicaError(str(error), name, suspect=error.suspect) from None
         except FingerprintError as error:
@@ -109,7 +102,6 @@ class RemotePipelines:
         self.chunk = settings.retrieval.chunk
         self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
-        self.caller = ray.get_runtime_context().current_actor
         self.shunned = Shunned()
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
@@ -124,8 +116,7 @@ class RemotePipelines:
         # Called in a new context, so that Serve gives the call a new id. Otherwise all calls for one client request
         # would share its id, and of the calls with one id that wait for a replica, Serve's router loses all but one.
         sent = request.SerializeToString()
-        decode = self.streaming.decode.remote
-        response: Any = Context().run(decode, sent, caller=self.caller, route=route, avoid=avoid)
+        response: Any = Context().run(self.streaming.decode.remote, sent, route=route, avoid=avoid)
         output = [*request.resume_token_ids]
         entered = answered = False  # an output that was already complete needs no pass, and no KV is looked for
         try:
