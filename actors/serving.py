@@ -211,7 +211,8 @@ class TierServer(TierServicer):
             message = self.inbox.get_nowait()
             if isinstance(message, Ended):
                 self._release([i for i, served in self.served.items() if served.link is message.link])
-                self.link_ended()
+                if not self.links:  # another may have taken its place; what the target has sent by then is good
+                    self.link_ended()
                 continue
             link, work, released = message.link, message.work, message.released
             self.served.update({w.span.sequence_id: Served(link, w.span.end) for w in work})

@@ -253,8 +253,7 @@ class RetrievalActor(LinkedActor):
     def serve(self, host: str) -> LinkServer:
         verifier, doorbell = self.verifier(), Doorbell()
         drafts, shares = self._drafts(doorbell)
-        assert self.snapshots is not None
-        ended = self.snapshots.link_ended
+        ended = self.snapshots.link_ended if self.snapshots is not None else lambda: None
         pipelined = self.settings.micro_batches > 1
         decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares, hand_up_early=pipelined)
         if self.settings.speculation.run_ahead:

@@ -58,8 +58,8 @@ class PrefixRouter(RequestRouter):
 
     A request carries a `Route` in the keyword `route`. Of the lists of replicas that `choose_replicas`
     returns, Serve takes the first that has a replica with room, and of that list the least busy replica. The first list
-    is the one replica that is then likely to be taken. This is noted at once: other requests on the same new document
-    may come before this one has been accepted.
+    has a single replica, so that this one is most likely taken. This is noted at once: other requests on the same new
+    document may come before this one has been accepted.
     """
 
     def initialize_state(self, *, capacity: int = 0, busier_by: int = 0, **_: Any) -> None:
@@ -88,7 +88,10 @@ class PrefixRouter(RequestRouter):
         drawn = preferred(matches, len(route.keys) // KEY_BYTES, ongoing, self.busier_by)
         likely = min(drawn or [replica.replica_id for replica in by_chance], key=ongoing.__getitem__)
         route.taken(likely, self.index)
-        return [[candidates[likely]], [candidates[replica] for replica in drawn], by_chance]
+        lists = [[candidates[replica] for replica in drawn], by_chance]
+        # Of a replica that did not answer lately Serve asks the length of its queue, and waits for it if it is alone.
+        answers = self.replica_queue_len_cache.get(likely) is not None
+        return [[candidates[likely]], *lists] if answers else lists
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)

@@ -149,7 +149,7 @@ def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
     actor = RetrievalActor(settings())
     actor.start()
     link = RemoteProposer(actor.start, timeout_s=30.0)
-    again = None
+    again = other = None
     try:
         assert actor.snapshots is not None
         kv: Any = actor.snapshots.taker
@@ -172,8 +172,17 @@ def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
         again = RemoteProposer(actor.start, timeout_s=30.0)
         assert again.wait_ready(30.0)
         assert [actor.take_piece(piece) for piece in late][-1] is True
+        # A target that has linked again before its old link is seen to end loses nothing.
+        other = RemoteProposer(actor.start, timeout_s=30.0)
+        assert other.wait_ready(30.0)
+        again.close()
+        while len(actor.tier_server.links) > 1 or not actor.tier_server.inbox.empty():
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        time.sleep(0.1)  # the worker has taken the end of the link, and may still be at it
+        assert list(kv.arrived) == [3]
     finally:
-        for each in filter(None, (link, again)):
+        for each in filter(None, (link, again, other)):
             each.close()
         assert actor.server is not None
         actor.server.stop()

@@ -151,3 +151,16 @@ def test_rounds_before_the_snapshot_has_arrived_are_not_its_own() -> None:
     it.known = it.version
     it.round(8, 0)
     assert it.sequence.since_cut.first.accepted == 8
+
+
+def test_a_snapshot_that_was_lost_or_refused_is_not_waited_for() -> None:
+    """A plan that waited for it would give the retrieval tier no work, and so no reason to ask for another."""
+    it = Recorder(refresh_every=64)
+    it.loses = True
+    assert it.grow(0) == [(99, 0)]
+    it.occupied = True
+    assert it.policy.comes(it.sequence)
+    it.occupied = False
+    assert not it.policy.comes(it.sequence)
+    it.known, it.occupied = it.version, True
+    assert not it.policy.comes(it.sequence), "it is there, while others are on their way"

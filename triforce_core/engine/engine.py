@@ -89,6 +89,12 @@ class SnapshotSchedule:
         last = sequence.last_cut
         return last is not None and self.sink.confirmed(sequence.sequence_id) == last.version
 
+    def comes(self, sequence: Sequence) -> bool:
+        """Whether the latest snapshot is still to arrive. One that was lost or refused will not; the retrieval tier asks
+        for another when it gets work.
+        """
+        return not self.arrived(sequence) and self.sink.busy(sequence.sequence_id)
+
 
 class Engine:
     """The loop over live requests. One thread calls `run_once`; any thread may call `submit` and `cancel`, which ring
@@ -277,7 +283,7 @@ class Engine:
             if self.controller is not None:
                 self.controller.was_cut(sequence, seconds, first=first)
         waits = needs and sequence.request.lookaheads is None and (first or sequence.plan_waits)
-        sequence.plan_waits = waits and not self.snapshots.arrived(sequence)
+        sequence.plan_waits = waits and self.snapshots.comes(sequence)
 
     def _advance(self, sequence: Sequence, proposal: Proposal) -> Output | None:
         """Apply the target's answer: a prefill chunk is done, or tokens are committed."""
