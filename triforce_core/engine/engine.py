@@ -90,8 +90,8 @@ class SnapshotSchedule:
         return last is not None and self.sink.confirmed(sequence.sequence_id) == last.version
 
     def comes(self, sequence: Sequence) -> bool:
-        """Whether the latest snapshot is still to arrive. One that was lost or refused will not; the retrieval tier asks
-        for another when it gets work.
+        """Whether the latest snapshot is still to arrive. One that was lost or refused will not; the retrieval tier
+        asks for another when it gets work.
         """
         return not self.arrived(sequence) and self.sink.busy(sequence.sequence_id)
 

@@ -224,8 +224,9 @@ class FullKV(KVCache):
     def grow(self, sequence_id: int, tokens: int) -> bool:
         """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them.
 
-        It grows by more than it lacks, if it can: by twice as much as the last time, in place or into a new range. No
-        new range is small, because a sequence may have few, and kept texts are dropped before one is.
+        It grows by more than it lacks, if it can: by twice as much as the last time, in place or into a new range. A
+        sequence may have few ranges, so a small new one is taken only if dropping kept texts makes no room for a large
+        one, nor in place.
         """
         held = self.held[sequence_id]
         owned = size_of(held.ranges)
