@@ -243,8 +243,11 @@ class SnapshotReceiver:
             return self.taker.take(assembly.snapshot())
 
     def link_ended(self) -> None:
-        """Drop what is of no sequence that is stated, on the thread that states them: a target that dies releases only
-        those that it stated. Where another target sends for one that it has yet to state, the snapshot is sent again.
+        """Drop the snapshots, whole or in part, of sequences that are not stated. Called when no link is left, by the
+        thread that states sequences.
+
+        When a target dies, only the sequences that it stated are released, so other snapshots of it would stay. If a
+        new target has sent a snapshot of a sequence before stating it, this one is dropped, too, and is sent again.
         """
         with self.lock:
             self.taker.drop_unstated()

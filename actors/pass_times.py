@@ -43,8 +43,8 @@ class PassTimes:
     def limit_s(self, tokens: int) -> float:
         """Seconds that a turn with a pass over `tokens` tokens may take.
 
-        The limit allows for the longest pass so far: a pass over few tokens of a long context may take longer than
-        earlier passes of its size did, and that context's prefill took long as well.
+        The limit is at least `PATIENCE` times the longest pass of any size so far. A pass over few tokens of a long
+        context may take longer than earlier passes over as few tokens, but that context's prefill took long as well.
         """
         longest = self.longest.copy()
         least = LEAST_S if tokens.bit_length() in longest else max(LEAST_S, FIRST_S)

@@ -49,8 +49,9 @@ class TargetProcess:
             return True
 
     def kill(self) -> None:
-        """End it at once, with its followers: one that hangs would keep the next target waiting. A stopped process ends
-        too; a process that took over its number does not.
+        """End the process and its followers at once, because one that hangs would keep the next target waiting.
+
+        A stopped (suspended) process ends, too. A new process that has got the id of an ended one is left alone.
         """
         for process in (self.process, *self.followers):
             if process is not None:

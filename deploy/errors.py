@@ -41,7 +41,7 @@ class ReplicaError(UnavailableError):
 
 
 class OtherFingerprintError(FingerprintError):
-    """What a replica raises that cannot continue an output which another target began; `replica` is its name."""
+    """Raised by the replica named `replica`: it cannot continue this output, which another target began."""
 
     def __init__(self, message: str, replica: str) -> None:
         super().__init__(message)

@@ -187,11 +187,12 @@ class Journal:
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
         """Count a failed attempt. The death of an engine counts against the request only if the engine died in a pass
-        over this request. A replica that has lost its target knows whether it did.
+        over this request. A replica that has lost its target knows whether that is so.
 
-        If the whole replica has died, nobody knows. The engine may have died before it could report that the pass
-        began. So the death then also counts against a request that had reached the engine while no other suspect was
-        being decoded; and a request becomes a suspect when this happens to it twice in a row.
+        If the whole replica has died, nobody knows, because the engine may have died before it could report that the
+        pass began. So the death then counts if the engine had reported a pass over this request, or if the request had
+        reached the engine while no other suspect was being decoded. Two deaths in a row without such a report, but
+        after the request had reached the engine, make the request a suspect.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.again = True
@@ -219,7 +220,9 @@ class Journal:
             )
 
     def refused(self, error: FingerprintError) -> None:
-        """A replica would continue the output otherwise. Others are asked, and those that come, while there is time."""
+        """Count a refusal: a replica would continue the output differently. Other replicas are asked until the
+        deadline, those included that start in the meantime.
+        """
         self.again = True
         self.failures += 1
         self.blocked = FingerprintError(
@@ -229,8 +232,10 @@ class Journal:
             self.deadline = min(self.deadline, self.began + CLAIM_S)
 
     async def wait(self) -> None:
-        """Wait until the next attempt may begin: with the last failures the delay grows, and those under which engines
-        die again take turns. After one death all go on together, because mostly no request is to blame.
+        """Wait until the next attempt may begin. The delay grows with the number of failures since the last event.
+
+        After one death of an engine all its requests go on together, because usually no request is to blame. After a
+        second death, requests take turns.
         """
         if self.failures:
             longest = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self.failures - 1, 10))
@@ -245,7 +250,7 @@ class Journal:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None, None]:
-        """Like `asyncio.timeout_at` the deadline; but where something keeps the request from going on, it is raised."""
+        """Like `asyncio.timeout_at` the deadline, but raises `blocked` in place of `TimeoutError` if that is set."""
         try:
             async with asyncio.timeout_at(self.deadline):
                 yield

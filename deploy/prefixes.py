@@ -58,8 +58,10 @@ class PrefixIndex(Generic[ReplicaId]):
         self.turn = 0
 
     def add(self, replica: ReplicaId, keys: bytes) -> list[int]:
-        """Note that the replica is sent a prompt. Returns, for `missed`, the earlier turns of the prompt's first blocks
-        whose KV the replica was believed to hold.
+        """Note that the replica is sent a prompt.
+
+        Returns the turns in which the prompt's first blocks were last used, as far as the replica was believed to hold
+        their KV. `missed` takes them.
         """
         known = self.sent.setdefault(replica, OrderedDict())
         found = (known.get(key) for key in split(keys))

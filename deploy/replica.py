@@ -166,8 +166,9 @@ class RemotePipelines:
 
 
 def reads_all(request: pb.DecodeRequest, selector: str, *, retrieves: bool) -> bool:
-    """Whether a request needs all passes over its prompt, so that it finds no KV, wherever it goes. `selector` and
-    `retrieves`, whether the retrieval tier may draft: of requests that do not say so.
+    """Whether a request needs passes over its whole prompt, so that it uses no kept KV on any replica.
+
+    `selector`, and `retrieves` (whether the retrieval tier may draft), hold for requests that do not set them.
     """
     if request.HasField("lookaheads"):
         retrieves = request.lookaheads.values[0] > 0

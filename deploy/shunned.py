@@ -30,7 +30,9 @@ class Shunned:
         self.failures: dict[str, float] = {}  # by replica, when it may be asked again
 
     def failed(self, error: Exception, fingerprint: str) -> None:
-        """A request that is to continue an output of the target with this fingerprint, if any, has failed."""
+        """Note that a request has failed. `fingerprint`: that of the target whose output the request is to continue;
+        empty if it begins a new output.
+        """
         if isinstance(error, OtherFingerprintError):
             self.refused.setdefault(fingerprint, set()).add(error.replica)
             self.refused.move_to_end(fingerprint)

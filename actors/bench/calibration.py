@@ -63,7 +63,7 @@ def calibration(
 
 
 def with_shares(points: list[dict[str, Any]], batch: float) -> list[tuple[dict[str, Any], float]]:
-    """Each point of a table with its batch size relative to `batch`; 1 for the point of a table that has only one."""
+    """Each point of a table, with its batch size divided by `batch`, or with 1 if the table has only one point."""
     return [(point, point["batch"] / batch if len(points) > 1 else 1.0) for point in points]
 
 

@@ -63,7 +63,7 @@ class Pace:
         return (self.draft_ms, self.retrieval_ms, self.target_ms)[tier]
 
     def token(self, tier: Tier, seed: int, position: int) -> int:
-        """A tier's token at this position: that of the tier above, changed as often as that tier rejects."""
+        """A tier's token at this position: the token of the tier above, or another one where that tier is to reject."""
         token = int(VOCAB_SIZE * chance(seed, position, "target"))
         for below, acceptance in ((Tier.RETRIEVAL, self.retrieval_acceptance), (Tier.DRAFT, self.draft_acceptance)):
             if tier <= below and chance(seed, position, below.name) >= acceptance:

@@ -58,7 +58,9 @@ class Choice:
 
 
 def token_texts(part: Part) -> list[str]:
-    """The text that each token of the part completes. What is held back until the output ends follows in the text."""
+    """For each token of the part, the text that it completes. The part's text may have more at its end: what was held
+    back until the output ended.
+    """
     text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
     return [text[begin:end] for begin, end in pairwise(ends)]
 

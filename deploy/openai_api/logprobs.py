@@ -60,8 +60,8 @@ class CompletionLogprobs:
         self.in_output = False  # whether a token of the output came
 
     def of(self, part: Part, prompt: Sequence[int]) -> dict[str, list[Any]]:
-        """The logprobs of a part's tokens, and before them of those tokens of the `prompt` that it has logprobs of, if
-        they are echoed.
+        """The logprobs of a part's tokens. If the prompt is echoed, those of its tokens come first: `prompt` has the
+        prompt tokens whose logprobs the part has. Otherwise `prompt` is empty.
         """
         self.echoed += part.echoed
         found = logprobs_fields()

@@ -21,8 +21,8 @@ SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bia
 
 
 def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> WrapValidator:
-    """A validator that reports `rule` alone, where a union would report an error for each of its members, and after it
-    the `flaw` of the value.
+    """A validator that reports one error, which says the `rule` and then the `flaw` of the value. Without it, a union
+    would report an error for each of its members.
     """
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
@@ -68,7 +68,9 @@ class Speculation(Body):
 
 
 def odd_element(prompt: Any) -> str:
-    """Where a list ceases to be what its first element promises."""
+    """The end of an error message that names the first element which no prompt may have, or whose kind is not that of
+    the first; empty if there is none.
+    """
     elements = prompt if isinstance(prompt, list) else []
     for index, each in enumerate(elements):
         kind = type(each)

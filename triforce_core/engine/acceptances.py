@@ -22,7 +22,9 @@ class Chance:
     trust: float = TRUST  # the weight of the prior estimate, as a number of times
 
     def add(self, yes: float, no: float, memory: float) -> None:
-        """`memory`: the factor by which each of these times reduces the weight of everything earlier."""
+        """Add that it happened `yes` times and failed to happen `no` times. Each of these times multiplies the weight
+        of everything earlier by `memory`.
+        """
         kept = memory ** (yes + no)
         self.happened = kept * self.happened + yes
         self.times = kept * self.times + yes + no

@@ -69,7 +69,7 @@ class Recent:
         self.weight *= kept
 
     def mean(self, before: float, trust: float = 0.5) -> float:
-        """The mean, if it was thought to be `before`, which counts as much as `trust` values."""
+        """The mean of the values and of the prior estimate `before`, which has the weight of `trust` values."""
         return (self.total + trust * before) / (self.weight + trust)
 
 

@@ -21,7 +21,7 @@ class SinceCut:
     later: Tally = field(default_factory=Tally)  # of those after them
 
     def add(self, tally: Tally, num_first: int) -> None:
-        """Add a round of the target. `num_first`: how many judged tokens, at least, count as the first."""
+        """Add a round of the target: to `first` until that has `num_first` judged tokens or more, then to `later`."""
         if self.first.accepted + self.first.rejected < num_first:
             self.first += tally
         else:

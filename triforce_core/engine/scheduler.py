@@ -42,7 +42,7 @@ class Pool(Protocol):
         ...
 
     def matched(self, cursor: Cursor) -> int:
-        """How many tokens of that text there is KV of by now."""
+        """How many tokens of that text, from its beginning, now have KV in the pool."""
         ...
 
     def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> bool: ...
@@ -52,7 +52,7 @@ class Pool(Protocol):
     def grow(self, sequence_id: int, tokens: int) -> bool: ...
 
     def keys_after(self, tokens: int) -> int:
-        """How many keys the next token of a text sees at most, after so many tokens of it."""
+        """The most keys that a token sees if it follows the first `tokens` tokens of a text."""
         ...
 
     def hemmed_in(self, sequence_id: int) -> bool:

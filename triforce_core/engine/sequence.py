@@ -193,7 +193,7 @@ class Sequence:
         return len(self.tokens) > len(self.request.prompt) + len(self.request.resume)
 
     def unreported(self, scores: tuple[TokenLogprobs, ...]) -> tuple[TokenLogprobs, ...]:
-        """Those of the next prompt tokens' logprobs that the caller does not have from before a preemption."""
+        """Of the logprobs of the next prompt tokens, those that the caller did not get before a preemption."""
         first = self.reported - self.scored
         self.scored += len(scores)
         self.reported = max(self.reported, self.scored)

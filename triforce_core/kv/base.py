@@ -77,8 +77,8 @@ class Placement:
 class Lack:
     """Why a sequence could not be forwarded; its proposal reports this.
 
-    With both defaults, neither tokens nor a snapshot would help: the pool has no room, or the statement is outdated,
-    because the snapshot already covers positions whose logits it needs.
+    With both defaults, neither tokens nor a snapshot would help. Either the pool has no room, or the statement is
+    outdated: the sequence's snapshot already covers positions whose logits the statement asks for.
     """
 
     missing_from: int | None = None

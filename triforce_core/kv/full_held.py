@@ -85,10 +85,10 @@ class FullHeld(Held):
             self.mass = [each[:, :keep] for each in self.mass]
 
     def expect_queries(self, keep: int, end: int, num_sampled: int) -> None:
-        """Decide which queries are kept when those of tokens `keep` to `end` have come.
+        """Decide which queries are kept after the next pass, which computes those of tokens `keep` to `end`.
 
-        Of these tokens the last `num_sampled - 1` may be drafts; a snapshot may be cut where they begin or later. Only
-        queries before that position count as settled.
+        The last `num_sampled - 1` of these tokens may be drafts. The queries before the first draft count as settled. A
+        snapshot may be cut at the first draft's position or later.
         """
         if self.simple:
             num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)

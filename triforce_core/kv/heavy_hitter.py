@@ -65,7 +65,7 @@ class HeavyHitterSettings:
 
 @dataclass(slots=True)
 class HeavyHeld(Held):
-    """The first slots hold the tokens that are kept of those below `start`, the next ones those from there on."""
+    """The first slots hold the kept tokens, whose positions are below `start`. The next slots hold all later tokens."""
 
     start: int = 0  # the position of the last eviction
     positions: Tensor = field(default_factory=lambda: torch.empty(0))  # [layers, kv_heads, kept] int32, ascending

@@ -151,10 +151,10 @@ class PrefixTree:
             self.drop(node)
 
     def insert(self, node: Node, text: list[int], stop: int, ranges: list[Range]) -> tuple[Node, list[Range]]:
-        """The sequence that uses `node` gives the tree its text up to `stop`, a whole chunk, where the tree has no KV
-        of it. It uses the node at the end from then on.
+        """Take over the text of the sequence that uses `node`, up to `stop`, the end of a whole chunk, as far as the
+        tree has no KV of it. From then on the sequence uses the node that ends there.
 
-        `ranges`: the slots of its whole text. Returns that node, and the positions whose slots are now the tree's.
+        `ranges`: the slots of the whole text. Returns that node, and the positions whose slots are now the tree's.
         """
         self.calls += 1
         given: list[Range] = []

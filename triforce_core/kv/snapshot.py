@@ -1,9 +1,9 @@
 """The snapshot: the sparse KV that the target's cache hands to the retrieval tier, and the division of its budget.
 
-Later snapshots state the changes since one that the retrieval tier is known to hold. The order of the chunks in a
-snapshot has no meaning, because attention sums over all of them and the keys contain absolute positions. Another order
-only rounds differently: in rare ties the tier proposes other tokens if a snapshot came as changes than if it came
-whole. The committed tokens do not depend on proposals.
+A later snapshot contains only the changes to an earlier one, if the retrieval tier is known to hold that. The order of
+the chunks in a snapshot has no meaning, because attention sums over all of them and the keys contain absolute
+positions. Another order only rounds differently: in rare ties the tier proposes other tokens if a snapshot came as
+changes than if it came whole. The committed tokens do not depend on proposals.
 """
 
 from __future__ import annotations

@@ -20,8 +20,8 @@ class SnapKV:
     """Scores a chunk by the sum of the attention weights of its tokens, averaged over the last queries, and over the
     query heads that share the KV head.
 
-    It reads all keys at every cut, and keeps nothing of them: per piece of keys, the log-sum-exp of each query's logits
-    in each chunk, from which the softmax over all keys follows exactly.
+    It reads all keys at every cut and keeps nothing of them until the next. For each piece of keys it computes the
+    log-sum-exp of each query's logits in each chunk. The softmax over all keys follows exactly from these.
     """
 
     # The paper's window is 32 for long prompts. With the demo pair a window of 8 chooses as well and costs a quarter.
