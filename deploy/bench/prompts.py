@@ -28,13 +28,14 @@ def made_sentences(count: int) -> list[str]:
 # Whole sentences are drawn, which takes a sixteenth of the time: the sender must not be busy when answers arrive.
 SENTENCES = made_sentences(4096)
 
+HEAD_WORDS = 4  # at the beginning of all prompts of a run
 DOCUMENT_SHARE = 0.9  # of a prompt that begins with a common document; the rest is its own, such as a question
 
 
 @dataclass(frozen=True, slots=True)
 class Prompts:
-    """The prompts of a load. `tokens_per_word` is the server's own, since vocabularies differ. `run` makes the texts
-    those of one run, so that a server that keeps KV has none of them from a run before, whatever its protocol.
+    """The prompts of a load. `tokens_per_word` is the server's own, since vocabularies differ. All prompts of a run
+    begin with words that the text `run` chooses, so that a server that keeps KV finds none of an earlier run.
     """
 
     seed: int
@@ -44,10 +45,14 @@ class Prompts:
     def text(self, request: PlannedRequest) -> str:
         """A prompt of about as many tokens as planned; it is the same whenever it is asked for."""
         words = max(1, round(request.input_tokens / self.tokens_per_word))
-        common = 0 if request.document is None else int(DOCUMENT_SHARE * words)
-        document = words_of(f"{self.run}{self.seed} document {request.document}", common)
-        own = words_of(f"{self.run}{self.seed} prompt {request.index}", words - common)
-        return f"{document} {own}" if document else own
+        head = min(HEAD_WORDS, words) if self.run else 0
+        common = 0 if request.document is None else int(DOCUMENT_SHARE * (words - head))
+        parts = (
+            words_of(self.run, head),
+            words_of(f"{self.seed} document {request.document}", common),
+            words_of(f"{self.seed} prompt {request.index}", words - head - common),
+        )
+        return " ".join(filter(None, parts))
 
 
 def words_of(name: str, count: int) -> str:

@@ -1,4 +1,4 @@
-"""The load: which requests are sent, and when. The same seed gives the same load, with other words in each run."""
+"""The load: which requests are sent, and when. The same seed gives the same load."""
 
 from __future__ import annotations
 
