@@ -148,8 +148,7 @@ def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
     """Of a sequence that it had not stated yet one snapshot is there, and of others some pieces, or none so far."""
     actor = RetrievalActor(settings())
     actor.start()
-    link = RemoteProposer(actor.start, timeout_s=30.0)
-    again = other = None
+    link = again = other = None
     try:
         assert actor.snapshots is not None
         kv: Any = actor.snapshots.taker
@@ -157,6 +156,7 @@ def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
         nothing = torch.zeros(geometry.num_layers, geometry.num_kv_heads, 8, geometry.head_dim)
         whole, begun, late = (list(cut_pieces(Snapshot(i, 1, 8, nothing, nothing), 2**12)) for i in (1, 2, 3))
         assert actor.take_piece(whole[0]) is False, "nobody has linked yet"
+        link = RemoteProposer(actor.start, timeout_s=30.0)
         assert link.wait_ready(30.0)
         assert [actor.take_piece(piece) for piece in whole][-1] is True
         assert actor.take_piece(begun[0]) is None
