@@ -32,13 +32,14 @@ class Part(NamedTuple):
 
     tokens: float  # a mean, where a pass stands for several
     before: float  # earlier keys, which all of its tokens see
+    read: float = 1.0  # the share of these that the pass reads for it: keys that several sequences see are read once
 
 
 def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
     """The size of a pass, [5]: itself, its sequences, their tokens, the keys read, and the pairs of query and key."""
     size = np.array([1.0, 0.0, 0.0, 0.0, 0.0])
-    for tokens, before in parts:
-        size += (0.0, 1.0, tokens, before + tokens, tokens * (before + (tokens + 1) / 2))
+    for tokens, before, read in parts:
+        size += (0.0, 1.0, tokens, read * before + tokens, tokens * (before + (tokens + 1) / 2))
     return size
 
 
@@ -114,16 +115,17 @@ class PassCosts:
         self.few.fitted()
         self.many.fitted()
 
-    def alike(self, batch: int, before: float) -> Callable[[float], float]:
+    def alike(self, batch: int, before: float, read: float = 1.0) -> Callable[[float], float]:
         """A function from a number of tokens to the seconds of a pass over `batch` sequences with so many tokens each,
-        after `before` others. It uses the prices of the last `fit`; 0 before the first pass.
+        after `before` others, of which it reads the share `read`. It uses the prices of the last `fit`; 0 before the
+        first pass.
         """
         few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 
         def seconds(tokens: float) -> float:
             a_pass, a_sequence, a_token, a_key, a_pair = many if batch * tokens >= MANY_TOKENS else few
             pairs = tokens * (before + (tokens + 1) / 2)
-            each: float = a_sequence + tokens * a_token + (before + tokens) * a_key + pairs * a_pair
+            each: float = a_sequence + tokens * a_token + (read * before + tokens) * a_key + pairs * a_pair
             return float(a_pass + batch * each)
 
         return seconds

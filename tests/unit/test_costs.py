@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from triforce_core.costs import Part, PassCosts
+from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
 
 FIXED, ROW, TOKEN, KEY, PAIR = 5e-3, 3e-4, 1.2e-4, 2e-7, 4e-8  # seconds
 
@@ -14,8 +14,8 @@ FIXED, ROW, TOKEN, KEY, PAIR = 5e-3, 3e-4, 1.2e-4, 2e-7, 4e-8  # seconds
 def seconds_of(parts: list[Part]) -> float:
     """What such a pass takes on an imagined machine."""
     return FIXED + sum(
-        ROW + TOKEN * tokens + KEY * (before + tokens) + PAIR * tokens * (before + (tokens + 1) / 2)
-        for tokens, before in parts
+        ROW + TOKEN * tokens + KEY * (read * before + tokens) + PAIR * tokens * (before + (tokens + 1) / 2)
+        for tokens, before, read in parts
     )
 
 
@@ -73,6 +73,19 @@ def test_small_passes_have_prices_of_their_own() -> None:
         costs.add([Part(2048, 4000)], 0.300)
     assert costs.seconds([Part(9, 4000)]) == pytest.approx(0.030, rel=0.01)
     assert costs.seconds([Part(2048, 4000)]) == pytest.approx(0.300, rel=0.01)
+
+
+def test_passes_that_read_shared_keys_once_are_told_from_others() -> None:
+    """Eight sequences, each with a document of its own or all with one, in plain and in speculative passes."""
+    passes = [[Part(tokens, 12_000 + n, read)] * 8 for n in range(30) for tokens in (1, 5) for read in (1.0, 1 / 8)]
+    costs = PassCosts(DOUBT_OF_TOKENS)
+    for parts in passes:
+        costs.add(parts, seconds_of(parts))
+    costs.fit()
+    for read in (1.0, 0.5, 1 / 8):
+        expected = seconds_of([Part(1, 12_000, read)] * 8)
+        assert costs.alike(8, 12_000, read)(1) == pytest.approx(expected, rel=0.05)
+        assert costs.seconds([Part(1, 12_000, read)] * 8) == pytest.approx(expected, rel=0.05)
 
 
 def test_later_passes_count_for_more() -> None:

@@ -82,6 +82,8 @@ def test_each_row_reads_what_it_sees_once_and_what_is_worth_it_together(
     for row, (ranges, alone) in enumerate(zip(visible, reading.alone, strict=True)):
         read = [*alone, *(fold.keys for fold in reading.folds if row in fold.rows)]
         assert Counter(slots_of(read)) == Counter(slots_of(ranges))
+    seen, folded = sum(map(size_of, visible)), [(size_of([fold.keys]), len(fold.rows)) for fold in reading.folds]
+    assert reading.share * seen == pytest.approx(seen - sum(keys * (rows - 1) for keys, rows in folded))
     able = [set(slots_of(ranges)) for ranges, count in zip(visible, queries, strict=True) if count <= MOST_QUERIES]
     together = {slot for fold in reading.folds for slot in slots_of([fold.keys])}
     for fold in reading.folds:
@@ -219,6 +221,7 @@ def test_passes_of_constant_shape_read_shared_slots_rightly_too(pair: Pair) -> N
     ordinary = runner.run
     runner.run = pytest.fail  # type: ignore[method-assign, assignment]
     decode(runner, pair, texts, steps=2)
+    assert runner.read == 1
     runner.shaped, runner.run = None, ordinary  # type: ignore[method-assign]
     decode(runner, pair, texts, steps=1)
 
@@ -238,6 +241,9 @@ def test_a_shared_document_is_read_once_a_pass(pair: Pair) -> None:
     layers = len(kv.keys)
     assert kernel.keys == layers * (600 + 8)
     assert kernel.calls == layers * (1 + 8)
+    assert runner.read == pytest.approx(1 / 8)
+    ask(runner, Statement(1, (*DOCUMENT, 1, 2)), max_length=1000)
+    assert runner.read == 1
 
 
 def test_a_shared_range_crosses_the_link_once_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:

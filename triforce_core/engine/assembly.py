@@ -180,7 +180,7 @@ def target_engine(
     )
     chunks = ChunkSettings.halved(settings.retrieval.budget, settings.retrieval.chunk)
     policy = SnapshotSchedule(kv, sink, chunks, settings.retrieval.selector, settings.retrieval.refresh_every)
-    controller = Controller(tiers_of(settings, micro_batches)) if settings.controlled else None
+    controller = Controller(tiers_of(settings, micro_batches), lambda: runner.read) if settings.controlled else None
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)
 
 

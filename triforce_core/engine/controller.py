@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from math import ceil, isnan
@@ -89,7 +90,9 @@ class Controller:
     `decoding` in its methods are the live requests whose prompts are prefilled, those with lookaheads included.
     """
 
-    def __init__(self, tiers: Tiers) -> None:
+    def __init__(self, tiers: Tiers, read: Callable[[], float] = lambda: 1.0) -> None:
+        """`read`: the share of the keys seen in the target's latest pass that it read; see `kv/folds.py`."""
+        self.read = read
         self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
         self.kinds = {plan.kind for plan in self.candidates}
         looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1]
@@ -127,7 +130,8 @@ class Controller:
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
-        parts = [Part(levels[i][0].proposed + 1, p.start) for i, (_, p) in enumerate(answers)]
+        read = self.read()
+        parts = [Part(levels[i][0].proposed + 1, p.start, read) for i, (_, p) in enumerate(answers)]
         self.target.add(parts, levels[0][0].busy_s)
         batch, _ = self._batches(decoding)
         for (sequence, _), (_, below, leaf) in zip(answers, levels, strict=True):
@@ -307,9 +311,10 @@ class Controller:
     def _costs(self, decoding: Several[Sequence]) -> Costs:
         (batch, groups), tiers = self._batches(decoding), self.tiers
         length = fmean(len(s.tokens) for s in decoding) if decoding else 0.0
+        read = self.read()
         return Costs(
-            self.target.alike(len(decoding), length)(1),
-            self.target.alike(batch, length),
+            self.target.alike(len(decoding), length, read)(1),
+            self.target.alike(batch, length, read),
             self.retrieval.alike(batch, min(tiers.sparse_tokens, length)),
             self.draft.alike(batch, min(tiers.window_tokens, length)),
             groups,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby, pairwise
 from operator import itemgetter
 
-from triforce_core.kv.ranges import Range, without
+from triforce_core.kv.ranges import Range, size_of, without
 
 # Least keys of a range that is folded. Rows that read fewer keys read them from the processor's cache, so that nothing
 # is saved, and where such a range continues into a row's own slots, the fold costs that row a second call.
@@ -35,6 +35,14 @@ class Reading:
 
     folds: list[Fold]
     alone: list[list[Range]]  # by row: the slots that it sees and that no fold reads for it
+
+    @property
+    def share(self) -> float:
+        """How many keys are read, relative to those that would be read if each row read alone."""
+        alone = sum(map(size_of, self.alone))
+        folded = [(fold.keys[1] - fold.keys[0], len(fold.rows)) for fold in self.folds]
+        seen = alone + sum(keys * rows for keys, rows in folded)
+        return (alone + sum(keys for keys, _ in folded)) / seen if seen else 1.0
 
 
 def plan(visible: list[list[Range]], queries: list[int]) -> Reading:
