@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ class Streamed:
     tokens: dict[int, list[int]] = field(default_factory=dict)
     logprobs: dict[int, list[float]] = field(default_factory=dict)
     reasons: dict[int, str] = field(default_factory=dict)
-    usage: Any = None
+    usage: Any = None  # but for the cached tokens: which KV a server has kept says nothing of the answer
     gap_s: float = 0.0  # longest time between two events
     first_s: float = 0.0  # until the first event
 
@@ -108,6 +108,10 @@ class Streamed:
             for one, two in zip(logprobs, other.logprobs[choice], strict=True)
         ]
         return self.law() == other.law() and max(pairs, default=0.0) < LOGPROB_TIE
+
+
+def without_cached(usage: Any) -> Any:
+    return usage and {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
 
 
 Watch = Callable[[int], None]  # called with the number of tokens so far, from the stream's thread
@@ -131,7 +135,7 @@ def over_http(server: Server, body: Body, watch: Watch = lambda count: None) -> 
             now = time.monotonic()
             found.first_s = found.first_s or now - began
             found.gap_s, moment = max(found.gap_s, now - moment), now
-            found.usage = event.get("usage") or found.usage
+            found.usage = without_cached(event.get("usage")) or found.usage
             for choice in event["choices"]:
                 count += take(found, choice)
             watch(count)
@@ -163,7 +167,7 @@ def over_grpc(server: Server, body: Body, watch: Watch = lambda count: None) -> 
             found.tokens[0] += chunk.token_ids
             found.logprobs[0] += [each.logprob for each in chunk.logprobs]
             if chunk.usage:
-                found.usage, found.reasons[0] = chunk.usage, str(chunk.finish_reason)
+                found.usage, found.reasons[0] = replace(chunk.usage, cached_tokens=0), str(chunk.finish_reason)
             watch(len(found.tokens[0]))
     return found
 
