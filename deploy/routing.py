@@ -88,10 +88,7 @@ class PrefixRouter(RequestRouter):
         drawn = preferred(matches, len(route.keys) // KEY_BYTES, ongoing, self.busier_by)
         likely = min(drawn or [replica.replica_id for replica in by_chance], key=ongoing.__getitem__)
         route.taken(likely, self.index)
-        lists = [[candidates[replica] for replica in drawn], by_chance]
-        # Of a replica that did not answer lately Serve asks the length of its queue, and waits for it if it is alone.
-        answers = self.replica_queue_len_cache.get(likely) is not None
-        return [[candidates[likely]], *lists] if answers else lists
+        return [[candidates[likely]], [candidates[replica] for replica in drawn], by_chance]
 
     def on_send_request(self, replica_id: ReplicaID) -> None:
         super().on_send_request(replica_id)

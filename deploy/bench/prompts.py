@@ -28,7 +28,7 @@ def made_sentences(count: int) -> list[str]:
 # Whole sentences are drawn, which takes a sixteenth of the time: the sender must not be busy when answers arrive.
 SENTENCES = made_sentences(4096)
 
-HEAD_WORDS = 4  # at the beginning of all prompts of a run
+HEAD_WORDS = 8  # at the beginning of all prompts of a run
 DOCUMENT_SHARE = 0.9  # of a prompt that begins with a common document; the rest is its own, such as a question
 
 
@@ -48,7 +48,7 @@ class Prompts:
         head = min(HEAD_WORDS, words) if self.run else 0
         common = 0 if request.document is None else int(DOCUMENT_SHARE * (words - head))
         parts = (
-            words_of(self.run, head),
+            " ".join(random.Random(self.run).choices(WORDS, k=head)),
             words_of(f"{self.seed} document {request.document}", common),
             words_of(f"{self.seed} prompt {request.index}", words - head - common),
         )

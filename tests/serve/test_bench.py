@@ -34,7 +34,7 @@ def test_http_and_grpc_are_sent_the_same_load(
         assert 4 <= figures["output_tokens"] <= 4 * 12
     same = ("load", "tokens_per_word")
     assert {name: http[name] for name in same} == {name: grpc[name] for name in same}
-    assert abs(http["input_tokens"] - grpc["input_tokens"]) <= 4 * 2 * HEAD_WORDS, "only the first words differ"
+    assert abs(http["input_tokens"] - grpc["input_tokens"]) <= 4 * 4 * HEAD_WORDS, "only the first words differ"
 
 
 @pytest.mark.parametrize("protocol", ["http", "grpc"])

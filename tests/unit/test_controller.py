@@ -10,6 +10,7 @@ import pytest
 
 from triforce_core.engine.controller import Controller, Tiers
 from triforce_core.engine.sequence import Request, Sequence
+from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
 from triforce_core.plans import PLAIN, Plan, plans
@@ -238,6 +239,32 @@ def test_a_pass_that_reads_a_prompt_teaches_nothing() -> None:
     assert not controller.target.few.known
     controller.passed(answers[:1], sequences, 2.0)
     assert controller.target.few.known
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.parametrize("shared", [0.0, 0.3, 0.6])
+def test_keys_that_requests_share_are_expected_to_be_read_once(micro_batches: int, shared: float) -> None:
+    """In a pass of all requests for a plain round, and of a micro-batch of them for a speculative one."""
+    latest = 1.0
+    controller = Controller(replace(TIERS, micro_batches=micro_batches), lambda: latest)
+    sequences = [each for _ in range(3) for each in two_requests(controller)]
+
+    def reads(rows: int) -> float:
+        return 1 - shared * (1 - 1 / rows)
+
+    def seconds(rows: int, read: float) -> float:
+        return 2e-3 + 1e-6 * rows * PROMPT * read
+
+    for rows, count in 10 * [(rows, count) for rows in (1, 6, 3, 2) for count in (0, 4)]:
+        latest = reads(rows)
+        tally = Tally(1, count, count, 0, 0, 0, 1, seconds(rows, latest))
+        answers = [(each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))) for each in sequences[:rows]]
+        controller.passed(answers, sequences, 1.0)
+    controller._correct(sequences)
+    costs, rows = controller._costs(sequences), 6 // micro_batches
+    assert costs.plain_s == pytest.approx(seconds(6, reads(6)), rel=0.1)
+    assert costs.target(5) == pytest.approx(seconds(rows, reads(rows)), rel=0.1)
+    assert costs.target(MOST_QUERIES + 1) >= 0.9 * seconds(rows, 1), "with so many queries nothing is read once"
 
 
 def test_requests_that_pin_their_plans_leave_nothing_behind() -> None:

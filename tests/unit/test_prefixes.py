@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
-from ray.serve._private.request_router.common import ReplicaQueueLengthCache
 
 from deploy.prefixes import BLOCK, KEY_BYTES, MARGIN, TOKENS_PER_REQUEST, PrefixIndex, preferred, prefix_keys, salt_key
 from deploy.replica import reads_all
@@ -217,9 +216,6 @@ def test_first_requests_that_come_together_go_to_one_replica() -> None:
     """None has been accepted by a replica when the next is routed."""
     router: Any = PrefixRouter.__new__(PrefixRouter)  # without Serve
     router.initialize_state(capacity=1000, busier_by=4)
-    router._replica_queue_len_cache = ReplicaQueueLengthCache()
-    for name in "abcd":
-        router.replica_queue_len_cache.update(Name(name), 0)
     routes = [Route(TEXT) for _ in range(8)]
     [likely] = chosen(router, routes[0])
     assert all(chosen(router, route) == [likely] for route in routes)
@@ -230,15 +226,6 @@ def test_first_requests_that_come_together_go_to_one_replica() -> None:
     router.on_request_routed(request, Name("another"), None)
     routes[0].answered(0)
     assert router.index.match(Name("another"), routes[0].keys) == 10, "what is learnt is of the replica that Serve took"
-
-
-def test_a_replica_that_did_not_answer_lately_is_not_waited_for() -> None:
-    router: Any = PrefixRouter.__new__(PrefixRouter)  # without Serve
-    router.initialize_state(capacity=1000, busier_by=4)
-    router._replica_queue_len_cache = ReplicaQueueLengthCache()
-    for name in "ab":
-        router.index.add(Name(name), prefix_keys(TEXT))
-    assert set(chosen(router, Route(TEXT))) == {Name("a"), Name("b")}
 
 
 @pytest.mark.parametrize(

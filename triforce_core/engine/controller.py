@@ -19,6 +19,7 @@ from statistics import fmean
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
 from triforce_core.engine.acceptances import UNKNOWN, Acceptances, Drafted
 from triforce_core.engine.sequence import Sequence
+from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
 from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, expected_round, plans
@@ -92,7 +93,7 @@ class Controller:
 
     def __init__(self, tiers: Tiers, read: Callable[[], float] = lambda: 1.0) -> None:
         """`read`: the share of the keys seen in the target's latest pass that it read; see `kv/folds.py`."""
-        self.read = read
+        self.read, self.shared = read, 0.0  # `shared`: of each sequence's keys, the share that all sequences see
         self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
         self.kinds = {plan.kind for plan in self.candidates}
         looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1]
@@ -132,6 +133,8 @@ class Controller:
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
         read = self.read()
         parts = [Part(levels[i][0].proposed + 1, p.start, read) for i, (_, p) in enumerate(answers)]
+        if len(parts) > 1 and max(part.tokens for part in parts) <= MOST_QUERIES:
+            self.shared = (1 - read) / (1 - 1 / len(parts))
         self.target.add(parts, levels[0][0].busy_s)
         batch, _ = self._batches(decoding)
         for (sequence, _), (_, below, leaf) in zip(answers, levels, strict=True):
@@ -311,15 +314,20 @@ class Controller:
     def _costs(self, decoding: Several[Sequence]) -> Costs:
         (batch, groups), tiers = self._batches(decoding), self.tiers
         length = fmean(len(s.tokens) for s in decoding) if decoding else 0.0
-        read = self.read()
+        together = self.target.alike(batch, length, self._read(batch))
+        apart = self.target.alike(batch, length)
         return Costs(
-            self.target.alike(len(decoding), length, read)(1),
-            self.target.alike(batch, length, read),
+            self.target.alike(len(decoding), length, self._read(len(decoding)))(1),
+            lambda tokens: (together if tokens <= MOST_QUERIES else apart)(tokens),
             self.retrieval.alike(batch, min(tiers.sparse_tokens, length)),
             self.draft.alike(batch, min(tiers.window_tokens, length)),
             groups,
             tiers.overlapping,
         )
+
+    def _read(self, batch: int) -> float:
+        """The share of the keys seen that a pass of the target over so many sequences reads."""
+        return 1 - self.shared * (1 - 1 / max(1, batch))
 
 
 def plan_of(work: Work) -> Plan:
