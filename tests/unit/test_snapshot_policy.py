@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
+import pytest
 import torch
 
-from triforce_core.engine.engine import SnapshotSchedule
+from tests.by_hand import Below, Slots
+from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.freshness import has_sagged
+from triforce_core.engine.limits import Limits
+from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.selectors import Quest, Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
-from triforce_core.messages import GREEDY, SequenceSpec, Tally
+from triforce_core.messages import GREEDY, Drafting, SequenceSpec, Tally
 from triforce_core.plans import Plan
 
 Sent = tuple[int, int]  # position, base
@@ -25,6 +31,7 @@ class Recorder:
         self.sent: list[Sent] = []
         self.selectors: list[Selector] = []
         self.version, self.known, self.occupied, self.loses = 0, 0, False, False
+        self.sent_off = False  # what is delivered keeps the sink busy
         self.policy = SnapshotSchedule(self, self, ChunkSettings(), "mean_key", refresh_every)  # type: ignore[arg-type]
         request = Request((1,) * 100, 1000, GREEDY, 0, (4, 2))
         self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100, selector="quest"), [1] * 100)
@@ -54,6 +61,7 @@ class Recorder:
 
     def deliver(self, snapshot: Snapshot) -> None:
         self.known = self.known if self.loses else snapshot.version
+        self.occupied |= self.sent_off
 
     def busy(self, sequence_id: int) -> bool:
         return self.occupied
@@ -164,3 +172,18 @@ def test_a_snapshot_that_was_lost_or_refused_is_not_waited_for() -> None:
     assert not it.policy.comes(it.sequence)
     it.known, it.occupied = it.version, True
     assert not it.policy.comes(it.sequence), "it is there, while others are on their way"
+
+
+@pytest.mark.parametrize("on_its_way", [True, False])
+def test_a_plan_waits_for_its_first_snapshot_while_that_is_on_its_way(below: Below, on_its_way: bool) -> None:
+    it = Recorder(refresh_every=64)
+    it.loses = True
+    it.sequence.request = replace(it.sequence.request, lookaheads=None)
+    it.sequence.plan = Plan(4, 2)
+    tiers = Tiers((4, 2), tuple(Drafting), sparse_tokens=1088, window_tokens=252)
+    scheduler = Scheduler(Slots(1000), max_sequences=2, prefill_chunk=64)
+    engine = Engine(below, scheduler, it.policy, Limits(100, 1000, 100), controller=Controller(tiers))
+    it.sent_off = on_its_way
+    engine._update_snapshot(it.sequence, wanted=False)
+    assert it.sent == [(99, 0)]
+    assert it.sequence.plan_waits is on_its_way
