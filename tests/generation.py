@@ -153,7 +153,9 @@ class Served:
         add_GenerationServicer_to_server(self.generation, self.server)
         health_pb2_grpc.add_HealthServicer_to_server(self.health, self.server)
         self.say(health_pb2.HealthCheckResponse.SERVING)
-        address = f"localhost:{self.port}"
+        # Not `localhost`, which is two addresses: if another process has the port at one of them, gRPC takes only the
+        # other one, and clients may reach that process.
+        address = f"127.0.0.1:{self.port}"
         if self.credentials is None:
             self.port = self.server.add_insecure_port(address)
         else:
