@@ -230,15 +230,21 @@ def test_hints_about_caches_are_ignored() -> None:
         assert ask(client, messages=[USER], **hints).choices[0].message.content == "a"
 
 
-def test_a_chat_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered = []
+@pytest.fixture
+def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """The conversations that have begun to be rendered, which takes two seconds."""
+    begun: list[Any] = []
 
     async def render(self: ChatTemplate, messages: Any, *_: Any, **__: Any) -> tuple[int, ...]:
-        rendered.append(messages)
+        begun.append(messages)
         await asyncio.sleep(2)
         return (1,)
 
     monkeypatch.setattr(ChatTemplate, "render", render)
+    return begun
+
+
+def test_a_chat_is_rendered_in_its_places_and_within_its_deadline(rendered: list[Any]) -> None:
     service = service_of("none", Answering("none", "a", cut=0))
 
     def status() -> int:
@@ -254,15 +260,7 @@ def test_a_chat_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: p
     assert len(rendered) == 1
 
 
-def test_a_chat_over_grpc_is_rendered_in_its_places_and_within_its_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
-    rendered = []
-
-    async def render(self: ChatTemplate, messages: Any, *_: Any, **__: Any) -> tuple[int, ...]:
-        rendered.append(messages)
-        await asyncio.sleep(2)
-        return (1,)
-
-    monkeypatch.setattr(ChatTemplate, "render", render)
+def test_a_chat_over_grpc_is_rendered_in_its_places_and_within_its_deadline(rendered: list[Any]) -> None:
     service = service_of("none", Answering("none", "a", cut=0))
 
     def ask() -> None:

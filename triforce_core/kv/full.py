@@ -167,8 +167,8 @@ class FullKV(KVCache):
     def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
         """Slots in few ranges, if need be by dropping kept texts; else in as many as it may have. There is room.
 
-        Not in one range at any price: for that, most texts might have to be dropped. So many that a text in them can be
-        shared whole, and that one remains to grow into where it will grow.
+        It does not insist on one range, because most texts might have to be dropped for it. It first tries as many as
+        can be shared whole, less one that a sequence with `wished` slots keeps for its growth.
         """
         few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
         for most in dict.fromkeys((few, most_ranges)):

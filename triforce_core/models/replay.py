@@ -82,7 +82,7 @@ class Deliver:
 
 @dataclass(frozen=True, slots=True)
 class DropUnstated:
-    """Of the retrieval tier's cache."""
+    """Drop the arrived snapshots of sequences that the retrieval tier does not hold."""
 
 
 Command = Open | Grow | RunPass | Release | CutSnapshot | Take | Deliver | DropUnstated
