@@ -168,7 +168,7 @@ class FullKV(KVCache):
         """Slots in few ranges, if need be by dropping kept texts; else in as many as it may have. There is room.
 
         It does not insist on one range, because most texts might have to be dropped for it. It first tries as many as
-        can be shared whole, less one that a sequence with `wished` slots keeps for its growth.
+        can be shared whole, and leaves one of `most_ranges` for growth if slots are wished for.
         """
         few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
         for most in dict.fromkeys((few, most_ranges)):
