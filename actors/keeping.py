@@ -43,6 +43,13 @@ class Keeper:
 
     async def run(self) -> None:
         """Returns once the target could not be replaced: then the pipeline is stopped."""
+        try:
+            await self._watch()
+        except Exception as error:  # an error of ours: without its keeper the pipeline must not go on
+            log.exception("the keeper of the target failed")
+            await self.pipeline.stop(f"the target is not watched any more: {error!r}")
+
+    async def _watch(self) -> None:
         doubted = self.pipeline.doubted
         assert doubted is not None
         while not self.pipeline.stopped:

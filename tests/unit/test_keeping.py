@@ -89,6 +89,10 @@ async def hanging() -> Target:
     raise AssertionError
 
 
+async def broken() -> Target:
+    raise KeyError("an error that nobody expects of a start")
+
+
 def served(*answers: bool | None) -> tuple[Pipeline, Target]:
     pipeline, target = Pipeline(SimpleNamespace(each=list, followers=())), Target(1, *answers)  # type: ignore[arg-type]
     pipeline.target = target  # type: ignore[assignment]
@@ -125,6 +129,20 @@ def test_one_late_answer_is_no_death_and_two_in_a_row_are() -> None:
         await until(lambda: pipeline.restarts == 1)
         assert target.process.killed == 1, "a process that hangs is killed"
         keeping.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_keeper_that_fails_stops_the_pipeline() -> None:
+    """Then the replica reports ill health, and Serve replaces it."""
+
+    async def run() -> None:
+        pipeline, target = served()
+        target.process.dead = True
+        await asyncio.wait_for(Kept(pipeline, broken).run(), 10)
+        assert "nobody expects" in pipeline.stopped
+        with pytest.raises(UnavailableError, match="not watched any more"):
+            await first_token(pipeline)
 
     asyncio.run(run())
 
