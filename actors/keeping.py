@@ -110,8 +110,8 @@ class Keeper:
         await pipeline.stop(f"the target tier does not come up: {fault}")
 
     async def _end(self, process: TargetProcess) -> None:
-        """End the process and its followers. Ray is asked only if it cannot be seen from here: a process that hangs
-        outlives its request by seconds.
+        """End the process and its followers directly, where they can be seen from here. Ray is asked only if the
+        process cannot, because one that hangs lives on for seconds after Ray's request to end.
         """
         if process.process is None:
             ray.kill(self.pipeline.actors.target, no_restart=False)

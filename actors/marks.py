@@ -58,7 +58,7 @@ class Marks:
         return not self.bytes.closed and self.bytes.find(b"\x01", 0) >= 0
 
     def close(self) -> None:
-        """May be called again, as a pipeline may be stopped again: by then the number may be another file's."""
+        """May be called again, as a pipeline may be stopped again. By then the descriptor may be another file's."""
         if not self.bytes.closed:
             self.bytes.close()
             os.close(self.fd)

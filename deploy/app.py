@@ -129,7 +129,7 @@ def replicas(settings: Settings) -> dict[str, Any]:
         "autoscaling_config": {
             "min_replicas": wanted.min,
             "max_replicas": wanted.max,
-            # Serve counts waiting requests too: at this target a replica is full and none waits.
+            # Serve counts waiting requests too: with this many requests a replica is full and none waits.
             "target_ongoing_requests": settings.max_sequences,
             "upscale_delay_s": UPSCALE_DELAY_S,
             "downscale_delay_s": wanted.downscale_delay_s,

@@ -547,7 +547,9 @@ class Settings(Strict):
     @field_validator("speculation")
     @classmethod
     def _alone_where_evicting(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
-        """A target that evicts KV decodes by itself: there is nothing from which lower tiers could be exact."""
+        """A target that evicts KV decodes alone: speculation would only reproduce a lossy model's tokens, and passes
+        read so little KV that there is nothing to win.
+        """
         target = others.data.get("target")
         if target is None or target.eviction == "none":
             return given

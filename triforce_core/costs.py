@@ -4,8 +4,9 @@ A pass costs something by itself, something for each sequence and token in it, s
 reads, and something for each pair of a query and a key. The five prices are fitted to the passes so far by least
 squares over relative errors, in which older passes count less and less. An error is relative to the geometric mean of
 the measured and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No
-price is negative. Where passes do not tell two prices apart, the one for tokens is preferred, so that nothing is taken
-for a fixed cost without evidence.
+price is negative. Where passes do not tell two prices apart, the one with the weaker pull towards 0 is preferred: by
+default (`DOUBT`) the price of tokens, so that nothing is taken for a fixed cost without evidence; for the controller
+(`DOUBT_OF_TOKENS`) the fixed price of a pass.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MANY_TOKENS = 64  # a CPU runs passes over so many tokens on other threads than smaller ones: they have other prices
-LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005  # as REMEMBERED, but for `Fit.ever`; and the weight of `ever`
+MANY_TOKENS = 64  # a CPU may run passes over so many tokens on another number of threads: they have other prices
+# In `Fit.ever`, the weight of a pass relative to the one after it; and how much `ever` counts beside `lately`.
+LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005
 MOST_WAITING = 16  # passes that are not fitted yet
 REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one after it
 # How strongly each price is pulled towards 0 (ridge regression). Where passes do not tell two prices apart, the one

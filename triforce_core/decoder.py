@@ -79,7 +79,9 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. Text that the level above has not decided yet is stated again."""
+        """The claim for this tier's model. Its span begins at `settled` at the latest: the text after that may still be
+        replaced, so each claim states it.
+        """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
 
@@ -214,9 +216,9 @@ class SpeculativeDecoder:
     def _early(self) -> Block | None:
         """The block to hand up before it is long enough, or None.
 
-        It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless
-        several sequences are live and all of them are at this level, because only then has the level above nothing to
-        verify; with a single sequence the tiers take turns in any case.
+        It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless all
+        live sequences are at this level, because only then has the level above nothing to verify. A single sequence is
+        never handed up early: a short block would only delay its next one.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]

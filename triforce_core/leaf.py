@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class DraftingModel(Proposer, Protocol):
-    """The model half of a leaf. Its `collect` answers at once, for all work that was submitted."""
+    """The model half of a leaf. One call of its `collect` answers all work that was submitted."""
 
     @property
     def runner(self) -> ModelRunner: ...

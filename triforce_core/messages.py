@@ -165,14 +165,14 @@ def in_turn(earlier: Span, later: Span) -> Span:
 class Work:
     """A request to continue `span`.
 
-    `lookaheads[0]` is the number of tokens that this level drafts before it hands up its block; `lookaheads[1:]` are
-    the numbers for the levels below. A level whose number is 0 is skipped. A block may exceed its number, because all
-    tokens of its last round are kept.
+    `lookaheads[0]` is the number of tokens at which this level hands up its block; the lowest level drafts no more. For
+    the target it is 1: one round. `lookaheads[1:]` are the numbers for the levels below. A level whose number is 0 is
+    skipped. A block may exceed its number, because all tokens of its last round are kept.
     """
 
     span: Span
     lookaheads: tuple[int, ...]
-    sample: bool = True  # False: a prefill chunk, whose logits are not needed
+    sample: bool = True  # False: a prefill chunk, from which no token is drawn
     drafting: Drafting = Drafting.MODEL
 
 

@@ -122,7 +122,7 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     if not plan.speculates:
         return Round(1, 0, 0, 0, 0)
     model = acceptance.model_below if plan.retrieval else acceptance.model
-    # Acceptances are rounded, so that their blocks are computed once.
+    # Rounded, so that `expected_draft` and `expected_passes` find most results in their caches.
     draft = expected_draft(
         plan.draft, plan.drafting, *(round(x, 2) for x in (model, acceptance.lookup, acceptance.found))
     )
@@ -176,7 +176,7 @@ class Situation(NamedTuple):
     corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what was expected of them
     cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
-    remaining: int  # tokens until the request ends, or until so many that the future is unknown
+    remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
 
     def seconds(self, plan: Plan) -> float:
         """The expected seconds per token."""

@@ -64,8 +64,8 @@ class TokenText:
 
 
 def spellings(words: Iterable[str]) -> list[str]:
-    """The texts whose tokens must not occur so that these words do not: most vocabularies write the first token of a
-    word within a text together with the blank before it.
+    """The texts to forbid in order to keep these words out: each word as it is and after a blank, because most
+    vocabularies write the first token of a word within a text together with the blank before it.
     """
     return [text for word in words for text in (word, f" {word}")]
 

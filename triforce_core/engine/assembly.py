@@ -228,7 +228,8 @@ def local_engine(
     if drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
     small, drafts = retrieval_kv(own, settings), drafter_for(settings, drafter)
-    full, sparse = local_caches(full_kv(target, settings), small, ranks)  # last: it takes what is left
+    # The target's pool is made last: on a GPU its check for room counts what the others have taken.
+    full, sparse = local_caches(full_kv(target, settings), small, ranks)
     if ranks is not None:
         ranks.barrier()
     below = retrieval_decoder(own, sparse, drafts, settings, make_verifier=make_verifier)

@@ -1,9 +1,10 @@
-"""The controller chooses how far each request drafts in its next round, so that speculation never costs more than none.
+"""The controller chooses how far each request drafts in its next round.
 
-It learns what passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the
-plans. What no pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of
-plan: what rounds took, relative to what was expected of them. Everything that was learned is slowly forgotten, so that
-plans which did not pay are tried again now and then. What a request may lose by such trials is bounded.
+Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
+passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
+pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: what rounds
+took, relative to what was expected of them. Everything that was learned is slowly forgotten, so that plans which did
+not pay are tried again now and then.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ PROBE = 32  # tokens of plain decoding, at least, after which prompt lookup is t
 REPLAN, REPLAN_ROUNDS = 16, 3  # a plan is chosen again after so many tokens and so many rounds
 HORIZON = 256  # tokens over which a first snapshot must pay
 PAID_OVER = 128  # tokens over which the cost of starting to speculate is subtracted from the savings
-CREDIT = 16  # plain tokens: savings beyond this do not make up for later losses
-MOST_LOST = 3  # plain tokens: a round counts as no greater loss than this, because any plan has slow moments
-LOSS_SHARE, LOSS_TOKENS = 0.02, 4  # most that speculation may cost a request: share of decoding time, plus plain tokens
+CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not make up for later losses
+MOST_LOST = 3  # in the same unit: a round counts as no greater loss than this, because any plan has slow moments
+# Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens.
+LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 TRIAL_EVERY, TRIAL = 256, 3  # plain decoding is measured again after so many tokens per request, for so many rounds
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
@@ -92,7 +94,9 @@ class Controller:
     """
 
     def __init__(self, tiers: Tiers, read: Callable[[], float] = lambda: 1.0) -> None:
-        """`read`: the share of the keys seen in the target's latest pass that it read; see `kv/folds.py`."""
+        """`read`: how many keys the target's latest pass read, relative to those that it would have read if it read for
+        each sequence alone; see `Reading.share` in `kv/folds.py`.
+        """
         self.read, self.shared = read, 0.0  # `shared`: of each sequence's keys, the share that all sequences see
         self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
         self.kinds = {plan.kind for plan in self.candidates}
@@ -101,7 +105,7 @@ class Controller:
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
-        self.cut_s, self.renewal_s = Recent(), Recent()  # per token of text, and per snapshot
+        self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
         # Rounds that are not in `corrections` yet: kind of plan, load, what was expected, seconds.
         self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
@@ -148,8 +152,8 @@ class Controller:
     def learn(
         self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float, decoding: Several[Sequence]
     ) -> None:
-        """Learn from a round of a request that is planned here. `round_s`: the seconds that it took; NaN if other work
-        on the engine's thread delayed it.
+        """Learn from a round of a request that is planned here. `round_s`: the seconds that it took, without those of
+        snapshot cuts; NaN if prompt chunks delayed it.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
@@ -241,7 +245,9 @@ class Controller:
         interval = len(decoding) * TRIAL_EVERY * (1 if choice.gain < CLEAR else CLEAR_TRIALS)
         at_load = load(decoding)
         if choice.plan.speculates and self.committed - self.plain_at.get(at_load, -interval) >= interval:
-            self.plain_at[at_load] = self.committed  # even if requests that pin their plans make it fail
+            # Set already now: beside requests that pin other plans the trial is not recorded, and must not be repeated
+            # at once.
+            self.plain_at[at_load] = self.committed
             for each in together:
                 each.drafted.trial = TRIAL
 
@@ -326,7 +332,7 @@ class Controller:
         )
 
     def _read(self, batch: int) -> float:
-        """The share of the keys seen that a pass of the target over so many sequences reads."""
+        """What `read` would give for a pass of the target over so many sequences."""
         return 1 - self.shared * (1 - 1 / max(1, batch))
 
 

@@ -50,8 +50,8 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if the sequence has none, if its last one is old, was refused or is accepted less
-        than at first, or if one is wanted. Returns whether it did.
+        """Cut and send a snapshot if the sequence has none, if its last one is old, or stated changes that were lost or
+        refused, if clearly fewer drafts are accepted than right after it, or if one is wanted. Returns whether it did.
 
         `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
         and while its plan leaves the retrieval tier out.
@@ -61,7 +61,8 @@ class SnapshotSchedule:
             return False
         position = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
-        # Lost or refused, because the tier lacks the version to which its changes apply.
+        # The last snapshot stated changes and is not confirmed: it was lost or refused, and the retrieval tier may lack
+        # its base. The next one must be whole.
         lost = last is not None and last.has_base and base != last.version
         whole = wanted or lost
         since = sequence.since_cut

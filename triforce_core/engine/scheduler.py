@@ -306,7 +306,7 @@ def next_chunk(sequence: Sequence, tokens: int) -> Work:
 
 
 def next_round(sequence: Sequence) -> Work:
-    """The work for one round of decoding. With lookaheads of 0 it states only the tokens that the target lacks."""
+    """The work for one round of decoding. With a plain plan it states only the tokens that the target lacks."""
     plan = PLAIN if sequence.plan_waits else sequence.plan
     start = sequence.stated if plan.speculates else sequence.prefilled
     return Work(sequence.span(start, len(sequence.tokens)), (1, *plan.lookaheads), drafting=plan.drafting)

@@ -29,7 +29,8 @@ def target_kv(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, 
     unit = settings.retrieval.chunk  # the chunks of shared texts are those of snapshots
     # Which KV a request finds depends on the requests before it, and so does how its tokens are rounded.
     shares = settings.target.prefix_cache and not settings.deterministic
-    # Of all chunks of the pool. A request that names another selector has its landmarks computed at its cuts.
+    # What is kept of every chunk in the pool for the configured selector; None: nothing. A request that names another
+    # selector has the landmarks for it computed at its cuts.
     landmark = LANDMARKS.get(settings.retrieval.selector)
     if offload is None:
         return FullKV(geometry, pool_tokens, kernel, unit=unit, shares=shares, landmark=landmark)

@@ -1,8 +1,8 @@
 """The KV cache: one pool of slots per layer. Sequences own ranges of slots; all policies share one attention path.
 
 The host prepares a pass with lists and integers: it aligns, rolls back and allocates. The device then writes KV and
-attends (`attend`). A policy is two methods: `slots_for` returns how many slots a sequence owns; `place` decides which
-tokens of a span are forwarded, at which positions, into which slots, and which slots they see.
+attends (`attend`). A policy is two methods: `slots_for` returns how many slots a new sequence gets; `place` decides
+which tokens of a span are forwarded, at which positions, into which slots, and which slots they see.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Forward:
     """One sequence's part of a pass: bring its KV up to `span`, with logits for its last `num_sampled` tokens."""
 
     span: Span
-    num_sampled: int  # 0: a prefill chunk
+    num_sampled: int  # 0: no logits are needed
     num_drafted: int = 0  # of its last tokens, which the caller may take back
 
 
@@ -227,7 +227,9 @@ class KVCache(ABC):
 
     @abstractmethod
     def slots_for(self, spec: SequenceSpec) -> int:
-        """How many slots of the pool a sequence owns until it is released."""
+        """How many slots of the pool a new sequence gets, unless the caller asks for another number. Only the full
+        cache grows after that.
+        """
 
     @abstractmethod
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:

@@ -161,7 +161,8 @@ class LayerChunks:
         self.held, self.kv_heads = cutter.held, cutter.geometry.num_kv_heads
         queries = self.held.queries[layer]
         assert queries is not None, "a snapshot is cut after a pass"
-        usable = max(1, cutter.position - self.held.query_positions.start)  # later ones saw tokens not accepted
+        # Queries from `position` on may be those of drafts that were rejected.
+        usable = max(1, cutter.position - self.held.query_positions.start)
         wanted = cutter.selector.num_queries or 1
         self.queries = queries[:, :usable][:, -wanted:]
 

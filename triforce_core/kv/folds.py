@@ -62,7 +62,7 @@ def overlaps(visible: Mapping[int, list[Range]]) -> list[tuple[Range, tuple[int,
     """The slots that any row sees, cut where the rows that see them change: ascending ranges, each with its rows."""
     edges = sorted((edge, row) for row, ranges in visible.items() for one in ranges for edge in one)
     rows: frozenset[int] = frozenset()
-    changes: list[tuple[int, frozenset[int]]] = []  # from which slot on which rows see the slots
+    changes: list[tuple[int, frozenset[int]]] = []  # a slot, and the rows that see the slots from it on
     for slot, there in groupby(edges, key=itemgetter(0)):
         before = rows
         for _, row in there:  # a row that ends one range here and begins another occurs twice: nothing changes for it

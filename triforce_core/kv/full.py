@@ -92,8 +92,9 @@ class FullKV(KVCache):
     def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
         """A cursor over the part of this text that may be matched; None if nothing may.
 
-        The queries that choose the first snapshot's chunks are computed anew, so that it is that of a cold run. A
-        selector that counts attention from the beginning needs all queries, and so do the logprobs of a prompt.
+        The last tokens are never matched: their queries, which choose the first snapshot's chunks, are computed anew,
+        so that it is the snapshot that an empty pool would give. A selector that counts attention from the beginning
+        needs all queries, and so do the logprobs of a prompt.
         """
         num_queries = SELECTORS[spec.selector]().num_queries
         if not self.shares or num_queries is None or spec.prompt_logprobs is not None:
@@ -132,7 +133,8 @@ class FullKV(KVCache):
             node = upper
         held = self.held[sequence_id] = self.new_held(spec, joined(sliced(there, 0, shared), own))
         held.tokens, held.cached = known[:matched], matched
-        # Logprobs of a prompt need the last token of each chunk once more.
+        # 0: nothing is given to the tree while the prompt is read. With logprobs of the prompt, each chunk forwards the
+        # last token of the one before again, and slots that were given must not be written again.
         held.told = len(known) if spec.prompt_logprobs is None else 0
         held.node, held.given = node, [(0, shared)] if shared else []
         return held
@@ -141,8 +143,9 @@ class FullKV(KVCache):
         """How many tokens of the text to match, and how many of these to share, so that there is room for `tokens`
         tokens; None if there is no room.
 
-        A sequence may have few ranges, and needs some of them for growth: matched KV that lies in further ranges is
-        copied into the sequence's own slots. A match takes more room than none, so less is matched in a full pool.
+        A sequence may have at most `MOST_RANGES` ranges, and needs some of them for growth: matched KV beyond the first
+        `SHARED_RANGES` is copied into the sequence's own slots. A match takes more room than none, so less is matched
+        in a full pool.
         """
         matched = self.tree.advance(cursor) if cursor else 0
         there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []
@@ -165,10 +168,11 @@ class FullKV(KVCache):
         return self.allocator.with_free(idle).plan(count, most_ranges) is not None
 
     def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
-        """Slots in few ranges, if need be by dropping kept texts; else in as many as it may have. There is room.
+        """Slots in at most `most_ranges` ranges, and in fewer if possible. The caller has checked that there is room.
 
-        It does not insist on one range, because most texts might have to be dropped for it. It first tries as many as
-        can be shared whole, and leaves one of `most_ranges` for growth if slots are wished for.
+        It first tries at most `SHARED_RANGES`, which can be shared whole, and leaves one of `most_ranges` for growth if
+        slots are wished for. Kept texts are dropped if need be. It does not insist on one range, because most texts
+        might have to be dropped for it.
         """
         few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
         for most in dict.fromkeys((few, most_ranges)):
@@ -225,8 +229,8 @@ class FullKV(KVCache):
         """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them.
 
         It grows by more than it lacks, if it can: by twice as much as the last time, in place or into a new range. A
-        sequence may have few ranges, so a small new one is taken only if dropping kept texts makes no room for a large
-        one, nor in place.
+        sequence may have at most `MOST_RANGES` ranges. So a small new range is the last resort, if even dropping kept
+        texts makes room neither for a large one nor behind the last one.
         """
         held = self.held[sequence_id]
         owned = size_of(held.ranges)
@@ -313,8 +317,8 @@ class FullKV(KVCache):
         return output
 
     def take_queries(self, layer: int, held: FullHeld, queries: Tensor) -> None:
-        """Keep queries of a pass, and count the attention of those that its place decided to count. `queries` [heads,
-        tokens of the pass, head_dim]. Their KV must be in the cache.
+        """Keep the queries at the positions that `place` chose, and add up the attention of those below `count_to`, if
+        the selector needs it. `queries` [heads, tokens of the pass, head_dim]. Their KV must be in the cache.
         """
         if not held.simple:
             before = held.queries[layer]

@@ -132,7 +132,8 @@ class HeavyHitterKV(FixedKV):
         point = held.start + self.settings.slack
         if min(settled, keep) >= point and end > point:
             self._evict(held, point)
-            # Later tokens saw what is evicted now, unlike in a text that was never drafted: they are forwarded again.
+            # Tokens from `point` on may have been forwarded before this eviction. Without drafts they would have come
+            # after it, so they are forwarded again.
             keep, point = point, point + self.settings.slack
         stop = min(end, point) if settled >= point else end
         assert stop - held.start <= self.settings.fresh, "a statement has no more drafts than the settings say"

@@ -30,7 +30,7 @@ class Node:
     tokens: list[int]
     slots: Range
     serial: int  # in the order in which nodes were made
-    used: int  # when it was used last, in calls
+    used: int  # the value of `PrefixTree.calls` at its last use
     users: int = 0  # sequences that use this node or one below it
     alive: bool = True  # False: dropped
     children: dict[Key, Node] = field(default_factory=dict)

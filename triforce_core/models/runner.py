@@ -79,7 +79,7 @@ class ModelRunner:
         self.noisiest = noisiest  # with which tokens are drawn from the logits of a pass
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.clock = PassClock(kv.geometry.device)
-        self.read = 1.0  # the share of the keys seen in the latest pass that it read: `Reading.share`
+        self.read = 1.0  # `Reading.share` of the latest pass: less than 1 where it read keys once for several rows
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
     def decode_on(self, threads: int) -> None:
@@ -109,7 +109,7 @@ class ModelRunner:
         if threads is not None:
             run_on(threads.prefill if batch.num_tokens >= MANY_TOKENS else threads.decode)
         logits = self.shaped.forward(batch) if self.shaped is not None else None
-        self.read = 1.0  # passes of constant shape read nothing once for several rows
+        self.read = 1.0  # passes of constant shape do not share reads between rows
         if logits is None:
             self.read = batch.reading.share if batch.reading is not None else 1.0
             logits = self.run(batch)

@@ -80,7 +80,9 @@ def no_token(guide: Guide | None, num_tokens: int) -> InvalidValueError:
 
 
 def json_grammar(schema: Any) -> str:
-    """The grammar of JSON as Python's json.dumps writes it: with free white space, models write it until max_tokens."""
+    """The grammar of JSON as Python's json.dumps writes it: if white space were free, models would go on writing it
+    until max_tokens.
+    """
     return LLMatcher.grammar_from_json_schema(
         schema, defaults={"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
     )

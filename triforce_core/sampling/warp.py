@@ -53,7 +53,8 @@ def truncate_by_rank(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor
         ranked.masked_fill_(torch.arange(vocab, device=logits.device) >= top_k, -torch.inf)
     if any(p.top_p < 1 for p in params):
         # The cumulated probabilities may round to 1 before the last token, so a limit of 1 would exclude tokens. The
-        # first token has no mass before it, and stays: the limit is never 0, and the mass after it far above 1e-30.
+        # first token has no mass before it, so any limit above 0 keeps it, and 1e-30 does not round to 0. Every later
+        # token has far more than 1e-30 before it, so the smallest limit keeps the first alone.
         limits = [max(p.top_p, 1e-30) if p.top_p < 1 else torch.inf for p in params]
         top_p = on_device(limits, logits.dtype, logits.device).unsqueeze(1)
         probabilities = ranked.softmax(-1)

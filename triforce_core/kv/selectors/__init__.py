@@ -1,6 +1,6 @@
 """Selectors, one per file: how the chunks of the full cache are ranked for a snapshot. docs/selectors.md compares them.
 
-A new one is a file here, an entry of `SELECTORS`, and its name in `SelectorName` (triforce_core/config.py).
+A new one is a file here and an entry of `SELECTORS`; docs/extending.md has all steps.
 """
 
 from collections.abc import Callable

@@ -24,7 +24,8 @@ class SnapKV:
     log-sum-exp of each query's logits in each chunk. The softmax over all keys follows exactly from these.
     """
 
-    # The paper's window is 32 for long prompts. With the demo pair a window of 8 chooses as well and costs a quarter.
+    # The paper's window is 32 for long prompts. With the demo pair a window of 8 chooses equally well and costs a
+    # quarter.
     num_queries: int = 8
 
     def scores(self, chunks: Chunks) -> Tensor:
