@@ -124,10 +124,13 @@ class Journal:
                         async for event in events:
                             yield event
                     return
-                except UnavailableError as error:
-                    self.died(attempt, error)
-                except FingerprintError as error:
-                    self.refused(error)
+                except (UnavailableError, FingerprintError) as error:
+                    if error is self.blocked:  # no new failure: the time for getting over the last one is up
+                        raise
+                    if isinstance(error, FingerprintError):
+                        self.refused(error)
+                    else:
+                        self.died(attempt, error)
                 finally:
                     self.give_back()
         finally:

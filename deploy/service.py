@@ -47,6 +47,7 @@ MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each stri
 MAX_SALT_CHARACTERS = 128
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
+RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
 
 
@@ -421,7 +422,7 @@ class Service:
             self.meaning.showing(asked.shown) if asked.shown else self.meaning,
             stop=asked.stop,
             end_tokens=request.stop_token_ids,
-            resumed=request.resume,
+            num_resumed=len(request.resume),
             min_tokens=request.sampling.min_tokens,
             include_stop=asked.include_stop,
         )
@@ -433,6 +434,10 @@ class Service:
             prompt=request.prompt,
             lossy=self.model.lossy,
         )
+        for first_token in range(0, len(request.resume), RESUMED_AT_ONCE):
+            tokens = request.resume[first_token : first_token + RESUMED_AT_ONCE]
+            output.feed(tokens, bytes(len(tokens)))
+            await asyncio.sleep(0)  # other streams go on
         if output.stopped:  # the client already has the whole output
             yield replace(frame, piece=output.finish(), done=Done(FinishReason.STOP, output.num_tokens, Stats()))
             return

@@ -192,10 +192,10 @@ class HeldToken:
 class OutputText:
     """The output of one request, as text and tokens that always agree.
 
-    `stop` holds non-empty strings. `resumed` are output tokens that the receiver already has: they count towards the
-    output and are searched for stop strings, but neither they nor their text are returned again. A stop string that
-    would leave fewer than `min_tokens` tokens is no stop. With `include_stop` the output ends after the stop string
-    instead of before it.
+    `stop` holds non-empty strings. The receiver already has the first `num_resumed` tokens: they are fed like all
+    others, count towards the output and are searched for stop strings, but neither they nor their text are returned
+    again. A stop string that would leave fewer than `min_tokens` tokens is no stop. With `include_stop` the output ends
+    after the stop string instead of before it.
     """
 
     def __init__(
@@ -204,7 +204,7 @@ class OutputText:
         *,
         stop: Sequence[str] = (),
         end_tokens: Iterable[int] = (),
-        resumed: Sequence[int] = (),
+        num_resumed: int = 0,
         min_tokens: int = 0,
         include_stop: bool = False,
     ) -> None:
@@ -215,8 +215,7 @@ class OutputText:
         self.min_tokens, self.include_stop = min_tokens, include_stop
         self.stopped = False  # a stop string was found: later tokens are ignored
         self.num_tokens = 0  # tokens of the output so far, resumed ones included
-        self.num_known = len(resumed)
-        self.feed(resumed, bytes(len(resumed)))
+        self.num_known = num_resumed
 
     def feed(self, tokens: Sequence[int], origins: bytes, logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
         """Take newly committed tokens; return the text and tokens that are certain now. Check `stopped` afterwards.

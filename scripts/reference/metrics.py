@@ -12,15 +12,13 @@ from deploy.metrics import Meters
 from deploy.tier_metrics import FIGURES, TierFamilies
 from scripts.reference.markdown import code, table
 
-OF_MODEL, OF_TIERS = ("model_name",), ("model_name", "replica")
+OF_GATEWAY = {"triforce_requests": ("status",), "triforce_calls": ("api", "status")}  # labels besides `model_name`
 
 
 def page() -> str:
     unused: Any = SimpleNamespace(model=SimpleNamespace(name=""), in_flight=0, room=0)  # none is scraped here
     own = {"tier_ready": ("tier",)} | {figure.name: figure.labels for figure in FIGURES}
-    gateway = [
-        row(family, "status" if family.name.endswith("_requests") else "") for family in gateway_families(unused)
-    ]
+    gateway = [row(family, *OF_GATEWAY.get(family.name, ())) for family in gateway_families(unused)]
     tiers = [row(each, *own.get(each.name.removeprefix("triforce_"), ())) for each in TierFamilies("", {}).collect()]
     header = ("metric", "type", "own labels", "meaning")
     return "\n".join(

@@ -70,7 +70,9 @@ def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, in
     assert max(preempted) == 1
     for outputs in found:
         stats = outputs[-1].stats
-        assert stats.decoded == len(tokens_of(outputs)) - 1
+        # Of each time that it is prefilled, the last chunk draws a token, which is no token of a round.
+        assert stats.decoded == len(tokens_of(outputs)) - 1 - stats.preempted
+        assert stats.decoded == stats.tallies[0].rounds or any(lookaheads), "one a round without drafts"
         assert stats.queued_s >= 0
     kv = it.scheduler.kv
     assert isinstance(kv, FullKV)

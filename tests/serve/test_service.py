@@ -23,7 +23,7 @@ from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import EngineCrashError, OverloadedError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
-from deploy.service import MAX_STOP_CHARACTERS, ClientRequest, ServedModel, Service
+from deploy.service import MAX_STOP_CHARACTERS, RESUMED_AT_ONCE, ClientRequest, Part, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -306,6 +306,29 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     done, gap, took = asyncio.run(order())
     assert done == ["short"] * 5 + ["long"] * 3
     assert gap < took / 6, "not even half of one"
+
+
+def test_others_go_on_while_a_long_output_is_resumed() -> None:
+    _, service, _ = served(event([5], gen.FINISH_REASON_LENGTH))
+    turns = 0
+
+    async def others() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    async def run() -> list[Part]:
+        beside = asyncio.create_task(others())
+        parts = service.complete(wanted(resume=(5,) * 1000, max_tokens=1001))
+        first = await anext(parts)
+        beside.cancel()
+        return [first, *[part async for part in parts]]
+
+    parts = asyncio.run(run())
+    assert parts[-1].done is not None
+    assert parts[-1].done.completion_tokens == 1001
+    assert turns > 1000 / RESUMED_AT_ONCE
 
 
 def test_what_is_complete_is_resumed_without_the_pipeline() -> None:

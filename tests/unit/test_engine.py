@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -11,7 +13,7 @@ from tests.by_hand import Below, Slots
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.sequence import FinishReason, Request
+from triforce_core.engine.sequence import FinishReason, Request, Sequence
 from triforce_core.messages import GREEDY, Proposal, Tally
 
 
@@ -44,6 +46,28 @@ def test_a_request_cancelled_before_the_loop_has_seen_it_ends_cancelled(engine: 
     assert (output.sequence_id, output.finish_reason, output.tokens) == (gone, FinishReason.CANCELLED, ())
     assert [w.span.sequence_id for w in below.asked] == [stays], "nothing was asked for it"
     assert list(engine.scheduler.live) == [stays]
+
+
+class Late(deque[Sequence]):
+    """Arrivals of which one comes, and is cancelled, just when the loop has found none."""
+
+    def __bool__(self) -> bool:
+        if len(self) or (late := self.late) is None:
+            return len(self) > 0
+        self.late = None
+        late()
+        return False
+
+    late: Callable[[], None] | None = None
+
+
+def test_a_request_that_comes_and_goes_while_the_loop_looks_ends_cancelled(engine: Engine, below: Below) -> None:
+    engine.arrivals = arrivals = Late()
+    arrivals.late = lambda: engine.cancel(engine.submit(request()))
+    below.answers = [[], []]
+    outputs = engine.run_once() + engine.run_once()
+    assert [output.finish_reason for output in outputs] == [FinishReason.CANCELLED]
+    assert below.asked == []
 
 
 def test_one_that_lives_ends_cancelled_and_is_released(engine: Engine, below: Below) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -242,6 +243,17 @@ class Counting(Source):
             self.unproven -= not proven
 
 
+class Abandoned(Counting):
+    """Its target dies, and later attempts wait for another one."""
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        if self.requests:
+            await asyncio.sleep(60)
+        async with aclosing(super().decode(request)) as events:
+            async for event in events:
+                yield event
+
+
 def tokens_of(parts: list[Part]) -> list[int]:
     return [token for part in parts for token in part.piece.tokens]
 
@@ -385,6 +397,9 @@ def test_a_request_that_no_engine_takes_over_ends_with_its_time() -> None:
     with pytest.raises(EngineLostError, match=r"the replica that served the request is gone.*ask again.*/status"):
         asyncio.run(parts_of(source, asked(timeout_s=0.3)))
     assert len(source.requests) > 5
+    with pytest.raises(EngineLostError) as failed:
+        asyncio.run(parts_of(Abandoned(([REACHED, ENTERED], 4, GONE)), asked(timeout_s=1.0)))
+    assert str(failed.value).count("is gone, and none took over") == 1, "told once, for one death"
     silent = Counting(([REACHED, ENTERED], 0, None))
     silent.script[0] = ([REACHED, ENTERED], 0, DeadlineError("not done"))
     with pytest.raises(DeadlineError, match=r"not done within 0\.3 s"):

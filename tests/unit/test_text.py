@@ -163,7 +163,10 @@ def test_a_resumed_output_is_the_rest_of_the_whole(data: st.DataObject) -> None:
     some = runs[: data.draw(st.integers(0, len(runs)))]
     got = joined([first.feed(tokens, origins_of(tokens), scores_of(tokens)) for tokens in some])
     known = list(got.tokens)
-    second = OutputText(meaning(kind), stop=stops, resumed=known)
+    second = OutputText(meaning(kind), stop=stops, num_resumed=len(known))
+    assert joined([second.feed(piece, origins_of(piece)) for piece in split(data.draw, known)]) == TextDelta(
+        "", (), b""
+    )
     rest = joined(run(second, [tokens[len(known) :]]))
     assert joined([got, rest]) == whole
     assert second.num_tokens == len(whole.tokens)
@@ -184,7 +187,8 @@ def test_stop_strings_in_the_first_tokens_of_min_tokens_do_not_stop(known: int) 
     """Neither those that lie in them, nor those that begin in them; resumed tokens are output."""
     tokens = ids_of("byte_level", "abcabcab")
     assert len(tokens) == 8
-    output = OutputText(meaning("byte_level"), stop=["bc"], min_tokens=2, resumed=tokens[:known])
+    output = OutputText(meaning("byte_level"), stop=["bc"], min_tokens=2, num_resumed=known)
+    output.feed(tokens[:known], origins_of(tokens[:known]))
     rest = joined(run(output, [tokens[known:]]))
     assert rest.text == "abcabcab"[known:4]
     assert (rest.tokens, rest.logprobs) == (tuple(tokens[known:4]), scores_of(tokens[known:4]))

@@ -38,7 +38,8 @@ On files that neither model saw, and on fresh recall tasks. Losses are in nats a
 {figures}
 
 `loss_by_position` compares different text at different positions; `loss_by_context` compares the same tokens, seen with
-more or less before them. Acceptance is teacher-forced over held-out text; T1 is the mean of Σ min(p, q).
+more or less before them. Acceptance is measured on held-out text, teacher-forced: each token is predicted after the
+true text. T1 is the mean of Σ min(p, q).
 
 ## Training
 

@@ -217,14 +217,16 @@ class Engine:
 
     def _take_messages(self) -> list[Output]:
         outputs = []
+        # Taken before the arrivals: a request is submitted before it is cancelled, so the arrivals then have it.
+        cancelled = [self.cancelled.popleft() for _ in range(len(self.cancelled))]
         while self.arrivals:
             sequence = self.arrivals.popleft()
             if sequence.request.resume and (reason := self._finish_reason(sequence)):  # the resumed output is complete
                 outputs.append(Output(sequence.request_id, (), b"", reason, sequence.stats))
             else:
                 self.scheduler.add(sequence)
-        while self.cancelled:
-            if found := self.scheduler.find(self.cancelled.popleft()):
+        for request_id in cancelled:
+            if found := self.scheduler.find(request_id):
                 outputs.append(self._end(found, FinishReason.CANCELLED))
         now = time.perf_counter()
         for sequence in [*self.scheduler.live.values(), *self.scheduler.queue]:
@@ -300,7 +302,7 @@ class Engine:
         if any(work.lookaheads[1:]):
             sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
         if sequence.has_output:
-            stats.decoded += len(proposal.tokens)
+            stats.decoded += 0 if prefilling else len(proposal.tokens)  # a preempted request was prefilled again
         elif not sequence.request.resume:  # it was counted when it first came
             self.totals.read(stats.cached_tokens, sequence.given - stats.cached_tokens)
         sequence.tokens += proposal.tokens

@@ -67,7 +67,9 @@ class Stats:
     # Until the first token, which comes from the pass over the last prefill chunk; after a preemption once more.
     prefill_s: float = 0.0
     decode_s: float = 0.0
-    decoded: int = 0  # tokens after the first
+    # Tokens that came from rounds: all but the first. A preempted request is prefilled again, and the token that comes
+    # from its last chunk is not counted either.
+    decoded: int = 0
     snapshots: int = 0
     plan: str = ""  # of the latest round
     plans: dict[str, int] = field(default_factory=dict)  # rounds of the target by kind of plan
