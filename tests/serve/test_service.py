@@ -7,7 +7,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from functools import cache
 from typing import Any
 
@@ -29,6 +29,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
 from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
 from triforce_core.messages import SamplingParams
+from triforce_core.text import OutputText, TextDelta
 
 EOS = 0
 SECRET = "/home/somebody/secret"
@@ -308,9 +309,15 @@ def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
     assert gap < took / 6, "not even half of one"
 
 
-def test_others_go_on_while_a_long_output_is_resumed() -> None:
+def test_others_go_on_while_a_long_output_is_resumed(monkeypatch: pytest.MonkeyPatch) -> None:
     _, service, _ = served(event([5], gen.FINISH_REASON_LENGTH))
-    turns = 0
+    turns, fed, feed = 0, [], OutputText.feed
+
+    def noted(output: OutputText, tokens: Sequence[int], *rest: Any) -> TextDelta:
+        fed.append((turns, len(tokens)))
+        return feed(output, tokens, *rest)
+
+    monkeypatch.setattr(OutputText, "feed", noted)
 
     async def others() -> None:
         nonlocal turns
@@ -328,7 +335,9 @@ def test_others_go_on_while_a_long_output_is_resumed() -> None:
     parts = asyncio.run(run())
     assert parts[-1].done is not None
     assert parts[-1].done.completion_tokens == 1001
-    assert turns > 1000 / RESUMED_AT_ONCE
+    assert sum(count for _, count in fed) == 1001
+    assert max(count for _, count in fed) == RESUMED_AT_ONCE
+    assert len({turn for turn, _ in fed[:-1]}) == len(fed) - 1, "between two pieces others have their turn"
 
 
 def test_what_is_complete_is_resumed_without_the_pipeline() -> None:
