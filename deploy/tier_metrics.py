@@ -194,7 +194,9 @@ class TierFamilies:
         self.answered = [(replica, tier) for replica, tier in self.found if tier.address]
 
     def collect(self) -> Iterator[Metric]:
-        about = "1 if the tier's process works; 0 if it does not, hangs, or does not answer."
+        about = (
+            "1 if the tier's process answers and works, 0 if not. Of passes that hang, only the target's are noticed."
+        )
         ready = GaugeMetricFamily("triforce_tier_ready", about, labels=["model_name", "replica", "tier"])
         for replica, status in self.found:
             ready.add_metric([self.model, replica, status.tier], status.ready)
