@@ -56,10 +56,13 @@ ENVIRONMENT = {
 ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_ROUTER_IN_SEPARATE_LOOP": "0"}
 
 
-# Limit in bytes for a prompt between Serve's processes. By default it is 4 MiB, and Serve's error for a longer prompt
-# does not say why.
-LONG_PROMPTS = {"RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str(64 << 20)}
-ENVIRONMENT |= LONG_PROMPTS
+# Limit in bytes for a message, between Serve's processes and at the public gRPC port. Between processes it is 4 MiB by
+# default, and Serve's error for a longer prompt does not say why; at the port it is 2 GiB, which anyone could have the
+# server read, because a key is checked after its request was read.
+MESSAGE_LIMITS = dict.fromkeys(
+    ("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"), str(64 << 20)
+)
+ENVIRONMENT |= MESSAGE_LIMITS
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -81,7 +84,7 @@ def application_of(args: Settings) -> Application:
     args = agreed(args)
     limits = check_models(args)
     keys_of(args.server.api_keys)
-    variables = {**QUIET_CORES, **ONE_LOOP, **LONG_PROMPTS}
+    variables = {**QUIET_CORES, **ONE_LOOP, **MESSAGE_LIMITS}
     options = {"num_cpus": FRONT_END_CPUS, "runtime_env": {"env_vars": variables}}
     logs = {"encoding": args.server.log.upper()}
     places = args.places

@@ -154,14 +154,22 @@ class RemotePipelines:
 
     async def _ask_all(self, question: str) -> list[Any]:
         """The answers of those replicas that answer in time."""
+        deadline = asyncio.get_running_loop().time() + ASK_TIMEOUT_S
+
+        async def answer_of(replica: Any) -> Any:
+            async with asyncio.timeout_at(deadline):
+                return await replica.get_async()
+
         try:
-            broadcast = self.control.broadcast(question)
-            answers = await broadcast.results_async(timeout_s=ASK_TIMEOUT_S, return_exceptions=True)
+            async with asyncio.timeout_at(deadline):
+                # Ray's `results_async` has one timeout for all replicas: if one is silent, all answers are lost.
+                asked = await self.control.broadcast(question)._fetch_replica_results_async()
         except Exception as error:
-            log.warning("not all replicas answered %s: %r", question, error)
+            log.warning("no replica could be asked for %s: %r", question, error)
             return []
+        answers = await asyncio.gather(*map(answer_of, asked), return_exceptions=True)
         for failed in (answer for answer in answers if isinstance(answer, Exception)):
-            log.info("a replica did not answer %s: %s", question, lost(failed))
+            log.info("one of %d replicas did not answer %s: %r", len(asked), question, lost(failed))
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 

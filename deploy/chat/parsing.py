@@ -273,9 +273,11 @@ class CallObject:
 
 
 def decoded(text: str) -> str | None:
-    """The string that a JSON text is; None if it is none."""
+    """The string that a JSON text is; None if it is none, or if it has a lone surrogate and so cannot be sent."""
     try:
         value = json.loads(text)
+        if isinstance(value, str):
+            value.encode()
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, str) else None

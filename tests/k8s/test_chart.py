@@ -168,6 +168,17 @@ def test_pods_have_the_gpus_that_the_settings_reserve(values: Path) -> None:
             assert pods_of["labels"].items() <= group.labels.items()
 
 
+@pytest.mark.parametrize("setting", ["deterministic: true", "target: {eviction: heavy_hitter}"])
+def test_tiers_that_share_a_process_share_pods(setting: str, tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text(f"settings: {{{setting}}}\nworkers: {{separate: true}}")
+    [group] = settings_of(values).placement.groups
+    assert group.labels == {"triforce/tier": "target"}
+    assert pod_templates(rendered(values)).keys() == {"head", "target"}
+    values.write_text(f"settings: {{{setting}, placement: {{strategy: STRICT_SPREAD}}}}")
+    assert pod_templates(rendered(values)).keys() == {"head", "pipeline"}  # spread or not, it is one process
+
+
 @each_example
 def test_pods_have_the_environment_of_triforce_serve(values: Path) -> None:
     needed = {name: value for name, value in ENVIRONMENT.items() if name not in ONE_MACHINE} | IN_PODS

@@ -31,8 +31,9 @@ def test_one_setting_for_all_that_drains(given: dict[str, Any], drain_s: float) 
     assert settings.server.drain_s == drain_s
 
 
-def test_replicas_take_what_clients_send() -> None:
-    assert ENVIRONMENT["RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"] == str(MAX_MESSAGE_BYTES)
+def test_the_port_and_replicas_take_what_clients_send() -> None:
+    for name in ("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"):
+        assert ENVIRONMENT[name] == str(MAX_MESSAGE_BYTES)
 
 
 def said(log: Path, words: str, timeout_s: float) -> None:

@@ -14,6 +14,7 @@ from tests.serve.conftest import Server
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
 from triforce_core.client import InvalidRequestError, Model, NotFoundError, TriForceClient, Usage
+from triforce_core.client.request import MAX_MESSAGE_BYTES
 
 
 def test_models(client: TriForceClient) -> None:
@@ -122,6 +123,14 @@ def test_a_prompt_of_five_megabytes_is_refused_with_a_reason(client: TriForceCli
     for call in (client.generate, lambda *args, **named: list(client.stream(*args, **named))):
         with pytest.raises(InvalidRequestError, match=reason):
             call(tokens, max_tokens=1)
+
+
+def test_a_message_above_the_limit_is_refused_unread(server: Server) -> None:
+    with grpc.insecure_channel(server.grpc_address) as channel, pytest.raises(grpc.RpcError) as refused:
+        channel.unary_unary("/triforce.v1.Generation/Generate")(bytes(MAX_MESSAGE_BYTES + 1))
+    assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    sizes = f"({MAX_MESSAGE_BYTES + 1} vs. {MAX_MESSAGE_BYTES})"
+    assert refused.value.details() == f"SERVER: Received message larger than max {sizes}"
 
 
 def test_mistakes_are_named(client: TriForceClient) -> None:

@@ -47,6 +47,7 @@ fragment = st.one_of(
     st.text(max_size=5),
 )
 texts = st.lists(fragment, max_size=12).map("".join)
+any_text = st.text(st.characters(exclude_categories=()), max_size=5)  # with lone surrogates
 
 
 def parsed(parser: Parser, *chunks: str) -> list[Event]:
@@ -92,6 +93,9 @@ def hermes(call: str) -> str:
 
 
 CALL = '{"name": "f", "arguments": {"a": "</tool_call>", "b": "<think>"}}'
+# Half of a character, a lone surrogate: within the arguments' string, and escaped within their JSON.
+HALF_IN_STRING = '{"name": "f", "arguments": "{\\"a\\": \\"\\ud83d\\"}"}'
+HALF_IN_OBJECT = '{"name": "f", "arguments": {"a": "\\ud83d"}}'
 FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"}')]
 
 
@@ -109,6 +113,9 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
         ("mistral", f"[TOOL_CALLS] [[TOOL_CALLS] [{CALL}]", [Content("[TOOL_CALLS] ["), *FOUND]),
         ("qwen", hermes('{"name": "f", "arguments": [1]}'), [Content(hermes('{"name": "f", "arguments": [1]}'))]),
         ("qwen", hermes('{"name": "f", "arguments": "no"}'), [Content(hermes('{"name": "f", "arguments": "no"}'))]),
+        ("qwen", hermes('{"name": "\\ud83d"}'), [Content(hermes('{"name": "\\ud83d"}'))]),
+        ("qwen", hermes(HALF_IN_STRING), [Content(hermes(HALF_IN_STRING))]),
+        ("qwen", hermes(HALF_IN_OBJECT), [Call("f"), Arguments('{"a": "\\ud83d"}')]),  # JSON as it was written
         ("llama", '{"parameters": 3, "name": "f"}', [Content('{"parameters": 3, "name": "f"}')]),
         ("qwen", "hm</think>yes", [Content("hm</think>yes")]),
         ("qwen", "<tool_call>f()</tool_call>", [Content("<tool_call>f()</tool_call>")]),
@@ -160,6 +167,16 @@ def test_any_arguments_come_through(arguments: dict[str, object]) -> None:
             [told] = [event for event in events if isinstance(event, Arguments)]
             assert json.loads(told.text) == arguments
             assert len(events) == 2
+
+
+@given(name=any_text, arguments=st.dictionaries(any_text, any_text))
+def test_whatever_is_found_can_be_sent(name: str, arguments: dict[str, str]) -> None:
+    """JSON can write a lone surrogate, which UTF-8 cannot."""
+    for told in (arguments, json.dumps(arguments), json.dumps(arguments, ensure_ascii=False)):
+        call = json.dumps({"name": name, "arguments": told})
+        for family, text in (("hermes", hermes(call)), ("mistral", f"[TOOL_CALLS][{call}]"), ("llama", call)):
+            for event in read(family, text):
+                (event.name if isinstance(event, Call) else event.text).encode()
 
 
 LONG = {

@@ -61,6 +61,13 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- add (include "triforce.drain" . | int) 60 -}}
 {{- end -}}
 
+{{/* placement.colocate, which defaults to "all" where settings.deterministic or settings.target.eviction needs it. */}}
+{{- define "triforce.colocate" -}}
+{{- $settings := .Values.settings -}}
+{{- $evicts := ne (($settings.target | default dict).eviction | default "none") "none" -}}
+{{- ($settings.placement | default dict).colocate | default (ternary "all" "none" (or $evicts ($settings.deterministic | default false))) -}}
+{{- end -}}
+
 {{/*
 The processes of a pipeline, and what their pods need: a JSON object of groups by name, each with its tiers, its GPUs and
 whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/config.py.
@@ -68,7 +75,7 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- define "triforce.groups" -}}
 {{- $settings := .Values.settings -}}
 {{- $placement := $settings.placement | default dict -}}
-{{- $colocate := $placement.colocate | default (ternary "all" "none" ($settings.deterministic | default false)) -}}
+{{- $colocate := include "triforce.colocate" . -}}
 {{- $processes := list (list "target") (list "retrieval") (list "draft") -}}
 {{- if eq $colocate "all" }}{{ $processes = list (list "target" "retrieval" "draft") }}{{ end -}}
 {{- if eq $colocate "draft_with_retrieval" }}{{ $processes = list (list "target") (list "retrieval" "draft") }}{{ end -}}
@@ -145,7 +152,7 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- fail "settings.device: must be cuda where settings.placement reserves GPUs" -}}
 {{- end -}}
 {{- $processes := dict "none" 3 "draft_with_retrieval" 2 "all" 1 -}}
-{{- if and (not .Values.workers.separate) (eq ($placement.strategy | default "") "STRICT_SPREAD") (gt (get $processes ($placement.colocate | default "none") | int) 1) -}}
+{{- if and (not .Values.workers.separate) (eq ($placement.strategy | default "") "STRICT_SPREAD") (gt (get $processes (include "triforce.colocate" .) | int) 1) -}}
 {{- fail "settings.placement.strategy: STRICT_SPREAD needs workers.separate: true, or else a pipeline is one pod" -}}
 {{- end -}}
 {{- with ($settings.target | default dict).offload_path -}}

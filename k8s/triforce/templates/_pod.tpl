@@ -134,6 +134,7 @@ killed, so it suits pods only.
 - {name: RAY_worker_niceness, value: "0"}
 - {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "1"}
 - {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "67108864"}
+- {name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE, value: "67108864"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: deploy.headers.middlewares}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
