@@ -13,6 +13,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.requests import UNSUPPORTED, Body, CompletionRequest, Prompt, Stop, client_requests_from
 from deploy.openai_api.tokens import DetokenizeRequest
+from deploy.service import MAX_PROMPT_LOGPROBS
 from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -204,6 +205,31 @@ def test_each_of_several_choices_has_the_prompt_s_logprobs() -> None:
     assert len(first["tokens"]) == len(ids("def f")) + len(ids(" a"))
     assert all(set(top) == {token} for top, token in zip(first["top_logprobs"][1:], first["tokens"][1:], strict=True))
     assert [request.HasField("prompt_logprobs") for request in pipelines.requests] == [True, True]
+
+
+def test_the_logprobs_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the product of prompt tokens, alternatives and the choices that get them, for all prompts together."""
+    asked: dict[str, Any] = {"prompt": [ids("def f")] * 2, "prompt_logprobs": 2, "n": 2}
+    tokens = 2 * len(ids("def f"))
+    script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
+    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", tokens * 3 * 2)
+    assert all(choice["prompt_logprobs"] for choice in answered(script, **asked)[0]["choices"])
+    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", tokens * 3 * 2 - 1)
+    error = refused(**asked)
+    assert error["param"] == "prompt_logprobs"
+    said = f"'{tokens} prompt tokens x 3 logprobs each x 2 choices' must be at most {tokens * 6 - 1}"
+    assert said in error["message"]
+    assert refused(prompt=asked["prompt"], n=2, echo=True, logprobs=2)["param"] == "prompt_logprobs"
+    assert answered(script, prompt=asked["prompt"], n=2)[0]["choices"]
+    # Over gRPC they come once, whatever `n`.
+    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", len(ids("def f")) * 3)
+    assert generated(served(*script)[1], text="def f", n=3, prompt_logprobs=2).prompt_logprobs
+    with pytest.raises(InvalidValueError, match="'2 prompt tokens x 4 logprobs each x 1 choices' must be at most 6"):
+        generated(served(*script)[1], text="def f", n=3, prompt_logprobs=3)
+
+
+def test_a_prompt_that_fills_a_context_of_128k_may_be_scored_with_all_alternatives() -> None:
+    assert MAX_PROMPT_LOGPROBS >= 131_072 * 21
 
 
 def test_a_prompt_is_scored_without_an_output() -> None:
