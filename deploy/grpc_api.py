@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
@@ -108,8 +109,12 @@ def guide_from(request: pb.GenerateRequest) -> Guide | None:
 
 
 async def generate(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
-    """The whole completions."""
+    """The whole completions.
+
+    A text field is set once, from its pieces: a message keeps every value that a text field has had.
+    """
     response = pb.GenerateResponse(model=service.model.name)
+    texts, origins = defaultdict[int, list[str]](list), defaultdict[int, list[bytes]](list)  # by choice
     async with aclosing(generate_stream(service, request)) as chunks:
         async for chunk in chunks:
             while len(response.choices) <= chunk.index:
@@ -117,9 +122,9 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
             choice = response.choices[chunk.index]
             if chunk.HasField("seed"):
                 choice.seed = chunk.seed
-            choice.text += chunk.text
+            texts[chunk.index].append(chunk.text)
             choice.token_ids.extend(chunk.token_ids)
-            choice.origins += chunk.origins
+            origins[chunk.index].append(chunk.origins)
             choice.logprobs.extend(chunk.logprobs)
             response.prompt_logprobs.extend(chunk.prompt_logprobs)
             if chunk.HasField("usage"):
@@ -129,6 +134,8 @@ async def generate(service: Service, request: pb.GenerateRequest) -> pb.Generate
                 response.usage.completion_tokens += chunk.usage.completion_tokens
                 if chunk.index == 0:
                     response.usage.cached_tokens = chunk.usage.cached_tokens
+    for index, choice in enumerate(response.choices):
+        choice.text, choice.origins = "".join(texts[index]), b"".join(origins[index])
     return response
 
 

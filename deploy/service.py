@@ -45,6 +45,7 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 MAX_STOP_STRINGS = 16
 MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
 MAX_SALT_CHARACTERS = 128
+MAX_PROMPT_LOGPROBS = 1 << 22  # of an answer, alternatives included; over HTTP each takes some hundreds of bytes
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
@@ -181,6 +182,17 @@ def check_places(prompts: int, n: int, room: int) -> int:
     return prompts * n
 
 
+def check_prompt_logprobs(asked: ClientRequest, prompt_tokens: int) -> None:
+    """Raise `InvalidValueError` if an answer with so many prompt tokens would have too many logprobs of them."""
+    if asked.prompt_logprobs is None:
+        return
+    answers = asked.n if asked.every_prompt_logprobs else 1
+    count = prompt_tokens * (1 + asked.prompt_logprobs) * answers
+    found = f"{prompt_tokens} prompt tokens x {1 + asked.prompt_logprobs} logprobs each x {answers} choices"
+    rule = f"must be at most {MAX_PROMPT_LOGPROBS} in an answer; the logprobs of an echo are among them"
+    require(count <= MAX_PROMPT_LOGPROBS, "prompt_logprobs", found, rule)
+
+
 class Service:
     """Serves completions. Each process that clients connect to has one `Service`. All methods must run on one asyncio
     loop.
@@ -263,6 +275,7 @@ class Service:
             deadline = asyncio.get_running_loop().time() + limit_s
             try:
                 completions: list[AsyncGenerator[Part, None]] = []
+                prompt_tokens = 0
                 for position, each in enumerate(requests):
                     try:
                         async with asyncio.timeout_at(deadline):
@@ -272,6 +285,8 @@ class Service:
                         if error.field != "prompt" or len(requests) == 1:
                             raise
                         raise type(error)(f"prompt.{position}", error.value, error.rule) from None
+                    prompt_tokens += len(request.prompt)
+                    check_prompt_logprobs(made, prompt_tokens)
                     call.prompt_tokens += len(request.prompt)
                     first = len(completions)
                     completions += [self.parts(made, request, nth, deadline, first) for nth in range(each.n)]

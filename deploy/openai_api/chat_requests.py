@@ -13,7 +13,15 @@ from pydantic import Field
 
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
-from deploy.openai_api.requests import UNSUPPORTED_TEXT, Body, CommonRequest, checked_as, common_request_from
+from deploy.openai_api.requests import (
+    UNSUPPORTED_TEXT,
+    Body,
+    CommonRequest,
+    DictOf,
+    ListOf,
+    checked_as,
+    common_request_from,
+)
 from deploy.service import ClientRequest, Service
 from triforce_core.errors import InvalidValueError, TooLargeError, require
 from triforce_core.sampling.guides import Guide
@@ -46,11 +54,11 @@ class Message(Body):
     """One message of a chat."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str | list[dict[str, Any]] | None, checked_as("must be a text or a list of text parts")] = Field(
-        None, description="a text, or a list of parts {type: text, text: …}, which are put on lines of their own"
+    content: Annotated[str | ListOf[dict[str, Any]] | None, checked_as("must be a text or a list of text parts")] = (
+        Field(None, description="a text, or a list of parts {type: text, text: …}, which are put on lines of their own")
     )
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: ListOf[ToolCall] | None = None
     tool_call_id: str | None = Field(None, description="which call a message of role `tool` answers; only there")
     reasoning_content: str | None = Field(None, description="an earlier answer's, for templates that repeat it")
     reasoning: str | None = Field(None, description="the same")
@@ -98,15 +106,15 @@ ToolChoice = Annotated[
 class ChatRequest(CommonRequest):
     """The body of a chat completion request: OpenAI's fields, then those of this server."""
 
-    messages: list[Message]
+    messages: ListOf[Message]
     max_completion_tokens: int | None = Field(None, description="by default as many as the context has room for")
     max_tokens: int | None = Field(None, description="the same, by its older name")
     logprobs: bool | None = Field(False, description="give each token's logprob")
     top_logprobs: int | None = Field(None, description=f"with this many alternatives, at most {MAX_TOP_LOGPROBS}")
-    tools: list[Tool] | None = Field(None, description="functions that the model may call")
+    tools: ListOf[Tool] | None = Field(None, description="functions that the model may call")
     tool_choice: ToolChoice = Field(None, description="none, auto (the default), required, or a named function")
     parallel_tool_calls: bool | None = Field(True, description="false: at most one tool call")
-    metadata: dict[str, str] | None = Field(None, description=IGNORED)
+    metadata: DictOf[str] | None = Field(None, description=IGNORED)
     safety_identifier: str | None = Field(None, description=IGNORED)
     prompt_cache_key: str | None = Field(None, description=IGNORED)
     prompt_cache_retention: str | None = Field(None, description=IGNORED)
@@ -118,7 +126,7 @@ class ChatRequest(CommonRequest):
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
     store: bool | None = Field(False, description=UNSUPPORTED_TEXT)
     service_tier: str | None = Field("auto", description=UNSUPPORTED_TEXT)
-    modalities: list[str] | None = Field(None, description=UNSUPPORTED_TEXT)
+    modalities: ListOf[str] | None = Field(None, description=UNSUPPORTED_TEXT)
     audio: Any = Field(None, description=UNSUPPORTED_TEXT)
     prediction: Any = Field(None, description=UNSUPPORTED_TEXT)
     web_search_options: Any = Field(None, description=UNSUPPORTED_TEXT)

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import Annotated, Any, Literal
+from dataclasses import dataclass, fields, replace
+from itertools import islice
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidatorFunctionWrapHandler, WrapValidator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
+)
 
 from deploy.service import ClientRequest, check_drafter, check_lookaheads, check_places
 from triforce_core.config import SELECTOR_NAMES, TIER_SETS, SpeculationSettings, TierSet
@@ -17,6 +27,7 @@ from triforce_core.messages import SamplingParams
 from triforce_core.sampling.guides import Guide
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
+ENTRIES_AT_ONCE = 100
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 
 
@@ -34,6 +45,29 @@ def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> Wrap
     return WrapValidator(validate)
 
 
+def in_pieces(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+    """Validate an object so many entries at a time, so that there are at most as many errors."""
+    if not isinstance(value, dict):
+        return handler(value)
+    entries = iter(value.items())
+    found: dict[str, Any] = {}
+    while piece := dict(islice(entries, ENTRIES_AT_ONCE)):
+        found |= handler(piece)
+    return found
+
+
+@dataclass(unsafe_hash=True)
+class AtFirstError(FailFast):
+    """`FailFast` that members of a union can have: typing needs a hash of them."""
+
+
+# Lists and objects whose validation ends at or soon after the first error. The answer names the first only, and an
+# error takes a thousand bytes and more: one for each element of a body would be hundreds of times the body.
+T = TypeVar("T")
+ListOf = Annotated[list[T], AtFirstError()]
+DictOf = Annotated[dict[str, T], WrapValidator(in_pieces)]
+
+
 class Body(BaseModel):
     """A body with exact types: "5" is not accepted for 5.
 
@@ -41,6 +75,16 @@ class Body(BaseModel):
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def with_one_unknown_field(cls, given: Any) -> Any:
+        """A body of more fields than there are, without its unknown ones but the first: each would be an error."""
+        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        first = next(name for name in given if name not in known)
+        return {name: value for name, value in given.items() if name in known or name == first}
 
 
 class StreamOptions(Body):
@@ -54,7 +98,7 @@ class Speculation(Body):
     """
 
     tiers: TierSet | None = Field(None, description="tiers that take part; `target` alone is plain decoding")
-    lookaheads: list[int] | None = Field(
+    lookaheads: ListOf[int] | None = Field(
         None, description="tokens drafted by the retrieval tier, and by the draft tier"
     )
     drafter: str | None = Field(
@@ -81,10 +125,10 @@ def odd_element(prompt: Any) -> str:
 
 
 Prompt = Annotated[
-    str | list[int] | list[str] | list[list[int]],
+    str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]],
     checked_as("must be a text or a list of token ids, or a list of several of these", odd_element),
 ]
-Stop = Annotated[str | list[str] | None, checked_as("must be a text or a list of texts")]
+Stop = Annotated[str | ListOf[str] | None, checked_as("must be a text or a list of texts")]
 JsonSchema = Annotated[dict[str, Any] | str | None, checked_as("must be a JSON schema, as an object or a text")]
 UNSUPPORTED_TEXT = "accepted only with a value that has no effect"
 
@@ -94,7 +138,7 @@ class StructuredOutputs(Body):
 
     json_: JsonSchema = Field(None, alias="json", description="a JSON schema")
     regex: str | None = Field(None, description="a regular expression, in Rust's syntax")
-    choice: list[str] | None = Field(None, description="texts, one of which is the output")
+    choice: ListOf[str] | None = Field(None, description="texts, one of which is the output")
     grammar: str | None = Field(None, description="EBNF, as for Lark or llama.cpp")
     json_object: bool | None = Field(None, description="any JSON object")
 
@@ -127,7 +171,7 @@ class CommonRequest(Body):
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
-    logit_bias: dict[str, float] | None = None
+    logit_bias: DictOf[float] | None = None
     n: int | None = Field(1, description="independent outputs of a prompt; each takes a place of its own in the server")
     user: str | None = Field(None, description="accepted and ignored")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")
@@ -135,16 +179,16 @@ class CommonRequest(Body):
     min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
     repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
     min_tokens: int | None = Field(0, description="nothing ends the output before it has this many tokens")
-    stop_token_ids: list[int] | None = Field(None, description="tokens that end the output, besides the model's own")
+    stop_token_ids: ListOf[int] | None = Field(None, description="tokens that end the output, besides the model's own")
     include_stop_str_in_output: bool | None = Field(
         False, description="the output ends after its stop string, not before it"
     )
     ignore_eos: bool | None = Field(False, description="the model's own stop tokens do not end the output")
-    bad_words: list[str] | None = Field(None, description="texts whose tokens never occur in the output")
+    bad_words: ListOf[str] | None = Field(None, description="texts whose tokens never occur in the output")
     structured_outputs: StructuredOutputs | None = Field(None, description="the form of the output")
     guided_json: JsonSchema = Field(None, description="a JSON schema that the output obeys")
     guided_regex: str | None = Field(None, description="a regular expression that the output matches as a whole")
-    guided_choice: list[str] | None = Field(None, description="texts, one of which is the output")
+    guided_choice: ListOf[str] | None = Field(None, description="texts, one of which is the output")
     guided_grammar: str | None = Field(None, description="a grammar of the output in EBNF, as for Lark or llama.cpp")
     prompt_logprobs: int | None = Field(
         None, description="give each prompt token's logprob with this many alternatives, at most 20"
@@ -173,7 +217,7 @@ class CompletionRequest(CommonRequest):
     logprobs: int | None = Field(None, description="give each token's logprob with this many alternatives, at most 20")
     best_of: int | None = Field(1, description=UNSUPPORTED_TEXT)
     suffix: str | None = Field(None, description=UNSUPPORTED_TEXT)
-    resume_token_ids: list[int] | None = Field(
+    resume_token_ids: ListOf[int] | None = Field(
         None, description="output tokens that the client already has; they count as output and are not sent again"
     )
 

@@ -6,7 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from deploy.openai_api.errors import documented
-from deploy.openai_api.requests import Body
+from deploy.openai_api.requests import Body, ListOf
 from deploy.service import Service
 
 
@@ -29,7 +29,7 @@ class TokenizeResponse(BaseModel):
 class DetokenizeRequest(Body):
     """Tokens to be converted into text."""
 
-    tokens: list[int] = Field(description="their ids, as many as fit the context")
+    tokens: ListOf[int] = Field(description="their ids, as many as fit the context")
     model: str | None = None
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 from unittest.mock import Mock
 
 import pytest
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 
-from deploy.openai_api.requests import UNSUPPORTED, CompletionRequest, client_requests_from
+from deploy.openai_api.chat_requests import ChatRequest, Message
+from deploy.openai_api.requests import UNSUPPORTED, Body, CompletionRequest, Prompt, Stop, client_requests_from
+from deploy.openai_api.tokens import DetokenizeRequest
+from deploy.service import MAX_PROMPT_LOGPROBS
 from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -203,6 +207,31 @@ def test_each_of_several_choices_has_the_prompt_s_logprobs() -> None:
     assert [request.HasField("prompt_logprobs") for request in pipelines.requests] == [True, True]
 
 
+def test_the_logprobs_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the product of prompt tokens, alternatives and the choices that get them, for all prompts together."""
+    asked: dict[str, Any] = {"prompt": [ids("def f")] * 2, "prompt_logprobs": 2, "n": 2}
+    tokens = 2 * len(ids("def f"))
+    script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
+    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", tokens * 3 * 2)
+    assert all(choice["prompt_logprobs"] for choice in answered(script, **asked)[0]["choices"])
+    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", tokens * 3 * 2 - 1)
+    error = refused(**asked)
+    assert error["param"] == "prompt_logprobs"
+    said = f"'{tokens} prompt tokens x 3 logprobs each x 2 choices' must be at most {tokens * 6 - 1}"
+    assert said in error["message"]
+    assert refused(prompt=asked["prompt"], n=2, echo=True, logprobs=2)["param"] == "prompt_logprobs"
+    assert answered(script, prompt=asked["prompt"], n=2)[0]["choices"]
+    # Over gRPC they come once, whatever `n`.
+    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", len(ids("def f")) * 3)
+    assert generated(served(*script)[1], text="def f", n=3, prompt_logprobs=2).prompt_logprobs
+    with pytest.raises(InvalidValueError, match="'2 prompt tokens x 4 logprobs each x 1 choices' must be at most 6"):
+        generated(served(*script)[1], text="def f", n=3, prompt_logprobs=3)
+
+
+def test_a_prompt_that_fills_a_context_of_128k_may_be_scored_with_all_alternatives() -> None:
+    assert MAX_PROMPT_LOGPROBS >= 131_072 * 21
+
+
 def test_a_prompt_is_scored_without_an_output() -> None:
     """As lm_eval asks. The engine draws one token, which nobody sees."""
     script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
@@ -382,6 +411,73 @@ def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str, wo
     assert error["message"].startswith(f"{param}: ")
     assert words in error["message"]
     assert not pipelines.requests
+
+
+MANY = 200_000  # errors, of some hundred bytes each, and then a thousand where they are listed
+WRONG = [""] * MANY
+UNKNOWN: dict[str, Any] = dict.fromkeys(map(str, range(MANY)), "")
+
+
+@pytest.mark.parametrize(
+    ("made", "fields", "place"),
+    [
+        (CompletionRequest, {"stop_token_ids": WRONG}, "stop_token_ids.0"),
+        (CompletionRequest, {"stop_token_ids": [1, *WRONG]}, "stop_token_ids.1"),
+        (CompletionRequest, {"bad_words": [1] * MANY}, "bad_words.0"),
+        (CompletionRequest, {"resume_token_ids": WRONG}, "resume_token_ids.0"),
+        (CompletionRequest, {"guided_choice": [1] * MANY}, "guided_choice.0"),
+        (CompletionRequest, {"structured_outputs": {"choice": [1] * MANY}}, "structured_outputs.choice.0"),
+        (CompletionRequest, {"speculation": {"lookaheads": WRONG}}, "speculation.lookaheads.0"),
+        (CompletionRequest, {"logit_bias": UNKNOWN}, "logit_bias.0"),
+        (CompletionRequest, {"logit_bias": dict.fromkeys(map(str, range(MANY)), 0.0) | {"x": ""}}, "logit_bias.x"),
+        (CompletionRequest, UNKNOWN, "0"),
+        (CompletionRequest, {**UNKNOWN, "stream": "yes"}, "stream"),
+        (CompletionRequest, {"structured_outputs": {"regex": "a", **UNKNOWN}}, "structured_outputs.0"),
+        (ChatRequest, {"messages": WRONG}, "messages.0"),
+        (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role"),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": WRONG}]}, "messages.0.tool_calls.0"),
+        (ChatRequest, {"tools": WRONG}, "tools.0"),
+        (ChatRequest, {"metadata": dict.fromkeys(UNKNOWN, 1)}, "metadata.0"),
+        (ChatRequest, {"modalities": [1] * MANY}, "modalities.0"),
+        (DetokenizeRequest, {"tokens": WRONG}, "tokens.0"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_body_with_many_errors_is_refused_at_one_of_the_first(
+    made: type[Body], fields: dict[str, Any], place: str
+) -> None:
+    """The first error is told. Errors take much more memory than the body."""
+    needed: dict[str, Any] = {CompletionRequest: {"prompt": "a"}, ChatRequest: {"messages": []}}.get(made, {})
+    with pytest.raises(ValidationError) as caught:
+        made.model_validate(needed | fields)
+    assert caught.value.error_count() <= 100
+    assert ".".join(map(str, caught.value.errors()[0]["loc"])) == place
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        (Prompt, [1.5] * MANY),
+        (Prompt, [*WRONG, 1]),
+        (Prompt, [WRONG]),
+        (Prompt, [[""]] * MANY),
+        (Stop, [1] * MANY),
+        (Message.model_fields["content"].annotation, WRONG),
+    ],
+    ids=["floats", "mixed", "list", "lists", "stop", "content"],
+)
+def test_the_errors_of_a_union_s_members_are_as_few(field: Any, value: Any) -> None:
+    """They are not told, and yet made: those of the other members even where the value is right."""
+    union = get_args(field)[0] if get_origin(field) is Annotated else field
+    with pytest.raises(ValidationError) as caught:
+        TypeAdapter(union, config=ConfigDict(strict=True)).validate_python(value)
+    assert caught.value.error_count() <= 10
+
+
+def test_an_answer_to_many_errors_tells_the_first() -> None:
+    """The answer is that to the first error alone."""
+    for field, value in (("nonsense", 1), ("temperature", "hot")):
+        assert refused(**{field: value}, **dict.fromkeys(map(str, range(1000)))) == refused(**{field: value})
 
 
 def test_unsupported_fields_are_accepted_where_they_ask_for_nothing() -> None:

@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from openai import APIStatusError, OpenAI
 from starlette.testclient import TestClient
@@ -363,6 +364,28 @@ ENDED = event(ids("a"), gen.FINISH_REASON_LENGTH)
 def generated(service: Service, **fields: Any) -> gen.GenerateResponse:
     """What the gRPC door answers."""
     return asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**{"text": "def", **fields})))
+
+
+def test_a_whole_grpc_answer_takes_memory_in_proportion_to_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several choices, one of which is empty. A message keeps what its fields had before, so that text set anew for
+    each chunk would take 400 MB here.
+    """
+    text, origins = "x" * 100, bytes(100)
+
+    async def chunks(*_: Any) -> AsyncGenerator[gen.GenerateChunk, None]:
+        for nth in range(4000):
+            yield gen.GenerateChunk(index=2 * (nth % 2), text=text, token_ids=[nth], origins=origins)
+
+    monkeypatch.setattr(grpc_api, "generate_stream", chunks)
+    process = psutil.Process()
+    before = process.memory_info().rss
+    choices = generated(served()[1]).choices
+    assert process.memory_info().rss - before < 100e6
+    assert [(choice.text, choice.origins) for choice in choices] == [
+        (text * 2000, origins * 2000),
+        ("", b""),
+        (text * 2000, origins * 2000),
+    ]
 
 
 SAMPLING = {
