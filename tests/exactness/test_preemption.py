@@ -70,7 +70,7 @@ def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, in
     assert max(preempted) == 1
     for outputs in found:
         stats = outputs[-1].stats
-        # Of each time that it is prefilled, the last chunk draws a token, which is no token of a round.
+        # One that is preempted while it is decoded is prefilled again, and the token of the last chunk is of no round.
         assert stats.decoded == len(tokens_of(outputs)) - 1 - stats.preempted
         assert stats.decoded == stats.tallies[0].rounds or any(lookaheads), "one a round without drafts"
         assert stats.queued_s >= 0
