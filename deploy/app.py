@@ -35,8 +35,8 @@ FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the
 SPARE_CALLS = 64  # room for health and status calls, and for requests that the gateway refuses with its own error
 UPSCALE_DELAY_S = 30.0  # overload for this long adds a replica; a shorter burst would end before one has started
 LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
-# Serve replaces a replica after three failures in a row. The check itself waits for nothing, so a replica that does not
-# answer it hangs.
+# Serve replaces a replica after three failures in a row. The check waits for nothing, so no answer means that the
+# replica hangs.
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",

@@ -27,7 +27,7 @@ MAX_DEATHS = 3  # of engines under one request, which is then taken to be the ca
 PROVEN_TOKENS = 16  # new tokens of one attempt after which a request is no suspect any more
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
 TURN_S = 30.0  # for which others wait once the suspect whose turn it is has reached a target
-CLAIM_S = 10.0  # most seconds that a replica is looked for which has the fingerprint that a client claims
+CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
 
 
 class Source(Protocol):

@@ -57,7 +57,10 @@ class Meters:
             "requests_in_flight", "Completions at the gateway, streams included, and requests for tokens."
         )
         in_flight.set_function(lambda: service.in_flight)
-        places = self._gauge("places", "The most of these that the gateway takes; beyond them clients get 429.")
+        places = self._gauge(
+            "places",
+            "The most completions and requests for tokens that the gateway holds at once; beyond them clients get 429.",
+        )
         places.set_function(lambda: service.room)
         self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival at the gateway to its first text."

@@ -41,7 +41,7 @@ def salt_key(cache_salt: str) -> bytes:
 class Sent:
     """A block that a replica was sent."""
 
-    turn: int  # of the index, when it was last in use
+    turn: int  # `PrefixIndex.turn` when this block was last used
     held: bool = False  # whether a request with this block has been answered, so that its KV is known to be there
 
 

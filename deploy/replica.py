@@ -97,7 +97,7 @@ class RemotePipelines:
     """
 
     def __init__(self, handle: DeploymentHandle[Any], settings: Settings) -> None:
-        # Of requests that set none.
+        # The selector, and whether the retrieval tier may draft, for requests that do not say.
         self.selector, self.retrieves = settings.retrieval.selector, retrieves_by_default(settings)
         self.chunk = settings.retrieval.chunk
         self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy

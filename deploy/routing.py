@@ -29,7 +29,7 @@ class Route:
         self.keys = prefix_keys(prompt, salt_key(cache_salt))
         self.open = [*prompt[len(prompt) // BLOCK * BLOCK :]]  # tokens after the last whole block
         self.index: PrefixIndex[ReplicaID] | None = None
-        self.replica: ReplicaID  # of which this index is told
+        self.replica: ReplicaID  # the one that `index` has noted for this request
         self.turns: list[int] = []
 
     def __reduce__(self) -> tuple[type[Route], tuple[()]]:

@@ -163,7 +163,7 @@ FIGURES = (
     Figure(
         COUNTER,
         "tier_pass_seconds",
-        "Seconds that these passes took; the rate is the share of time in which the tier computes.",
+        "Seconds that passes of the tier's model took; the rate is the share of time in which the tier computes.",
         ("tier",),
         of_model(lambda status: status.pass_s),
     ),

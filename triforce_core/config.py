@@ -271,8 +271,8 @@ class SpeculationSettings(Strict):
     )
     controller: bool = Field(
         True,
-        description="choose for each round whether, how and how far to draft, by what passes take and what is accepted;"
-        " off: always draft as far as the lookaheads say",
+        description="choose whether, how and how far to draft, by what passes take and what is accepted, again every 16"
+        " tokens or 3 rounds, whichever takes longer; off: always draft as far as the lookaheads say",
     )
     micro_batches: int | None = Field(
         None,
@@ -482,8 +482,8 @@ class Settings(Strict):
 
     deterministic: bool = Field(
         False,
-        description="run every pass of a request alike, in any precision and beside any other requests: one process,"
-        " one request at a time, chunks of constant size; slower",
+        description="run the same passes for the same request every time, whatever else is asked, so that it gets the"
+        " same tokens in 16 bits too: one process, one request at a time, chunks of constant size; slower",
     )
     target: TargetSettings = Field(TargetSettings(), validate_default=True)
     retrieval: RetrievalSettings = Field(RetrievalSettings(), validate_default=True)
@@ -683,8 +683,8 @@ class Settings(Strict):
 
     @property
     def controlled(self) -> bool:
-        """Whether the lookaheads of requests that set none are chosen for each round; not where deterministic, because
-        the choice depends on times.
+        """Whether the controller chooses the lookaheads of requests that set none; not where deterministic, because its
+        choice depends on times.
         """
         return self.speculation.controller and any(self.speculation.effective) and not self.deterministic
 

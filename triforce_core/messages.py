@@ -165,9 +165,9 @@ def in_turn(earlier: Span, later: Span) -> Span:
 class Work:
     """A request to continue `span`.
 
-    `lookaheads[0]` is the number of tokens at which this level hands up its block; the lowest level drafts no more. For
-    the target it is 1: one round. `lookaheads[1:]` are the numbers for the levels below. A level whose number is 0 is
-    skipped. A block may exceed its number, because all tokens of its last round are kept.
+    This level hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most so many. For the
+    target the number is 1, which one round gives. `lookaheads[1:]` are the numbers for the levels below. A level whose
+    number is 0 is skipped. A block may exceed its number, because all tokens of its last round are kept.
     """
 
     span: Span

@@ -102,7 +102,9 @@ class Trial:
         self.guess: tuple[int, ...] | None = None  # empty: lookup found nothing; None: no guess was made yet
 
     def score(self, text: Text, unchanged: int) -> Tally:
-        """Counts the guess if `text` now covers it. Call this after each statement; `unchanged` is what it returned."""
+        """Counts the guess if `text` now covers it. Call this after each `Text.state`, with what that returned as
+        `unchanged`.
+        """
         tally = Tally()
         # If the text before the guess was replaced, nothing can be said of the guess, and another takes its place.
         if self.guess is not None and unchanged >= self.start:

@@ -245,8 +245,8 @@ class Controller:
         interval = len(decoding) * TRIAL_EVERY * (1 if choice.gain < CLEAR else CLEAR_TRIALS)
         at_load = load(decoding)
         if choice.plan.speculates and self.committed - self.plain_at.get(at_load, -interval) >= interval:
-            # Set already now: beside requests that pin other plans the trial is not recorded, and must not be repeated
-            # at once.
+            # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
+            # never happens, and without this line the trial would begin again at the next choice.
             self.plain_at[at_load] = self.committed
             for each in together:
                 each.drafted.trial = TRIAL

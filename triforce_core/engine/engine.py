@@ -50,8 +50,9 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if the sequence has none, if its last one is old, or stated changes that were lost or
-        refused, if clearly fewer drafts are accepted than right after it, or if one is wanted. Returns whether it did.
+        """Cut and send a snapshot if the sequence has none, if its last one is old, if that stated only changes to
+        an earlier one and was lost or refused, if clearly fewer drafts are accepted than right after it, or if one is
+        wanted. Returns whether it did.
 
         `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
         and while its plan leaves the retrieval tier out.
@@ -61,8 +62,8 @@ class SnapshotSchedule:
             return False
         position = len(sequence.tokens) - 1  # the newest token has no KV yet
         base = self.sink.confirmed(sequence_id)
-        # The last snapshot stated changes and is not confirmed: it was lost or refused, and the retrieval tier may lack
-        # its base. The next one must be whole.
+        # The last snapshot stated only changes to an earlier one, its base, and is not confirmed: it was lost or
+        # refused, and the retrieval tier may lack the base. The next one must be whole.
         lost = last is not None and last.has_base and base != last.version
         whole = wanted or lost
         since = sequence.since_cut
@@ -116,7 +117,9 @@ class Engine:
         doorbell: Doorbell | None = None,
         controller: Controller | None = None,
     ) -> None:
-        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly."""
+        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly. Where the settings
+        turn it off, there are no such requests: the target server gives all of them lookaheads.
+        """
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
         self.controller = controller
         self.ids = itertools.count(first_sequence_id)
@@ -126,7 +129,8 @@ class Engine:
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
         self.totals = Totals()
-        self.on_entering: Callable[[int], None] = lambda sequence_id: None  # called before a request's first pass
+        # Called with a request's id, as `submit` returns it, before the request's first pass.
+        self.on_entering: Callable[[int], None] = lambda sequence_id: None
         # Copies for other threads to read, made after each turn: the scheduler's figures; the tokens of the KV pool
         # that requests own, that are kept for later requests, and that were dropped; and `totals`.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
@@ -150,7 +154,10 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its sequence id. Raises `InvalidValueError` or `TooLargeError`."""
+        """Queue a request and return its id: the sequence id of its first record. A preemption does not change it.
+
+        Raises `InvalidValueError` or `TooLargeError`.
+        """
         self.limits.check(request)
         retrieves = request.lookaheads is None or request.lookaheads[0] > 0
         spec = SequenceSpec(
@@ -174,7 +181,9 @@ class Engine:
         return sequence.sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Stop a request; its last output has the reason `cancelled`. Unknown and finished ids are ignored."""
+        """Stop a request, by the id that `submit` returned; its last output has the reason `cancelled`. Unknown and
+        finished ids are ignored.
+        """
         self.cancelled.append(sequence_id)
         self.doorbell.ring()
 

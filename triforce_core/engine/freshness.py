@@ -8,8 +8,8 @@ from math import sqrt
 from triforce_core.messages import Tally
 
 # Standard errors by which acceptance must have fallen, and judged tokens that both sides must have. The question is
-# asked after every round. Simulated with unchanged acceptance, from .5 to .98, these replace at most one snapshot of
-# fifty early, and find a fall from .9 to .5 within the interval in four of five.
+# asked after every round. With these limits, in simulations: if acceptance (.5 to .98) does not change, at most one
+# snapshot of fifty is replaced early; if it falls from .9 to .5 within the interval, four of five falls are noticed.
 CLEAR_FALL, LEAST_JUDGED = 2.5, 16
 
 

@@ -207,9 +207,9 @@ class Scheduler:
     def _share_chunks(self, sequences: list[Sequence]) -> None:
         """Give these requests, whose prompts are still being prefilled, their shares of this turn's chunk.
 
-        The first that is due gets what it can use. A prompt is due when as many prompt tokens as it has itself were
-        handed out since its request went live. So of prompts that go live together the shortest comes first, and only
-        more urgent requests can keep one waiting for ever.
+        Each gets what it can use, in the order of priority and then of `due`: the prompt tokens handed out before it
+        went live, plus those that it then had to read. Nobody waits until it is due. So of prompts that go live
+        together the shortest comes first, and only more urgent requests can keep one waiting for ever.
         """
         shares: list[Part] = []
         room, scored_room = self.prefill_chunk, self.scored_chunk

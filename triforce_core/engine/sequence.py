@@ -117,7 +117,7 @@ class Stats:
 class Output:
     """Newly committed tokens of one request; the last one of a request carries `finish_reason`."""
 
-    sequence_id: int  # as returned by `Engine.submit`
+    sequence_id: int  # the request's id, as `Engine.submit` returned it; a preemption does not change it
     tokens: tuple[int, ...]
     origins: bytes  # one Origin per token
     finish_reason: FinishReason | None

@@ -13,7 +13,9 @@ Arrangement = dict[str, int]  # CPU threads of a decoding pass, by tier
 Round = tuple[float, int]  # seconds, and tokens committed
 
 ROUNDS, TURNS = 4, 3  # four rounds with the best arrangement and four with its challenger, three times
-TIE = 0.9  # more threads are kept if they cut a token's time below this share of it: measurements err by less
+# More threads are kept only if the time per token with them is below this share of that with fewer: measurements err by
+# less.
+TIE = 0.9
 
 
 class ThreadSearch:

@@ -24,8 +24,8 @@ MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured
 SHARED_RANGES = 2  # most of these that may be shared with others, so that some are left for growth
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
 LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
-# Tokens of a pass that computes landmarks of its chunks. Those of shorter passes wait for the next cut, which computes
-# them together: per chunk, they cost such a pass more than the cut.
+# A pass over at least so many tokens of a sequence computes the landmarks of their chunks. Shorter passes leave them to
+# the next cut, which computes them together, at less cost per chunk.
 LEAST_FILLED = 64
 LIKELY_GROWTH = 4096  # most tokens behind a sequence that others leave free for its growth, while they have a choice
 
@@ -35,7 +35,7 @@ class FullKV(KVCache):
 
     Where texts are shared, the KV of a text stays in the pool when its sequence ends, and while its prompt is read
     others may use what is there already (kv/prefix_tree.py). Kept texts that nobody uses are dropped when slots are
-    needed, before the pool is broken into many small ranges.
+    needed, even where enough slots are free, but in more than a few ranges.
     """
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
@@ -228,9 +228,9 @@ class FullKV(KVCache):
     def grow(self, sequence_id: int, tokens: int) -> bool:
         """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them.
 
-        It grows by more than it lacks, if it can: by twice as much as the last time, in place or into a new range. A
-        sequence may have at most `MOST_RANGES` ranges. So a small new range is the last resort, if even dropping kept
-        texts makes room neither for a large one nor behind the last one.
+        It grows by more than it lacks, if it can: by twice as much as the last time. Tried in order: slots behind its
+        last range; a new range of that size, dropping kept texts if needed; slots behind its last range, dropping kept
+        texts; a smaller new range. With `MOST_RANGES` ranges it gets no new one.
         """
         held = self.held[sequence_id]
         owned = size_of(held.ranges)

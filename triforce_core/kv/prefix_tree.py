@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from triforce_core.kv.ranges import Range, sliced
 
-FIRST_COMPARED = 64  # tokens; as many again each time that they are equal
+FIRST_COMPARED = 64  # tokens compared at first; twice as many each time that they are equal
 Key = tuple[int, ...] | str  # the first chunk of a node's tokens; of a node directly below the root, the salt
 
 
@@ -64,7 +64,7 @@ class PrefixTree:
         self.dropped_tokens = 0  # so far
         self.root = Node(None, "", 0, [], (0, 0), 0, 0)
 
-    # -- reading: nothing changes, so that only one rank may do it -----------------------------------------------------
+    # -- reading: the tree does not change, so one rank may do this without the others ---------------------------------
 
     def advance(self, cursor: Cursor) -> int:
         """Bring the cursor up to the present tree; returns its depth."""
@@ -255,6 +255,6 @@ def agreement(one: list[int], first: int, other: list[int], second: int, most: i
             done, size = done + size, 2 * size
         elif size == 1:
             break
-        else:  # it is within these: halve them
+        else:  # the first difference is among these: compare half as many
             most, size = done + size, size // 2
     return done

@@ -1,8 +1,8 @@
 """Passes of constant shape, which can be captured as CUDA graphs. A shape is a number of sequences and a number of
 tokens per sequence.
 
-The tensors of such a pass keep their addresses from one pass to the next. The inputs that differ are copied into one of
-them; they change the values that the device computes with, but not its operations.
+The tensors of such a pass keep their addresses from one pass to the next. Whatever differs between passes is copied
+into one of them, `inputs`; it changes the values that the device computes with, but not its operations.
 """
 
 from __future__ import annotations
