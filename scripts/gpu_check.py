@@ -19,7 +19,7 @@ PACKAGES = ("torch", "transformers", "triton", "torchao", "pydantic", "pydantic-
 
 
 def versions(args: Namespace) -> dict[str, Any]:
-    """Of the packages, and what the GPU is; the first thing to read where a step fails."""
+    """Versions of the packages, and the GPU's name and driver; the first thing to read where a step fails."""
     found: dict[str, Any] = {"python": sys.version}
     for name in PACKAGES:
         try:
@@ -121,7 +121,7 @@ def profile(args: Namespace) -> dict[str, Any]:
 
 
 def link(args: Namespace) -> dict[str, Any]:
-    """Rates between host and device, in GB/s: pinned and pageable, and that of the checksum of a hand-over."""
+    """Rates in GB/s: of copies between host and device, pinned and pageable, and of a CRC-32 on the host."""
     import zlib
 
     import torch

@@ -16,7 +16,8 @@ from triforce_core.client.calls import authorization
 from triforce_core.client.results import Usage
 from triforce_core.errors import require
 
-# Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail by no fault of theirs.
+# Servers close idle connections, uvicorn after 5 s. A request sent at that moment would fail, though the server is
+# sound.
 KEPT_IDLE_S = 2.0
 NO_LIMITS = aiohttp.ClientTimeout(total=None, sock_connect=None)
 TOO_MANY_REQUESTS = 429

@@ -28,7 +28,9 @@ class Goals:
         return self.ttft_ms is not None or self.itl_ms is not None
 
     def met_by(self, record: Record) -> bool:
-        """Whether the answer is whole, its first text came in time, and its chunks did in the mean."""
+        """Whether the answer is whole, its first text came in time, and the mean gap between its chunks is within the
+        goal.
+        """
         gaps_s = record.gaps_s
         mean_gap_s = sum(gaps_s) / len(gaps_s) if gaps_s else 0.0
         return (

@@ -27,7 +27,8 @@ from triforce_core.messages import SamplingParams
 
 # All answers use these lookaheads, for the tiers that the server has: left to itself, it might decode each differently.
 LOOKAHEADS = {"retrieval": 8, "draft": 3}
-BODY = "a " * 500_000  # one MB; no model's context holds it, or it is read as any prompt
+# One MB. It is longer than most contexts, so that the server refuses it; a model with room for it reads it as a prompt.
+BODY = "a " * 500_000
 
 
 class TargetClient:

@@ -32,7 +32,9 @@ class Family:
 
     @property
     def reasoning_markers(self) -> tuple[str, ...]:
-        """The texts around reasoning, which may be special tokens: outputs otherwise leave these out."""
+        """The texts around reasoning. They may be special tokens, which have no text in an output unless the request's
+        `shown` names them.
+        """
         return (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
 
     @property

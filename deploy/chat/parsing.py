@@ -108,7 +108,8 @@ class ReasoningForm:
 
 class SplitsReasoning:
     """Splits the reasoning off the beginning of an output, and gives the rest to `inner`. White space around the
-    markers is dropped. `begun`: the prompt has the first marker already.
+    opening marker and after the closing one is dropped; before the closing marker it belongs to the reasoning.
+    `begun`: the prompt has the opening marker already.
     """
 
     def __init__(self, form: ReasoningForm, inner: Parser, *, begun: bool) -> None:

@@ -100,7 +100,7 @@ def gpu(settings: Settings) -> Finding:
 
 
 def without_gpu(settings: Settings, build: str) -> Finding:
-    """The finding where PyTorch sees no GPU: none may be needed, none may be here, or something keeps them apart."""
+    """The finding where PyTorch sees no GPU: there is none, whether or not one is needed, or PyTorch cannot use it."""
     import torch
 
     wanted, driver = settings.device_type == "cuda", driver_gpus()

@@ -46,7 +46,9 @@ def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> Wrap
 
 
 def in_pieces(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Validate an object so many entries at a time, so that there are at most as many errors."""
+    """Validate an object `ENTRIES_AT_ONCE` entries at a time, up to the first piece with errors, so that there are at
+    most that many errors.
+    """
     if not isinstance(value, dict):
         return handler(value)
     entries = iter(value.items())
@@ -79,7 +81,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def with_one_unknown_field(cls, given: Any) -> Any:
-        """A body of more fields than there are, without its unknown ones but the first: each would be an error."""
+        """The body. If it has more fields than the schema, all unknown ones but the first are left out, because each
+        would be an error of its own.
+        """
         if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
             return given
         known = {field.alias or name for name, field in cls.model_fields.items()}

@@ -127,8 +127,8 @@ def queries_as_tokens(
 def queries_as_heads(
     varlen: Varlen, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems
 ) -> Partial:
-    """Each item's queries as query heads of one token. The operator splits the keys of such calls alone, if there are
-    more query heads than KV heads: a single query is repeated.
+    """Each item's queries as query heads of one token. Only for such calls does the operator split the keys, and only
+    if there are more query heads than KV heads; so a single query is repeated.
     """
     count, queries, kv_heads, head_dim = query.shape
     least = max(2, queries)

@@ -43,7 +43,7 @@ class Way(NamedTuple):
     workers: int
 
 
-# A retrieval step at budget 4096, the target at the same context and at 122,880 tokens; and short texts in a pass with
+# A retrieval step at budget 4096, the target at the same context and at 124,928 tokens; and short texts in a pass with
 # room for long ones. Multi-head as in Llama-2-7B, then 32 heads on 8 as in Llama-3.1-8B.
 CASES = tuple(
     AttentionCase(32, kv_heads, queries, keys, longest)

@@ -41,7 +41,8 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill
 
 def weights_and_small_caches(settings: Settings, geometry: Geometry) -> int:
     """The bytes of all weights, and of the caches of the lower tiers."""
-    copies = 2 if settings.retrieval.quantization else 1  # it is quantised after it is made
+    # The retrieval tier's quantised copy is made in full precision first.
+    copies = 2 if settings.retrieval.quantization else 1
     weights = copies * num_parameters(geometry.target) + num_parameters(geometry.drafter)
     sparse = settings.retrieval.budget + retrieval_tail(settings)
     caches = kv_geometry_of(geometry.target, settings).bytes_per_token * sparse

@@ -91,8 +91,8 @@ def mode_figures(runs: Sequence[Measured], plain: Sequence[Measured]) -> dict[st
 
 
 def against_best(runs: Runs) -> dict[str, Any]:
-    """The fixed plan with the highest median speed-up, plain decoding included, and how many times as fast as it the
-    controller was. Both are None where no plan but plain was measured.
+    """The fixed plan with the highest median speed-up, plain decoding included, and the speed of the controller
+    relative to that plan's. Both are None where no plan but plain was measured.
     """
     fixed = [name for name in runs if name != "auto"]
     if len(fixed) == 1:

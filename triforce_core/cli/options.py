@@ -191,7 +191,8 @@ DECODING_OPTIONS = (
 
 # Settings of commands that decode one text in this process.
 decoding_settings = settings_of(*DECODING_OPTIONS, max_sequences=1)
-# Settings of `triforce bench pipeline`, which decodes in tier actors.
+# Settings of `triforce bench` pipeline, stalls and shared, which decode in tier actors, and of sweep, which does so
+# where it varies the concurrency.
 pipeline_settings = settings_of(*DECODING_OPTIONS, "cpu_latency_us", max_sequences=1)
 # Settings of `triforce bench device`, whose models have a given shape and random weights.
 geometry_settings = settings_of(

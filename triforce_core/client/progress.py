@@ -9,7 +9,9 @@ from triforce_core.client.errors import CallError
 from triforce_core.client.results import Chunk, chunk_from_proto
 from triforce_core.client.retry import Attempts
 
-PROVEN_TOKENS = 16  # new tokens of a call that clear its failures; 1 would repeat a call that kills at each token
+# After so many new tokens of a call, earlier failures no longer count. With 1, a request that kills the engine at every
+# token would be repeated for each token of its output.
+PROVEN_TOKENS = 16
 
 
 @dataclass(slots=True)

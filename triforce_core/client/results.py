@@ -47,7 +47,9 @@ class Controller:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Speed of the decoding; the fields that may be None are None if no token was decoded after the first."""
+    """Speed of the decoding. `ms_per_token`, `tokens_per_round` and the acceptances are None if no token was decoded
+    after the first; an acceptance also if none of its tier's tokens were verified.
+    """
 
     prefill_s: float
     ms_per_token: float | None
@@ -75,7 +77,9 @@ class Choice:
     origins: bytes  # where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
     finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
     stats: Stats
-    seed: int  # the call's seed, drawn by the server, or derived: a call with this seed gives this completion
+    # For the first completion the call's own seed, given or drawn by the client; for the others one derived from it. A
+    # call with this seed gives this completion.
+    seed: int
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
 
 

@@ -22,9 +22,9 @@ from triforce_core.kv.streaming import StreamingKV, WindowSettings
 
 FULL, TRIFORCE = "full", "triforce"
 SINKS = 4  # tokens
-EVICT_EVERY = (
-    64  # tokens by which the evicting cache grows beyond its budget; as the retrieval tier's between snapshots
-)
+# Tokens by which `streaming_llm` and `heavy_hitter` grow beyond their budget before they evict: by default, the
+# retrieval tier's cache grows by as many between two snapshots.
+EVICT_EVERY = 64
 
 LogitsOf = Callable[[Stretch], Tensor]  # the logits of a stretch, [tokens, vocab] float32
 OpenCache = Callable[[Reading, Input, int], LogitsOf]  # over a text, with a budget in tokens

@@ -63,7 +63,7 @@ def measure_costs(
 
 def measure_prefills(target: Model, selectors: Sequence[str], plan: EvalPlan, chunk: int, watch: Watch) -> list[Row]:
     """A row for each selector: the milliseconds in which the target reads a prompt and keeps what the selector needs,
-    and how many times those of the first selector they are.
+    and their ratio to those of the first selector.
     """
     context = min(PREFILL, max(plan.lengths))
     watch.begin(f"prefill of {context}")

@@ -121,8 +121,8 @@ class Evaluation:
         return Model(model, kernel, threads_for(self.settings))
 
     def _rows(self, kind: str, found: Results) -> list[dict[str, Any]]:
-        """A row for each case and group, and one over both halves, or over all needle inputs of the greatest length:
-        large budgets cover the short ones.
+        """A row for each case and group, and one over both halves, or over all needle inputs of the greatest length
+        only, because a large budget holds the whole of a short input.
         """
         on_files = kind == "files"
         names: tuple[str, ...] = ("half",) if on_files else ("kind", "length", "depth")

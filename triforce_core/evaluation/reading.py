@@ -71,7 +71,7 @@ class Reader:
 class Reading(Reader):
     """A text and the target's full cache of it."""
 
-    queries = 32  # the most that a selector asks for, unless it asks for all; they are one pass of the text
+    queries = 32  # more than any selector needs (`snapkv` 8), except `h2o`, which needs those of all tokens
 
     def __init__(
         self, target: Model, sparse: Model, tokens: tuple[int, ...], chunk: int, selectors: Sequence[str]

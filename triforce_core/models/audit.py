@@ -39,7 +39,9 @@ class AuditCounts:
 
 
 class SpareSlots:
-    """The cache for passes that must leave it as it is: attention as in any cache, and no queries are kept."""
+    """Stands in for the target's cache in the audit's passes: plain attention over its pool, without keeping queries,
+    so that the cache's own records do not change.
+    """
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
@@ -69,7 +71,8 @@ class Audit:
             self.counts.skipped += 1
             return
         try:
-            again = logits.clone()  # the rest were drawn after tokens that were not accepted
+            # Only the rows of the verdict's tokens are computed again; later rows follow tokens that were not accepted.
+            again = logits.clone()
             for index in range(len(verdict.tokens)):
                 again[index] = self._one_token(claim, claim.span.end - 1, index, spare)
         finally:

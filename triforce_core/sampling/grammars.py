@@ -22,7 +22,7 @@ from torch import Tensor
 
 from triforce_core.errors import InvalidValueError
 
-KEPT = 256  # compiled grammars, more than requests wait or run; the least recently used goes first
+KEPT = 256  # compiled grammars; by default more than requests wait or run. The least recently used goes first
 
 
 class Grammars:
@@ -44,7 +44,8 @@ class Grammars:
         """
         with self.lock:
             compiling = self.compiled.get(grammar)
-            if compiling is None or (compiling.done() and compiling.exception()):  # it may be possible by now
+            # After an exception it is tried again: perhaps the tokenizer could not be loaded then, and can be now.
+            if compiling is None or (compiling.done() and compiling.exception()):
                 compiling = self.compiled[grammar] = self.compiler.submit(self._compile, grammar)
                 if len(self.compiled) > KEPT:
                     self.compiled.popitem(last=False)

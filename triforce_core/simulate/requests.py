@@ -48,7 +48,7 @@ class Block:
 
     request: Request
     asked_s: float
-    tokens: int = 0
+    tokens: int = 0  # a head start (`ahead`) begins at -1, since its first token only guesses the target's own
     drafted: int = 0  # by the draft tier, in the present round
     guessed: bool = False  # run-ahead guessed the target's answer to the previous block correctly
     ahead: bool = False  # drafted before the target asked: its first token guesses the target's own
