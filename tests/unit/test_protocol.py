@@ -88,6 +88,7 @@ class CountingEngine(Engine):
     def __init__(self, *args: Any, settled: Settled, events: Counter[str]) -> None:
         super().__init__(*args)
         self.settled, self.events = settled, events
+        self.preempted_at: dict[int, int] = {}  # by request: how many tokens of its output it had, if any
 
     def _make_room(self) -> None:
         super()._make_room()
@@ -95,6 +96,9 @@ class CountingEngine(Engine):
             if sequence.sequence_id not in self.settled.text:
                 self.settled.text[sequence.sequence_id] = self.settled.text[sequence.request_id]
                 self.events["engine: request preempted"] += 1
+                if sequence.has_output:
+                    given = len(sequence.request.prompt) + len(sequence.request.resume)
+                    self.preempted_at[sequence.request_id] = len(sequence.tokens) - given
 
 
 class Chain:
@@ -200,8 +204,9 @@ class Chain:
                 assert so_far == text[: len(so_far)], f"request {request}"
                 assert output.stats.tallies[0].accepted == origins[sequence_id]
                 assert output.stats.preempted <= 1
-                prefilled = len(got[sequence_id]) - output.stats.decoded  # tokens drawn by passes over the prompt
-                assert min(1, len(got[sequence_id])) <= prefilled <= 1 + output.stats.preempted
+                length = len(got[sequence_id])
+                again = length > self.engine.preempted_at.get(sequence_id, length)  # the first token after a preemption
+                assert output.stats.decoded == max(0, length - 1) - again, "the first token is the prefill's"
                 if output.finish_reason is not None:
                     unfinished.remove(sequence_id)
                     cancelled = output.finish_reason is FinishReason.CANCELLED
