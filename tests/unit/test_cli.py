@@ -314,6 +314,20 @@ def test_cores_that_cannot_be_kept_awake_are_refused_at_once(
     refusals.check(["placement.cpu_latency_us: 7 cannot be asked", "No such file"], *command, "--cpu-latency-us", "7")
 
 
+@pytest.mark.parametrize(
+    ("option", "path", "rule"),
+    [
+        ("--trace", "/nowhere/trace.json", "is in a directory that does not exist"),
+        ("--figure", "/nowhere/trace.svg", "is in a directory that does not exist"),
+        ("--figure", "trace.pdf", "must end in one of .svg, .png"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_a_pipeline_is_measured(
+    refusals: Refusals, option: str, path: str, rule: str
+) -> None:
+    refusals.check([option.strip("-"), path, rule], "bench", "pipeline", "--paced", "1,2,3,.5,.5", option, path)
+
+
 def test_an_empty_and_a_binary_prompt_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
