@@ -250,8 +250,11 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--min-tokens", "200"], ["min_tokens", "200", "at most max_tokens, 128"]),
         (["--stop", ""], ["stop", "''", "must not be an empty string"]),
         (["--regex", "(?=a)"], ["regex", "(?=a)", "cannot be compiled", "look-around"]),
-        (["--regex", "a", "--choice", "b"], ["guide", "regex", "choice", "one form"]),
-        (["--regex", "a", "--ignore-eos"], ["ignore-eos", "True", "contradicts"]),
+        (["--regex", "a", "--choice", "b"], ["guide", "regex", "choice", "at most one of --json-schema"]),
+        (["--regex", ""], ["regex", "0 characters", "must have 1 to"]),
+        (["--json-schema", "/dev/null"], ["json_schema", "0 characters", "must have 1 to"]),
+        (["--grammar", "/dev/null"], ["grammar", "0 characters", "must have 1 to"]),
+        (["--regex", "a", "--ignore-eos"], ["ignore-eos", "True", "cannot be combined with --json-schema"]),
         (
             ["--choice", "red", "--min-tokens", "9", "--json"],
             ["choice", "red", "allows no token after", "output tokens"],

@@ -450,7 +450,7 @@ def test_only_what_is_asked_is_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         (["--documents", "99"], ["documents", "99", "at most 18"]),
         (["--context", "16384"], ["context", "16384", "must fit the context of 16384"]),
         (["--context", "16300"], ["context: 16300 and 128 scored tokens after it", "the context of 16384"]),
-        (["--context", "14000"], ["context", "14000", "must be at most", ".py has", "129 are needed after it"]),
+        (["--context", "16200"], ["context", "16200", "must be at most", ".py has", "129 are needed after it"]),
         (["--chunk", "1", "--budgets", "4"], ["budgets", "'4'", "8 at least"]),
         (["--selectors", "full", "--task", "cost"], ["selectors", "at least one selector for --task cost"]),
         (["--probes", "0"], ["probes", "0", "at least 1"]),
