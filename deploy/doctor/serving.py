@@ -119,7 +119,7 @@ def placement(settings: Settings) -> Finding:
     reason = misfit(where, wanted, [Node({"CPU": cpus, "GPU": gpus}, {})], copies)
     if reason is not None:
         pipelines = f"{copies} pipeline{'s' if copies > 1 else ''} of {processes} ({names})"
-        advice = "lower placement.<tier>.gpus or server.replicas.min, or change placement.colocate or placement.strategy"
+        advice = "lower placement.<tier>.gpus or server.replicas.min, change placement.colocate or placement.strategy"
         return problem(f"this machine, with {gpus} GPUs, cannot hold {pipelines}: {reason}", advice)
     if settings.device == "cuda" and gpus > 1 and not any(group.gpus for group in where.groups):
         advice = "reserve a GPU for each tier: placement: {target: {gpus: 1}, retrieval: {gpus: 1}, draft: {gpus: 1}}"
