@@ -45,9 +45,9 @@ class Keeper:
         """Returns once the target could not be replaced: then the pipeline is stopped."""
         try:
             await self._watch()
-        except Exception as error:  # an error of ours: without its keeper the pipeline must not go on
+        except Exception:  # an error of ours: without its keeper the pipeline must not go on
             log.exception("the keeper of the target failed")
-            await self.pipeline.stop(f"the target is not watched any more: {error!r}")
+            await self.pipeline.stop("the target is not watched any more")  # the text goes to clients
 
     async def _watch(self) -> None:
         doubted = self.pipeline.doubted

@@ -14,7 +14,7 @@ from typing import Any
 import ray.exceptions
 from ray import serve
 from ray.serve.exceptions import RayServeException
-from ray.serve.handle import DeploymentHandle
+from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.util import get_current_placement_group
 
 from actors.keeping import Keeper
@@ -149,28 +149,45 @@ class RemotePipelines:
                 await self.control.ping.remote()
         except Exception as error:
             log.info("a replica cannot serve: %s", lost(error))
-            if not await self._ask_all("ping"):
+            if not await self._ask_all("ping", first=True):
                 raise UnavailableError("no replica can serve") from None
 
-    async def _ask_all(self, question: str) -> list[Any]:
-        """The answers of those replicas that answer in time."""
+    async def _ask_all(self, question: str, *, first: bool = False) -> list[Any]:
+        """The answers of those replicas that answer in time; with `first`, no more than the first of them."""
         deadline = asyncio.get_running_loop().time() + ASK_TIMEOUT_S
 
         async def answer_of(replica: Any) -> Any:
-            async with asyncio.timeout_at(deadline):
-                return await replica.get_async()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    return await replica.get_async()
+            except Exception as error:
+                return lost(error)
+            except asyncio.CancelledError as error:  # the call was cancelled there, or is not waited for any more
+                return error
 
+        # Ray's `results_async` has one timeout for all replicas: if one is silent, all answers are lost. This method is
+        # private: it is looked up outside the `try`, so that it fails loudly where another version of Ray lacks it.
+        replicas_of = DeploymentBroadcastResponse._fetch_replica_results_async
         try:
             async with asyncio.timeout_at(deadline):
-                # Ray's `results_async` has one timeout for all replicas: if one is silent, all answers are lost.
-                asked = await self.control.broadcast(question)._fetch_replica_results_async()
+                asked = await replicas_of(self.control.broadcast(question))
         except Exception as error:
             log.warning("no replica could be asked for %s: %r", question, error)
             return []
-        answers = await asyncio.gather(*map(answer_of, asked), return_exceptions=True)
-        for failed in (answer for answer in answers if isinstance(answer, Exception)):
-            log.info("one of %d replicas did not answer %s: %r", len(asked), question, lost(failed))
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
+        waiting, answers = [asyncio.create_task(answer_of(replica)) for replica in asked], list[Any]()
+        try:
+            for answered in asyncio.as_completed(waiting):
+                answer = await answered
+                if isinstance(answer, BaseException):
+                    log.info("one of %d replicas did not answer %s: %r", len(asked), question, answer)
+                    continue
+                answers.append(answer)
+                if first:
+                    break
+        finally:
+            for task in waiting:
+                task.cancel()
+        return answers
 
 
 def reads_all(request: pb.DecodeRequest, selector: str, *, retrieves: bool) -> bool:

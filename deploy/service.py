@@ -97,6 +97,7 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
+    prompt_scores: int = 0  # logprobs of each prompt token in an answer, in one form or in two; 0: by `prompt_logprobs`
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
     echo: bool = False  # the text begins with the prompt's
     shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's
@@ -187,8 +188,9 @@ def check_prompt_logprobs(asked: ClientRequest, prompt_tokens: int) -> None:
     if asked.prompt_logprobs is None:
         return
     answers = asked.n if asked.every_prompt_logprobs else 1
-    count = prompt_tokens * (1 + asked.prompt_logprobs) * answers
-    found = f"{prompt_tokens} prompt tokens x {1 + asked.prompt_logprobs} logprobs each x {answers} choices"
+    each = asked.prompt_scores or 1 + asked.prompt_logprobs
+    count = prompt_tokens * each * answers
+    found = f"{prompt_tokens} prompt tokens x {each} logprobs each x {answers} choices"
     rule = f"must be at most {MAX_PROMPT_LOGPROBS} in an answer; the logprobs of an echo are among them"
     require(count <= MAX_PROMPT_LOGPROBS, "prompt_logprobs", found, rule)
 

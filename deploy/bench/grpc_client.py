@@ -58,16 +58,19 @@ class GrpcClient:
             )
         except CallError as error:
             raise failed(error) from None
-        call = self._stub.GenerateStream(request, metadata=self._metadata)
+        call, whole = self._stub.GenerateStream(request, metadata=self._metadata), False
         try:
             async for message in call:
                 if message.ByteSize():  # Ray Serve's proxy sends an empty message before an error
                     chunk = chunk_from_proto(message)
+                    whole = whole or chunk.usage is not None
                     yield Piece(chunk.text, chunk.usage)
         except grpc.RpcError as error:
             raise failed(from_rpc_error(error)) from None
         finally:
             call.cancel()
+        if not whole:
+            raise FailedError("cut off", "the stream ended before its last chunk")
 
 
 def failed(error: CallError) -> FailedError:

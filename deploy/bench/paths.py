@@ -16,10 +16,12 @@ import grpc
 
 from actors.wire import request_to_proto
 from deploy.bench.answers import Client, FailedError, Piece, Question
-from deploy.bench.grpc_client import GrpcClient
-from deploy.bench.http_client import HttpClient
+from deploy.bench.grpc_client import GrpcClient, failed
+from deploy.bench.http_client import HttpClient, check_status, failures
 from deploy.bench.prompts import words_of
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
+from triforce_core.client.calls import authorization
+from triforce_core.client.errors import from_rpc_error
 from triforce_core.client.results import Usage
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
@@ -60,10 +62,13 @@ class TargetClient:
             lookaheads=question.lookaheads,
         )
         count = 0
-        async for event in TargetStub(self._channel).Decode(request_to_proto(asked)):
-            count += len(event.token_ids)
-            last = event.finish_reason != 0
-            yield Piece("", Usage(len(prompt), count) if last else None)
+        try:
+            async for event in TargetStub(self._channel).Decode(request_to_proto(asked)):
+                count += len(event.token_ids)
+                last = event.finish_reason != 0
+                yield Piece("", Usage(len(prompt), count) if last else None)
+        except grpc.RpcError as error:
+            raise failed(from_rpc_error(error)) from None
 
 
 class Timed(NamedTuple):
@@ -89,8 +94,8 @@ async def timed(client: Client, question: Question) -> Timed:
 
 
 async def bench_paths(
-    url: str,
-    grpc_address: str,
+    http: HttpClient,
+    ours: GrpcClient,
     *,
     context: int,
     output: int,
@@ -100,15 +105,20 @@ async def bench_paths(
 ) -> dict[str, Any]:
     """Milliseconds a token over HTTP, over gRPC and directly, in turns; and over HTTP while bodies of one MB arrive.
 
-    Raises `FailedError`, or `InvalidValueError` if `url` and the target are not one server's.
+    `http` and `ours` are clients of one server.
+
+    Raises `FailedError`, or `InvalidValueError` if the server has several replicas.
     """
-    async with aiohttp.ClientSession(url) as session, HttpClient(url) as http, GrpcClient(grpc_address) as ours:
-        status, tokens = await fetched(session, "/status"), dict[str, list[int]]()
+    async with aiohttp.ClientSession(headers=dict(authorization())) as session, http, ours:
+        status, tokens = await fetched(session, f"{http.address}/status"), dict[str, list[int]]()
         addresses = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
-        require(len(addresses) == 1, "url", url, f"must be a server of one replica; it has {len(addresses)} targets")
+        rule = f"must be a server of one replica; it has {len(addresses)} targets"
+        require(len(addresses) == 1, "url", http.address, rule)
         prompt = words_of("paths", context)
-        while (count := len(ids := (await fetched(session, "/tokenize", {"prompt": prompt}))["tokens"])) > context:
-            prompt = " ".join(prompt.split()[: min(-1, -((count - context) // 2))])
+        asking = f"{http.address}/tokenize"
+        while (count := len(ids := (await fetched(session, asking, {"prompt": prompt}))["tokens"])) > context:
+            words = prompt.split()
+            prompt = " ".join(words[: min(len(words) - 1, len(words) * context // count)])
         tokens[prompt] = ids
         model = (await http.models())[0]
         async with TargetClient(addresses[0], tokens) as target:
@@ -136,12 +146,13 @@ async def bench_paths(
     }
 
 
-async def beside_bodies(session: aiohttp.ClientSession, client: Client, question: Question) -> Timed:
+async def beside_bodies(session: aiohttp.ClientSession, client: HttpClient, question: Question) -> Timed:
     """An answer while another client sends a body of one MB again and again."""
+    url = f"{client.address}/v1/completions"
 
     async def send() -> None:
         while True:
-            async with session.post("/v1/completions", json={"prompt": BODY, "max_tokens": 1}) as response:
+            async with session.post(url, json={"prompt": BODY, "max_tokens": 1}) as response:
                 await response.read()
 
     sending = asyncio.create_task(send())
@@ -151,8 +162,9 @@ async def beside_bodies(session: aiohttp.ClientSession, client: Client, question
         sending.cancel()
 
 
-async def fetched(session: aiohttp.ClientSession, path: str, body: dict[str, Any] | None = None) -> Any:
-    asking = session.get(path) if body is None else session.post(path, json=body)
-    async with asking as response:
-        response.raise_for_status()
-        return await response.json()
+async def fetched(session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> Any:
+    """The JSON of an answer. Raises `FailedError`."""
+    with failures():
+        async with session.get(url) if body is None else session.post(url, json=body) as response:
+            await check_status(response)
+            return await response.json()

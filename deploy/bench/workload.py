@@ -83,7 +83,7 @@ class Load:
         if self.duration_s is not None:
             require(0 < self.duration_s < math.inf, "duration", self.duration_s, "must be above 0 s and finite")
         ends = self.trace is not None or self.requests is not None or self.duration_s is not None
-        require(ends, "requests", None, "must be given, or --duration, or both: a load has an end")
+        require(ends, "requests", None, "was given: a load needs an end, so give --requests or --duration")
         require(0 <= self.shared <= 1, "shared", self.shared, "must be between 0 and 1")
         require(self.documents >= 1, "documents", self.documents, "must be at least 1")
 

@@ -126,9 +126,9 @@ class ChatTemplate:
         keeps_developer = "developer" in self.text
         chat = [message_for_template(each, index, keeps_developer) for index, each in enumerate(messages)]
         text = json.dumps([chat, [*tools], variables], ensure_ascii=False)
-        # About the length of the texts: JSON writes some characters as an escape of two or six, which begins with a
-        # backslash.
-        texts_only = len(text) - 2 * text.count("\\")
+        # At most the length of the texts: JSON writes some characters as an escape of two, or of six (\u00 and two
+        # digits).
+        texts_only = len(text) - 2 * text.count("\\") - 4 * text.count("\\u00")
         fields = FIELDS_CHARACTERS * (len(chat) + sum(len(each.get("tool_calls", ())) for each in chat))
         if texts_only > self.max_characters + fields:
             raise TooLargeError("messages", f"{len(text)} characters", "cannot fit the context")

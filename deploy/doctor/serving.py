@@ -10,8 +10,6 @@ from deploy.app import FRONT_END_CPUS, check_models
 from deploy.doctor.finding import Finding, note, ok, problem
 from triforce_core.config import Settings
 
-AMPLE_CPUS = 1e6  # Ray is started with as many CPUs as the pipelines reserve
-
 
 def models(settings: Settings) -> Finding:
     """Whether target and drafter are found, are supported, and share a vocabulary."""
@@ -108,20 +106,21 @@ def placement(settings: Settings) -> Finding:
 
     where, copies = settings.placement, settings.server.replicas.min
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = f"{len(where.groups)} process{'es' if len(where.groups) > 1 else ''} a pipeline: " + "; ".join(
-        f"{group.name}{f' ({group.gpus:g} GPU a rank)' if group.gpus else ''}" for group in where.groups
-    )
+    names = "; ".join(f"{group.name}{f' ({group.gpus:g} GPU a rank)' if group.gpus else ''}" for group in where.groups)
+    processes = f"{len(where.groups)} process{'es' if len(where.groups) > 1 else ''}"
+    found = f"{processes} a pipeline: {names}"
     labelled = {name: value for group in where.groups for name, value in group.labels.items()}
     if labelled:
         named = ", ".join(f"{name}: {value}" for name, value in labelled.items())
         advice = "compare them with the labels of your nodes: ray list nodes --detail"
         return note(f"{found}; only Ray knows whether a node has the labels {named}", advice)
-    reason = misfit(where, bundles(settings, FRONT_END_CPUS), [Node({"CPU": AMPLE_CPUS, "GPU": gpus}, {})], copies)
+    wanted = bundles(settings, FRONT_END_CPUS)
+    cpus = copies * sum(each.get("CPU", 0.0) for each in wanted)  # Ray is started with as many
+    reason = misfit(where, wanted, [Node({"CPU": cpus, "GPU": gpus}, {})], copies)
     if reason is not None:
-        found = (
-            f"{copies} pipeline{'s' if copies > 1 else ''} of {found} cannot be on this machine, which has {gpus} GPUs"
-        )
-        return problem(found, "lower placement.<tier>.gpus or server.replicas.min, or set placement.colocate")
+        pipelines = f"{copies} pipeline{'s' if copies > 1 else ''} of {processes} ({names})"
+        advice = "lower placement.<tier>.gpus or server.replicas.min, change placement.colocate or placement.strategy"
+        return problem(f"this machine, with {gpus} GPUs, cannot hold {pipelines}: {reason}", advice)
     if settings.device == "cuda" and gpus > 1 and not any(group.gpus for group in where.groups):
         advice = "reserve a GPU for each tier: placement: {target: {gpus: 1}, retrieval: {gpus: 1}, draft: {gpus: 1}}"
         return note(f"{found}; all share the first of {gpus} GPUs", advice)

@@ -242,9 +242,8 @@ def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings,
     asked, prompts = client_request_from(body, defaults), prompts_from(body.prompt)
     check_places(len(prompts), asked.n, room)
     alone = len(prompts) == 1 or not asked.resume
-    require(
-        alone, "resume_token_ids", f"with {len(prompts)} prompts", "continue one completion: ask with its own prompt"
-    )
+    rule = "cannot be resumed together: resume each completion in a request of its own"
+    require(alone, "resume_token_ids", f"{len(prompts)} prompts", rule)
     return [replace(asked, prompt=prompt) for prompt in prompts]
 
 
@@ -258,6 +257,7 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
         resume=tuple(body.resume_token_ids or ()),
         logprobs=body.logprobs,
         prompt_logprobs=max(scored, default=None),
+        prompt_scores=sum(1 + number for number in scored),
         echo=bool(body.echo),
     )
 

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentBroadcastResponse
 
+from deploy import replica as replica_module
 from deploy.app import ONE_LOOP
 from deploy.replica import RemotePipelines
 from tests.starting import LocalRay
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
+from triforce_core.errors import UnavailableError
 
 
 class Replica:
@@ -68,3 +75,43 @@ def test_a_replica_that_hangs_takes_no_answer_of_the_others_with_it(asking: Any)
     finally:
         os.kill(int(hangs), signal.SIGCONT)
     assert status() == {hangs: ["draft"], well: ["draft"]}
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, *replicas: Any) -> RemotePipelines:
+    """What asks these replicas, of which Serve chooses one that hangs."""
+
+    async def silent() -> None:
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(replica_module, "ASK_TIMEOUT_S", 0.5)
+    pipelines = object.__new__(RemotePipelines)
+    broadcast = SimpleNamespace(_replica_results=[SimpleNamespace(get_async=each or silent) for each in replicas])
+    ping = SimpleNamespace(remote=silent)
+    pipelines.control = SimpleNamespace(ping=ping, broadcast=lambda question: broadcast)  # type: ignore[assignment]
+    return pipelines
+
+
+async def well() -> None:
+    """Ping has no result."""
+
+
+async def gone() -> None:
+    raise RayServeException("the replica is gone")
+
+
+def test_a_replica_that_hangs_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    began = time.monotonic()
+    asyncio.run(asked(monkeypatch, None, gone, well).check())
+    assert time.monotonic() - began < 0.9, "and not until the silent one has had its time again"
+    with pytest.raises(UnavailableError, match="no replica can serve"):
+        asyncio.run(asked(monkeypatch, None, gone).check())
+
+
+def test_all_answers_are_those_of_the_replicas_that_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert asyncio.run(asked(monkeypatch, None, gone, well, well)._ask_all("ping")) == [None, None]
+
+
+def test_a_private_method_of_ray_that_is_missing_is_no_silent_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DeploymentBroadcastResponse, "_fetch_replica_results_async")
+    with pytest.raises(AttributeError, match="_fetch_replica_results_async"):
+        asyncio.run(asked(monkeypatch, well)._ask_all("status"))

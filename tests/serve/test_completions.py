@@ -220,6 +220,8 @@ def test_the_logprobs_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     said = f"'{tokens} prompt tokens x 3 logprobs each x 2 choices' must be at most {tokens * 6 - 1}"
     assert said in error["message"]
     assert refused(prompt=asked["prompt"], n=2, echo=True, logprobs=2)["param"] == "prompt_logprobs"
+    twice = refused(prompt=asked["prompt"], n=2, echo=True, logprobs=1, prompt_logprobs=2)
+    assert f"{tokens} prompt tokens x 5 logprobs each x 2 choices" in twice["message"], "the echo has them too"
     assert answered(script, prompt=asked["prompt"], n=2)[0]["choices"]
     # Over gRPC they come once, whatever `n`.
     monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", len(ids("def f")) * 3)
@@ -318,7 +320,8 @@ def test_a_completion_is_resumed_after_the_tokens_that_the_client_has() -> None:
     assert list(pipelines.requests[0].resume_token_ids) == ids("x y")
     assert answer["usage"]["completion_tokens"] == len(ids("x y")) + 1
     assert refused(resume_token_ids=[5], n=2)["param"] == "resume_token_ids"
-    assert refused(resume_token_ids=[5], prompt=["a", "b"])["param"] == "resume_token_ids"
+    together = refused(resume_token_ids=[5], prompt=["a", "b"])["message"]
+    assert together.startswith("resume_token_ids: '2 prompts' cannot be resumed together")
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}

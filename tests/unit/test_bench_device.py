@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
@@ -17,6 +19,7 @@ from triforce_core.bench.device import DeviceWorkload, prefill_flops, synthetic_
 from triforce_core.bench.fitting import fitting_context
 from triforce_core.bench.geometry import SHAPES, geometry_of
 from triforce_core.bench.geometry import random_model as model_of
+from triforce_core.bench.stages import decoding
 from triforce_core.bench.synthetic import SyntheticAcceptance, chance
 from triforce_core.config import TargetSettings, load_settings
 from triforce_core.engine.inspection import runners_of
@@ -114,6 +117,13 @@ def test_the_models_run_every_pass(shape: str, fill: bool) -> None:
     assert passes[Tier.DRAFT] >= stats.tallies[1].proposed
 
 
+def test_a_model_whose_configuration_names_no_kv_heads_has_one_for_each_query_head(tmp_path: Path) -> None:
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    GPTNeoXConfig(vocab_size=256, max_position_embeddings=8192, **size).save_pretrained(tmp_path)
+    run = measured(str(tmp_path / "config.json"), SyntheticAcceptance(0.9, 0.6), seed=0, output=40)
+    assert len(run.tokens) == 40
+
+
 def test_what_is_drawn_is_spread_evenly() -> None:
     drawn = sorted(chance(3, position, "TARGET") for position in range(2000))
     assert all(abs(value - index / 2000) < 0.04 for index, value in enumerate(drawn))  # Kolmogorov, p < 1e-2
@@ -148,6 +158,18 @@ def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fitting, "free_bytes", lambda place: 8 << 30)
     with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 7\.84 GiB are free on cpu"):
         fitting_context(settings, shapes, 1024, 8192)
+    with pytest.raises(InvalidValueError, match=r"output: 1100 leaves fewer than 1024 of the .* 2048 positions"):
+        fitting_context(settings, geometry_of("llama-68m"), 1100, 8192)
+
+
+def test_stages_are_timed_on_all_sequences_or_not_at_all() -> None:
+    """A sequence that ends while the prompts of others are read would leave a smaller batch than is told."""
+    outputs = [SimpleNamespace(sequence_id=each, stats=SimpleNamespace(decoded=24)) for each in range(2)]
+    engine: Any = SimpleNamespace(
+        submit=lambda request: None, run_once=lambda: outputs, scheduler=SimpleNamespace(live={1: "the other ended"})
+    )
+    with pytest.raises(AssertionError, match="a sequence ended"):
+        decoding(engine, [PROMPT, PROMPT], (8, 3), GREEDY)
 
 
 @pytest.mark.parametrize(
@@ -158,7 +180,7 @@ def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) ->
         (["--acceptance", "high"], ["acceptance", "high", "two numbers"]),
         (["--fill", "zeros"], ["fill", "zeros", "random or prefill"]),
         (["--device", "abacus"], ["device", "abacus", "must be cpu"]),
-        (["--lookaheads", "8,0"], ["lookaheads", "(8, 0)", "1 or more"]),
+        (["--lookaheads", "8,0"], ["lookaheads", "(8, 0)", "must each be 1 or more"]),
         (["--context", "131000"], ["context", "131000", "1024 tokens of output", "131072 positions"]),
     ],
 )

@@ -141,7 +141,7 @@ def test_a_bad_trace_names_file_line_field_and_rule(tmp_path: Path, text: str, n
         (["--trace", "/nowhere"], ["trace", "/nowhere", "No such file"]),
         (["--trace", "FILE", "--rate", "1"], ["arrivals", "rate and trace", "one of"]),
         (["--trace", "FILE", "--input", "5"], ["trace", "states the lengths: leave out input"]),
-        (["--rate", "1"], ["requests", "None", "--duration", "has an end"]),
+        (["--rate", "1"], ["requests", "None", "--duration", "a load needs an end"]),
         (["--rate", "0", "--requests", "1"], ["rate", "0.0", "above 0"]),
         (["--rate", "nan", "--requests", "1"], ["rate", "nan", "above 0"]),
         (["--rate", "inf", "--requests", "1"], ["rate", "inf", "finite"]),

@@ -12,12 +12,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 from aiohttp import web
 
 from deploy.bench.prompts import HEAD_WORDS
 from tests.command_line import Refusals, run
-from tests.generation import Generation, Served
+from tests.generation import Failure, Generation, Served
 
 FIRST_S, GAP_S, CHUNKS = 0.03, 0.02, 5
 
@@ -32,15 +33,29 @@ class TimedServer:
     bodies: list[dict[str, Any]] = field(default_factory=list)
     connections: set[object] = field(default_factory=set)
     authorizations: set[str | None] = field(default_factory=set)
+    target: str = ""  # the address that /status tells
+    tokenized: list[int] = field(default_factory=list)  # words of each prompt
 
     def app(self) -> web.Application:
         app = web.Application()
         app.add_routes([web.get("/v1/models", self.models), web.post("/v1/completions", self.complete)])
+        app.add_routes([web.get("/status", self.status), web.post("/tokenize", self.tokenize)])
         return app
 
     async def models(self, request: web.Request) -> web.Response:
         self.authorizations.add(request.headers.get("authorization"))
         return web.json_response({"object": "list", "data": [{"id": "timed"}, {"id": "other"}]})
+
+    async def status(self, request: web.Request) -> web.Response:
+        self.authorizations.add(request.headers.get("authorization"))
+        if not self.target:
+            return web.json_response({"error": {"message": "is starting"}}, status=503)
+        return web.json_response({"tiers": [{"tier": "target", "address": self.target}]})
+
+    async def tokenize(self, request: web.Request) -> web.Response:
+        self.authorizations.add(request.headers.get("authorization"))
+        self.tokenized.append(len((await request.json())["prompt"].split()))
+        return web.json_response({"tokens": list(range(self.tokenized[-1] * 3 // 2))})
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         self.connections.add(request.transport)
@@ -273,3 +288,38 @@ def test_a_server_that_refuses_the_first_request_is_said_in_one_line(
     refusals.check(
         [url, "did not answer one short request", "HTTP 404", "trouble 404"], "bench", "serve", "--url", url, *LOAD
     )
+
+
+def test_a_grpc_stream_that_ends_early_is_no_answer(refusals: Refusals) -> None:
+    served = Served(Generation(Failure(grpc.StatusCode.OK)))
+    try:
+        named = ["did not answer one short request", "cut off: the stream ended before its last chunk"]
+        refusals.check(named, "bench", "serve", "--grpc", served.address, *LOAD)
+    finally:
+        served.die()
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ((), ["ClientConnector", "127.0.0.1"]),
+        (("--url", "127.0.0.1:8000"), ["url", "must be an address such as http://127.0.0.1:8000"]),
+        (("--context", "1"), ["context", "must be at least 64"]),
+    ],
+)
+def test_paths_says_in_one_line_what_fails(refusals: Refusals, options: tuple[str, ...], named: list[str]) -> None:
+    refusals.check(named, "bench", "paths", "--url", "http://127.0.0.1:1", *options)
+
+
+def test_paths_sends_the_key_to_all_of_the_server(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], timed: TimedServer, url: str
+) -> None:
+    monkeypatch.setenv("TRIFORCE_API_KEY", "sk-1")
+    paths = ("bench", "paths", "--url", f"{url}/v1/", "--context", "64", "--output", "8")
+    assert run(monkeypatch, *paths) == 2
+    assert capsys.readouterr().err.startswith("triforce: HTTP 503: is starting")
+    timed.target = "127.0.0.1:1"
+    assert run(monkeypatch, *paths) == 2
+    assert capsys.readouterr().err.startswith("1 of 5: direct\ntriforce: gRPC UNAVAILABLE: ")
+    assert timed.authorizations == {"Bearer sk-1"}
+    assert timed.tokenized == [64, 42], "words, of one and a half tokens each"

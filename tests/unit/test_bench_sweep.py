@@ -381,10 +381,10 @@ def test_settings_may_be_axes(
         (["--axis", "budget=100"], ["retrieval", "100", "multiple of chunk 8"]),
         (["--plans", "8,3:me"], ["plans", "me", "must be one of model"]),
         (["--plans", "8,3/8,3"], ["plans", "8,3/8,3", "each plan once"]),
-        (["--plans", "8,3", "--tiers", "target"], ["plans", "retrieval+model 8,3", "not in target"]),
-        (["--plans", "0,3", "--tiers", "retrieval,target"], ["plans", "model 0,3", "not in retrieval,target"]),
+        (["--plans", "8,3", "--tiers", "target"], ["lookaheads", "retrieval+model 8,3", "--tiers leaves out"]),
+        (["--plans", "0,3", "--tiers", "retrieval,target"], ["lookaheads", "model 0,3", "--tiers leaves out"]),
         (["--output", "1"], ["output", "1", "at least 2"]),
-        (["--out", "nowhere/sweep.jsonl"], ["out", "nowhere", "lies in no directory"]),
+        (["--out", "nowhere/sweep.jsonl"], ["out", "nowhere", "directory that does not exist"]),
         (["--figure", "sweep.pdf"], ["figure", "sweep.pdf", ".svg, .png"]),
     ],
 )

@@ -156,3 +156,4 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
     with pytest.raises(TooLargeError, match="cannot fit the context"):  # whose limit messages raise by little
         ids("qwen", *[{"role": "user", "content": "a" * 700}] * 200)
     assert ids("qwen", {"role": "user", "content": "\n" * 90_000})  # which JSON writes with twice as many
+    assert ids("qwen", {"role": "user", "content": "\x01" * 90_000})  # with six times as many

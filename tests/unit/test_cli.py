@@ -250,8 +250,11 @@ def test_a_single_token_has_no_time_between_tokens_to_tell(
         (["--min-tokens", "200"], ["min_tokens", "200", "at most max_tokens, 128"]),
         (["--stop", ""], ["stop", "''", "must not be an empty string"]),
         (["--regex", "(?=a)"], ["regex", "(?=a)", "cannot be compiled", "look-around"]),
-        (["--regex", "a", "--choice", "b"], ["guide", "regex", "choice", "one form"]),
-        (["--regex", "a", "--ignore-eos"], ["ignore-eos", "True", "contradicts"]),
+        (["--regex", "a", "--choice", "b"], ["guide", "regex", "choice", "at most one of --json-schema"]),
+        (["--regex", ""], ["regex", "0 characters", "must have 1 to"]),
+        (["--json-schema", "/dev/null"], ["json_schema", "0 characters", "must have 1 to"]),
+        (["--grammar", "/dev/null"], ["grammar", "0 characters", "must have 1 to"]),
+        (["--regex", "a", "--ignore-eos"], ["ignore-eos", "True", "cannot be combined with --json-schema"]),
         (
             ["--choice", "red", "--min-tokens", "9", "--json"],
             ["choice", "red", "allows no token after", "output tokens"],
@@ -314,6 +317,20 @@ def test_cores_that_cannot_be_kept_awake_are_refused_at_once(
     refusals.check(["placement.cpu_latency_us: 7 cannot be asked", "No such file"], *command, "--cpu-latency-us", "7")
 
 
+@pytest.mark.parametrize(
+    ("option", "path", "rule"),
+    [
+        ("--trace", "/nowhere/trace.json", "is in a directory that does not exist"),
+        ("--figure", "/nowhere/trace.svg", "is in a directory that does not exist"),
+        ("--figure", "trace.pdf", "must end in one of .svg, .png"),
+    ],
+)
+def test_files_that_cannot_be_written_are_refused_before_a_pipeline_is_measured(
+    refusals: Refusals, option: str, path: str, rule: str
+) -> None:
+    refusals.check([option.strip("-"), path, rule], "bench", "pipeline", "--paced", "1,2,3,.5,.5", option, path)
+
+
 def test_an_empty_and_a_binary_prompt_are_refused(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -335,6 +352,7 @@ def test_an_empty_and_a_binary_prompt_are_refused(
         (["export", "weights"], ["no whole checkpoint of the target"]),
         (["evaluate", "/nowhere"], ["weights", "/nowhere"]),
         (["evaluate", "."], ["weights", "has no training.json"]),
+        (["evaluate", "--context", "128"], ["--context", "128", "256"]),
     ],
 )
 def test_the_demo_s_bad_input_is_one_line_and_exit_code_2(

@@ -228,9 +228,11 @@ def test_the_commands_train_export_and_measure_a_pair(
     (settings.corpus_dir / "corpus.json").unlink()
     build_corpus(settings.corpus, TOKENIZER, settings.corpus_dir, [Package("a", "1", "MIT", tmp_path, tuple(names))])
     monkeypatch.setattr(EvaluationPlan, "of_context", small_plan)
-    monkeypatch.setattr(signal, "signal", lambda *_: None)  # SIGTERM stays what it is to pytest
+    handlers: list[Any] = []
+    monkeypatch.setattr(signal, "signal", lambda *given: handlers.append(given))  # SIGTERM stays what it is to pytest
     weights = str(tmp_path / "weights")
     command("train", "--threads", "1")
+    assert handlers[-1] == (signal.SIGTERM, signal.SIG_DFL), "an export can be ended"
     command("export", weights)
     figures = json.loads(command("evaluate", weights, "--context", "512", "--threads", "1", "--card", "--json"))
     assert list(figures["loss_by_position"]) == ["0-512"]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sysconfig
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,21 +14,25 @@ import pytest
 import torch
 from jsonschema import validate
 from tokenizers import Tokenizer
+from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from tests.command_line import Refusals, run
 from tests.random_models import plain_logits, random_pair, random_tokens
 from triforce_core.attention import KERNELS
+from triforce_core.bench.prompts import held_out_path
+from triforce_core.config import Settings, load_settings
 from triforce_core.demo import weights_dir
 from triforce_core.evaluation import batches
 from triforce_core.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
 from triforce_core.evaluation.choice import choose
+from triforce_core.evaluation.costs import measure_costs
 from triforce_core.evaluation.measures import Counts, Scored
 from triforce_core.evaluation.plan import Budget, EvalPlan
 from triforce_core.evaluation.reading import SEQUENCE, Model, Reading
-from triforce_core.evaluation.report import report
+from triforce_core.evaluation.report import by_budget, report
 from triforce_core.evaluation.texts import MANY_KEYS, ONE_KEY, Input, Stretch, held_out_inputs, needle_inputs
 from triforce_core.evaluation.walk import measure
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.load import ATTENTION, load_tokenizer
 
 CONTEXT, SCORED = 200, 24
 TOKENS = random_tokens(CONTEXT + SCORED + 1, seed=3)
@@ -226,10 +233,18 @@ def test_files_alternate_between_the_halves() -> None:
         assert [len(stretch.predicted(text.tokens)) for stretch in text.stretches] == [64, 64]
 
 
+def test_a_file_whose_code_has_moved_is_found_there(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    assert held_out_path("datetime.py") == tmp_path / "datetime.py"
+    (tmp_path / "_pydatetime.py").touch()  # since Python 3.12
+    assert held_out_path("datetime.py") == tmp_path / "_pydatetime.py"
+
+
 def test_a_budget_may_be_a_share_of_the_context() -> None:
     assert Budget.parse("1024").tokens(context=8192, chunk=8) == 1024
     assert Budget.parse("5%").tokens(context=8192, chunk=8) == 408
     assert Budget.parse("5%").tokens(context=100, chunk=8) == 32, "the least"
+    assert Budget.parse("5%").tokens(context=100, chunk=1) == 8 > SINKS, "what StreamingLLM keeps is not all of it"
     assert [Budget.parse(text).name for text in ("512", "20%")] == ["512", "20%"]
 
 
@@ -357,6 +372,7 @@ def test_batches_fit_into_the_memory_of_four_full_caches(
         ("target: {offload: host}", ["target.offload", "'host'", "must be none"]),
         ("target: {audit: 0.5}", ["target.audit", "0.5", "must be 0"]),
         ("speculation: {tiers: target}", ["speculation.tiers", "'target'", "must draft"]),
+        ("speculation: {lookaheads: [0, 0]}", ["speculation.lookaheads", "(0, 0)", "must draft"]),
         ("dtype: float32", ["context", "15900", "must be at most"]),
     ],
 )
@@ -369,6 +385,40 @@ def test_batches_are_refused_by_name(refusals: Refusals, tmp_path: Path, setting
 
 def test_batches_double_up_to_the_largest() -> None:
     assert [batches.up_to(most) for most in (0, 1, 4, 11)] == [[], [1], [1, 2, 4], [1, 2, 4, 8, 11]]
+
+
+def test_an_engine_is_gone_before_the_next_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[weakref.ref[Knot]] = []
+
+    class Knot:  # like an engine, whose parts refer to each other
+        def __init__(self, settings: Settings) -> None:
+            assert all(each() is None for each in loaded)
+            self.itself = self
+            loaded.append(weakref.ref(self))
+
+    monkeypatch.setattr(batches, "load_local_engine", Knot)
+    gc.disable()
+    try:
+        for kind in batches.KINDS:
+            batches.engine_for(kind, load_settings(), 1, 64)
+    finally:
+        gc.enable()
+    assert len(loaded) == 3
+
+
+def test_a_table_without_budgets_has_as_many_columns_as_cells() -> None:
+    lines = by_budget([{"cache": "full", "budget": None}], lambda row: ".5").splitlines()
+    assert lines == ["| cache | all |", "| --- | --- |", "| full cache | .5 |"]
+
+
+def test_costs_of_a_model_whose_configuration_names_no_kv_heads() -> None:
+    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = GPTNeoXConfig(vocab_size=256, max_position_embeddings=8192, **size)
+    model = Model(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval(), MODEL.kernel, None)
+    settings = load_settings(dtype="float32", retrieval={"budget": 64})
+    plan = EvalPlan(tasks=("cost",), lengths=(512,))
+    [row] = measure_costs(model, ["mean_key"], plan, settings, Silent())
+    assert row["first_cut_ms"] > 0
 
 
 @pytest.mark.usefixtures("_threads")
@@ -399,8 +449,12 @@ def test_only_what_is_asked_is_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         (["--documents", "1"], ["documents", "1", "at least 2"]),
         (["--documents", "99"], ["documents", "99", "at most 18"]),
         (["--context", "16384"], ["context", "16384", "must fit the context of 16384"]),
+        (["--context", "16300"], ["context: 16300 and 128 scored tokens after it", "the context of 16384"]),
+        (["--context", "16200"], ["context", "16200", "must be at most", ".py has", "129 are needed after it"]),
+        (["--chunk", "1", "--budgets", "4"], ["budgets", "'4'", "8 at least"]),
+        (["--selectors", "full", "--task", "cost"], ["selectors", "at least one selector for --task cost"]),
         (["--probes", "0"], ["probes", "0", "at least 1"]),
-        (["--out", "nowhere/figures"], ["out", "nowhere", "lies in no directory"]),
+        (["--out", "nowhere/figures"], ["out", "nowhere", "directory that does not exist"]),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

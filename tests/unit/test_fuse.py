@@ -213,7 +213,7 @@ def test_no_memory_for_the_compiler_is_no_failing_compiler(
         assert str(refused.value) == f"compile: 'on' {why}: {lower}"
     else:
         assert not fuse(model, settings)
-        assert said(caplog) == [f"compile: auto: no fused kernels, for it {why}: passes are slower; {lower}"]
+        assert said(caplog) == [f"compile: auto: no fused kernels, because compile {why}; passes are slower: {lower}"]
     assert not fused_parts(model)
 
 
@@ -261,5 +261,5 @@ def test_without_a_compiler_auto_does_without(no_compiler: None, caplog: pytest.
             assert not fused_parts(model)
             assert ordinary_logits(model, 3).isfinite().all()
     [message] = said(caplog)
-    assert message.startswith("compile: auto: no fused kernels, for it needs a compiler that works on cuda (")
-    assert message.endswith("): passes are slower; set compile: off")
+    assert message.startswith("compile: auto: no fused kernels, because compile needs a compiler that works on cuda (")
+    assert message.endswith("); passes are slower: set compile: off")

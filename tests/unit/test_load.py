@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from transformers import (
+    AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
     FalconConfig,
@@ -218,3 +219,12 @@ def test_the_demo_pair() -> None:
     assert all(0 <= token < target.vocab_size for token in stop_token_ids("demo"))
     text = "def greet(name: str) -> None:\n    print(f'héllo {name} ☃')\n"
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
+
+
+def test_too_little_memory_is_not_told_as_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(12, "Cannot allocate memory")
+
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    with pytest.raises(InvalidValueError, match=r"^target: 'demo' takes more memory than there is .*Cannot allocate"):
+        load_model("demo", "target", "float32", "cpu")

@@ -47,6 +47,10 @@ def test_weights_that_are_slower_here_are_named_with_their_times(caplog: pytest.
     [message] = [record.getMessage() for record in caplog.records]
     assert message.startswith("retrieval.quantization: int8 is slower on this device: 4 tokens take 41 µs")
     assert "25 µs unquantised" in message
+    assert message.endswith("; int4 may be faster")
+    with caplog.at_level(logging.WARNING, logger="triforce_core"):
+        say_if_slower("int4", before=25e-6, after=41.4e-6)
+    assert caplog.messages[-1].endswith("It saves memory only"), "nothing has fewer bits"
 
 
 def test_the_settings_of_the_process_stay() -> None:

@@ -221,6 +221,6 @@ def test_no_memory_for_graphs_is_said(
         assert str(refused.value) == f"graphs: 'on' {why}: {lower}"
     else:
         assert shaped_passes(model, kv, settings, 4) is None
-        assert said() == [f"graphs: auto: no graphs, for it {why}: passes are slower; {lower}"]
+        assert said() == [f"graphs: auto: no graphs, because graphs {why}; passes are slower: {lower}"]
     with pytest.raises(RuntimeError, match="device-side assert"):
         shaped_passes(model, kv, settings, 4)

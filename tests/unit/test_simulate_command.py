@@ -159,7 +159,7 @@ def test_the_command_plans(
     [
         (["/nowhere.yaml"], ["scenario", "/nowhere.yaml", "No such file"]),
         (["--calibrate", "/nowhere.json"], ["calibrate", "/nowhere.json", "No such file"]),
-        ([], ["scenario", "None", "must be given"]),
+        ([], ["scenario: None was given: name a scenario file, or --calibrate"]),
         (["FILE", "--lookaheads", "8"], ["lookaheads", "8", "two whole numbers"]),
         (["FILE", "--lookaheads", "0,2"], ["lookaheads", "(0, 2)", "must have 0 for the draft tier"]),
         (["FILE", "--lookaheads", "65,2"], ["lookaheads", "(65, 2)", "between 0 and 64"]),
@@ -174,7 +174,7 @@ def test_the_command_plans(
         (["FILE", "--output", "0"], ["load.output_tokens", "0", "greater than or equal to 1"]),
         (["FILE", "--figure", "x.pdf"], ["figure", "x.pdf", ".svg, .png"]),
         (["FILE", "--figure", "/nowhere/x.svg"], ["figure", "/nowhere/x.svg", "directory"]),
-        (["FILE", "--plan"], ["plan", "needs a latency"]),
+        (["FILE", "--plan"], ["plan: True needs a limit"]),
         (["FILE", "--plan", "--p95-request-s", "1"], ["load", "concurrency", "must be a rate"]),
         (["FILE", "--plan", "--rate", "1", "--p95-request-s", "nan"], ["p95-request-s", "nan", "above 0"]),
         (["FILE", "--p95-request-s", "1"], ["plan", "add --plan"]),
@@ -189,7 +189,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
 @pytest.mark.parametrize(
     ("changed", "named"),
     [
-        ({"stages": {"target": [{"ms": 5}]}}, "stages.draft: .* must be given, for lookaheads"),
+        ({"stages": {"target": [{"ms": 5}]}}, "stages.draft: .* must be given, because lookaheads .* use this tier"),
         ({"stages": {"target": [{"ms": 0}]}}, "stages.target.0.ms: 0 .* greater than 0"),
         ({"stages": {"target": []}}, "stages.target: .* at least 1 item"),
         ({"stages": {"target": [{"ms": 1}, {"ms": 2}]}}, "stages.target: .* once"),

@@ -219,4 +219,4 @@ def check_modes(points: Sequence[Point], axes: Axes, plans: Sequence[FixedPlan],
     retrieval, draft = TIER_SETS[settings.speculation.tiers]
     for plan in {mode.plan for point in points for mode in modes_at(point, plans) if mode.plan}:
         takes_part = (retrieval or not plan.retrieval) and (draft or not plan.draft)
-        require(takes_part, "plans", str(plan), f"drafts in a tier that is not in {settings.speculation.tiers}")
+        require(takes_part, "lookaheads", str(plan), "asks a tier to draft that --tiers leaves out")

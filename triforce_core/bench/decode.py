@@ -87,7 +87,7 @@ def bench_decode(
 ) -> dict[str, Any]:
     """Run the benchmark and return its figures. Every run has its own prefill; the modes alternate."""
     load_before = os.getloadavg()[0]
-    require(output >= 2, "output", output, "must be at least 2 tokens, to take time between them")
+    require(output >= 2, "output", output, "must be at least 2: the time from one token to the next is measured")
     engine = load_local_engine(settings.cold, ranks=ranks)
     prompt = tuple(held_out_tokens(load_tokenizer(settings.target.model), context, first_file))
     choose_threads(engine, settings, report)

@@ -87,7 +87,8 @@ def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, r
 
 def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
     """Raise `InvalidValueError` for arguments that would otherwise fail only after the weights are made."""
-    require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
+    rule = "must be a model: prompt lookup runs no passes that could be timed"
+    require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, rule)
     for tier in ("target", "retrieval"):
         ranks = settings.ranks((tier,))
         require(ranks == 1, f"{tier}.tensor_parallel", ranks, "must be 1: one device is measured")
@@ -95,8 +96,9 @@ def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
         settings.retrieval.model is None, "retrieval.model", settings.retrieval.model, "must be null: none is loaded"
     )
     lookaheads = settings.speculation.effective
-    require(all(lookaheads), "speculation.lookaheads", lookaheads, "must be 1 or more, for all tiers take part")
-    require(load.output >= 2, "output", load.output, "must be at least 2 tokens, to take time between them")
+    require(all(lookaheads), "speculation.lookaheads", lookaheads, "must each be 1 or more: all tiers are measured")
+    rule = "must be at least 2: the time from one token to the next is measured"
+    require(load.output >= 2, "output", load.output, rule)
     positions, more = context_length(geometry.target), max(load.output, STAGE_TOKENS)
     rule = f"and {more} tokens of output must fit the geometry's {positions} positions"
     require(load.context + more <= positions, "context", load.context, rule)

@@ -29,7 +29,10 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill
     device = torch_device(settings.device)
     free = int(free_bytes(device) * (1 - SPARED))
     left = free - weights_and_small_caches(settings, geometry)
-    longest = min(LONGEST, context_length(geometry.target) - output)
+    positions = context_length(geometry.target)
+    longest = min(LONGEST, positions - output)
+    rule = f"leaves fewer than {STEP} of the geometry's {positions} positions for a prompt"
+    require(longest >= STEP, "output", output, rule)
     for context in range(longest - longest % STEP, 0, -STEP):
         if pool_bytes(settings, geometry.target, context + more) <= left:
             return context

@@ -31,7 +31,10 @@ HELD_OUT = (
 
 
 def held_out_path(name: str) -> Path:
-    return Path(sysconfig.get_path("stdlib")) / name
+    """The file of that name. Since Python 3.12 datetime.py imports all of its code from _pydatetime.py."""
+    stdlib = Path(sysconfig.get_path("stdlib"))
+    moved = stdlib / f"_py{name}"
+    return moved if moved.is_file() else stdlib / name
 
 
 def held_out_tokens(tokenizer: Any, count: int, first_file: int = 0) -> list[int]:

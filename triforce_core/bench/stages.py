@@ -27,7 +27,8 @@ def stage_times(settings: Settings, prompts: list[tuple[int, ...]], sampling: Sa
     The largest batch is the number of prompts, at most 8. All tiers run in this process. Raises `InvalidValueError` for
     a drafter without a model.
     """
-    require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, "has no steps that take time")
+    rule = "must be a model: prompt lookup runs no passes that could be timed"
+    require(drafter_weights(settings) is not None, "draft.model", settings.draft.model, rule)
     engine = load_local_engine(settings.cold)
     sequences = decoding(engine, prompts, settings.speculation.effective, sampling)
     retrieval = level_below(engine.decoder)
@@ -59,7 +60,9 @@ def decoding(
     while len(decoded) < len(prompts) or min(decoded.values()) < 24:
         for output in engine.run_once():
             decoded[output.sequence_id] = output.stats.decoded
-    return list(engine.scheduler.live.values())
+    live = list(engine.scheduler.live.values())
+    assert len(live) == len(prompts), "a sequence ended before all were live"
+    return live
 
 
 def level_below(decoder: Proposer) -> Proposer:

@@ -89,7 +89,8 @@ class Requests:
 
 def check_points(points: Sequence[Point], settings: Settings, load: Workload) -> None:
     """Raise `InvalidValueError` for a point that could not be measured, before the first one is."""
-    require(load.output >= 2, "output", load.output, "must be at least 2 tokens, to take time between them")
+    rule = "must be at least 2: the time from one token to the next is measured"
+    require(load.output >= 2, "output", load.output, rule)
     config = load_config(settings.target.model, "target")
     for group in by_engine(points):
         limit = target_limits(config, settings_at(settings, group[0])).context_length

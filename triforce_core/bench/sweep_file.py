@@ -47,7 +47,7 @@ class SweepFile:
         conditions.
         """
         self.path, self.header = path, json.loads(json.dumps(header))
-        require(path.parent.is_dir(), "out", str(path), "lies in no directory")
+        require(path.parent.is_dir(), "out", str(path), "is in a directory that does not exist")
         self.points: list[dict[str, Any]] = []
         text = self._read()
         whole = text[: text.rfind("\n") + 1]  # a line that lacks its end was being written when a sweep was stopped

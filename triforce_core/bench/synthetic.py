@@ -10,6 +10,7 @@ from hashlib import blake2b
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import Claim, Tier, Verdict
+from triforce_core.models.files import kv_shape
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier, judge
@@ -67,7 +68,7 @@ class SyntheticVerifier(ModelVerifier):
             for claim in claims:
                 if not claim.sample:
                     config = self.runner.model.config
-                    self.runner.kv.fill(claim.span, config.num_attention_heads // config.num_key_value_heads)
+                    self.runner.kv.fill(claim.span, config.num_attention_heads // kv_shape(config)[1])
         verdicts = super().verify(claims)
         return [
             self._draw(claim, verdict) if claim.proposed and verdict.tokens else verdict

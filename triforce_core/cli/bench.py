@@ -12,7 +12,7 @@ from rich.console import Console
 from triforce_core.cli.bench_paths import paths
 from triforce_core.cli.bench_serve import serve
 from triforce_core.cli.bench_sweep import sweep
-from triforce_core.cli.figures import show_figures
+from triforce_core.cli.figures import check_figure, show_figures
 from triforce_core.cli.options import (
     JsonOption,
     SeedOption,
@@ -176,6 +176,10 @@ def pipeline(
     from deploy.app import prepare_environment
     from triforce_core.bench.machine import quiet_machine
 
+    if trace is not None:
+        require(trace.parent.is_dir(), "trace", str(trace), "is in a directory that does not exist")
+    if figure is not None:
+        check_figure(figure)
     settings.target.require_lossless()
     speculation = settings.speculation.model_copy(update={"micro_batches": micro_batches})
     placement = settings.placement if cores is None else settings.placement.model_copy(update=parse_cores(cores))

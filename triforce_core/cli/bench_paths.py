@@ -10,7 +10,7 @@ import typer
 from triforce_core.cli.bench_serve import DEFAULT_URL
 from triforce_core.cli.figures import show_figures
 from triforce_core.cli.options import JsonOption, TemperatureOption
-from triforce_core.errors import require
+from triforce_core.errors import TriForceError, require
 
 
 def paths(
@@ -25,19 +25,28 @@ def paths(
     """What HTTP and gRPC add to the time of a token, compared in turns with asking the target directly; and the longest
     gaps in a stream while bodies of 1 MB arrive.
     """
+    from deploy.bench.answers import FailedError
+    from deploy.bench.grpc_client import GrpcClient
+    from deploy.bench.http_client import HttpClient
     from deploy.bench.paths import bench_paths
 
-    for name, value, least in (("context", context, 1), ("output", output, 8), ("repeats", repeats, 1)):
+    # A prompt of fewer tokens might have no whole word.
+    for name, value, least in (("context", context, 64), ("output", output, 8), ("repeats", repeats, 1)):
         require(value >= least, name, value, f"must be at least {least}")
-    figures = asyncio.run(
-        bench_paths(
-            url,
-            grpc,
-            context=context,
-            output=output,
-            repeats=repeats,
-            temperature=temperature,
-            progress=lambda text: typer.echo(text, err=True),
-        )
+    try:
+        clients = HttpClient(url), GrpcClient(grpc)
+    except ValueError as error:  # the key cannot be sent
+        raise TriForceError(str(error)) from None
+    measured = bench_paths(
+        *clients,
+        context=context,
+        output=output,
+        repeats=repeats,
+        temperature=temperature,
+        progress=lambda text: typer.echo(text, err=True),
     )
+    try:
+        figures = asyncio.run(measured)
+    except FailedError as error:
+        raise TriForceError(f"{error.kind}: {error}") from None
     show_figures(figures, as_json=as_json)

@@ -98,7 +98,7 @@ def serve(
         float | None, typer.Option(help="for goodput: the first text comes within this time")
     ] = None,
     slo_itl_ms: Annotated[
-        float | None, typer.Option(help="for goodput: chunks follow each other so, in the mean")
+        float | None, typer.Option(help="for goodput: the mean time between an answer's chunks is at most this")
     ] = None,
     timeout: Annotated[float, typer.Option(help="seconds until a request that is not answered is an error")] = 600.0,
     figure: Annotated[Path | None, typer.Option(help="draw the latencies into this file: .svg or .png")] = None,

@@ -27,7 +27,10 @@ HELP = "/reset forgets the conversation, /quit ends; Ctrl-C stops an answer"
 def chat(
     sampling: SamplingParams,
     address: Annotated[str, typer.Option(help="host:port of the server's gRPC API")] = "127.0.0.1:9000",
-    api_key: Annotated[str | None, typer.Option(help="by default $TRIFORCE_API_KEY, which others cannot see")] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(help="by default $TRIFORCE_API_KEY; prefer it, since other users can see options of a process"),
+    ] = None,
     tls: Annotated[bool, typer.Option("--tls", help="encrypt the connection")] = False,
     root_certificates: Annotated[Path | None, typer.Option(help="PEM file with the authorities to trust")] = None,
     system: Annotated[str | None, typer.Option(help="the first message, of the role system")] = None,

@@ -67,6 +67,7 @@ def train(
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     done = train(settings, resume=resume, minutes=minutes, device=device, threads=threads, stop=stop)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from here on it ends the command, as elsewhere
     if done and export_to is not None:
         export_pair(settings, export_to)
         write_card(export_to, evaluate(export_to, settings, device=device, threads=threads))
@@ -88,7 +89,7 @@ def evaluate(
     weights: WeightsArgument = None,
     settings_file: SettingsOption = DEFAULT_SETTINGS,
     cache_dir: CacheDirOption = None,
-    context: Annotated[int | None, typer.Option(min=1, help="longest window, tokens; by default the card's")] = None,
+    context: Annotated[int | None, typer.Option(min=256, help="longest window, tokens; by default the card's")] = None,
     card: Annotated[bool, typer.Option("--card", help="write card and figures beside the weights")] = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "auto",

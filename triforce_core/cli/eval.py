@@ -56,7 +56,8 @@ def evaluate(
         seed=seed,
     )
     if out is not None:
-        require(out.is_dir() or out.absolute().parent.is_dir(), "out", str(out), "lies in no directory")
+        rule = "is in a directory that does not exist"
+        require(out.is_dir() or out.absolute().parent.is_dir(), "out", str(out), rule)
 
     from triforce_core.bench.machine import quiet_machine
     from triforce_core.evaluation.evaluate import Evaluation

@@ -32,7 +32,7 @@ def show_figures(figures: dict[str, Any], *, as_json: bool) -> None:
 def check_figure(path: Path) -> None:
     """Raise `InvalidValueError` for a path that cannot be drawn into; call it before what takes long."""
     require(path.suffix in FORMATS, "figure", str(path), f"must end in one of {', '.join(FORMATS)}")
-    require(path.parent.is_dir(), "figure", str(path), "lies in no directory")
+    require(path.parent.is_dir(), "figure", str(path), "is in a directory that does not exist")
 
 
 def save_figure(figure: Figure, path: Path) -> None:

@@ -53,14 +53,15 @@ def guide(
 ) -> Guide | None:
     """The form of the output, from at most one of these options."""
     forms = {
-        "json_schema": json_schema and read_text(json_schema, "json-schema"),
+        "json_schema": read_text(json_schema, "json-schema") if json_schema else None,
         "json_object": json_object,
         "regex": regex,
         "choice": choice,
-        "grammar": grammar and read_text(grammar, "grammar"),
+        "grammar": read_text(grammar, "grammar") if grammar else None,
     }
-    given = [Guide(form, value) for form, value in forms.items() if value]
-    require(len(given) < 2, "guide", [each.form for each in given], "must be one: the output has one form")
+    given = [Guide(form, value) for form, value in forms.items() if value not in (None, False, [])]
+    rule = "are too many: give at most one of --json-schema, --json-object, --regex, --choice, --grammar"
+    require(len(given) < 2, "guide", [each.form for each in given], rule)
     return given[0] if given else None
 
 
@@ -88,7 +89,7 @@ def generate(
     """
     text = read_text(prompt_file, "prompt-file")
     require(text != "", "prompt-file", str(prompt_file), "must not be empty")
-    rule = "contradicts a form of the output, which has an end"
+    rule = "cannot be combined with --json-schema, --regex and the like: such an output must be able to end"
     require(guide is None or not ignore_eos, "ignore-eos", ignore_eos, rule)
 
     from triforce_core.engine.assembly import grammars_for

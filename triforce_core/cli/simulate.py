@@ -39,7 +39,7 @@ def scenario_given(
     """The scenario of the file, overridden by the sections of the calibration, and both overridden by the options."""
     from triforce_core.simulate.calibration import read_calibration
 
-    rule = "must be given, or --calibrate, or both"
+    rule = "was given: name a scenario file, or --calibrate, or both"
     require(scenario_file is not None or calibrate is not None, "scenario", None, rule)
     require(concurrency is None or rate is None, "rate", rate, "excludes --concurrency: a load is one or the other")
     measured = {} if calibrate is None else read_calibration(calibrate)
@@ -86,7 +86,8 @@ def simulate(
     from triforce_core.simulate.plan import Goal, plan
 
     goals = p95_ms_per_token, p95_request_s
-    require(search or goals == (None, None), "plan", False, "must be on for a p95 to keep: add --plan")
+    rule = "must be on, because the p95 limits apply to a search only: add --plan"
+    require(search or goals == (None, None), "plan", False, rule)
     if figure is not None:
         check_figure(figure)
     if search:

@@ -106,7 +106,8 @@ def _kept(paths: Iterable[PurePath], settings: CorpusSettings) -> tuple[str, ...
 
 def is_held_out(package: str, path: str, settings: CorpusSettings) -> bool:
     """Whether a file is never trained on: a fixed hash of its name, or one of the named standard-library files."""
-    if package == "python" and path in settings.held_out_stdlib:
+    # Python 3.12 moved the code of datetime.py into _pydatetime.py.
+    if package == "python" and {path, path.removeprefix("_py")} & {*settings.held_out_stdlib}:
         return True
     return int(hashlib.sha256(path.encode()).hexdigest(), 16) % 100 < settings.held_out_percent
 

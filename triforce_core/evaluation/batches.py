@@ -6,9 +6,12 @@ write more than is timed, and the clock runs from the moment when all have begun
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine, run_to_end
@@ -33,8 +36,10 @@ def check_batches(settings: Settings, context: int, longest: int) -> None:
     """Raises `InvalidValueError` for settings that the three caches cannot share."""
     require(settings.target.offload == "none", "target.offload", settings.target.offload, "must be none for batches")
     require(settings.target.audit == 0, "target.audit", settings.target.audit, "must be 0 for batches")
-    tiers = settings.speculation.tiers
-    require(any(settings.speculation.effective), "speculation.tiers", tiers, "must draft: TriForce is measured too")
+    given = settings.speculation
+    name = "tiers" if given.tiers == "target" else "lookaheads"
+    rule = "must draft: TriForce is measured too"
+    require(any(given.effective), f"speculation.{name}", getattr(given, name), rule)
     most = longest - 2 * OUTPUT
     require(context <= most, "context", context, f"must be at most {most} tokens, to leave room for outputs")
 
@@ -81,6 +86,9 @@ def engine_for(kind: str, settings: Settings, requests: int, length: int) -> Eng
     given |= {"max_sequences": requests, "target": given.get("target", {}) | target}
     if kind != "triforce":
         given["speculation"] = {"tiers": "target"}
+    gc.collect()  # the parts of an earlier engine refer to each other, and hold its memory
+    if settings.device_type == "cuda":
+        torch.cuda.empty_cache()
     return load_local_engine(Settings.model_validate(given))
 
 

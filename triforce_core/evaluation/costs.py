@@ -21,6 +21,7 @@ from triforce_core.evaluation.texts import Stretch
 from triforce_core.evaluation.walk import Watch
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Span
+from triforce_core.models.files import kv_shape
 
 Row = dict[str, Any]
 
@@ -89,7 +90,7 @@ def _turn(target: Model, name: str, context: int, block: int, settings: Settings
     reading = Reading(target, target, tokens, chunk, [name])
     full, chunks = reading.full, ChunkSettings.halved(budget, chunk)
     config = target.model.config
-    group = config.num_attention_heads // config.num_key_value_heads
+    group = config.num_attention_heads // kv_shape(config)[1]
     full.fill(Span(SEQUENCE, 0, tokens[:context], reading.spec), group)
     first = _ms(target, lambda: full.cut(SEQUENCE, context, chunks, selector))
     later = context + every

@@ -19,7 +19,7 @@ from triforce_core.evaluation.caches import CUT, TRIFORCE, cases_of, selectors_o
 from triforce_core.evaluation.choice import PUBLISHED, choose
 from triforce_core.evaluation.costs import measure_costs, measure_prefills
 from triforce_core.evaluation.measures import Counts
-from triforce_core.evaluation.plan import LEAST_CHUNKS, ON_FILES, EvalPlan
+from triforce_core.evaluation.plan import ON_FILES, EvalPlan, least_budget
 from triforce_core.evaluation.reading import Model, Reading
 from triforce_core.evaluation.texts import Input, held_out_inputs, needle_inputs
 from triforce_core.evaluation.walk import Results, Watch, Whole, measure
@@ -43,22 +43,27 @@ class Evaluation:
         self.cases = cases_of(plan)
         self.selectors = selectors_of(plan)
         require(
-            bool(self.selectors) or "cost" not in plan.tasks, "selectors", list(plan.caches), "has none that has a cost"
+            bool(self.selectors) or "cost" not in plan.tasks,
+            "selectors",
+            list(plan.caches),
+            "must name at least one selector for --task cost: only selectors have a cost",
         )
-        chunk = settings.retrieval.chunk
+        chunk, least = settings.retrieval.chunk, least_budget(settings.retrieval.chunk)
         for budget in plan.budgets:
-            fits = budget.is_percent or (budget.amount % chunk == 0 and budget.amount >= LEAST_CHUNKS * chunk)
+            fits = budget.is_percent or (budget.amount % chunk == 0 and budget.amount >= least)
             require(
                 fits,
                 "budgets",
                 budget.name,
-                f"must be a multiple of the chunk, {chunk}, and {LEAST_CHUNKS * chunk} at least",
+                f"must be a multiple of the chunk, {chunk}, and {least} at least",
             )
         longest = context_length(load_config(settings.target.model, "target"))
         for length in plan.lengths:
             require(length <= longest, "lengths", length, f"must fit the context of {longest} tokens")
         fits = plan.end < longest
-        require(fits or not plan.reads_files, "context", plan.context, f"must fit the context of {longest} tokens")
+        more = plan.end - plan.context
+        rule = f"and {more} scored tokens after it, with one more, must fit the context of {longest} tokens"
+        require(fits or not plan.reads_files, "context", plan.context, rule)
         if "batch" in plan.tasks:
             check_batches(settings, plan.context, longest)
         tokenizer = load_tokenizer(settings.target.model)

@@ -13,6 +13,11 @@ LEAST_CHUNKS = 4  # of a budget: sinks, recent tokens, and something to choose
 ON_FILES = frozenset({"perplexity", "agreement", "acceptance"})  # tasks on stretches of held-out files
 
 
+def least_budget(chunk: int) -> int:
+    """The fewest tokens of a budget. With chunks of one token it is more than StreamingLLM's sinks too."""
+    return LEAST_CHUNKS * max(chunk, 2)
+
+
 @dataclass(frozen=True, slots=True)
 class Budget:
     """A sparse cache's budget per layer and KV head: a number of tokens, or a share of the context."""
@@ -37,7 +42,7 @@ class Budget:
     def tokens(self, context: int, chunk: int) -> int:
         """The tokens of this budget in a context of so many: whole chunks."""
         wanted = context * self.amount // 100 if self.is_percent else self.amount
-        return max(LEAST_CHUNKS, wanted // chunk) * chunk
+        return max(least_budget(chunk), wanted // chunk * chunk)
 
 
 @dataclass(frozen=True, slots=True)

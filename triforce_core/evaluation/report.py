@@ -97,10 +97,10 @@ def by_budget(rows: Sequence[Row], shown: Any) -> str:
     """A line for each cache, a column for each budget; the full cache, which has no budget, has the same figure in all
     of them.
     """
-    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"]))
+    budgets = list(dict.fromkeys(row["budget"] for row in rows if row["budget"])) or ["all"]
     cells: dict[str, dict[str, str]] = {}
     for row in rows:
-        for budget in [row["budget"]] if row["budget"] else budgets or ["all"]:
+        for budget in [row["budget"]] if row["budget"] else budgets:
             cells.setdefault(row["cache"], {})[budget] = shown(row)
     return table(("cache", *budgets), [[label(name), *line.values()] for name, line in cells.items()])
 

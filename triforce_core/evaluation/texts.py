@@ -57,8 +57,9 @@ def held_out_inputs(tokenizer: Any, plan: EvalPlan) -> list[Input]:
     inputs = []
     for number, name in enumerate(HELD_OUT[: plan.documents]):
         tokens = tokenizer(held_out_path(name).read_text(encoding="utf-8"))["input_ids"]
-        most = len(tokens) - (length - plan.context)
-        require(len(tokens) >= length, "context", plan.context, f"must be at most {most}, the length of {name}")
+        more = length - plan.context
+        rule = f"must be at most {len(tokens) - more}: {name} has {len(tokens)} tokens, and {more} are needed after it"
+        require(len(tokens) >= length, "context", plan.context, rule)
         stretches = tuple(Stretch(start, start + plan.scored, seen=start) for start in starts)
         inputs.append(Input(name, tuple(tokens[:length]), stretches, ("AB"[number % 2],)))
     return inputs

@@ -14,9 +14,10 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
+from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, require
 from triforce_core.kv.base import Batch, KVGeometry
 from triforce_core.models.device import DTYPES, check_dtype, torch_device
+from triforce_core.models.fallback import out_of_memory, reason_of
 from triforce_core.models.files import (
     check_pair,
     check_quantization,
@@ -111,6 +112,9 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
             distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        if out_of_memory(error):
+            rule = f"takes more memory than there is ({reason_of(error)})"
+            raise InvalidValueError(role, name, rule) from None
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError(role, name, f"holds no weights that load ({reason})") from None
     except KeyError as error:  # the architecture looks up our attention among its own classes

@@ -59,9 +59,10 @@ def quantize_weights(model: PreTrainedModel, kind: Quantization) -> None:
 def say_if_slower(kind: Quantization, before: float, after: float) -> None:
     """Warn where quantised weights save memory but are slower: their kernels suit some GPUs and not others."""
     if after > before:
+        advice = "" if kind == "int4" else "; int4 may be faster"
         say(
             f"retrieval.quantization: {kind} is slower on this device: {SAMPLE_TOKENS} tokens take {1e6 * after:.0f} µs"
-            f" through a layer, and {1e6 * before:.0f} µs unquantised. It saves memory only; int4 may be faster"
+            f" through a layer, and {1e6 * before:.0f} µs unquantised. It saves memory only{advice}"
         )
 
 

@@ -26,8 +26,8 @@ class Goal:
         require(
             (self.p95_ms_per_token, self.p95_request_s) != (None, None),
             "plan",
-            None,
-            "needs a latency to keep: --p95-ms-per-token or --p95-request-s",
+            True,
+            "needs a limit: --p95-ms-per-token or --p95-request-s",
         )
 
 

@@ -149,7 +149,7 @@ class Scenario(Strict):
         rule = "must have 0 for the draft tier where the retrieval tier has 0"
         require(not draft or retrieval > 0, "lookaheads", self.lookaheads, rule)
         for tier in self.tiers:
-            rule = f"must be given, for lookaheads {self.lookaheads} use it"
+            rule = f"must be given, because lookaheads {self.lookaheads} use this tier"
             require(bool(self.stages.of(tier)), f"stages.{tier.name.lower()}", (), rule)
         rule = f"must be below duration_s {self.duration_s}"
         require(self.warmup_s < self.duration_s, "warmup_s", self.warmup_s, rule)
