@@ -352,7 +352,7 @@ def test_an_empty_and_a_binary_prompt_are_refused(
         (["export", "weights"], ["no whole checkpoint of the target"]),
         (["evaluate", "/nowhere"], ["weights", "/nowhere"]),
         (["evaluate", "."], ["weights", "has no training.json"]),
-        (["evaluate", "--context", "128"], ["--context", "128", "256"]),
+        (["evaluate", "--context", "128"], ["--context", "greater than or equal to 256"]),
     ],
 )
 def test_the_demo_s_bad_input_is_one_line_and_exit_code_2(

@@ -22,6 +22,7 @@ from triforce_core.attention import KERNELS
 from triforce_core.bench.prompts import held_out_path
 from triforce_core.config import Settings, load_settings
 from triforce_core.demo import weights_dir
+from triforce_core.errors import InvalidValueError
 from triforce_core.evaluation import batches
 from triforce_core.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
 from triforce_core.evaluation.choice import choose
@@ -240,6 +241,13 @@ def test_a_file_whose_code_has_moved_is_found_there(monkeypatch: pytest.MonkeyPa
     assert held_out_path("datetime.py") == tmp_path / "_pydatetime.py"
 
 
+def test_a_file_that_is_too_short_for_the_context_is_named() -> None:
+    plan = EvalPlan(context=40_000, scored=64, stretches=2)
+    message = r"context: 40000 must be at most \d+: inspect.py has \d+ tokens, and 129 are needed"
+    with pytest.raises(InvalidValueError, match=message):
+        held_out_inputs(load_tokenizer(str(weights_dir("target"))), plan)
+
+
 def test_a_budget_may_be_a_share_of_the_context() -> None:
     assert Budget.parse("1024").tokens(context=8192, chunk=8) == 1024
     assert Budget.parse("5%").tokens(context=8192, chunk=8) == 408
@@ -450,7 +458,6 @@ def test_only_what_is_asked_is_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         (["--documents", "99"], ["documents", "99", "at most 18"]),
         (["--context", "16384"], ["context", "16384", "must fit the context of 16384"]),
         (["--context", "16300"], ["context: 16300 and 128 scored tokens after it", "the context of 16384"]),
-        (["--context", "16200"], ["context", "16200", "must be at most", ".py has", "129 are needed after it"]),
         (["--chunk", "1", "--budgets", "4"], ["budgets", "'4'", "8 at least"]),
         (["--selectors", "full", "--task", "cost"], ["selectors", "at least one selector for --task cost"]),
         (["--probes", "0"], ["probes", "0", "at least 1"]),
