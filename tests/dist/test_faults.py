@@ -6,12 +6,15 @@ import asyncio
 import os
 import signal
 import time
+from collections.abc import Iterator
 from typing import Any
+
+import pytest
 
 from actors.pipeline import STATUS_TIMEOUT_S, Pipeline
 from actors.wire import sampling_to_proto
 from tests.conftest import HeldOut
-from tests.dist.conftest import StartPipeline
+from tests.dist.conftest import Running, StartPipeline
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -27,6 +30,12 @@ SETTINGS = load_settings(
     retrieval={"budget": 256, "refresh_every": 24},
     server={"link_timeout_s": LINK_TIMEOUT_S},
 )
+
+
+@pytest.fixture(scope="module")
+def running(start_pipeline: StartPipeline) -> Iterator[Running]:
+    with start_pipeline(SETTINGS) as started:
+        yield started
 
 
 async def decode(tiers: Pipeline, prompt: tuple[int, ...], fault: Any = None) -> tuple[list[int], list[bytes]]:
@@ -66,17 +75,17 @@ def not_ready(runner: asyncio.Runner, tiers: Pipeline) -> set[str]:
     return {status.tier for status in statuses if not status.ready}
 
 
-def test_a_tier_that_is_dead_or_loads_is_said_not_to_be_ready(start_pipeline: StartPipeline) -> None:
+def test_a_tier_that_is_dead_or_loads_is_said_not_to_be_ready(running: Running) -> None:
     """It is said soon, and of that tier alone."""
-    with start_pipeline(SETTINGS) as (runner, tiers):
-        assert not_ready(runner, tiers) == set()
-        os.kill(pid_of(tiers, Tier.RETRIEVAL), signal.SIGKILL)
-        seen, until = set[str](), time.monotonic() + 60
-        while not_ready(runner, tiers) or not seen:
-            seen |= not_ready(runner, tiers)
-            assert time.monotonic() < until, "it does not come back"
-            time.sleep(0.05)
-        assert seen == {"retrieval"}
+    runner, tiers = running
+    assert not_ready(runner, tiers) == set()
+    os.kill(pid_of(tiers, Tier.RETRIEVAL), signal.SIGKILL)
+    seen, until = set[str](), time.monotonic() + 60
+    while not_ready(runner, tiers) or not seen:
+        seen |= not_ready(runner, tiers)
+        assert time.monotonic() < until, "it does not come back"
+        time.sleep(0.05)
+    assert seen == {"retrieval"}
 
 
 def wait_for_drafts(runner: asyncio.Runner, tiers: Pipeline, prompt: tuple[int, ...]) -> None:
@@ -85,31 +94,32 @@ def wait_for_drafts(runner: asyncio.Runner, tiers: Pipeline, prompt: tuple[int, 
         assert time.monotonic() < until, "the drafting tiers do not come back"
 
 
-def test_killed_and_hung_tiers_change_no_token(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
+def test_killed_and_hung_tiers_change_no_token(running: Running, held_out: HeldOut) -> None:
     prompt = held_out("inspect.py", 600)
-    with start_pipeline(SETTINGS) as (runner, tiers):
-        expected, undisturbed = runner.run(decode(tiers, prompt))
-        assert len(expected) == NUM_TOKENS
-        assert {origin for block in undisturbed for origin in block} == {0, 1, 2}
-        for tier in (Tier.DRAFT, Tier.RETRIEVAL):
-            pid = pid_of(tiers, tier)
-            tokens, origins = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
-            assert tokens == expected, f"{tier.name} killed"
-            assert proposed_by(tier, origins) < proposed_by(tier, undisturbed), "some rounds went without it"
-            wait_for_drafts(runner, tiers, prompt)
-            assert pid_of(tiers, tier) != pid
-            assert not_ready(runner, tiers) == set()
-        for tier in (Tier.DRAFT, Tier.RETRIEVAL):
-            pid = pid_of(tiers, tier)
-            began = time.monotonic()
-            try:
-                tokens, _ = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGSTOP)))
-                elapsed = time.monotonic() - began
-                asked = time.monotonic()
-                assert not_ready(runner, tiers) == {tier.name.lower()}
-                assert time.monotonic() - asked < 2 * STATUS_TIMEOUT_S, "the status of one tier holds up the others'"
-            finally:
-                os.kill(pid, signal.SIGCONT)
-            assert tokens == expected, f"{tier.name} hung"
-            assert elapsed > LINK_TIMEOUT_S / 2, "it did hang"
-            wait_for_drafts(runner, tiers, prompt)
+    runner, tiers = running
+    wait_for_drafts(runner, tiers, prompt)  # another test may have killed a tier
+    expected, undisturbed = runner.run(decode(tiers, prompt))
+    assert len(expected) == NUM_TOKENS
+    assert {origin for block in undisturbed for origin in block} == {0, 1, 2}
+    for tier in (Tier.DRAFT, Tier.RETRIEVAL):
+        pid = pid_of(tiers, tier)
+        tokens, origins = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGKILL)))
+        assert tokens == expected, f"{tier.name} killed"
+        assert proposed_by(tier, origins) < proposed_by(tier, undisturbed), "some rounds went without it"
+        wait_for_drafts(runner, tiers, prompt)
+        assert pid_of(tiers, tier) != pid
+        assert not_ready(runner, tiers) == set()
+    for tier in (Tier.DRAFT, Tier.RETRIEVAL):
+        pid = pid_of(tiers, tier)
+        began = time.monotonic()
+        try:
+            tokens, _ = runner.run(decode(tiers, prompt, lambda pid=pid: os.kill(pid, signal.SIGSTOP)))
+            elapsed = time.monotonic() - began
+            asked = time.monotonic()
+            assert not_ready(runner, tiers) == {tier.name.lower()}
+            assert time.monotonic() - asked < 2 * STATUS_TIMEOUT_S, "the status of one tier holds up the others'"
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert tokens == expected, f"{tier.name} hung"
+        assert elapsed > LINK_TIMEOUT_S / 2, "it did hang"
+        wait_for_drafts(runner, tiers, prompt)

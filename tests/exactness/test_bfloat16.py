@@ -46,7 +46,7 @@ class Models:
     prompts: list[Tokens]
 
 
-@pytest.fixture(scope="module", params=["random", "demo"])
+@pytest.fixture(scope="module", params=["random", pytest.param("demo", marks=pytest.mark.slow)])
 def models(request: pytest.FixtureRequest, held_out: HeldOut) -> Models:
     if request.param == "demo":
         exact = AutoModelForCausalLM.from_pretrained(resolve("demo", "target"), dtype=torch.float32).eval()

@@ -94,9 +94,16 @@ def samples(tokenizer: Path, params: SamplingParams, lookaheads: tuple[int, int]
     return [tokens[:LENGTH] for tokens in outcome.tokens]
 
 
+# Temperature and lookaheads.
+QUICK = [pytest.param(1.0, (2, 1), id="1.0, two levels"), pytest.param(0.6, (0, 2), id="0.6, one level")]
+SLOW = [
+    pytest.param(0.6, (2, 1), id="0.6, two levels", marks=pytest.mark.slow),
+    pytest.param(1.0, (0, 2), id="1.0, one level", marks=pytest.mark.slow),
+]
+
+
 @pytest.mark.parametrize("count", [4000, pytest.param(20_000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("lookaheads", [(2, 1), (0, 2)], ids=["two levels", "one level"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(("temperature", "lookaheads"), [*QUICK, *SLOW])
 def test_samples_follow_the_edited_distribution(
     tokenizer: Path, temperature: float, lookaheads: tuple[int, int], count: int
 ) -> None:
@@ -128,8 +135,7 @@ def test_the_published_inner_correction_fails_it(temperature: float) -> None:
     assert fits[1] < IMPOSSIBLE
 
 
-@pytest.mark.parametrize("lookaheads", [(2, 1), (0, 2)], ids=["two levels", "one level"])
-@pytest.mark.parametrize("temperature", [0.6, 1.0])
+@pytest.mark.parametrize(("temperature", "lookaheads"), [*QUICK, *SLOW])
 def test_noise_of_a_position_too_early_fails_it(
     tokenizer: Path, temperature: float, lookaheads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -127,7 +127,7 @@ def test_the_pool_holds_a_shared_document_once() -> None:
 def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
     """The drafting tiers need nothing stored: they draft the same tokens, and the same are accepted."""
     it = engine()
-    asked = [replace(question(n), max_tokens=100) for n in range(3)]
+    asked = [replace(question(n), max_tokens=50) for n in range(3)]
     run(it, asked[:1])
     for request in asked:
         [hit], [of_hit] = run(it, [request])
@@ -137,8 +137,15 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
         assert [tally.counts for tally in of_hit.tallies] == [tally.counts for tally in of_cold.tallies]
 
 
-@pytest.mark.parametrize("selector", ["mean_key", "quest"])
-@pytest.mark.parametrize("offload", ["none", "host"])
+@pytest.mark.parametrize(
+    ("selector", "offload"),
+    [
+        ("mean_key", "none"),
+        ("quest", "host"),
+        pytest.param("mean_key", "host", marks=pytest.mark.slow),
+        pytest.param("quest", "none", marks=pytest.mark.slow),
+    ],
+)
 def test_landmarks_of_a_shared_document_choose_as_those_of_a_cold_run(selector: str, offload: str) -> None:
     """They lie in the pool beside its KV, and a pool of half the need uses its slots anew."""
     asked = [replace(question(n, random_tokens(600, seed=n % 3)), max_tokens=60) for n in (0, 3, 1, 4, 2, 0)]

@@ -29,6 +29,7 @@ from triforce_core.client import TriForceClient
 
 NAMES = ("http", "grpc", "gcs", "dashboard", "agent", "metrics", "client")
 READY_S, END_S = 150.0, 20.0
+pytestmark = pytest.mark.slow  # a Ray of its own, and a start of the whole application
 
 
 @pytest.fixture(scope="module")
