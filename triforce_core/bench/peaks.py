@@ -33,7 +33,7 @@ def measure_peaks(device: torch.device, dtype: torch.dtype) -> Peaks:
 
 def measured(device: torch.device, dtype: torch.dtype) -> Peaks:
     large = device.type == "cuda"
-    count, side = (2**30, 8192) if large else (2**26, 1024)
+    count, side = (2**30, 8192) if large else (2**26, 256)
     source = torch.ones(count, dtype=torch.uint8, device=device)
     into = torch.empty_like(source)
     copying = seconds(lambda: into.copy_(source), device)
