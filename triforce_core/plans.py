@@ -65,6 +65,7 @@ class Round(NamedTuple):
     passes: float  # of the retrieval tier
     verified: float  # tokens that each of these passes verifies; it is over one more
     steps: float  # passes of the drafting model
+    drafts: float = 1.0  # the chance that the lowest tier drafts anything; if not, its verifier passes over one token
 
 
 # What a pass takes, in seconds: of the tier, over so many tokens of each sequence.
@@ -87,14 +88,23 @@ class Costs(NamedTuple):
         """The seconds from one answer of the target for a sequence to the next."""
         if not expected.proposed:
             return self.plain_s
-        tiers = [self.target(1 + expected.proposed)]
         if expected.passes:
-            tiers.append(expected.passes * self.retrieval(1 + expected.verified))
+            retrieval_s = expected.passes * verifying_s(self.retrieval, expected.verified, expected.drafts)
+            tiers = [self.target(1 + expected.proposed), retrieval_s]
+        else:
+            tiers = [verifying_s(self.target, expected.proposed, expected.drafts)]
         if expected.steps:
             tiers.append(expected.steps * self.draft(1))
         if self.overlapping:  # the tiers are busy with other groups meanwhile; the slowest sets the pace
             return max(sum(tiers), self.groups * max(tiers))
         return self.groups * sum(tiers)
+
+
+def verifying_s(verify: Pass, drafted: float, chance: float) -> float:
+    """The mean seconds of a pass over one token and a draft, if there is a draft with this chance and it has `drafted`
+    tokens in the mean of all passes.
+    """
+    return chance * verify(1 + drafted / chance) + (1 - chance) * verify(1) if chance else verify(1)
 
 
 def plans(most: tuple[int, int], draftings: Sequence[Drafting]) -> Iterator[Plan]:
@@ -127,10 +137,11 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
         plan.draft, plan.drafting, *(round(x, 2) for x in (model, acceptance.lookup, acceptance.found))
     )
     if not plan.retrieval:
-        return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps)
+        return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
     passes = expected_passes(plan.retrieval, draft.accepted)
     block = passes * (1 + sum(draft.accepted))  # Wald's equation: tokens per pass are drawn alike
-    return Round(1 + run(acceptance.retrieval, block), block, passes, draft.proposed, passes * draft.steps)
+    drafted = draft.proposed, passes * draft.steps, draft.chance
+    return Round(1 + run(acceptance.retrieval, block), block, passes, *drafted)
 
 
 class Draft(NamedTuple):
@@ -139,6 +150,7 @@ class Draft(NamedTuple):
     accepted: tuple[float, ...]  # the chance that at least 1, 2, … tokens are accepted
     proposed: float  # tokens
     steps: float  # passes of the drafting model
+    chance: float  # that there are any
 
 
 @lru_cache(maxsize=4096)
@@ -147,7 +159,8 @@ def expected_draft(count: int, drafting: Drafting, model: float, lookup: float, 
     found = {Drafting.MODEL: 0.0, Drafting.LOOKUP: found, Drafting.BOTH: found}[drafting]
     modelled = 0.0 if drafting is Drafting.LOOKUP else 1 - found
     accepted = tuple(found * lookup**n + modelled * model**n for n in range(1, count + 1))
-    return Draft(accepted, (found + modelled) * count, modelled * count)
+    chance = (found + modelled) * (count > 0)
+    return Draft(accepted, chance * count, modelled * count, chance)
 
 
 @lru_cache(maxsize=4096)

@@ -23,7 +23,7 @@ from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
 from triforce_core.ngram import SCORED
-from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, expected_round, plans
+from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, plans
 
 log = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ class Controller:
             self._probed(drafted, round_s, count, proposal.start + count, accepted, len(decoding))
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
-            self.measured.append((plan.kind, self.load, expected_round(plan, drafted.acceptance), round_s))
+            self.measured.append((plan.kind, self.load, actual_round(proposal), round_s))
             if not plan.speculates:
                 self.plain_at[self.load] = self.committed
 
@@ -340,6 +340,13 @@ def plan_of(work: Work) -> Plan:
     """The plan of a round of decoding."""
     _, retrieval, draft = work.lookaheads if len(work.lookaheads) == 3 else (1, 0, 0)
     return Plan(retrieval, draft, work.drafting)
+
+
+def actual_round(proposal: Proposal) -> Round:
+    """What the passes of a round were."""
+    target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
+    verified = below.proposed / below.passes if below.passes else 0.0
+    return Round(len(proposal.tokens), target.proposed, below.passes, verified, leaf.passes)
 
 
 def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
