@@ -1,8 +1,8 @@
 """What a tier's passes cost: seconds as a linear function of their size, fitted to the passes as they happen.
 
 A pass costs something by itself, something for each sequence and token in it, something for each key that attention
-reads, something for each pair of a query and a key, and something if any sequence has more than one token: then
-matrices are multiplied by matrices in place of vectors. The six prices are fitted to the passes so far by least
+reads, something for each pair of a query and a key, and something if it is over more than one token: then matrices are
+multiplied by matrices in place of vectors. The six prices are fitted to the passes so far by least
 squares over relative errors, in which older passes count less and less. An error is relative to the geometric mean of
 the measured and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No
 price is negative. Where passes do not tell two prices apart, the one with the weaker pull towards 0 is preferred: by
@@ -27,7 +27,7 @@ REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one a
 # How strongly each price is pulled towards 0 (ridge regression). Where passes do not tell two prices apart, the one
 # with the weaker pull is preferred.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
-DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 1e-2, 1e-4, 1e-2, 0.2])
+DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-4, 1e-4, 1e-2, 3e-3])
 PRICES = len(DOUBT)
 
 
@@ -41,14 +41,13 @@ class Part(NamedTuple):
 
 def size_of(parts: Sequence[Part]) -> NDArray[np.float64]:
     """The size of a pass, [6]: itself, its sequences, their tokens, the keys read, the pairs of query and key, and 1 if
-    it is over few tokens, but more than one of a sequence. Between one token and two, which are means, it is between 0
-    and 1.
+    it is over few tokens, but more than one. For a mean between one token and two it is between 0 and 1.
     """
     size = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     for tokens, before, read in parts:
         size[:5] += (0.0, 1.0, tokens, read * before + tokens, tokens * (before + (tokens + 1) / 2))
     if parts and size[2] < MANY_TOKENS:
-        size[5] = several(max(part.tokens for part in parts))
+        size[5] = several(size[2])
     return size
 
 
@@ -139,7 +138,7 @@ class PassCosts:
             a_pass, a_sequence, a_token, a_key, a_pair, for_several = many if batch * tokens >= MANY_TOKENS else few
             pairs = tokens * (before + (tokens + 1) / 2)
             each: float = a_sequence + tokens * a_token + (read * before + tokens) * a_key + pairs * a_pair
-            return float(a_pass + several(tokens) * for_several + batch * each)
+            return float(a_pass + several(batch * tokens) * for_several + batch * each)
 
         return seconds
 

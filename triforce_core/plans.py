@@ -58,14 +58,14 @@ class Acceptance(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round of a plan is expected to be, for one sequence."""
+    """What a round of a plan is expected to be, or was, for one sequence."""
 
     tokens: float  # committed
     proposed: float  # tokens that the target verifies; its pass is over one more
     passes: float  # of the retrieval tier
     verified: float  # tokens that each of these passes verifies; it is over one more
     steps: float  # passes of the drafting model
-    drafts: float = 1.0  # the chance that the lowest tier drafts anything; if not, its verifier passes over one token
+    drafts: float = 1.0  # the chance that anything is proposed; if not, the target passes over one token
 
 
 # What a pass takes, in seconds: of the tier, over so many tokens of each sequence.
@@ -86,25 +86,16 @@ class Costs(NamedTuple):
 
     def round_s(self, expected: Round) -> float:
         """The seconds from one answer of the target for a sequence to the next."""
-        if not expected.proposed:
+        if not (chance := expected.drafts):
             return self.plain_s
+        tiers = [chance * self.target(1 + expected.proposed / chance) + (1 - chance) * self.target(1)]
         if expected.passes:
-            retrieval_s = expected.passes * verifying_s(self.retrieval, expected.verified, expected.drafts)
-            tiers = [self.target(1 + expected.proposed), retrieval_s]
-        else:
-            tiers = [verifying_s(self.target, expected.proposed, expected.drafts)]
+            tiers.append(expected.passes * self.retrieval(1 + expected.verified))
         if expected.steps:
             tiers.append(expected.steps * self.draft(1))
         if self.overlapping:  # the tiers are busy with other groups meanwhile; the slowest sets the pace
             return max(sum(tiers), self.groups * max(tiers))
         return self.groups * sum(tiers)
-
-
-def verifying_s(verify: Pass, drafted: float, chance: float) -> float:
-    """The mean seconds of a pass over one token and a draft, if there is a draft with this chance and it has `drafted`
-    tokens in the mean of all passes.
-    """
-    return chance * verify(1 + drafted / chance) + (1 - chance) * verify(1) if chance else verify(1)
 
 
 def plans(most: tuple[int, int], draftings: Sequence[Drafting]) -> Iterator[Plan]:
@@ -130,7 +121,7 @@ def steps(most: int) -> list[int]:
 def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     """What a round of this plan is expected to be."""
     if not plan.speculates:
-        return Round(1, 0, 0, 0, 0)
+        return Round(1, 0, 0, 0, 0, drafts=0)
     model = acceptance.model_below if plan.retrieval else acceptance.model
     # Rounded, so that `expected_draft` and `expected_passes` find most results in their caches.
     draft = expected_draft(
@@ -140,8 +131,7 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
         return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
     passes = expected_passes(plan.retrieval, draft.accepted)
     block = passes * (1 + sum(draft.accepted))  # Wald's equation: tokens per pass are drawn alike
-    drafted = draft.proposed, passes * draft.steps, draft.chance
-    return Round(1 + run(acceptance.retrieval, block), block, passes, *drafted)
+    return Round(1 + run(acceptance.retrieval, block), block, passes, draft.proposed, passes * draft.steps)
 
 
 class Draft(NamedTuple):
@@ -186,7 +176,7 @@ class Situation(NamedTuple):
 
     costs: Costs
     acceptance: Acceptance
-    corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what was expected of them
+    corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what their passes should take
     cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
