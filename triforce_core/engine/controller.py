@@ -3,8 +3,8 @@
 Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
 passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
 pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: what rounds
-took, relative to what the passes that they had should take. Everything that was learned is slowly forgotten, so that plans which did
-not pay are tried again now and then.
+took, relative to what the passes that they had should take. Everything that was learned is slowly forgotten, so that
+plans which did not pay are tried again now and then.
 """
 
 from __future__ import annotations
@@ -285,9 +285,9 @@ class Controller:
             passes_s = costs.round_s(passes)
             if at_load == load(decoding) and passes_s:
                 ratio = min(max(round_s / passes_s, 0.1), 10.0)
+                weight = passes_s / (costs.plain_s or passes_s)  # or short rounds would count for more than their time
                 for each in {kind, kind if kind == PLAIN.kind else SPECULATIVE}:
-                    # In a mean of ratios, rounds of few passes would count for more than their time.
-                    self.corrections.setdefault((each, at_load), Recent()).add(ratio, passes_s / (costs.plain_s or passes_s))
+                    self.corrections.setdefault((each, at_load), Recent()).add(ratio, weight)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
