@@ -1,7 +1,8 @@
 """What a tier's passes cost: seconds as a linear function of their size, fitted to the passes as they happen.
 
 A pass costs something by itself, something for each sequence and token in it, something for each key that attention
-reads, and something for each pair of a query and a key. The five prices are fitted to the passes so far by least
+reads, something for each pair of a query and a key, and something if it is over more than one token: then matrices are
+multiplied by matrices in place of vectors. The six prices are fitted to the passes so far by least
 squares over relative errors, in which older passes count less and less. An error is relative to the geometric mean of
 the measured and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No
 price is negative. Where passes do not tell two prices apart, the one with the weaker pull towards 0 is preferred: by
@@ -11,7 +12,7 @@ default (`DOUBT`) the price of tokens, so that nothing is taken for a fixed cost
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -25,8 +26,9 @@ MOST_WAITING = 16  # passes that are not fitted yet
 REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one after it
 # How strongly each price is pulled towards 0 (ridge regression). Where passes do not tell two prices apart, the one
 # with the weaker pull is preferred.
-DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4])
-DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 1e-2, 1e-4, 1e-2])
+DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
+DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-4, 1e-4, 1e-2, 3e-3])
+PRICES = len(DOUBT)
 
 
 class Part(NamedTuple):
@@ -37,12 +39,20 @@ class Part(NamedTuple):
     read: float = 1.0  # the share of these that the pass reads for it: keys that several sequences see are read once
 
 
-def size_of(parts: Iterable[Part]) -> NDArray[np.float64]:
-    """The size of a pass, [5]: itself, its sequences, their tokens, the keys read, and the pairs of query and key."""
-    size = np.array([1.0, 0.0, 0.0, 0.0, 0.0])
+def size_of(parts: Sequence[Part]) -> NDArray[np.float64]:
+    """The size of a pass, [6]: itself, its sequences, their tokens, the keys read, the pairs of query and key, and 1 if
+    it is over few tokens, but more than one. For a mean between one token and two it is between 0 and 1.
+    """
+    size = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     for tokens, before, read in parts:
-        size += (0.0, 1.0, tokens, read * before + tokens, tokens * (before + (tokens + 1) / 2))
+        size[:5] += (0.0, 1.0, tokens, read * before + tokens, tokens * (before + (tokens + 1) / 2))
+    if parts and size[2] < MANY_TOKENS:
+        size[5] = several(size[2])
     return size
+
+
+def several(tokens: float) -> float:
+    return min(max(tokens - 1, 0.0), 1.0)
 
 
 @dataclass(slots=True)
@@ -51,11 +61,11 @@ class Fit:
     adding one costs next to nothing.
     """
 
-    # [5, 6] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Passes of long ago may have shown prices that
+    # [6, 7] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Passes of long ago may have shown prices that
     # the latest ones do not show, such as those of a long context.
-    lately: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
-    ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((5, 6)))
-    prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(5))
+    lately: NDArray[np.float64] = field(default_factory=lambda: np.zeros((PRICES, PRICES + 1)))
+    ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((PRICES, PRICES + 1)))
+    prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(PRICES))
     waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that are not in the prices yet
     doubt: NDArray[np.float64] = field(default_factory=lambda: DOUBT)
 
@@ -70,7 +80,7 @@ class Fit:
             self.fitted()
 
     def fitted(self) -> NDArray[np.float64]:
-        """The prices, [5]. Prices that come out negative are set to 0, the most negative one first."""
+        """The prices, [6]. Prices that come out negative are set to 0, the most negative one first."""
         if not self.waiting:
             return self.prices
         for parts, seconds in self.waiting:
@@ -81,13 +91,13 @@ class Fit:
             self.lately = REMEMBERED * self.lately + evidence
             self.ever = LONG_REMEMBERED * self.ever + evidence
         self.waiting.clear()
-        squares, products = np.hsplit(self.lately + LONG_SHARE * self.ever, [5])
+        squares, products = np.hsplit(self.lately + LONG_SHARE * self.ever, [PRICES])
         scale = np.sqrt(np.maximum(squares.diagonal(), 1e-12))
         evidence = squares / np.outer(scale, scale) + np.diag(self.doubt)
-        answers, kept = products[:, 0] / scale, np.arange(5)
+        answers, kept = products[:, 0] / scale, np.arange(PRICES)
         while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
             kept = np.delete(kept, solved.argmin())
-        self.prices = np.zeros(5)
+        self.prices = np.zeros(PRICES)
         self.prices[kept] = solved / scale[kept]
         return self.prices
 
@@ -125,10 +135,10 @@ class PassCosts:
         few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 
         def seconds(tokens: float) -> float:
-            a_pass, a_sequence, a_token, a_key, a_pair = many if batch * tokens >= MANY_TOKENS else few
+            a_pass, a_sequence, a_token, a_key, a_pair, for_several = many if batch * tokens >= MANY_TOKENS else few
             pairs = tokens * (before + (tokens + 1) / 2)
             each: float = a_sequence + tokens * a_token + (read * before + tokens) * a_key + pairs * a_pair
-            return float(a_pass + batch * each)
+            return float(a_pass + several(batch * tokens) * for_several + batch * each)
 
         return seconds
 

@@ -58,13 +58,14 @@ class Acceptance(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round of a plan is expected to be, for one sequence."""
+    """What a round of a plan is expected to be, or was, for one sequence."""
 
     tokens: float  # committed
     proposed: float  # tokens that the target verifies; its pass is over one more
     passes: float  # of the retrieval tier
     verified: float  # tokens that each of these passes verifies; it is over one more
     steps: float  # passes of the drafting model
+    drafts: float = 1.0  # the chance that anything is proposed; if not, the target passes over one token
 
 
 # What a pass takes, in seconds: of the tier, over so many tokens of each sequence.
@@ -85,9 +86,9 @@ class Costs(NamedTuple):
 
     def round_s(self, expected: Round) -> float:
         """The seconds from one answer of the target for a sequence to the next."""
-        if not expected.proposed:
+        if not (chance := expected.drafts):
             return self.plain_s
-        tiers = [self.target(1 + expected.proposed)]
+        tiers = [chance * self.target(1 + expected.proposed / chance) + (1 - chance) * self.target(1)]
         if expected.passes:
             tiers.append(expected.passes * self.retrieval(1 + expected.verified))
         if expected.steps:
@@ -120,14 +121,14 @@ def steps(most: int) -> list[int]:
 def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     """What a round of this plan is expected to be."""
     if not plan.speculates:
-        return Round(1, 0, 0, 0, 0)
+        return Round(1, 0, 0, 0, 0, drafts=0)
     model = acceptance.model_below if plan.retrieval else acceptance.model
     # Rounded, so that `expected_draft` and `expected_passes` find most results in their caches.
     draft = expected_draft(
         plan.draft, plan.drafting, *(round(x, 2) for x in (model, acceptance.lookup, acceptance.found))
     )
     if not plan.retrieval:
-        return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps)
+        return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
     passes = expected_passes(plan.retrieval, draft.accepted)
     block = passes * (1 + sum(draft.accepted))  # Wald's equation: tokens per pass are drawn alike
     return Round(1 + run(acceptance.retrieval, block), block, passes, draft.proposed, passes * draft.steps)
@@ -139,6 +140,7 @@ class Draft(NamedTuple):
     accepted: tuple[float, ...]  # the chance that at least 1, 2, … tokens are accepted
     proposed: float  # tokens
     steps: float  # passes of the drafting model
+    chance: float  # that there are any
 
 
 @lru_cache(maxsize=4096)
@@ -147,7 +149,8 @@ def expected_draft(count: int, drafting: Drafting, model: float, lookup: float, 
     found = {Drafting.MODEL: 0.0, Drafting.LOOKUP: found, Drafting.BOTH: found}[drafting]
     modelled = 0.0 if drafting is Drafting.LOOKUP else 1 - found
     accepted = tuple(found * lookup**n + modelled * model**n for n in range(1, count + 1))
-    return Draft(accepted, (found + modelled) * count, modelled * count)
+    chance = (found + modelled) * (count > 0)
+    return Draft(accepted, chance * count, modelled * count, chance)
 
 
 @lru_cache(maxsize=4096)
@@ -173,7 +176,7 @@ class Situation(NamedTuple):
 
     costs: Costs
     acceptance: Acceptance
-    corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what was expected of them
+    corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what their passes should take
     cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`

@@ -28,6 +28,7 @@ class Machine:
 
     target: float = 8e-3  # a pass
     target_token: float = 1.1e-3  # each token in it
+    target_several: float = 0.0  # a pass over more than one token, beyond that
     retrieval: float = 6e-3
     retrieval_token: float = 0.5e-3
     draft: float = 1.2e-3
@@ -70,6 +71,7 @@ class Decoding:
         proposed, looked_up, seconds = self.draft(plan) if plan.draft else (0, False, 0.0)
         accepted, rejected = self.accepted(self.machine.lookup if looked_up else chance, proposed)
         pass_s = verify_s + proposed * (self.machine.retrieval_token if plan.retrieval else self.machine.target_token)
+        pass_s += 0.0 if plan.retrieval or not proposed else self.machine.target_several
         tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s)
         guess, wrong = self.accepted(self.machine.lookup, 4)
         found = self.rng.random() < self.machine.found and bool(plan.draft)
@@ -89,7 +91,7 @@ class Decoding:
             more, tally, drafts, took = self.below(plan, machine.model, machine.retrieval + machine.retrieval_token)
             block, below, leaf, seconds = block + more, below + tally, leaf + drafts, seconds + took
         accepted, rejected = self.accepted(machine.by_target, block)
-        pass_s = machine.target + (block + 1) * machine.target_token
+        pass_s = machine.target + (block + 1) * machine.target_token + machine.target_several
         target = Tally(1, block, accepted, rejected, 0, 0, 1, pass_s)
         return accepted + 1, (target, below, leaf), seconds + pass_s + machine.round_s + machine.speculative_s
 
@@ -146,6 +148,7 @@ MACHINES = {
     "slow links": Machine(speculative_s=30e-3),
     "long context": Machine(target=40e-3, target_token=2e-3, cut=0.3),
     "a GPU at 128K": Machine(30e-3, 0.05e-3, 8e-3, 0.05e-3, 0.5e-3, cut=0.05, by_target=0.92),
+    "products that cost more than their tokens": Machine(target=14e-3, target_several=10e-3, by_target=0.9),
     "offloaded": Machine(target=1.0, target_token=1e-3, by_target=0.9),
     "repetitive": Machine(by_target=0.97, model=0.9, lookup=0.97, found=0.95),
     "a costly first snapshot": Machine(cut=2.0),

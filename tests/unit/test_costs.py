@@ -75,6 +75,23 @@ def test_small_passes_have_prices_of_their_own() -> None:
     assert costs.seconds([Part(2048, 4000)]) == pytest.approx(0.300, rel=0.01)
 
 
+def test_passes_over_one_token_are_told_from_the_line_through_longer_ones() -> None:
+    """Also when only longer ones have come for a while, as while speculation goes on."""
+
+    def seconds(tokens: int, before: int) -> float:
+        return seconds_of([Part(tokens, before)]) + 3e-3 * (tokens > 1)
+
+    costs = PassCosts(DOUBT_OF_TOKENS)
+    rng = random.Random(0)
+    for n in range(200):
+        tokens = rng.choice([1, 1, 3, 5, 9] if n < 100 else [3, 5, 9])
+        costs.add([Part(tokens, 4000 + n)], seconds(tokens, 4000 + n))
+    costs.fit()
+    predicted = costs.alike(1, 4200)
+    for tokens in (1, 2, 5, 9):
+        assert predicted(tokens) == pytest.approx(seconds(tokens, 4200), rel=0.05)
+
+
 def test_passes_that_read_shared_keys_once_are_told_from_others() -> None:
     """Eight sequences, each with a document of its own or all with one, in plain and in speculative passes."""
     passes = [[Part(tokens, 12_000 + n, read)] * 8 for n in range(30) for tokens in (1, 5) for read in (1.0, 1 / 8)]

@@ -67,6 +67,18 @@ def costs(*, groups: int = 1, overlapping: bool = False) -> Costs:
     return Costs(10.0, lambda tokens: 8 + 2 * tokens, lambda tokens: 3 + tokens, lambda _: 1.0, groups, overlapping)
 
 
+def test_a_draft_that_finds_nothing_leaves_a_pass_over_one_token() -> None:
+    """Which takes less than the line through longer passes foretells."""
+
+    def verify(tokens: float) -> float:
+        return 10 + tokens + 8 * (tokens > 1)
+
+    costs = Costs(verify(1), verify, verify, lambda tokens: 0.0)
+    found = ACCEPTANCE.found
+    expected = found * verify(1 + 8) + (1 - found) * verify(1)
+    assert costs.round_s(expected_round(Plan(0, 8, Drafting.LOOKUP), ACCEPTANCE)) == pytest.approx(expected)
+
+
 def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> None:
     expected = expected_round(Plan(4, 0), Acceptance(1, 0, 0, 0, 0))  # four passes of 4, then one over five tokens
     assert costs().round_s(expected) == 4 * 4 + 18

@@ -3,8 +3,8 @@
 Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
 passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
 pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: what rounds
-took, relative to what was expected of them. Everything that was learned is slowly forgotten, so that plans which did
-not pay are tried again now and then.
+took, relative to what the passes that they had should take. Everything that was learned is slowly forgotten, so that
+plans which did not pay are tried again now and then.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
 from triforce_core.ngram import SCORED
-from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, expected_round, plans
+from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, plans
 
 log = logging.getLogger(__name__)
 
@@ -64,9 +64,9 @@ class Recent:
     total: float = 0.0
     weight: float = 0.0
 
-    def add(self, value: float) -> None:
-        self.total = ROUND_MEMORY * self.total + value
-        self.weight = ROUND_MEMORY * self.weight + 1
+    def add(self, value: float, weight: float = 1.0) -> None:
+        self.total = ROUND_MEMORY * self.total + weight * value
+        self.weight = ROUND_MEMORY * self.weight + weight
 
     def fade(self, kept: float) -> None:
         self.total *= kept
@@ -106,7 +106,8 @@ class Controller:
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
-        # Rounds that are not in `corrections` yet: kind of plan, load, what was expected, seconds.
+        self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
+        # Rounds that are not in `corrections` yet: kind of plan, load, their passes, seconds.
         self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
@@ -136,6 +137,7 @@ class Controller:
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
         read = self.read()
+        self.proposed = fmean(target.proposed for target, _, _ in levels)
         parts = [Part(levels[i][0].proposed + 1, p.start, read) for i, (_, p) in enumerate(answers)]
         if len(parts) > 1 and max(part.tokens for part in parts) <= MOST_QUERIES:
             self.shared = (1 - read) / (1 - 1 / len(parts))
@@ -167,9 +169,17 @@ class Controller:
             self._probed(drafted, round_s, count, proposal.start + count, accepted, len(decoding))
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
-            self.measured.append((plan.kind, self.load, expected_round(plan, drafted.acceptance), round_s))
+            self.measured.append((plan.kind, self.load, self._round(proposal, plan), round_s))
             if not plan.speculates:
                 self.plain_at[self.load] = self.committed
+
+    def _round(self, proposal: Proposal, plan: Plan) -> Round:
+        """What the passes of a round were, of which the target's is the latest."""
+        _, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
+        verified = below.proposed / below.passes if below.passes else 0.0
+        return Round(
+            len(proposal.tokens), self.proposed, below.passes, verified, leaf.passes, drafts=float(plan.speculates)
+        )
 
     def _account(self, drafted: Drafted, plan: Plan, round_s: float, count: int) -> None:
         """Add what a round has saved or cost, against plain decoding of its `count` tokens."""
@@ -271,11 +281,13 @@ class Controller:
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
         costs = self._costs(decoding)
-        for kind, at_load, expected, round_s in self.measured:
-            if at_load == load(decoding) and (expected_s := costs.round_s(expected)):
-                ratio = min(max(round_s / expected_s, 0.1), 10.0)
+        for kind, at_load, passes, round_s in self.measured:
+            passes_s = costs.round_s(passes)
+            if at_load == load(decoding) and passes_s:
+                ratio = min(max(round_s / passes_s, 0.1), 10.0)
+                weight = passes_s / (costs.plain_s or passes_s)  # or short rounds would count for more than their time
                 for each in {kind, kind if kind == PLAIN.kind else SPECULATIVE}:
-                    self.corrections.setdefault((each, at_load), Recent()).add(ratio)
+                    self.corrections.setdefault((each, at_load), Recent()).add(ratio, weight)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
