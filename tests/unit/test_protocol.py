@@ -248,7 +248,7 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_request_gets_the_tokens_of_plain_decoding(micro_batches: int) -> None:
     events: Counter[str] = Counter()
     for run in range(RUNS):
@@ -262,7 +262,7 @@ def test_every_request_gets_the_tokens_of_plain_decoding(micro_batches: int) -> 
     assert (events["retrieval: block handed up early"] > 20) == (micro_batches > 1)
 
 
-@pytest.mark.parametrize("micro_batches", [2, 3])
+@pytest.mark.parametrize("micro_batches", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_guesses_change_no_token(micro_batches: int) -> None:
     events: Counter[str] = Counter()
     for run in range(3 * RUNS):
