@@ -27,7 +27,7 @@ REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one a
 # How strongly each price is pulled towards 0 (ridge regression). Where passes do not tell two prices apart, the one
 # with the weaker pull is preferred.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
-DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-4, 1e-4, 1e-2, 3e-3])
+DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-3, 1e-4, 1e-2, 6e-2])
 PRICES = len(DOUBT)
 
 
