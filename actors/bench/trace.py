@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from actors.bench.arrangement import Run
+from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Tier
 
 COLOURS = {Tier.DRAFT: "#2a9d8f", Tier.RETRIEVAL: "#457b9d", Tier.TARGET: "#e76f51"}
@@ -30,7 +31,10 @@ def write_trace(run: Run, path: Path) -> None:
         for stage in run.stages
         if stage.start >= run.begin
     ]
-    path.write_text(json.dumps({"traceEvents": names + stages, "displayTimeUnit": "ms"}))
+    try:
+        path.write_text(json.dumps({"traceEvents": names + stages, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise InvalidValueError("trace", str(path), f"cannot be written: {error.strerror}") from None
 
 
 def draw_trace(run: Run, path: Path, *, seconds: float, title: str) -> None:
@@ -49,5 +53,8 @@ def draw_trace(run: Run, path: Path, *, seconds: float, title: str) -> None:
     axes.set(yticks=[int(tier) for tier in Tier], yticklabels=labels, xlabel="milliseconds", title=title)
     axes.set_xlim(0, 1e3 * seconds)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path)
+    try:
+        figure.savefig(path)
+    except OSError as error:
+        raise InvalidValueError("figure", str(path), f"cannot be written: {error.strerror}") from None
     pyplot.close(figure)

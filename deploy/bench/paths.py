@@ -17,7 +17,7 @@ import grpc
 from actors.wire import request_to_proto
 from deploy.bench.answers import Client, FailedError, Piece, Question
 from deploy.bench.grpc_client import GrpcClient, failed
-from deploy.bench.http_client import HttpClient, check_status, failures
+from deploy.bench.http_client import HttpClient, check_status, failures, malformed
 from deploy.bench.prompts import words_of
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.client.calls import authorization
@@ -111,7 +111,8 @@ async def bench_paths(
     """
     async with aiohttp.ClientSession(headers=dict(authorization())) as session, http, ours:
         status, tokens = await fetched(session, f"{http.address}/status"), dict[str, list[int]]()
-        addresses = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
+        with malformed():
+            addresses = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target" and tier["address"]]
         rule = f"must be a server of one replica; it has {len(addresses)} targets"
         require(len(addresses) == 1, "url", http.address, rule)
         prompt = words_of("paths", context)
@@ -120,7 +121,8 @@ async def bench_paths(
             words = prompt.split()
             prompt = " ".join(words[: min(len(words) - 1, len(words) * context // count)])
         tokens[prompt] = ids
-        model = (await http.models())[0]
+        with malformed():
+            model = (await http.models())[0]
         async with TargetClient(addresses[0], tokens) as target:
             clients: dict[str, Client] = {"direct": target, "http": http, "grpc": ours}
             found: dict[str, list[Timed]] = {name: [] for name in (*clients, "http_beside_bodies")}
@@ -152,14 +154,19 @@ async def beside_bodies(session: aiohttp.ClientSession, client: HttpClient, ques
 
     async def send() -> None:
         while True:
-            async with session.post(url, json={"prompt": BODY, "max_tokens": 1}) as response:
-                await response.read()
+            with failures():
+                async with session.post(url, json={"prompt": BODY, "max_tokens": 1}) as response:
+                    await response.read()
 
     sending = asyncio.create_task(send())
     try:
-        return await timed(client, question)
+        found = await timed(client, question)
+        if sending.done():  # it ends only by an error
+            await sending
+        return found
     finally:
         sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
 
 
 async def fetched(session: aiohttp.ClientSession, url: str, body: dict[str, Any] | None = None) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from math import prod
 from pathlib import Path
 
@@ -115,7 +116,8 @@ def placement(settings: Settings) -> Finding:
         advice = "compare them with the labels of your nodes: ray list nodes --detail"
         return note(f"{found}; only Ray knows whether a node has the labels {named}", advice)
     wanted = bundles(settings, FRONT_END_CPUS)
-    cpus = copies * sum(each.get("CPU", 0.0) for each in wanted)  # Ray is started with as many
+    # Ray is started with as many as are reserved, if the machine has fewer.
+    cpus = max(os.cpu_count() or 1, copies * sum(each.get("CPU", 0.0) for each in wanted))
     reason = misfit(where, wanted, [Node({"CPU": cpus, "GPU": gpus}, {})], copies)
     if reason is not None:
         pipelines = f"{copies} pipeline{'s' if copies > 1 else ''} of {processes} ({names})"

@@ -219,4 +219,5 @@ def check_modes(points: Sequence[Point], axes: Axes, plans: Sequence[FixedPlan],
     retrieval, draft = TIER_SETS[settings.speculation.tiers]
     for plan in {mode.plan for point in points for mode in modes_at(point, plans) if mode.plan}:
         takes_part = (retrieval or not plan.retrieval) and (draft or not plan.draft)
-        require(takes_part, "lookaheads", str(plan), "asks a tier to draft that --tiers leaves out")
+        field = "lookaheads" if "lookaheads" in axes else "plans"
+        require(takes_part, field, str(plan), "asks a tier to draft that --tiers leaves out")

@@ -61,7 +61,10 @@ def decoding(
         for output in engine.run_once():
             decoded[output.sequence_id] = output.stats.decoded
     live = list(engine.scheduler.live.values())
-    assert len(live) == len(prompts), "a sequence ended before all were live"
+    rule = (
+        "are not decoded together: the first had all its tokens before the last prompt was read; give fewer or shorter"
+    )
+    require(len(live) == len(prompts), "requests", len(prompts), rule)
     return live
 
 

@@ -68,7 +68,7 @@ def train(
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     done = train(settings, resume=resume, minutes=minutes, device=device, threads=threads, stop=stop)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # from here on it ends the command, as elsewhere
-    if done and export_to is not None:
+    if done and not stop.is_set() and export_to is not None:
         export_pair(settings, export_to)
         write_card(export_to, evaluate(export_to, settings, device=device, threads=threads))
 

@@ -86,10 +86,15 @@ def engine_for(kind: str, settings: Settings, requests: int, length: int) -> Eng
     given |= {"max_sequences": requests, "target": given.get("target", {}) | target}
     if kind != "triforce":
         given["speculation"] = {"tiers": "target"}
-    gc.collect()  # the parts of an earlier engine refer to each other, and hold its memory
+    free_memory(settings)
+    return load_local_engine(Settings.model_validate(given))
+
+
+def free_memory(settings: Settings) -> None:
+    """Give back the memory of an engine that nobody uses any more: its parts refer to each other, and hold it."""
+    gc.collect()
     if settings.device_type == "cuda":
         torch.cuda.empty_cache()
-    return load_local_engine(Settings.model_validate(given))
 
 
 def kv_bytes(kind: str, engine: Engine) -> int:

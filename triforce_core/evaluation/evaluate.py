@@ -14,7 +14,7 @@ from triforce_core.config import Settings
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
-from triforce_core.evaluation.batches import KINDS, check_batches, measure_batches
+from triforce_core.evaluation.batches import KINDS, check_batches, free_memory, measure_batches
 from triforce_core.evaluation.caches import CUT, TRIFORCE, cases_of, selectors_of
 from triforce_core.evaluation.choice import PUBLISHED, choose
 from triforce_core.evaluation.costs import measure_costs, measure_prefills
@@ -88,6 +88,7 @@ class Evaluation:
         if "batch" in self.plan.tasks:  # before the engine of the other tasks takes memory
             prompts = [text.tokens[: self.plan.context] for text in self.files]
             batches["batches"] = measure_batches(self.settings, prompts, watch)
+            free_memory(self.settings)
         engine = load_local_engine(self.settings, drafting=None if self.with_whole else False)
         runners = runners_of(engine)
         target = self._model(runners[Tier.TARGET].model)

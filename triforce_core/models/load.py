@@ -111,10 +111,9 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
             output_loading_info=True,
             distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
         if out_of_memory(error):
-            rule = f"takes more memory than there is ({reason_of(error)})"
-            raise InvalidValueError(role, name, rule) from None
+            raise too_large(role, name, error) from None
         reason = str(error).strip().split("\n")[0]
         raise UnknownModelError(role, name, f"holds no weights that load ({reason})") from None
     except KeyError as error:  # the architecture looks up our attention among its own classes
@@ -123,11 +122,20 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
-    model.to(where).eval()
+    try:
+        model.to(where).eval()
+    except RuntimeError as error:
+        if out_of_memory(error):
+            raise too_large(role, name, error) from None
+        raise
     if group is not None:
         group.barrier()  # ranks may load at different speeds, but passes have a deadline
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
+
+
+def too_large(role: str, name: str, error: Exception) -> InvalidValueError:
+    return InvalidValueError(role, name, f"takes more memory than there is ({reason_of(error)})")
 
 
 class FirstToken:
