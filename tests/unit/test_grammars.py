@@ -38,7 +38,8 @@ def encoded(text: str) -> list[int]:
 
 @cache
 def texts() -> list[str]:
-    return [load_tokenizer("demo").decode([token]) for token in range(VOCAB)]
+    tokenizer = load_tokenizer("demo")
+    return [tokenizer.decode([token]) for token in range(VOCAB)]
 
 
 def allowed(mask: torch.Tensor) -> set[int]:
