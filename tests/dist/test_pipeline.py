@@ -238,12 +238,12 @@ def test_a_full_pool_preempts_and_changes_no_token(tiers: Tiers, held_out: HeldO
     """Three requests live at their present lengths, and outgrow the pool: one is taken back at every tier, and goes on
     when there is room for all of it.
     """
-    asked = [request(held_out(name, 2800), max_tokens=250, seed=n) for n, name in enumerate(HELD_OUT_FILES)]
+    asked = [request(held_out(name, 2700), max_tokens=450, seed=n) for n, name in enumerate(HELD_OUT_FILES)]
     alone = [tiers.decode(each)[0] for each in asked]
     together = tiers.decode(*asked)
     assert [d.tokens for d in together] == [d.tokens for d in alone]
     assert [d.stats[-1].preempted for d in alone] == [0, 0, 0]
     assert sum(d.stats[-1].preempted for d in together) >= 1
     for each in together:
-        assert len(each.origins) == len(each.tokens) == 250
+        assert len(each.origins) == len(each.tokens) == 450
         assert each.stats[-1].tallies[0].accepted == sum(origin < 2 for origin in each.origins)

@@ -15,7 +15,7 @@ from triforce_core.messages import SamplingParams
 
 Tokens = tuple[int, ...]
 CASE = Case(0.8, 1.0, (4, 2), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
-REQUESTS, PROMPT, MOST = 6, 150, 300
+REQUESTS, PROMPT, MOST = 6, 150, 500
 
 
 def requests(lookaheads: tuple[int, int], **fields: int) -> list[Request]:
