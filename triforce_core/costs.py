@@ -2,11 +2,11 @@
 
 A pass costs something by itself, something for each sequence and token in it, something for each key that attention
 reads, something for each pair of a query and a key, and something if it is over more than one token: then matrices are
-multiplied by matrices in place of vectors. The six prices are fitted to the passes so far by least
-squares over relative errors, in which older passes count less and less. An error is relative to the geometric mean of
-the measured and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No
-price is negative. Where passes do not tell two prices apart, the one with the weaker pull towards 0 is preferred: by
-default (`DOUBT`) the price of tokens, so that nothing is taken for a fixed cost without evidence; for the controller
+multiplied by matrices in place of vectors. The six prices are fitted to the passes so far by least squares over
+relative errors, in which older passes count less and less. An error is relative to the geometric mean of the measured
+and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No price is
+negative. Where passes do not tell two prices apart, the one with the weaker pull towards 0 is preferred: by default
+(`DOUBT`) the price of tokens, so that nothing is taken for a fixed cost without evidence; for the controller
 (`DOUBT_OF_TOKENS`) the fixed price of a pass.
 """
 

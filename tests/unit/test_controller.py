@@ -248,6 +248,18 @@ def test_requests_that_share_cores_try_prompt_lookup_together(overlapping: bool,
         assert answered(controller.probe, {1: 0, 2: accepted}) == [controller.probe if accepted else PLAIN] * 2
 
 
+def test_prompt_lookup_is_not_tried_for_the_first_tokens_of_a_request() -> None:
+    """They are decoded plainly, so the others would try it without that request."""
+    controller = Controller(TIERS)
+    new, other = sequences = two_requests(controller)
+    other.stats.decoded, other.drafted.probe_at = 50, len(other.tokens) + 100
+    for each in sequences:
+        each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, 0, 0))
+    for new.stats.decoded in range(FIRST_TOKENS):
+        controller.passed([], sequences, 1.0)
+        assert controller.probing is (new.stats.decoded == FIRST_TOKENS - 1)
+
+
 @pytest.mark.parametrize("beside", [Plan(0, 2), Plan(8, 3), PLAIN], ids=str)
 def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> None:
     """A plain round is longer beside one that drafts."""

@@ -217,7 +217,7 @@ def check_modes(points: Sequence[Point], axes: Axes, plans: Sequence[FixedPlan],
     rule = "varies who drafts under fixed plans: give --plans or --axis lookaheads"
     require("drafter" not in axes or bool(pinned), "axis", "drafter", rule)
     retrieval, draft = TIER_SETS[settings.speculation.tiers]
-    for plan in {mode.plan for point in points for mode in modes_at(point, plans) if mode.plan}:
+    for name, plan in {(mode.name, mode.plan) for point in points for mode in modes_at(point, plans) if mode.plan}:
         takes_part = (retrieval or not plan.retrieval) and (draft or not plan.draft)
-        field = "lookaheads" if "lookaheads" in axes else "plans"
+        field = "lookaheads" if name == "pinned" else "plans"
         require(takes_part, field, str(plan), "asks a tier to draft that --tiers leaves out")

@@ -134,9 +134,10 @@ class Controller:
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
-        tried = {s.sequence_id: p for s, p in answers if s.work and plan_of(s.work) == self.probe}
-        plain = [s for s in decoding if s.sequence_id not in tried]
-        self.probing = any(self._found(p) for p in tried.values()) or any(self._due(s, 1) for s in plain)
+        planned = [s for s in decoding if s.work and s.request.lookaheads is None]
+        tried = {s.sequence_id for s in planned if s.work and plan_of(s.work) == self.probe}
+        found = any(self._found(p) for s, p in answers if s.sequence_id in tried)
+        self.probing = found or any(self._due(s, 1) for s in planned if s.sequence_id not in tried)
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
@@ -268,14 +269,15 @@ class Controller:
         """Plain decoding, but now and then a round with prompt lookup, which needs no pass: a text may begin to repeat
         itself. While such rounds succeed, each is followed by another.
 
-        Requests that are planned together try it together. If one did so alone, its tokens would need a pass of their
-        own, for which the others would wait.
+        Requests that are planned together try it together. The tokens of one that tried it alone would come later than
+        those of the others: these would wait for it, or it would need a pass of its own.
         """
         return self.probe if (self._due(sequence) if self.tiers.overlapping else self.probing) else PLAIN
 
     def _due(self, sequence: Sequence, more: int = 0) -> bool:
         """Whether prompt lookup is to be tried for this request, when it has `more` tokens."""
-        return sequence.request.lookaheads is None and len(sequence.tokens) + more >= sequence.drafted.probe_at
+        begun = sequence.stats.decoded + more >= FIRST_TOKENS
+        return begun and len(sequence.tokens) + more >= sequence.drafted.probe_at
 
     def _found(self, proposal: Proposal) -> bool:
         """Whether all tokens of a trial of prompt lookup were accepted."""
@@ -299,9 +301,10 @@ class Controller:
             passes_s = costs.round_s(passes)
             if at_load == load(decoding) and passes_s:
                 ratio = min(max(round_s / passes_s, 0.1), 10.0)
-                weight = passes_s / (costs.plain_s or passes_s)  # or short rounds would count for more than their time
-                for each in {kind, kind if kind == PLAIN.kind else SPECULATIVE}:
-                    self.corrections.setdefault((each, at_load), Recent()).add(ratio, weight)
+                self.corrections.setdefault((kind, at_load), Recent()).add(ratio)
+                if kind != PLAIN.kind:  # rounds of several kinds count by their time
+                    weight = passes_s / (costs.plain_s or passes_s)
+                    self.corrections.setdefault((SPECULATIVE, at_load), Recent()).add(ratio, weight)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
