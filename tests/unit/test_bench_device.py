@@ -168,7 +168,7 @@ def test_stages_are_timed_on_all_sequences_or_not_at_all() -> None:
     engine: Any = SimpleNamespace(
         submit=lambda request: None, run_once=lambda: outputs, scheduler=SimpleNamespace(live={1: "the other ended"})
     )
-    with pytest.raises(InvalidValueError, match="requests: 2 are not decoded together: the first ended"):
+    with pytest.raises(InvalidValueError, match="requests: 2 are not decoded together: the first had all its tokens"):
         decoding(engine, [PROMPT, PROMPT], (8, 3), GREEDY)
 
 
