@@ -8,13 +8,12 @@ from statistics import fmean
 
 import pytest
 
-from triforce_core.engine.controller import FIRST_TOKENS, Controller, Tiers
+from triforce_core.engine.controller import Controller, Tiers
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
-from triforce_core.ngram import SCORED
-from triforce_core.plans import PLAIN, Choice, Plan, plans
+from triforce_core.plans import PLAIN, Plan, plans
 
 LOOKAHEADS = (8, 3)
 TIERS = Tiers(LOOKAHEADS, tuple(Drafting), sparse_tokens=1088, window_tokens=252)
@@ -212,52 +211,6 @@ def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
     assert one.drafted.chosen_at == len(one.tokens)
     assert (other.drafted.choice is one.drafted.choice) is not overlapping
     assert bool(other.drafted.chosen_at) is not overlapping
-
-
-@pytest.mark.parametrize("accepted", [0, SCORED])
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_requests_that_share_cores_try_prompt_lookup_together(overlapping: bool, accepted: int) -> None:
-    """And go on if it was right for any of them."""
-    controller = Controller(replace(TIERS, overlapping=overlapping))
-    one, other = sequences = two_requests(controller)
-    for each in sequences:
-        controller.plan(each, sequences, REFRESH)
-        each.stats.decoded = FIRST_TOKENS
-        each.drafted.choice, each.drafted.chosen_at = Choice(PLAIN, 0.01, 0.01), len(each.tokens)
-    one.drafted.probe_at, other.drafted.probe_at = len(one.tokens) + 1, len(other.tokens) + 100
-
-    def answered(plan: Plan, right: dict[int, int]) -> list[Plan]:
-        """What is planned after a round of this plan in which so many tokens were accepted."""
-        answers = []
-        for each in sequences:
-            each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads), drafting=plan.drafting)
-            tally = Tally(1, plan.draft, right[each.sequence_id], 0, 0, 0, 1, 0.01)
-            tokens = (1,) * (1 + right[each.sequence_id])
-            answers.append((each, Proposal(each.sequence_id, len(each.tokens), tokens, b"", tallies=(tally,))))
-        controller.passed(answers, sequences, 1.0)
-        planned = []
-        for each, proposal in answers:
-            each.tokens += proposal.tokens
-            controller.learn(each, proposal, plan, 0.01, sequences)
-            planned.append(controller.plan(each, sequences, REFRESH))
-        return planned
-
-    first = answered(PLAIN, {1: 0, 2: 0})
-    assert first == ([controller.probe, PLAIN] if overlapping else [controller.probe] * 2)
-    if not overlapping:
-        assert answered(controller.probe, {1: 0, 2: accepted}) == [controller.probe if accepted else PLAIN] * 2
-
-
-def test_prompt_lookup_is_not_tried_for_the_first_tokens_of_a_request() -> None:
-    """They are decoded plainly, so the others would try it without that request."""
-    controller = Controller(TIERS)
-    new, other = sequences = two_requests(controller)
-    other.stats.decoded, other.drafted.probe_at = 50, len(other.tokens) + 100
-    for each in sequences:
-        each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, 0, 0))
-    for new.stats.decoded in range(FIRST_TOKENS):
-        controller.passed([], sequences, 1.0)
-        assert controller.probing is (new.stats.decoded == FIRST_TOKENS - 1)
 
 
 @pytest.mark.parametrize("beside", [Plan(0, 2), Plan(8, 3), PLAIN], ids=str)

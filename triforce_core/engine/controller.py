@@ -106,7 +106,6 @@ class Controller:
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
-        self.probing = False  # whether requests that are planned together try prompt lookup in their next round
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         # Rounds that are not in `corrections` yet: kind of plan, load, their passes, seconds.
         self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
@@ -134,10 +133,6 @@ class Controller:
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
-        planned = [s for s in decoding if s.work and s.request.lookaheads is None]
-        tried = {s.sequence_id for s in planned if s.work and plan_of(s.work) == self.probe}
-        found = any(self._found(p) for s, p in answers if s.sequence_id in tried)
-        self.probing = found or any(self._due(s, 1) for s in planned if s.sequence_id not in tried)
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
@@ -170,7 +165,8 @@ class Controller:
         drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
         self._account(drafted, plan, round_s, count)
         if plan == self.probe:
-            self._probed(drafted, round_s, count, proposal.start + count, self._found(proposal), len(decoding))
+            accepted = proposal.tallies[0].accepted == plan.draft
+            self._probed(drafted, round_s, count, proposal.start + count, accepted, len(decoding))
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             self.measured.append((plan.kind, self.load, self._round(proposal, plan), round_s))
@@ -231,7 +227,7 @@ class Controller:
         if new or drafted.trial or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
         plan = drafted.choice.plan
-        return plan if plan.speculates else self._probe(sequence)
+        return plan if plan.speculates else self._probe(drafted, length)
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
         """Take over the plan of the requests that are planned together with this one."""
@@ -265,23 +261,11 @@ class Controller:
             for each in together:
                 each.drafted.trial = TRIAL
 
-    def _probe(self, sequence: Sequence) -> Plan:
+    def _probe(self, drafted: Drafted, length: int) -> Plan:
         """Plain decoding, but now and then a round with prompt lookup, which needs no pass: a text may begin to repeat
         itself. While such rounds succeed, each is followed by another.
-
-        Requests that are planned together try it together. The tokens of one that tried it alone would come later than
-        those of the others: these would wait for it, or it would need a pass of its own.
         """
-        return self.probe if (self._due(sequence) if self.tiers.overlapping else self.probing) else PLAIN
-
-    def _due(self, sequence: Sequence, more: int = 0) -> bool:
-        """Whether prompt lookup is to be tried for this request, when it has `more` tokens."""
-        begun = sequence.stats.decoded + more >= FIRST_TOKENS
-        return begun and len(sequence.tokens) + more >= sequence.drafted.probe_at
-
-    def _found(self, proposal: Proposal) -> bool:
-        """Whether all tokens of a trial of prompt lookup were accepted."""
-        return proposal.tallies[0].accepted == self.probe.draft
+        return self.probe if length >= drafted.probe_at else PLAIN
 
     def _fade(self) -> None:
         """Forget a little of everything, for the tokens since the last time."""
