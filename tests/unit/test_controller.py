@@ -213,6 +213,27 @@ def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
     assert bool(other.drafted.chosen_at) is not overlapping
 
 
+@pytest.mark.parametrize("requests", [1, 2])
+def test_unlucky_drafts_are_no_overhead_of_their_plan(requests: int) -> None:
+    """Prompt lookup finds nothing in one round and eight tokens in the next: each takes what its passes take."""
+    controller, plan = Controller(TIERS), Plan(0, 8, Drafting.LOOKUP)
+    sequences = two_requests(controller)[:requests]
+    for clock, proposed in enumerate([0, 8] * 10, 1):
+        counts = [proposed, 0][:requests]  # the second request finds nothing, and shares the pass
+        seconds = 10e-3 * requests + 1e-3 * sum(counts)
+        answers = []
+        for each, count in zip(sequences, counts, strict=True):
+            each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads), drafting=plan.drafting)
+            tally = Tally(1, count, 0, int(count > 0), 0, 0, 1, seconds)
+            answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))))
+        controller.passed(answers, sequences, float(clock))
+        for each, proposal in answers:
+            each.clock = clock + 1.0
+            controller.learn(each, proposal, plan, seconds, sequences)
+    controller._correct(sequences)
+    assert controller.figures().corrections["lookup"] == pytest.approx(1, abs=0.05)
+
+
 @pytest.mark.parametrize("beside", [Plan(0, 2), Plan(8, 3), PLAIN], ids=str)
 def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> None:
     """A plain round is longer beside one that drafts."""
