@@ -178,7 +178,7 @@ def check(count: int, seed: int) -> None:
         events["accepted tokens"] += whole[-1].stats.tallies[0].accepted
     print(f"\n{count} combinations: {dict(sorted(events.items()))}")
     for event in MUST_HAPPEN:
-        assert events[event] >= count / 5, event
+        assert events[event] >= 20, event
     assert events["accepted tokens"] > count
 
 
@@ -233,7 +233,7 @@ def effects(request: Request, tokens: tuple[int, ...]) -> list[str]:
 
 
 def test_all_parameters_give_the_tokens_of_plain_decoding() -> None:
-    check(40, seed=0)
+    check(70, seed=0)
 
 
 @pytest.mark.slow

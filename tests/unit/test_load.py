@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from transformers import (
     AutoModelForCausalLM,
     BloomConfig,
@@ -21,6 +22,7 @@ from transformers import (
     LlamaConfig,
     MistralConfig,
     PretrainedConfig,
+    PreTrainedModel,
     Qwen2Config,
 )
 
@@ -221,10 +223,21 @@ def test_the_demo_pair() -> None:
     assert tokenizer.decode(tokenizer.encode(text, add_special_tokens=False)) == text
 
 
-def test_too_little_memory_is_not_told_as_damaged_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (AutoModelForCausalLM, "from_pretrained", OSError(12, "Cannot allocate memory")),
+        (AutoModelForCausalLM, "from_pretrained", MemoryError("Cannot allocate memory")),
+        (PreTrainedModel, "to", torch.OutOfMemoryError("Cannot allocate memory")),
+    ],
+    ids=["read", "no memory", "moved to the device"],
+)
+def test_too_little_memory_is_not_told_as_damaged_weights(
+    monkeypatch: pytest.MonkeyPatch, owner: type, method: str, error: Exception
+) -> None:
     def full(*_: Any, **__: Any) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise error
 
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", full)
+    monkeypatch.setattr(owner, method, full)
     with pytest.raises(InvalidValueError, match=r"^target: 'demo' takes more memory than there is .*Cannot allocate"):
         load_model("demo", "target", "float32", "cpu")
