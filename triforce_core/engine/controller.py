@@ -197,8 +197,10 @@ class Controller:
         drafted.rounds += 1
 
     def _probed(self, drafted: Drafted, round_s: float, count: int, length: int, accepted: bool, requests: int) -> None:
-        """Decide when prompt lookup is tried again: at once where it was right, else when it costs little enough."""
-        loss = 0.0 if isnan(round_s) else round_s / (drafted.choice.plain_s or round_s) - count
+        """Decide when prompt lookup is tried again: at once where it was right, else when it costs little enough.
+        A round whose time says nothing, because prompt chunks delayed it, may have cost a plain round.
+        """
+        loss = 1.0 if isnan(round_s) else round_s / (drafted.choice.plain_s or round_s) - count
         drafted.probe_at = length if accepted else length + int(max(PROBE, requests * loss / LOSS_SHARE))
 
     def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
