@@ -8,14 +8,18 @@ INSTALLED := .venv/.installed
 # no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test test-all check protos docs dist format clean
+.PHONY: serve test ci test-all check protos docs dist format clean
 
 # Serve the demo pair: three tiers, OpenAI-compatible HTTP on port 8000.
 serve: $(INSTALLED)
 	$(BIN)/triforce serve
 
-# The quick tests, in minutes: two files at a time.
+# The quick tests: two files at a time.
 test: $(INSTALLED)
+	$(BIN)/pytest -m "not slow and not ci" -n 2
+
+# What every change must pass: `make check`, and all tests that take less than minutes each.
+ci: check
 	$(BIN)/pytest -m "not slow" -n 2
 
 # All tests, one at a time because some slow tests measure time.

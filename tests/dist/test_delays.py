@@ -144,6 +144,7 @@ def changes_no_token(batch: list[Request], micro_batches: int, below: int, most:
         assert proposed > 0
 
 
+@pytest.mark.ci
 @settings(max_examples=10)
 @runs
 def test_delays_change_no_token(**run: Any) -> None:

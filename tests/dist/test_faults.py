@@ -75,6 +75,7 @@ def not_ready(runner: asyncio.Runner, tiers: Pipeline) -> set[str]:
     return {status.tier for status in statuses if not status.ready}
 
 
+@pytest.mark.ci
 def test_a_tier_that_is_dead_or_loads_is_said_not_to_be_ready(running: Running) -> None:
     """It is said soon, and of that tier alone."""
     runner, tiers = running

@@ -119,6 +119,7 @@ def mend(actor: Any) -> None:
         actor.sink.__dict__.pop(name, None)
 
 
+@pytest.mark.ci
 def test_damaged_and_lost_pieces_change_no_token(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
     prompt = held_out("inspect.py", 900)
     with start_pipeline(settings()) as (runner, pipeline):

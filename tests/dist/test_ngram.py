@@ -15,7 +15,11 @@ from triforce_core.messages import Origin, SamplingParams
 
 
 @pytest.mark.parametrize(
-    "colocate", ["draft_with_retrieval", *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "all"))]
+    "colocate",
+    [
+        pytest.param("draft_with_retrieval", marks=pytest.mark.ci),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("none", "all")),
+    ],
 )
 def test_prompt_lookup_serves_as_the_draft_tier(
     start_pipeline: StartPipeline, held_out: HeldOut, colocate: str

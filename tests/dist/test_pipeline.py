@@ -234,6 +234,7 @@ def test_a_bad_request_is_refused_by_name(
     assert len(tiers.decode(request((1, 2, 3), max_tokens=4))[0].tokens) == 4
 
 
+@pytest.mark.ci
 def test_a_full_pool_preempts_and_changes_no_token(tiers: Tiers, held_out: HeldOut) -> None:
     """Three requests live at their present lengths, and outgrow the pool: one is taken back at every tier, and goes on
     when there is room for all of it.

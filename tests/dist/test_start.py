@@ -49,6 +49,7 @@ def no_draft_tier(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tiers, "CONNECT_TIMEOUT_S", 0.1)
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("no_draft_tier")
 @pytest.mark.parametrize(
     ("cls", "colocate", "below", "held"),

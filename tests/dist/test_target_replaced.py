@@ -112,6 +112,7 @@ def asked(prompt: tuple[int, ...], temperature: float, **fields: float) -> pb.De
     )
 
 
+@pytest.mark.ci
 def test_a_killed_and_a_stopped_target_come_back_under_the_same_drafting_tiers(
     start_pipeline: StartPipeline, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:

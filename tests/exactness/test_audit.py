@@ -120,6 +120,7 @@ def test_thousands_of_honest_blocks_do_not_differ() -> None:
     check_honest(engine(1), 5000)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     "sampling",
     [SamplingParams(1.0, top_k=10), SamplingParams(1.0, top_p=0.6), SamplingParams(0.05), GREEDY],

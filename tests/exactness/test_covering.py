@@ -17,6 +17,7 @@ from tests.conftest import HeldOut
 from tests.exactness.cases import (
     CASES,
     COVERING,
+    DEMO,
     FACTORS,
     PERFECT,
     Case,
@@ -29,6 +30,8 @@ from tests.pairwise import pairs_of
 from triforce_core.messages import Tier
 
 Prompts = Callable[[Case], tuple[int, ...]]
+# Half of the cases; CI runs the others as well.
+QUICK = [*COVERING[::2], DEMO[0], PERFECT]
 LENGTHS = [60, pytest.param(300, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]  # output tokens
 EVENTS = [
     *(
@@ -56,7 +59,9 @@ def speculated(case: Case, num_tokens: int, text: tuple[int, ...]) -> Outcome:
 
 
 @pytest.mark.parametrize("num_tokens", LENGTHS)
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=str(case), marks=[] if case in QUICK else pytest.mark.ci) for case in CASES]
+)
 def test_speculation_changes_no_token(case: Case, num_tokens: int, prompts: Prompts) -> None:
     text = prompts(case)
     expected = decode_plainly(case, num_tokens, text)
@@ -64,6 +69,7 @@ def test_speculation_changes_no_token(case: Case, num_tokens: int, prompts: Prom
     assert speculated(case, num_tokens, text).tokens == expected
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_everything_that_can_happen_happened(num_tokens: int, prompts: Prompts) -> None:
     """Each kind of event at least 20 times at each level, and acceptance from 0.2 or less to nearly always."""

@@ -51,7 +51,9 @@ def generate(path: str, prompt: Tokens) -> Tokens:
 @pytest.mark.parametrize(
     ("name", "context"),
     [
-        pytest.param(name, context, marks=[pytest.mark.slow] if context > 500 and name != "demo" else [])
+        pytest.param(
+            name, context, marks=[] if context <= 500 else pytest.mark.ci if name == "demo" else pytest.mark.slow
+        )
         for name in ("demo", *FAMILIES)
         for context in DEMO_FILES
     ],

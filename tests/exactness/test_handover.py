@@ -30,8 +30,11 @@ class CountingSink:
         self.sink.deliver(snapshot)
 
 
+CASES = [case for case in COVERING if case.budget < 1024][::6]
+
+
 @pytest.mark.parametrize("refresh_every", [None, 1, 5])
-@pytest.mark.parametrize("case", [*[c for c in COVERING if c.budget < 1024][::6], PERFECT], ids=str)
+@pytest.mark.parametrize("case", [*CASES, pytest.param(PERFECT, marks=pytest.mark.ci)], ids=str)
 def test_hand_overs_change_no_token(case: Case, refresh_every: int | None) -> None:
     """As often as the case says, and more often."""
     if refresh_every is not None:

@@ -46,7 +46,7 @@ def evictions_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 0.8])
 def test_the_demo_pair(held_out: HeldOut, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = (load_model("demo", role, "float32", "cpu") for role in ("target", "drafter"))
     engine, prompt = local_engine(target, drafter, SETTINGS), held_out("turtle.py", 1000)
@@ -71,7 +71,7 @@ def test_the_demo_pair(held_out: HeldOut, temperature: float, monkeypatch: pytes
     assert max(judged) > 0.5
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 0.8])
 def test_drafters_of_any_quality_in_batches_that_change(temperature: float) -> None:
     """Drafts that are taken back, whole blocks at a time; texts beyond the drafter's positions are decoded too."""
     target = random_model()

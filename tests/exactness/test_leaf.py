@@ -24,7 +24,7 @@ SETTINGS = Settings.model_validate(
 )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 1.0])
 def test_whoever_drafts_the_tokens_are_the_same(held_out: HeldOut, temperature: float) -> None:
     target, drafter = (load_model("demo", role, "float32", "cpu") for role in ("target", "drafter"))
     engine = local_engine(target, drafter, SETTINGS)

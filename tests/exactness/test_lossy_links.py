@@ -164,6 +164,7 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
     assert events["hand-over: changes refused"] >= 10
 
 
+@pytest.mark.ci
 def test_faults_change_no_token_of_prompt_lookup() -> None:
     """Over five tokens, of which any text repeats itself."""
     target = one_layer(vocab_size=5)

@@ -232,6 +232,7 @@ def effects(request: Request, tokens: tuple[int, ...]) -> list[str]:
     return [name for (name, _), outputs in zip(different, found, strict=True) if tokens_of(outputs) != tokens]
 
 
+@pytest.mark.ci
 def test_all_parameters_give_the_tokens_of_plain_decoding() -> None:
     check(80, seed=0)
 

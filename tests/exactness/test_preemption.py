@@ -55,7 +55,7 @@ def tokens_of(outputs: list[Output]) -> Tokens:
     return tuple(token for output in outputs for token in output.tokens)
 
 
-@pytest.mark.parametrize("lookaheads", [(4, 2), (0, 0)], ids=str)
+@pytest.mark.parametrize("lookaheads", [pytest.param((4, 2), marks=pytest.mark.ci), (0, 0)], ids=str)
 def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, int]) -> None:
     asked = requests(lookaheads)
     alone = engine(8192, 1)
@@ -81,6 +81,7 @@ def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, in
     check(kv)
 
 
+@pytest.mark.ci
 def test_prompt_logprobs_of_a_preempted_request_come_once() -> None:
     """It is preempted while its prompt is read, and again when it is decoded."""
     [first, second, *_] = requests((4, 2), prompt_logprobs=2, logprobs=1)

@@ -141,6 +141,7 @@ def test_two_ranks_give_the_tokens_of_one_process(
     assert events["changes"] > 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(("offload", "graphs"), [("none", "off"), ("host", "eager")])
 def test_the_demo_pair_divided_gives_its_tokens(
     rank: RankProcess, held_out: HeldOut, offload: str, graphs: str

@@ -137,6 +137,7 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
         assert [tally.counts for tally in of_hit.tallies] == [tally.counts for tally in of_cold.tallies]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("selector", "offload"),
     [
@@ -210,6 +211,7 @@ def test_a_chat_hits_what_it_has_said(cold: Engine) -> None:
         text = (*request.prompt, *tokens)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("lookaheads", [(4, 2), (0, 0)], ids=str)
 def test_a_pool_of_half_the_need_drops_what_was_not_used_for_longest(cold: Engine, lookaheads: tuple[int, int]) -> None:
     documents = [random_tokens(500, seed=100 + n) for n in range(4)]
@@ -274,6 +276,7 @@ def rank() -> Iterator[RankProcess]:
     process.close()
 
 
+@pytest.mark.ci
 def test_two_ranks_share_alike(rank: RankProcess, tmp_path: Path) -> None:
     """In a pool in which texts are dropped: a rank that dropped another one would give other tokens."""
     settings = settings_for(saved(tmp_path, "llama"))

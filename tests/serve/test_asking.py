@@ -61,6 +61,7 @@ def asking(local_ray: LocalRay) -> Iterator[Any]:
         serve.shutdown()
 
 
+@pytest.mark.ci
 def test_a_replica_that_hangs_takes_no_answer_of_the_others_with_it(asking: Any) -> None:
     def status() -> dict[str, list[str]]:
         found: dict[str, list[str]] = asking.status.remote().result(timeout_s=30)

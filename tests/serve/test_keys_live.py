@@ -22,6 +22,8 @@ from tests.starting import LocalRay, tried_twice
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationStub
 
+pytestmark = pytest.mark.ci  # a server of its own
+
 FIRST, SECOND = "first-key-of-this-test", "second-key-of-this-test"
 PROMPT = "def a_prompt_that_nobody_else_reads():"
 OUT_WITHIN_S = 5.0

@@ -28,7 +28,7 @@ def refusal(tmp_path: Path, config: str) -> str:
     return done.stderr
 
 
-@pytest.mark.parametrize("name", ["port", "grpc_port"])
+@pytest.mark.parametrize("name", ["port", pytest.param("grpc_port", marks=pytest.mark.ci)])
 def test_a_port_in_use(tmp_path: Path, name: str) -> None:
     [other] = free_ports(1)
     with socket.socket() as taken:
@@ -41,11 +41,13 @@ def test_a_port_in_use(tmp_path: Path, name: str) -> None:
     assert "address already in use" in said
 
 
+@pytest.mark.ci
 def test_one_port_for_both_doors(tmp_path: Path) -> None:
     [port] = free_ports(1)
     assert "server.grpc_port" in refusal(tmp_path, f"server: {{port: {port}, grpc_port: {port}}}")
 
 
+@pytest.mark.ci
 def test_a_host_that_is_not_here(tmp_path: Path) -> None:
     port, grpc_port = free_ports(2)
     said = refusal(tmp_path, f"server: {{host: 192.0.2.77, port: {port}, grpc_port: {grpc_port}}}")
@@ -60,6 +62,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     assert "is not a directory with a config.json" in said
 
 
+@pytest.mark.ci
 def test_a_device_that_is_not_here(tmp_path: Path) -> None:
     port, grpc_port = free_ports(2)
     said = refusal(tmp_path, f"device: cuda:99\nserver: {{port: {port}, grpc_port: {grpc_port}}}")

@@ -209,7 +209,7 @@ def by_completion(chunks: list[Chunk]) -> dict[int, tuple[Any, ...]]:
     return found
 
 
-@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.ci)])
 def test_streams_that_break_anywhere_more_than_once_lose_and_repeat_nothing(kind: str, n: int) -> None:
     """With several completions, an echoed prompt and its logprobs."""
     asked = {"max_tokens": 4, "seed": 5, "n": n, "echo": True, "prompt_logprobs": 0}

@@ -114,6 +114,7 @@ def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[in
     return device.peak - made.given, kept + beside.on_device - LIBRARIES
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("name", "selector"),
     [

@@ -112,6 +112,7 @@ def training(path: Path) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
+@pytest.mark.ci
 def test_resumed_after_sigkill_the_loss_curve_is_the_same(tmp_path: Path) -> None:
     path = tiny_settings(tmp_path / "killed", steps=4000)
     killed = load_settings(path)
@@ -134,6 +135,7 @@ def test_resumed_after_sigkill_the_loss_curve_is_the_same(tmp_path: Path) -> Non
     assert [line["step"] for line in ours] == list(range(1, len(ours) + 1))
 
 
+@pytest.mark.ci
 def test_sigterm_stops_at_a_step_with_a_checkpoint_of_it(tmp_path: Path) -> None:
     path = tiny_settings(tmp_path, steps=100_000, checkpoint_minutes=0.002)
     with training(path) as process:

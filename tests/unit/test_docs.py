@@ -93,6 +93,7 @@ def replace(page: str, old: str, new: str) -> Callable[[Path], None]:
     return change
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("change", "said"),
     [

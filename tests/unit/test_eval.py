@@ -357,6 +357,7 @@ def test_the_command_measures_and_writes(
     assert [row["selector"] for row in figures["prefills"]] == ["mean_key", "h2o"]
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_threads")
 def test_batches_fit_into_the_memory_of_four_full_caches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

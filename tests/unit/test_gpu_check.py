@@ -26,6 +26,7 @@ def check(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
 
+@pytest.mark.ci
 def test_every_step_is_tried_and_reported(tmp_path: Path) -> None:
     """Within a second each, also with wheels that do not install."""
     wheels, out = tmp_path / "wheels", tmp_path / "out"

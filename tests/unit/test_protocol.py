@@ -248,7 +248,9 @@ EXPECTED = [
 ]
 
 
-@pytest.mark.parametrize("micro_batches", [1, 3, pytest.param(2, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "micro_batches", [pytest.param(1, marks=pytest.mark.ci), 3, pytest.param(2, marks=pytest.mark.slow)]
+)
 def test_every_request_gets_the_tokens_of_plain_decoding(micro_batches: int) -> None:
     events: Counter[str] = Counter()
     for run in range(RUNS):

@@ -22,7 +22,6 @@ from triforce_core.engine.acceptances import UNKNOWN, Acceptances, Drafted
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
-from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, plans
 
 log = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
-PROBE = 32  # tokens of plain decoding, at least, after which prompt lookup is tried
 REPLAN, REPLAN_ROUNDS = 16, 3  # a plan is chosen again after so many tokens and so many rounds
 HORIZON = 256  # tokens over which a first snapshot must pay
 PAID_OVER = 128  # tokens over which the cost of starting to speculate is subtracted from the savings
@@ -64,9 +62,11 @@ class Recent:
     total: float = 0.0
     weight: float = 0.0
 
-    def add(self, value: float, weight: float = 1.0) -> None:
-        self.total = ROUND_MEMORY * self.total + weight * value
-        self.weight = ROUND_MEMORY * self.weight + weight
+    def add(self, value: float, weight: float = 1.0, rounds: float = 1.0) -> None:
+        """`rounds`: how many the value stands for, less than 1 if other values are of the same round."""
+        kept = ROUND_MEMORY**rounds
+        self.total = kept * self.total + rounds * weight * value
+        self.weight = kept * self.weight + rounds * weight
 
     def fade(self, kept: float) -> None:
         self.total *= kept
@@ -100,8 +100,7 @@ class Controller:
         self.read, self.shared = read, 0.0  # `shared`: of each sequence's keys, the share that all sequences see
         self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
         self.kinds = {plan.kind for plan in self.candidates}
-        looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1]
-        self.probe = Plan(0, min(SCORED, sum(tiers.lookaheads)), Drafting.LOOKUP) if looks_up else PLAIN
+        self.looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1] > 0  # the draft tier may do so
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
@@ -154,8 +153,9 @@ class Controller:
     def learn(
         self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float, decoding: Several[Sequence]
     ) -> None:
-        """Learn from a round of a request that is planned here. `round_s`: the seconds that it took, without those of
-        snapshot cuts; NaN if prompt chunks delayed it.
+        """Learn from a round of a request that is planned here. `proposal` has the score of prompt lookup among the
+        draft level's tallies also where nothing was drafted. `round_s`: the seconds that the round took, without those
+        of snapshot cuts; NaN if prompt chunks delayed it.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
@@ -164,9 +164,6 @@ class Controller:
         known.add(plan, proposal.tallies, SERVER_MEMORY)
         drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
         self._account(drafted, plan, round_s, count)
-        if plan == self.probe:
-            accepted = proposal.tallies[0].accepted == plan.draft
-            self._probed(drafted, round_s, count, proposal.start + count, accepted, len(decoding))
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             self.measured.append((plan.kind, self.load, self._round(proposal, plan), round_s))
@@ -196,13 +193,6 @@ class Controller:
         drafted.kind = plan.kind
         drafted.rounds += 1
 
-    def _probed(self, drafted: Drafted, round_s: float, count: int, length: int, accepted: bool, requests: int) -> None:
-        """Decide when prompt lookup is tried again: at once where it was right, else when it costs little enough.
-        A round whose time says nothing, because prompt chunks delayed it, may have cost a plain round.
-        """
-        loss = 1.0 if isnan(round_s) else round_s / (drafted.choice.plain_s or round_s) - count
-        drafted.probe_at = length if accepted else length + int(max(PROBE, requests * loss / LOSS_SHARE))
-
     def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
         """Learn what a snapshot of this request took on the engine's thread. `first`: the request had none that it
         could still use.
@@ -223,13 +213,13 @@ class Controller:
         if drafted.trial:
             drafted.trial -= 1
             return PLAIN
-        if length - drafted.chosen_at >= REPLAN and drafted.rounds >= REPLAN_ROUNDS:
+        settled = length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
+        if not settled or drafted.load != load(decoding):
             self._choose(sequence, decoding, refresh_every)
         new = sequence.stats.decoded < FIRST_TOKENS and drafted.choice.gain < CLEAR
         if new or drafted.trial or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
-        plan = drafted.choice.plan
-        return plan if plan.speculates else self._probe(drafted, length)
+        return drafted.choice.plan
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
         """Take over the plan of the requests that are planned together with this one."""
@@ -237,6 +227,7 @@ class Controller:
             if other is not sequence and other.drafted.chosen_at:
                 sequence.drafted.choice, sequence.drafted.acceptance = other.drafted.choice, other.drafted.acceptance
                 sequence.drafted.chosen_at, sequence.drafted.rounds = len(sequence.tokens), 0
+                sequence.drafted.load = other.drafted.load
                 return
 
     def _choose(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> None:
@@ -250,7 +241,7 @@ class Controller:
             each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice, each.drafted.acceptance = choice, situation.acceptance
-            each.drafted.chosen_at, each.drafted.rounds = len(each.tokens), 0
+            each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = len(each.tokens), 0, load(decoding)
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         if choice.plan.kind != before.kind:
             log.info("request %d of %s", sequence.request_id, self.latest)
@@ -262,12 +253,6 @@ class Controller:
             self.plain_at[at_load] = self.committed
             for each in together:
                 each.drafted.trial = TRIAL
-
-    def _probe(self, drafted: Drafted, length: int) -> Plan:
-        """Plain decoding, but now and then a round with prompt lookup, which needs no pass: a text may begin to repeat
-        itself. While such rounds succeed, each is followed by another.
-        """
-        return self.probe if length >= drafted.probe_at else PLAIN
 
     def _fade(self) -> None:
         """Forget a little of everything, for the tokens since the last time."""
@@ -287,10 +272,11 @@ class Controller:
             passes_s = costs.round_s(passes)
             if at_load == load(decoding) and passes_s:
                 ratio = min(max(round_s / passes_s, 0.1), 10.0)
-                self.corrections.setdefault((kind, at_load), Recent()).add(ratio)
+                share = 1 / len(decoding)  # each of these requests has measured the same rounds
+                self.corrections.setdefault((kind, at_load), Recent()).add(ratio, rounds=share)
                 if kind != PLAIN.kind:  # rounds of several kinds count by their time
                     weight = passes_s / (costs.plain_s or passes_s)
-                    self.corrections.setdefault((SPECULATIVE, at_load), Recent()).add(ratio, weight)
+                    self.corrections.setdefault((SPECULATIVE, at_load), Recent()).add(ratio, weight, share)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Protocol
 
 from triforce_core.decoder import SpeculativeDecoder
@@ -21,6 +22,7 @@ from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
+from triforce_core.ngram import Shadow
 
 
 class SnapshotSource(Protocol):
@@ -327,6 +329,8 @@ class Engine:
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:
                 undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.cut_s
+                if self.controller.looks_up and not plan.draft:
+                    proposal = scored(sequence, proposal)
                 self.controller.learn(sequence, proposal, plan, undisturbed_s, self.scheduler.decoding)
         sequence.stalled_s = sequence.cut_s = 0.0
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
@@ -356,6 +360,13 @@ class Engine:
         if sequence.tokens[-1] in sequence.spec.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.spec.max_length else None
+
+
+def scored(sequence: Sequence, proposal: Proposal) -> Proposal:
+    """The target's answer to a round without the draft tier, with the score that prompt lookup would have had there."""
+    sequence.shadow = sequence.shadow or Shadow(sequence.spec)
+    target, below, _ = (*proposal.tallies, Tally(), Tally())[:3]
+    return replace(proposal, tallies=(target, below, sequence.shadow.score(sequence.tokens)))
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:

@@ -14,6 +14,7 @@ from triforce_core.engine.freshness import SinceCut
 from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
+from triforce_core.ngram import Shadow
 from triforce_core.plans import PLAIN, Plan
 
 
@@ -147,6 +148,7 @@ class Sequence:
     stated: int = 0  # the tiers below the target are believed to know the tokens up to here
     work: Work | None = None  # submitted and not answered
     plan: Plan = PLAIN  # of its next rounds
+    shadow: Shadow | None = None  # of prompt lookup, from the first round on in which the draft tier has no part
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
     cut_s: float = 0.0  # seconds for snapshots of any request since its last tokens
