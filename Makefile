@@ -1,11 +1,11 @@
-# Everything runs from .venv. Each target (re)builds .venv if it is missing, or older than requirements.lock or a
-# pyproject.toml.
+# Everything runs from .venv. Each target but clean (re)builds .venv if it is missing, or older than requirements.lock
+# or a pyproject.toml.
 
 PYTHON ?= python3
 BIN := .venv/bin
 INSTALLED := .venv/.installed
-# uv leaves compiling to byte code to the first import. Where this variable is set, as in many containers, Python keeps
-# no byte code and would compile again at every start.
+# uv does not compile to byte code; the first import does. Where this variable is set, as in many containers, Python
+# keeps no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: serve test ci test-all check protos docs dist format clean

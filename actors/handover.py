@@ -99,7 +99,7 @@ def cut_pieces(
     snapshot: Snapshot, piece_bytes: int, staging: PinnedStaging | None = None, *, on_device: bool = False
 ) -> Generator[Piece]:
     """Yields the snapshot in pieces of at most `piece_bytes`, each brought to the host first unless `on_device`. Those
-    from a GPU pass through `staging`, whose buffers are as large, and are good until the next is asked for.
+    from a GPU pass through `staging`, whose buffers are as large: such a piece is good until the next is asked for.
     """
     tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in snapshot.tensors]
     spans = [(i, first) for i, tensor in enumerate(tensors) for first in range(0, len(tensor), piece_bytes)] or [(0, 0)]

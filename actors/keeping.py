@@ -85,7 +85,7 @@ class Keeper:
         return "its process has ended"
 
     async def _replace(self, fault: str) -> None:
-        """Kill what is left of the target and start it anew; after `MAX_FAILURES` starts stop the pipeline."""
+        """Kill what is left of the target and start it anew; after `MAX_FAILURES` failed starts stop the pipeline."""
         pipeline, began = self.pipeline, time.monotonic()
         pipeline.serving.clear()
         old = pipeline.target
@@ -111,7 +111,7 @@ class Keeper:
 
     async def _end(self, process: TargetProcess) -> None:
         """End the process and its followers directly, where they can be seen from here. Ray is asked only if the
-        process cannot, because one that hangs lives on for seconds after Ray's request to end.
+        process is out of sight, because one that hangs lives on for seconds after Ray's request to end.
         """
         if process.process is None:
             ray.kill(self.pipeline.actors.target, no_restart=False)

@@ -1,8 +1,8 @@
 """Tells the owner of a target which requests the target works on, even if the target dies or hangs meanwhile.
 
-The target keeps one byte for each request in shared memory: set while a pass works on the request, or while its grammar
-is compiled. The owner, a process on the same machine, reads it after the target's death. The memory has no name in any
-file system and goes with the last process that has it open.
+The target keeps one byte for each request in shared memory: set while a verifying pass or a snapshot works on the
+request, or while its grammar is compiled. The owner, a process on the same machine, reads it after the target's death.
+The memory has no name in any file system and goes with the last process that has it open.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ranks as Ray actors: if a tier is divided over several devices, its tier actor leads and rank actors follow.
 
-Ray places the followers and restarts those of a drafting tier, and the leader calls them through Ray once to bring the
-ranks together. After that the ranks communicate without Ray.
+Ray places and restarts the followers, and the leader calls them through Ray once to bring the ranks together. After
+that the ranks communicate without Ray.
 """
 
 from __future__ import annotations

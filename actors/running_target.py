@@ -29,7 +29,7 @@ SLOTS = itertools.count()
 
 @dataclass(frozen=True, slots=True)
 class TargetProcess:
-    """The process of a target actor, and those that follow it. It is None where it cannot be seen from here."""
+    """The process of a target actor, and those that follow it. `process` is None where it cannot be seen from here."""
 
     process: psutil.Process | None
     followers: tuple[psutil.Process, ...] = ()

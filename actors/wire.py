@@ -1,5 +1,5 @@
-"""Converts between messages.py and the protos. All functions are pure. Messages between tiers are checked here and
-nowhere else; requests are checked further by deploy/service.py and actors/target_server.py.
+"""Converts between messages.py and the protos. All functions are pure. Malformed messages between tiers are refused
+here and nowhere else; requests are checked further by deploy/service.py and actors/target_server.py.
 
 A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the path of the field in the message.
 """

@@ -16,7 +16,7 @@ Entry = TypeVar("Entry")
 
 
 class OverloadedError(TriForceError):
-    """All places, waiting ones included, are taken; the caller may try again after `retry_after_s` seconds."""
+    """All places, or all of the key's share, are taken; the caller may try again after `retry_after_s` seconds."""
 
     retry_after_s = 1
 
@@ -68,8 +68,8 @@ def internal_error(error: BaseException) -> str:
 
 
 def traced(error: BaseException) -> str:
-    """Where the error, and before it what caused it, was raised, with the types and without the messages, which may
-    quote a prompt.
+    """The stack of the error, after those of its causes, with their types and without their messages, which may quote a
+    prompt.
     """
     chain: list[BaseException] = []
     cause: BaseException | None = error

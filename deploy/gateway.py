@@ -87,7 +87,7 @@ class Gateway:
     async def Watch(
         self, request: bytes, grpc_context: RayServegRPCContext
     ) -> AsyncGenerator[HealthCheckResponse, None]:
-        # Logged, unlike the others: it takes a place for minutes.
+        # Logged, unlike Check and List, because it stays open for minutes.
         with logged(self, "Watch", grpc_context) as call, reported(call, grpc_context):
             async with aclosing(
                 self.health.watch(parsed(HealthCheckRequest, request), grpc_context.peer())

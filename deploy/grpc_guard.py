@@ -1,4 +1,4 @@
-"""What every gRPC call passes: its id, the API key, the report of errors, and its line of the log.
+"""What every call of the Generation service passes: id, API key, report of errors, and a line of the log.
 
 The guarded methods never raise but report errors through the context, because Serve logs a traceback for everything
 that a method raises, even for mistakes of clients. A stream passes its context on only with an item, so an error

@@ -1,4 +1,4 @@
-"""What Serve's proxy does with a request before its own part: headers become text that it can read."""
+"""Middleware of Serve's proxy that makes headers readable before the proxy handles a request."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ def readable(value: bytes) -> bytes:
     try:
         value.decode()
     except UnicodeDecodeError:
-        return value.decode("latin-1").encode()  # which any bytes are
+        return value.decode("latin-1").encode()  # any bytes are valid Latin-1
     return value

@@ -15,8 +15,8 @@ from triforce_core.errors import InvalidValueError, TriForceError
 
 SERVICES = ("", "triforce.v1.Generation", "grpc.health.v1.Health")  # the empty name means the server as a whole
 PERIOD_S = 2.0  # between two looks of a watch
-MAX_WATCHES = 16  # each takes a place among the gateway's calls
-MAX_WATCHES_PER_HOST = 4  # nobody needs a key for a watch, so that one host could take them all
+MAX_WATCHES = 16  # each is one of the calls that the gateway takes at once
+MAX_WATCHES_PER_HOST = 4  # a watch needs no key: without this limit one host could take them all
 MAX_WATCH_S = 300.0  # then the watch ends; clients that still want one begin another
 
 

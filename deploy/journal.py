@@ -161,7 +161,7 @@ class Journal:
         if left_s <= 0:
             raise self.blocked or TimeoutError
         request = replace(self.request, resume=(*self.request.resume, *self.received), timeout_s=left_s)
-        if self.received:  # the prompt's logprobs came before the first token
+        if self.received:  # the prompt's logprobs came at the latest with the first token
             request = replace(request, prompt_logprobs=None)
         message = request_to_proto(request)
         message.fingerprint = self.claim or (self.fingerprint if self.received or self.num_scores else "")

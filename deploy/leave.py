@@ -25,7 +25,7 @@ def drain_node(seconds: int) -> None:
 
 
 def busy() -> bool:
-    """Whether this pod, whose processes are all that it sees, has a replica or passes on a request."""
+    """Whether this pod has a replica or passes on a request. Only the pod's own processes can be seen here."""
     return any(is_replica(each) or any(requests_of(each)) for each in psutil.process_iter(["name", "cmdline"]))
 
 
@@ -34,7 +34,9 @@ def is_replica(process: psutil.Process) -> bool:
 
 
 def requests_of(process: psutil.Process) -> Iterator[int]:
-    """The local ports from which a HAProxy has called replicas. Its connections with clients begin elsewhere."""
+    """The local ports from which a HAProxy has called replicas. Its clients' connections end at ports where it
+    listens.
+    """
     if process.info["name"] != "haproxy":
         return
     try:

@@ -39,9 +39,9 @@ class Meters:
         self.model = service.model.name
         self.requests = self._counter(
             "requests",
-            "Completions that ended, by finish reason; completions that failed, by the code in the error's body, or"
-            " `cancelled` where the client went away. Requests refused before any completion is tried count as calls"
-            " only.",
+            "Completions that ended, by finish reason; requests that failed, once each, by the code in the error's"
+            " body, or `cancelled` where the client went away. Requests refused before any completion is tried count"
+            " as calls only.",
             "status",
         )
         self.calls = self._counter(
@@ -51,19 +51,21 @@ class Meters:
             "api",
             "status",
         )
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens that were read, of each prompt once.")
+        self.prompt_tokens = self._counter(
+            "prompt_tokens", "Tokens of prompts, each prompt once; those whose KV was found count too."
+        )
         self.generation_tokens = self._counter("generation_tokens", "Output tokens handed to clients.")
         in_flight = self._gauge(
-            "requests_in_flight", "Completions at the gateway, streams included, and requests for tokens."
+            "requests_in_flight", "Completions at the gateway, streams included, and calls that tokenize or detokenize."
         )
         in_flight.set_function(lambda: service.in_flight)
         places = self._gauge(
             "places",
-            "The most completions and requests for tokens that the gateway holds at once; beyond them clients get 429.",
+            "The most completions and calls that tokenize or detokenize at once; beyond them clients get 429.",
         )
         places.set_function(lambda: service.room)
         self.first_token_s = self._histogram(
-            "time_to_first_token_seconds", "From a request's arrival at the gateway to its first text."
+            "time_to_first_token_seconds", "From a request's arrival at the gateway to its first tokens."
         )
         self.gap_s = self._histogram(
             "inter_token_latency_seconds",

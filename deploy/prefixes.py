@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 BLOCK = 64  # tokens
 KEY_BYTES = 8
-# For so many matched tokens it pays to wait behind one more request; fewer are prefilled again in less time than that.
+# So many matched tokens are worth waiting behind one more request; to prefill fewer again takes less than the wait.
 TOKENS_PER_REQUEST = 256
 MARGIN = 2  # blocks: a replica does not find the last tokens of a prompt, whose queries its selector needs
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)

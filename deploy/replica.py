@@ -118,7 +118,7 @@ class RemotePipelines:
         sent = request.SerializeToString()
         response: Any = Context().run(self.streaming.decode.remote, sent, route=route, avoid=avoid)
         output = [*request.resume_token_ids]
-        entered = answered = False  # an output that was already complete needs no pass, and no KV is looked for
+        entered = answered = False  # both stay false for an output that was already complete: it has no pass
         try:
             async for data in response:
                 event = pb.DecodeEvent.FromString(data)

@@ -56,10 +56,10 @@ class Route:
 class PrefixRouter(RequestRouter):
     """The router of the gateway's handle. It prefers the holders of a request's prefix, else two random replicas.
 
-    A request carries a `Route` in the keyword `route`. Of the lists of replicas that `choose_replicas`
-    returns, Serve takes the first that has a replica with room, and of that list the least busy replica. The first list
-    has a single replica, so that this one is most likely taken. This is noted at once: other requests on the same new
-    document may come before this one has been accepted.
+    A request carries a `Route` in the keyword `route`. Of the lists of replicas that `choose_replicas` returns, Serve
+    takes the first that has a replica with room, and of that list the least busy replica. The first list has a single
+    replica, which is most likely taken. It is noted at once, because other requests on the same new document may come
+    before this request has been accepted.
     """
 
     def initialize_state(self, *, capacity: int = 0, busier_by: int = 0, **_: Any) -> None:

@@ -97,7 +97,7 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
-    prompt_scores: int = 0  # logprobs of each prompt token in an answer, in one form or in two; 0: by `prompt_logprobs`
+    prompt_scores: int = 0  # logprobs of each prompt token in an answer, all forms together; 0: 1 + `prompt_logprobs`
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
     echo: bool = False  # the text begins with the prompt's
     shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's
@@ -138,11 +138,11 @@ class Part:
     prompt_tokens: int
     done: Done | None = None
     index: int = 0  # number of the completion among the `n`; with several requests, it counts on across them
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in the first parts of completion 0
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in a completion's first parts
     prompt: tuple[int, ...] = ()
     lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
     echoed: int = 0  # leading characters of the text that are the prompt's
-    so_far: pb.DecodeStats | None = None  # of a part before the last: how the output was made until now
+    so_far: pb.DecodeStats | None = None  # how the output was made until now; None if no engine was asked
     fingerprint: str = ""  # of the target that made it
 
 

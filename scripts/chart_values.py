@@ -24,8 +24,10 @@ class Image(Values):
     tag: str = Field(
         "", description="the image's tag; by default the chart's appVersion with -cpu or -cuda, as settings.device is"
     )
-    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="when it is pulled")
-    pullSecrets: list[str] = Field([], description="names of secrets with which it is pulled")
+    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="when the image is pulled"
+    )
+    pullSecrets: list[str] = Field([], description="names of secrets with which the image is pulled")
 
 
 class Resources(Values):
@@ -39,12 +41,12 @@ class Pod(Values):
     resources: Resources = Field(
         Resources(), description="CPU and memory; the GPUs that settings.placement reserves are added"
     )
-    nodeSelector: dict[str, str] = Field({}, description="labels that their nodes must have")
-    tolerations: Objects = Field([], description="taints of nodes that they tolerate")
+    nodeSelector: dict[str, str] = Field({}, description="labels that a node must have for these pods")
+    tolerations: Objects = Field([], description="taints of nodes that these pods tolerate")
     affinity: dict[str, Any] = Field({}, description="affinity of the pods, as in a pod's spec")
-    topologySpreadConstraints: Objects = Field([], description="how they spread over zones and nodes")
-    runtimeClassName: str = Field("", description="their runtime class, such as nvidia")
-    priorityClassName: str = Field("", description="their priority class")
+    topologySpreadConstraints: Objects = Field([], description="how these pods spread over zones and nodes")
+    runtimeClassName: str = Field("", description="runtime class of these pods, such as nvidia")
+    priorityClassName: str = Field("", description="priority class of these pods")
     annotations: dict[str, str] = Field({}, description="annotations of the pods")
 
 
@@ -74,11 +76,16 @@ class Workers(Values):
         " settings.placement.colocate has pods of its own, which may be on nodes of other kinds",
     )
     pod: WorkerPods = Field(WorkerPods(), description="the pods of the tiers")
-    target: Pod = Field(Pod(), description="where separate: what differs from `pod` for the process with the target")
-    retrieval: Pod = Field(
-        Pod(), description="where separate: what differs from `pod` for the process with the retrieval tier"
+    target: Pod = Field(
+        Pod(), description="if workers.separate is true: what differs from `pod` for the process with the target"
     )
-    draft: Pod = Field(Pod(), description="where separate: what differs from `pod` for the draft tier's own process")
+    retrieval: Pod = Field(
+        Pod(),
+        description="if workers.separate is true: what differs from `pod` for the process with the retrieval tier",
+    )
+    draft: Pod = Field(
+        Pod(), description="if workers.separate is true: what differs from `pod` for the draft tier's own process"
+    )
     cpuLatencyResource: str = Field(
         "",
         description="an extended resource whose device plugin gives pods /dev/cpu_dma_latency, such as"
@@ -97,7 +104,9 @@ class Claim(Values):
 
 class ModelImage(Values):
     reference: str = Field("", description="an OCI image that holds the models (Kubernetes 1.33 or later)")
-    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = Field("IfNotPresent", description="when it is pulled")
+    pullPolicy: Literal["Always", "IfNotPresent", "Never"] = Field(
+        "IfNotPresent", description="when the image is pulled"
+    )
 
 
 class Hub(Values):
@@ -125,9 +134,9 @@ class Ingress(Values):
     grpcHost: str = Field("", description="the host name of the gRPC API, which needs one of its own; empty: none")
     className: str = Field("", description="the ingress class; by default the cluster's")
     tlsSecret: str = Field("", description="a secret with the certificate for both hosts; empty: no TLS")
-    annotations: dict[str, str] = Field({}, description="annotations of both, such as those of cert-manager")
+    annotations: dict[str, str] = Field({}, description="annotations of both Ingresses, such as those of cert-manager")
     grpcAnnotations: dict[str, str] = Field(
-        {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"}, description="annotations of the one for gRPC"
+        {"nginx.ingress.kubernetes.io/backend-protocol": "GRPC"}, description="annotations of the Ingress for gRPC"
     )
 
 
@@ -150,13 +159,15 @@ class NetworkPolicy(Values):
 
 
 class Redis(Values):
-    address: str = Field("", description="Redis, as host:port, for Ray's state to survive the head; empty: it does not")
+    address: str = Field(
+        "", description="host:port of a Redis with which Ray's state survives the head; empty: it is lost with the head"
+    )
     passwordSecret: str = Field("", description="a secret with its password")
     passwordKey: str = Field("password", min_length=1, description="the key of the password in that secret")
 
 
 class Enabled(Values):
-    enabled: bool = Field(True, description="whether there are any")
+    enabled: bool = Field(True, description="whether the head and the targets have PodDisruptionBudgets")
 
 
 class PodMonitor(Values):

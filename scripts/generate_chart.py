@@ -43,8 +43,8 @@ def sections(model: type[BaseModel]) -> Iterator[type[BaseModel]]:
 
 
 def draft_7(node: Any) -> Any:
-    """Without what later drafts have, without titles and defaults, and with `type: [x, "null"]` in place of `anyOf`,
-    because Helm's messages then say what is allowed.
+    """The schema without what later drafts have, without titles and defaults, and with `type: [x, "null"]` in place of
+    `anyOf`, because Helm's messages then say what is allowed.
     """
     if isinstance(node, list):
         return [draft_7(each) for each in node]

@@ -7,7 +7,8 @@
 # WHEELS  a folder of wheels that this machine's Python lacks and cannot download. Where PyTorch, transformers and Triton
 #         are there, these remain: pydantic, pydantic-core, annotated-types, typing-inspection (settings), rich,
 #         markdown-it-py, mdurl, pygments, platformdirs, llguidance, torchao (quantised self-drafters), and pytest,
-#         pytest-timeout, pluggy, iniconfig where they are missing. numpy, pyyaml, psutil, safetensors come with those.
+#         pytest-timeout, pluggy, iniconfig where they are missing. numpy, pyyaml, psutil, safetensors come with PyTorch
+#         and transformers.
 # OUT     the folder for results: summary.json, a log of each step, JUnit files, JSON of benchmarks.
 # SECONDS the time of all steps together, 540 by default; each step gets its share of it.
 #
@@ -59,7 +60,7 @@ for wheel in "$wheels"/*.whl; do
 done
 
 step versions 4 "$python" -m scripts.gpu_check versions "$out/versions.json"
-# Last what compiles, which takes longest.
+# The tests that compile come last, because they take longest.
 step tests 24 "$python" -m pytest tests/gpu/test_[!f]*.py tests/gpu/test_fused.py -q --maxfail=20 -p no:cacheprovider \
     -o addopts=--import-mode=importlib --junitxml "$out/tests.xml"
 step attention 8 "$python" -m scripts.gpu_check attention "$out/attention.json" --device "$device"

@@ -143,8 +143,8 @@ class PassCosts:
         return seconds
 
     def least_chunk(self, before: int) -> float:
-        """The size of a prompt chunk, after `before` other tokens, at which half of the cost of its pass is fixed. Of
-        smaller chunks, more than half is. 0 before the first pass over many tokens.
+        """The size of a prompt chunk, after `before` other tokens, at which half of the cost of its pass is fixed. For
+        smaller chunks the fixed part is larger. 0 before the first pass over many tokens.
         """
         prices = self.many.fitted()
         each = prices[2] + prices[4] * before

@@ -149,7 +149,7 @@ class SpeculativeDecoder:
         self.micro_batches, self.hand_up_early = micro_batches, hand_up_early
         self.blocks: dict[int, Block] = {}  # by sequence id; one for every sequence until it is released
         self.arrivals = itertools.count()
-        # Called with the ids of the sequences of each pass before it begins, and with none after it.
+        # Called before each pass with the ids of its sequences, and after it with an empty list.
         self.passing: Callable[[list[int]], None] = lambda sequence_ids: None
 
     @property
@@ -176,7 +176,9 @@ class SpeculativeDecoder:
         return [self._hand_up(block) for block in owed if block.state is State.DONE]
 
     def advance(self, blocks: list[Block], timeout_s: float) -> None:
-        """Run one round over the ready ones of `blocks`; wait up to `timeout_s` seconds for the level below."""
+        """Run one round over the ready ones of `blocks`. With one micro-batch it waits for all proposals, otherwise
+        at most `timeout_s` seconds.
+        """
         self._ask(blocks)
         self._take_arrivals(blocks, timeout_s)
         taken = self._next_round(blocks)

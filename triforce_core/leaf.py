@@ -97,7 +97,7 @@ class Leaf:
         return not answered and not by_lookup_alone and self._count(work) > 0
 
     def _drafted(self, work: list[Work]) -> list[Proposal]:
-        """The model's drafts, of one batch. Where its cache lacks text, it is told that text and asked once more."""
+        """The model's drafts for this work. Where its cache lacks text, it is told that text and asked once more."""
         drafts = {draft.sequence_id: draft for draft in self._ask_model(work)}
         again = [w for w in work if drafts[w.span.sequence_id].missing_from is not None]
         drafts.update({draft.sequence_id: draft for draft in self._ask_model(again)})

@@ -166,8 +166,8 @@ class Work:
     """A request to continue `span`.
 
     This level hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most so many. For the
-    target the number is 1, which one round gives. `lookaheads[1:]` are the numbers for the levels below. A level whose
-    number is 0 is skipped. A block may exceed its number, because all tokens of its last round are kept.
+    target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for the levels below. A
+    level whose number is 0 is skipped. A block may exceed its number, because all tokens of its last round are kept.
     """
 
     span: Span
@@ -193,7 +193,7 @@ class Tally(NamedTuple):
 
     @property
     def counts(self) -> Tally:
-        """The same without seconds: equal where the same was done."""
+        """The tally without seconds: equal for equal work."""
         return self._replace(busy_s=0.0)
 
     @property

@@ -61,14 +61,14 @@ class Round(NamedTuple):
     """What a round of a plan is expected to be, or was, for one sequence."""
 
     tokens: float  # committed
-    proposed: float  # tokens that the target verifies; its pass is over one more
+    proposed: float  # tokens that the target verifies; its pass has one token more
     passes: float  # of the retrieval tier
-    verified: float  # tokens that each of these passes verifies; it is over one more
+    verified: float  # tokens that each of these passes verifies; each has one token more
     steps: float  # passes of the drafting model
     drafts: float = 1.0  # the chance that anything is proposed; if not, the target passes over one token
 
 
-# What a pass takes, in seconds: of the tier, over so many tokens of each sequence.
+# From a number of tokens of each sequence to the seconds of a tier's pass over them.
 Pass = Callable[[float], float]
 
 
@@ -130,7 +130,7 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     if not plan.retrieval:
         return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
     passes = expected_passes(plan.retrieval, draft.accepted)
-    block = passes * (1 + sum(draft.accepted))  # Wald's equation: tokens per pass are drawn alike
+    block = passes * (1 + sum(draft.accepted))  # Wald's equation: all passes have the same distribution
     return Round(1 + run(acceptance.retrieval, block), block, passes, draft.proposed, passes * draft.steps)
 
 
@@ -167,7 +167,7 @@ def expected_passes(block: int, accepted: tuple[float, ...]) -> float:
 
 
 def run(chance: float, length: float) -> float:
-    """The expected number of accepted tokens out of `length`, if each is accepted with this chance while all are."""
+    """The expected number of accepted tokens out of `length`, if each has this chance once all before it are."""
     return length if chance > 0.9999 else chance * (1 - chance**length) / (1 - chance)
 
 

@@ -21,7 +21,7 @@ class Stage(NamedTuple):
     stop: float
     cpu: float  # seconds of CPU time of the tier's thread; less than stop - start if it waited for a core
     batch: int  # sequences
-    tokens: int  # positions with logits, over all sequences; prefill chunks have none
+    tokens: int  # positions at which a token is drawn, over all sequences
 
 
 class Timeline:

@@ -34,7 +34,7 @@ BODY = "a " * 500_000
 
 
 class TargetClient:
-    """Asks the target's process itself, as the replica does. The prompt is text of which `tokens` has the ids."""
+    """Asks the target's process itself, as the replica does. `tokens` has the token ids of each prompt."""
 
     def __init__(self, address: str, tokens: dict[str, list[int]]) -> None:
         self.address, self.tokens = address, tokens

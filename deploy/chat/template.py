@@ -1,9 +1,9 @@
 """Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one.
 
-Templates write their special tokens themselves, so none are added. Where a client's text holds a special token, or
-another token that the template writes, it is encoded as plain text: if the template delimits messages with such tokens,
-no message can end itself or imitate another role. The plain template delimits messages with ordinary text, which a
-message can contain.
+Templates write their special tokens themselves, so none are added, except at the beginning of the plain template. Where
+a client's text holds a special token, or another token that the template writes, it is encoded as plain text: if the
+template delimits messages with such tokens, no message can end itself or imitate another role. The plain template
+delimits messages with ordinary text, which a message can contain.
 """
 
 from __future__ import annotations
@@ -107,7 +107,8 @@ class ChatTemplate:
                 raise InvalidValueError(
                     "messages", f"{len(chat)} messages", f"are refused by the chat template: {reason:.500}"
                 ) from None
-            first = tokenizer("")["input_ids"] if self.plain else []  # which the plain template does not write
+            # The plain template writes no special tokens.
+            first = tokenizer("")["input_ids"] if self.plain else []
             return (*first, *ids)
 
         return await self.encoder.run(size, encoded)

@@ -238,7 +238,7 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
                 raise
             return EventStream(completion.events(first, paced), source=paced)
         except InvalidValueError as error:
-            if error.field == "prompt":  # which chats have under another name
+            if error.field == "prompt":  # chats have messages in its place
                 error = type(error)("messages", error.value, error.rule)
             return error_response(error)
         except Exception as error:

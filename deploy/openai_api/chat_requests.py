@@ -292,7 +292,7 @@ async def guide_of(
     )
     whole = Guide("grammar", text, field, given)
     try:
-        await service.grammar(chat.asked, whole)  # which keeps it for the request
+        await service.grammar(chat.asked, whole)  # the service keeps what it has compiled
     except InvalidValueError as error:
         if error.field == field:
             for part in parts:

@@ -1,5 +1,5 @@
 """What every HTTP request passes before its route: CORS, its id, the API key and the limit of its body. Each request is
-one line of the log.
+one line of the log, except probes that succeed.
 """
 
 from __future__ import annotations

@@ -60,7 +60,7 @@ def in_pieces(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
 
 @dataclass(unsafe_hash=True)
 class AtFirstError(FailFast):
-    """`FailFast` that members of a union can have: typing needs a hash of them."""
+    """A `FailFast` that can be hashed, because typing hashes the members of a union."""
 
 
 # Lists and objects whose validation ends at or soon after the first error. The answer names the first only, and an
@@ -107,7 +107,8 @@ class Speculation(Body):
     )
     drafter: str | None = Field(
         None,
-        description="who drafts at the lowest tier: model, lookup or both; without lookaheads, those of the settings",
+        description="who drafts at the lowest tier: model, lookup or both; if lookaheads is not given, the settings'"
+        " are used",
     )
     selector: str | None = Field(
         None,
@@ -116,8 +117,8 @@ class Speculation(Body):
 
 
 def odd_element(prompt: Any) -> str:
-    """The end of an error message that names the first element which no prompt may have, or whose kind is not that of
-    the first; empty if there is none.
+    """The end of an error message, which names the first element of a wrong kind, or of another kind than the first
+    element; empty if there is none.
     """
     elements = prompt if isinstance(prompt, list) else []
     for index, each in enumerate(elements):

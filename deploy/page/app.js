@@ -152,7 +152,7 @@ function judge(run, plain) {
   const totals = cut ? "" : `${seconds(run)} instead of ${seconds(plain)} s in total, reading included. `;
   const why = equal
     ? cut ? "One of the answers was not complete, so the rest was not compared." : ""
-    : "In 16-bit precision either of two nearly tied tokens may be drawn. In float32 the texts are always equal.";
+    : "In 16-bit precision either of two nearly tied tokens may be drawn. In float32 such ties are very rare.";
   get("verdict-title").textContent = title;
   get("verdict-details").textContent = rates + totals + why;
   get("verdict").className = equal ? "equal" : "differ";

@@ -1,4 +1,4 @@
-"""The figures of docs/how-it-works.md, as SVG. They bring their own light ground, so that they read on a dark page."""
+"""The figures of docs/how-it-works.md, as SVG. Their background is light on dark pages as well."""
 
 from __future__ import annotations
 
@@ -92,8 +92,8 @@ def retrieval() -> str:
     for place, chunk in enumerate(chosen):
         parts += [box(24 + 12 * chunk, 46, 9, 20, RETRIEVAL), arrow(28 + 12 * chunk, 70, 128 + 12 * place, 140)]
     parts += [*cells(124, 144, 8, RETRIEVAL), *cells(232, 144, 3, FAINT)]
-    parts.append(words(736, 34, "score of a chunk: the last query · its mean key", FAINT, anchor="end"))
-    return picture(200, "A snapshot: the chunks that the target's last query scores highest", parts)
+    parts.append(words(736, 34, "score of a chunk: attention of the last 8 queries to it", FAINT, anchor="end"))
+    return picture(200, "A snapshot: the chunks that the target's last queries score highest", parts)
 
 
 def pipelining() -> str:

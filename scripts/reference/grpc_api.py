@@ -35,7 +35,7 @@ def page() -> str:
             "### Their messages\n",
             table(("message", "meaning"), tiers.messages()),
             "## What a tier reports\n",
-            "`GET /status` gives these fields for each tier.\n",
+            "`GET /status` gives most of these fields for each tier, some of them in groups or under other names.\n",
             *(part for each in tiers.file.message_type if each.name in REPORTED for part in tiers.message(each)),
         ]
     )

@@ -62,12 +62,13 @@ def page() -> str:
         " server-sent events) the first chunk has the seed and the last one the other fields of"
         " `triforce`; the stream ends with `data: [DONE]`. With `return_token_ids`, a choice has `token_ids` and, for"
         " each of them, the tier that drew it (`origins`: `draft`, `lookup`, `retrieval` or `target`) and the text that"
-        " it completes (`texts`); and every chunk but the last has `prompt_tokens`, `acceptance` and `plan` in"
-        " `triforce`, as they are so far.\n",
+        " it completes (`texts`); and every chunk with `token_ids`, except the last, has"
+        " `prompt_tokens`, `acceptance` and `plan` in `triforce`, as they are so far.\n",
         fenced("json", "docs/examples/completion.json"),
         "`GET /metrics` has [metrics for Prometheus](metrics.md).\n",
-        "`GET /status` shows each tier of each replica. Its fields are those of"
-        " [`TierStatus`](grpc.md#what-a-tier-reports), whose `controller.plans` is called `rounds` here."
+        "`GET /status` shows each tier of each replica. Most of its fields are those of"
+        " [`TierStatus`](grpc.md#what-a-tier-reports); `controller.plans` is called `rounds` here. Counts of passes,"
+        " the size of the KV pool, waiting requests and most totals are in `/metrics` instead."
         " [Operations](../operations.md#what-to-watch) says what to watch.\n",
         fenced("json", "docs/examples/status.json"),
         "## Errors\n",

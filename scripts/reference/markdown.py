@@ -17,7 +17,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
 
 
 def sentence(text: str | None) -> str:
-    """A docstring as one paragraph for each of its own."""
+    """A docstring with each of its paragraphs on one line."""
     return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text or "").split("\n\n"))
 
 

@@ -15,6 +15,8 @@ from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY, Drafting, Origin, SamplingParams
+from triforce_core.ngram import SCORED
+from triforce_core.plans import PLAIN, Plan
 
 CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
 REQUESTS, MOST = 4, 60
@@ -89,3 +91,20 @@ def test_a_request_may_pin_its_plan(engines: tuple[Engine, Engine, Engine]) -> N
     [request] = requests(3, (4, 2))[1:2]
     _, _, kinds = run(engines[2], [replace(request, drafting=Drafting.LOOKUP)])
     assert kinds == {"retrieval+lookup"}
+
+
+def test_prompt_lookup_is_scored_while_decoding_is_plain() -> None:
+    """Nothing is drafted, and the controller knows what lookup would have found."""
+
+    class AlwaysPlain(Controller):
+        def plan(self, *_: object) -> Plan:
+            return PLAIN
+
+    it = engine(AlwaysPlain)
+    assert it.controller is not None
+    [request] = requests(0, None)[:1]
+    run(it, [replace(request, prompt=(1, 2, 3, 4, 5, 6) * 20, sampling=GREEDY)])
+    assert set(it.controller.rounds) == {"plain"}
+    chances = it.controller.known[0].chances
+    assert chances["found"].times == pytest.approx((MOST - 1) // SCORED, abs=2)
+    assert chances["lookup"].times > 0

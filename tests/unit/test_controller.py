@@ -251,6 +251,38 @@ def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> Non
     assert bool(controller.measured) is (beside == Plan(0, 2))
 
 
+def test_a_new_load_gets_a_new_plan() -> None:
+    """At once: what paid for one request may cost several."""
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    controller.plan(one, [one], REFRESH)
+    assert (one.drafted.load, other.drafted.load) == (1, 0)
+    controller.plan(other, [one, other], REFRESH)
+    assert one.drafted.load == other.drafted.load == 2
+    one.drafted.rounds = 1
+    controller.plan(one, [one, other], REFRESH)
+    assert one.drafted.rounds == 1, "the plan of this load is still new"
+
+
+@pytest.mark.parametrize("requests", [1, 2])
+def test_a_round_corrects_the_same_however_many_requests_share_it(requests: int) -> None:
+    """Ten slow rounds after many that took as long as their passes should."""
+    controller = Controller(TIERS)
+    sequences = two_requests(controller)[:requests]
+    for clock in range(1, 61):
+        answers = []
+        for each in sequences:
+            each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, 0, 0))
+            tally = Tally(1, busy_s=0.01)
+            answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))))
+        controller.passed(answers, sequences, float(clock))
+        for each, proposal in answers:
+            each.clock = clock + 1.0
+            controller.learn(each, proposal, PLAIN, 0.01 if clock <= 50 else 0.02, sequences)
+        controller._correct(sequences)
+    assert controller.figures().corrections["plain"] == pytest.approx(2 - 0.9**10, abs=0.05)
+
+
 def test_a_pass_that_reads_a_prompt_teaches_nothing() -> None:
     controller = Controller(TIERS)
     _, other = sequences = two_requests(controller)

@@ -14,11 +14,14 @@ from torch import Tensor
 from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, geometry, spec
 from triforce_core.attention import KERNELS
+from triforce_core.config import MAX_LOOKAHEAD, load_settings
+from triforce_core.engine.cache_sizes import draft_heavy_hitters
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import Forward, KVGeometry, Lack
 from triforce_core.kv.heavy_hitter import HeavyHeld, HeavyHitterKV, HeavyHitterSettings, attention_sums
-from triforce_core.messages import Span
+from triforce_core.messages import Drafting, Span
 from triforce_core.models.runner import ModelRunner
+from triforce_core.plans import plans
 
 LAYERS, HEAD_DIM, SCALE = 2, 8, 0.6
 SPLITS = [0, 16, 32]  # heavy hitters of a budget of 32
@@ -331,3 +334,11 @@ def test_sizes_are_checked(wrong: dict[str, int], message: str) -> None:
     with pytest.raises(InvalidValueError) as error:
         HeavyHitterSettings(**wrong)
     assert str(error.value) == message
+
+
+def test_a_drafter_has_room_for_the_longest_draft() -> None:
+    """A plan without the retrieval tier asks the lowest tier for as many tokens as both lookaheads together."""
+    lookaheads = [MAX_LOOKAHEAD, MAX_LOOKAHEAD]
+    with_drafts = load_settings(speculation={"lookaheads": lookaheads}, draft={"cache": "heavy_hitter"})
+    longest = max(plan.draft for plan in plans((MAX_LOOKAHEAD, MAX_LOOKAHEAD), tuple(Drafting)))
+    assert draft_heavy_hitters(with_drafts).most_drafts >= longest == 2 * MAX_LOOKAHEAD

@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triforce_core import ngram
 from triforce_core.leaf import Leaf
-from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Work
+from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Tally, Work
+from triforce_core.ngram import LONGEST, Shadow, Text, Trial
 
 Tokens = tuple[int, ...]
 STOP = 9
@@ -147,3 +149,20 @@ def test_a_step_looks_up_what_is_new_whatever_the_context(context: int) -> None:
     ask(proposer, tuple(map(Counted, (1, 2, 3))), start=context)
     ask(proposer, tuple(map(Counted, (1, 5))), start=context)  # a correction
     assert 0 < Counted.lookups - before < 100
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 5))
+def test_a_shadow_scores_as_the_leaf_does(text: list[int], step: int) -> None:
+    shadow, stated, trial = Shadow(SPEC), Text(SPEC, LONGEST), Trial()
+    for end in range(step, len(text) + 1, step):
+        expected = trial.score(stated, stated.state(end - step, tuple(text[end - step : end])))
+        assert shadow.score(text[:end]) == expected
+
+
+def test_a_shadow_takes_in_a_long_prompt_in_parts_and_guesses_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram, "MOST_AT_ONCE", 10)
+    shadow, text = Shadow(SPEC), [1, 2, 3, 4, 5] * 5
+    for held in (10, 20, 25):
+        assert shadow.score(text) == Tally()
+        assert len(shadow.text.tokens) == held
+    assert shadow.score([*text, 1, 2, 3, 7]) == Tally(rounds=1, proposed=4, accepted=3, rejected=1)

@@ -84,7 +84,7 @@ def kernel_for(settings: Settings, head_dim: int) -> Kernel:
 
 
 def ranged_for(settings: Settings) -> Ranged:
-    """The attention over items that passes of constant shape use in place of the kernel."""
+    """The attention of passes of constant shape, over ranges given as tensors (ranged.py)."""
     return flash_ranged if kernel_name(settings) in ON_CUDA else gathered
 
 

@@ -2,9 +2,10 @@
 GPU yet.
 
 Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes need the call
-over several sequences, because their lengths are tensors. With several queries in each that call does not split, so the
-pass cuts its ranges into items (`flash_ranged`). With one query in each it splits; `flash_split` makes several queries
-into heads of one. Which of the two is faster will be measured (bench/attention.py), and the other deleted.
+over several sequences, because their lengths are tensors. That call does not split keys if a sequence has several
+queries, so the pass cuts its ranges into items (`flash_ranged`). It does if each has one query, so `flash_split` makes
+several queries heads of one query. Which of the two is faster will be measured (bench/attention.py), and the other
+deleted.
 """
 
 from __future__ import annotations
@@ -108,8 +109,8 @@ def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, item
 def flash_split(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
     """The operator over few items, each of which it splits over the whole GPU by itself; see `Ranged` for the shapes.
 
-    It takes as many splits as fill the GPU, given items, heads and `longest`: with many items none, and with `longest`
-    far above the true lengths only the first ones have keys.
+    It takes as many splits as fill the GPU, given items, heads and `longest`. With many items it does not split; with
+    `longest` far above the true lengths, only the first splits have keys.
     """
     return queries_as_heads(torch_varlen, query, keys, values, scale, items)
 

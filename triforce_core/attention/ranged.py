@@ -21,7 +21,7 @@ LEAST_KEYS = 256  # per item; with fewer keys, merging the items costs more than
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """`splits` items per sequence. In each, its queries see slots [start, start + length) of the pool. All int32."""
+    """`splits` items per sequence; in each, the sequence's queries see slots [start, start + length). All int32."""
 
     starts: Tensor  # [items + 1]; the last has no meaning
     lengths: Tensor  # [items]; 0: an empty item

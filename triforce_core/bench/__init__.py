@@ -1,1 +1,1 @@
-"""Benchmarks that run on the user's own machine; their results are ratios within one run."""
+"""Benchmarks that run on the user's own machine; compare figures within one run only."""

@@ -29,7 +29,7 @@ from triforce_core.messages import SamplingParams, Tier
 MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load average")]
 ForceOption = Annotated[bool, typer.Option("--force", help="run at any load average")]
 
-bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks, in ratios within one run.")
+bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks. Compare figures within one run only.")
 bench_app.command()(serve)
 bench_app.command()(paths)
 bench_app.command()(sweep)
@@ -110,7 +110,7 @@ def device(
     prefill: Annotated[int, typer.Option(min=1, help="prompt tokens whose prefill is measured")] = 8192,
     acceptance: Annotated[
         str,
-        typer.Option(help="acceptance rates of retrieval and draft tokens; drawn, as weights are random"),
+        typer.Option(help="acceptance rates of retrieval and draft tokens; simulated because the weights are random"),
     ] = ".92,.6",
     fill: Annotated[str, typer.Option(help="random | prefill: the source of the prompt's KV")] = "random",
     seed: SeedOption = 0,

@@ -18,7 +18,7 @@ def paths(
     grpc: Annotated[str, typer.Option(help="the same server's gRPC address")] = "127.0.0.1:9000",
     context: Annotated[int, typer.Option(help="prompt tokens at most")] = 16000,
     output: Annotated[int, typer.Option(help="output tokens")] = 128,
-    repeats: Annotated[int, typer.Option(help="answers over each way")] = 5,
+    repeats: Annotated[int, typer.Option(help="answers measured over each path")] = 5,
     temperature: TemperatureOption = 0.0,
     as_json: JsonOption = False,
 ) -> None:

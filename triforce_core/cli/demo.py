@@ -26,10 +26,10 @@ SettingsOption = Annotated[
     ),
 ]
 CacheDirOption = Annotated[
-    Path | None, typer.Option(help="where corpus and checkpoints live, in place of the settings'")
+    Path | None, typer.Option(help="folder of corpus and checkpoints, in place of the one in the settings")
 ]
 TokenizerOption = Annotated[
-    Path | None, typer.Option(exists=True, dir_okay=False, help="tokenizer.json, in place of the settings'")
+    Path | None, typer.Option(exists=True, dir_okay=False, help="a tokenizer.json, in place of the one in the settings")
 ]
 DeviceOption = Annotated[str, typer.Option(help="cpu | cuda | cuda:N")]
 DtypeOption = Annotated[str, typer.Option(help="auto | float32 | bfloat16 | float16")]
@@ -89,7 +89,9 @@ def evaluate(
     weights: WeightsArgument = None,
     settings_file: SettingsOption = DEFAULT_SETTINGS,
     cache_dir: CacheDirOption = None,
-    context: Annotated[int | None, typer.Option(min=256, help="longest window, tokens; by default the card's")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=256, help="longest window in tokens; by default that of the model card")
+    ] = None,
     card: Annotated[bool, typer.Option("--card", help="write card and figures beside the weights")] = False,
     device: DeviceOption = "cpu",
     dtype: DtypeOption = "auto",

@@ -102,7 +102,7 @@ class Progress:
         self.request.fingerprint = self.fingerprint
         if self.request.n <= 1 and any(each.tokens for each in self.received.values()):
             self.request.resume_token_ids.extend(self.tokens)
-            self.request.ClearField("prompt_logprobs")  # they came before the first token
+            self.request.ClearField("prompt_logprobs")  # they came at the latest with the first token
             self.tokens, self.known = [], {}
         else:
             self.known = {

@@ -25,7 +25,7 @@ def draft_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
     """
     window = draft_window(settings)
     budget = window.sinks + window.window
-    lag, drafts = MAX_LOOKAHEAD + 2, MAX_LOOKAHEAD
+    lag, drafts = MAX_LOOKAHEAD + 2, 2 * MAX_LOOKAHEAD  # without the retrieval tier, a plan adds both lookaheads
     return HeavyHitterSettings(budget, budget // 2, window.slack, lag, drafts)
 
 

@@ -171,7 +171,7 @@ class Controller:
                 self.plain_at[self.load] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
-        """What the passes of a round were, of which the target's is the latest."""
+        """The passes of a round; for the target, those of its latest pass."""
         _, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         verified = below.proposed / below.passes if below.passes else 0.0
         return Round(
@@ -217,9 +217,10 @@ class Controller:
         if not settled or drafted.load != load(decoding):
             self._choose(sequence, decoding, refresh_every)
         new = sequence.stats.decoded < FIRST_TOKENS and drafted.choice.gain < CLEAR
-        if new or drafted.trial or lost_too_much(self._together(sequence, decoding)):
+        plan = drafted.choice.plan
+        if not plan.speculates or new or drafted.trial or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
-        return drafted.choice.plan
+        return plan
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
         """Take over the plan of the requests that are planned together with this one."""

@@ -133,7 +133,7 @@ class Engine:
         self.totals = Totals()
         # Called with a request's id, as `submit` returns it, before the request's first pass.
         self.on_entering: Callable[[int], None] = lambda sequence_id: None
-        # Copies for other threads to read, made after each turn: the scheduler's figures; the tokens of the KV pool
+        # Copies for other threads to read, made in each turn: the scheduler's figures; the tokens of the KV pool
         # that requests own, that are kept for later requests, and that were dropped; and `totals`.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
         self.kept_tokens, self.dropped_tokens = 0, 0
@@ -141,8 +141,8 @@ class Engine:
         self.working_on: Callable[[list[int]], None] = lambda request_ids: None
 
     def watch(self, working_on: Callable[[list[int]], None]) -> None:
-        """From now on `working_on` is called with the ids of the requests that a pass of this process works on, before
-        it begins, and with none after it. A snapshot counts as a pass.
+        """From now on `working_on` is called before each verifying pass or snapshot of this process, with the ids of
+        the requests that it works on, and after it with an empty list.
         """
 
         def passing(sequence_ids: list[int]) -> None:
@@ -206,7 +206,7 @@ class Engine:
             self.doorbell.wait(timeout_s)
 
     def run_once(self, timeout_s: float = 1.0) -> list[Output]:
-        """One turn of the loop; blocks up to `timeout_s` seconds for the tiers below."""
+        """One turn of the loop; waits for the tiers below as `SpeculativeDecoder.advance` does."""
         outputs = self._take_messages()
         self._update_snapshots()
         self._make_room()

@@ -1,5 +1,5 @@
 """A short name of what determines a target's tokens: while it is unchanged, the same request with the same seed gives
-the same output, on whichever replica.
+the same output on any replica, except for ties of rounding.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triforce_core
 from triforce_core.config import Settings
 from triforce_core.models.files import resolve
 
-SAMPLES, SAMPLE_BYTES = 16, 4096  # read of each file of weights: whole files take minutes
+SAMPLES, SAMPLE_BYTES = 16, 4096  # SAMPLES + 1 are read of each file of weights: whole files take minutes
 WEIGHTS = ("*.safetensors", "*.bin")
 DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
 

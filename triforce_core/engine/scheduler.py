@@ -70,8 +70,8 @@ class Scheduler:
     """Serves requests by priority, then in the order of their arrival.
 
     A request goes live when the target's pool has room for its prompt and a step ahead; it grows as it is decoded. When
-    the pool is full, the youngest request is preempted. It waits until its greatest length fits, so that it is
-    preempted once at most.
+    the pool is full, the youngest request of the lowest priority is preempted. It waits until its greatest length fits,
+    so that it is preempted once at most.
 
     While a waiting request does not fit, later ones that fit may go live before it, until they have reserved as many
     slots as it needs. In the same way, shorter prompts are prefilled before a long one, but only until as many tokens
@@ -208,8 +208,8 @@ class Scheduler:
         """Give these requests, whose prompts are still being prefilled, their shares of this turn's chunk.
 
         Each gets what it can use, in the order of priority and then of `due`: the prompt tokens handed out before it
-        went live, plus those that it then had to read. Nobody waits until it is due. So of prompts that go live
-        together the shortest comes first, and only more urgent requests can keep one waiting for ever.
+        went live, plus those that it then had to read. It is an order, not a time to wait for. So of prompts that go
+        live together the shortest comes first, and only more urgent requests can keep one waiting for ever.
         """
         shares: list[Part] = []
         room, scored_room = self.prefill_chunk, self.scored_chunk
@@ -266,7 +266,7 @@ class Scheduler:
     def asked_tokens(self) -> int:
         """Upper bound on the tokens of the target's next pass: all new tokens in its unanswered work."""
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
-        return sum(w.span.end - prefilled + max(w.lookaheads[1:], default=0) for w, prefilled in asked)
+        return sum(w.span.end - prefilled + sum(w.lookaheads[1:]) for w, prefilled in asked)
 
     @property
     def decoding(self) -> list[Sequence]:

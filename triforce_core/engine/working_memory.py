@@ -1,5 +1,5 @@
-"""What the target takes beside the pool of its cache, so that a pool that leaves no room for it is refused at the start
-and not by running out of memory at the first cut of a snapshot, after a long prefill.
+"""What the target takes beside its KV pool. A pool that leaves no room for it is refused at the start; otherwise memory
+would run out at the first cut of a snapshot, after a long prefill.
 
 Computed from the shapes, and compared with what passes hold (tests/unit/test_cuda_path.py). Peaks of passes, cuts and
 draws do not coincide, so only the largest counts. What libraries take by themselves is a guess.

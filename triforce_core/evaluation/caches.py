@@ -1,7 +1,7 @@
 """The caches under evaluation: how each gives the logits of a stretch, after a text that the target has read.
 
-A cut cache is a snapshot of the full cache, cut where the stretch begins: what the retrieval tier drafts with, and what
-a method that compresses the cache after the prompt decodes with. The other caches are filled without the full one.
+A cut cache is a snapshot of the full cache, cut where the stretch begins. The retrieval tier drafts with one; methods
+that compress the cache after the prompt decode with one. The other caches are filled without the full one.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Case:
     budget: Budget | None  # None: it keeps everything
 
     def open(self, reading: Reading, text: Input) -> LogitsOf:
-        """The cache over the text. Its budget is a share of the tokens before the first stretch."""
+        """The cache over the text. A budget in percent is a share of the tokens before the first stretch."""
         if self.budget is None:
             return reading.logits  # once more over the KV that is held
         budget = self.budget.tokens(text.stretches[0].start, reading.chunk)
@@ -50,7 +50,7 @@ def selector_named(name: str) -> Selector:
 
 
 def selectors_of(plan: EvalPlan) -> list[str]:
-    """The names of the plan's selectors; none: all of them."""
+    """The names of the plan's selectors; all selectors if the plan names no cache."""
     return [name for name in plan.caches or CUT if name in CUT]
 
 

@@ -56,7 +56,7 @@ def acceptance_at(temperature: str) -> ValueOf:
 
 
 def of_kind(rows: Sequence[Row], *, percent: bool) -> Sequence[Row]:
-    """The full cache's rows and those whose budgets are shares of the context, or not; all, if none are."""
+    """The full cache's rows and those with budgets in percent, or in tokens; all rows if there are no such budgets."""
     some = [row for row in rows if row["budget"] is None or row["budget"].endswith("%") == percent]
     return some if any(row["budget"] for row in some) else rows
 

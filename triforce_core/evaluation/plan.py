@@ -40,7 +40,7 @@ class Budget:
         return f"{self.amount}%" if self.is_percent else str(self.amount)
 
     def tokens(self, context: int, chunk: int) -> int:
-        """The tokens of this budget in a context of so many: whole chunks."""
+        """This budget in tokens, rounded down to whole chunks, for a context of so many tokens."""
         wanted = context * self.amount // 100 if self.is_percent else self.amount
         return max(least_budget(chunk), wanted // chunk * chunk)
 

@@ -35,9 +35,9 @@ class Model:
 
 
 class Reader:
-    """Brings one cache along one text."""
+    """Reads one text into one cache."""
 
-    queries = 0  # last tokens that are read in one pass, for their queries
+    queries = 0  # how many of the last tokens are read in one pass, so that their queries are kept
 
     def __init__(self, runner: ModelRunner, tokens: tuple[int, ...]) -> None:
         self.runner, self.tokens = runner, tokens

@@ -47,7 +47,7 @@ class Forward:
 
     span: Span
     num_sampled: int  # 0: no logits are needed
-    num_drafted: int = 0  # of its last tokens, which the caller may take back
+    num_drafted: int = 0  # how many of its last tokens are drafts, which the caller may take back
 
 
 @dataclass(slots=True)
@@ -59,7 +59,7 @@ class Held:
     cached: int = 0  # KV is held below this position; a policy may keep only part of it
     ranges: list[Range] = field(default_factory=list)  # slots of the pool that this sequence owns
     unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)
-    drafted: int = 0  # of the last statement's tokens, which may be taken back
+    drafted: int = 0  # how many of the last statement's tokens are drafts, which may be taken back
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class Placement:
 class Lack:
     """Why a sequence could not be forwarded; its proposal reports this.
 
-    With both defaults, neither tokens nor a snapshot would help. Either the pool has no room, or the statement is
-    outdated: the sequence's snapshot already covers positions whose logits the statement asks for.
+    With both defaults, neither tokens nor a snapshot would help: the pool has no room, the text is longer than the
+    model's positions, or the snapshot already covers positions whose logits the statement asks for.
     """
 
     missing_from: int | None = None

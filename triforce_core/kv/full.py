@@ -35,7 +35,7 @@ class FullKV(KVCache):
 
     Where texts are shared, the KV of a text stays in the pool when its sequence ends, and while its prompt is read
     others may use what is there already (kv/prefix_tree.py). Kept texts that nobody uses are dropped when slots are
-    needed, even where enough slots are free, but in more than a few ranges.
+    needed, even if enough are free but lie in too many ranges.
     """
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
@@ -94,7 +94,7 @@ class FullKV(KVCache):
 
         The last tokens are never matched: their queries, which choose the first snapshot's chunks, are computed anew,
         so that it is the snapshot that an empty pool would give. A selector that counts attention from the beginning
-        needs all queries, and so do the logprobs of a prompt.
+        needs all queries, and the logprobs of a prompt need all logits.
         """
         num_queries = SELECTORS[spec.selector]().num_queries
         if not self.shares or num_queries is None or spec.prompt_logprobs is not None:
@@ -121,7 +121,7 @@ class FullKV(KVCache):
         if beginning is None:
             return None
         matched, shared = beginning
-        # In use from here on, and so not dropped to make room for the rest.
+        # The matched nodes are in use from here on, so that no room is made by dropping them.
         node = self.tree.enter(spec.cache_salt, cursor.node if cursor else None, matched)
         there = self.tree.ranges(node, matched)
         most_ranges = MOST_RANGES - len(joined([], sliced(there, 0, shared)))

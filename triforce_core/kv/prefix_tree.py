@@ -151,8 +151,8 @@ class PrefixTree:
             self.drop(node)
 
     def insert(self, node: Node, text: list[int], stop: int, ranges: list[Range]) -> tuple[Node, list[Range]]:
-        """Take over the text of the sequence that uses `node`, up to `stop`, the end of a whole chunk, as far as the
-        tree has no KV of it. From then on the sequence uses the node that ends there.
+        """Take over what the tree lacks of the text of the sequence that uses `node`, up to `stop`, the end of a whole
+        chunk. From then on the sequence uses the node that ends there.
 
         `ranges`: the slots of the whole text. Returns that node, and the positions whose slots are now the tree's.
         """

@@ -91,7 +91,8 @@ class GrammarState:
         """Which tokens may follow `output`, and then each of the tokens `drafted` after it: [1 + drafted, vocab] bool.
 
         The first `unchanged` tokens of `output`, 0 or more, are as they were in the last call. Stop tokens may follow a
-        complete output. After a drafted token that is not allowed itself, all are: no verifier looks beyond it.
+        complete output. The rows after a drafted stop token, or one that is not allowed, have no meaning: no verifier
+        looks at them.
         """
         bits = allocate_token_bitmask(1 + len(drafted), self.tokenizer.vocab_size)
         complete = [True] * len(bits)
@@ -132,8 +133,8 @@ class GrammarState:
         return count == len(tokens) and not self.matcher.is_error()
 
     def _fill(self, bits: Tensor, row: int) -> None:
-        """Compute the mask of the text consumed so far. A matcher that meets a limit stays in error, and what it has
-        tried before may have brought it there, so only a new one that has seen this text alone decides.
+        """Compute the mask of the text consumed so far. A matcher that meets a limit stays in error. Text that was
+        rolled back may be the cause, so a new matcher, which has seen this text alone, decides.
         """
         fill_next_token_bitmask(self.matcher, bits, row)
         if self.matcher.is_error():
