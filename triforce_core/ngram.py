@@ -14,7 +14,8 @@ from triforce_core.messages import SequenceSpec, Tally
 
 LONGEST = 3  # three repeated tokens predict well what follows; longer runs are seldom repeated
 SHORTEST = 2  # a single token is repeated too often to predict what follows
-MOST_AT_ONCE = 4096  # tokens that `Shadow` takes in per call, in a few milliseconds
+# Of a prompt, a `Shadow` reads so many tokens at the end, and so many at a time: 1.5 µs and 200 bytes for each.
+SHADOWED, AT_ONCE = 16_384, 1024
 SCORED = 4  # tokens of a guess that is scored: about as many as the draft tier is asked for
 
 
@@ -118,18 +119,27 @@ class Trial:
 
 
 class Shadow:
-    """Scores prompt lookup on a text that the lowest tier is not told because it drafts nothing."""
+    """Scores prompt lookup on a text that the lowest tier is not told because it drafts nothing. It knows the end of
+    the prompt (`SHADOWED` tokens) and all that was decoded since.
+    """
 
-    def __init__(self, spec: SequenceSpec) -> None:
+    def __init__(self, spec: SequenceSpec, tokens: int) -> None:
+        """`tokens`: the length of the text so far."""
         self.text, self.trial = Text(spec, LONGEST), Trial()
+        self.first = max(0, tokens - SHADOWED)  # position of the first token that it knows
+
+    def behind(self, tokens: list[int]) -> bool:
+        """Whether it must still read a part of a long prompt."""
+        return len(tokens) - self.first - len(self.text.tokens) > AT_ONCE
 
     def score(self, tokens: list[int]) -> Tally:
         """Counts the guess if `tokens`, the same text as before and more, now covers it. Of a long prompt, each call
-        takes in a part: the engine's thread must not stand still for all of it.
+        reads a part: the engine's thread must not stand still for all of it.
         """
-        start = len(self.text.tokens)
-        unchanged = self.text.state(start, tuple(tokens[start : start + MOST_AT_ONCE]))
-        return self.trial.score(self.text, unchanged) if len(self.text.tokens) == len(tokens) else Tally()
+        complete, held = not self.behind(tokens), len(self.text.tokens)
+        more = tokens[self.first + held : self.first + held + AT_ONCE]
+        unchanged = self.text.state(held, tuple(more))
+        return self.trial.score(self.text, unchanged) if complete else Tally()
 
 
 def agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:

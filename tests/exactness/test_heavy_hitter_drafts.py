@@ -7,7 +7,7 @@ import pytest
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish, mixed_requests
 from tests.random_models import random_model, with_noise
-from triforce_core.config import Settings
+from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.engine.assembly import draft_proposer, local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import runners_of
@@ -105,4 +105,9 @@ def test_its_memory_is_checked() -> None:
     assert runner is not None
     assert isinstance(runner.kv, HeavyHitterKV)
     sizes = runner.kv.settings
-    assert (sizes.budget, sizes.heavy, sizes.slack, sizes.lag + sizes.most_drafts) == (64, 32, 32, 130)
+    assert (sizes.budget, sizes.heavy, sizes.slack, sizes.lag + sizes.most_drafts) == (
+        64,
+        32,
+        32,
+        3 * MAX_LOOKAHEAD + 2,
+    )

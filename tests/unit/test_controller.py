@@ -8,7 +8,7 @@ from statistics import fmean
 
 import pytest
 
-from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.controller import Controller, Recent, Tiers, load_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
@@ -127,7 +127,7 @@ class Decoding:
         sequence.stats.decoded += tokens
         sequence.stats.decode_s += seconds
         if sequence.request.lookaheads is None:
-            self.controller.learn(sequence, proposal, sequence.plan, seconds, [sequence])
+            self.controller.learn(sequence, proposal, sequence.plan, seconds)
             sequence.plan = self.controller.plan(sequence, [sequence], REFRESH)
 
     def cut(self, sequence: Sequence) -> float:
@@ -230,8 +230,8 @@ def test_unlucky_drafts_are_no_overhead_of_their_plan(requests: int) -> None:
         controller.passed(answers, sequences, float(clock))
         for each, proposal in answers:
             each.clock = clock + 1.0
-            controller.learn(each, proposal, plan, seconds, sequences)
-    controller._correct(sequences)
+            controller.learn(each, proposal, plan, seconds)
+    controller._correct()
     assert controller.figures().corrections["lookup"] == pytest.approx(1, abs=0.05)
 
 
@@ -247,7 +247,7 @@ def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> Non
     for now in (1.0, 2.0):
         controller.passed(answers, sequences, now)
     one.clock = 2.0
-    controller.learn(one, answers[0][1], Plan(0, 3), 0.5, sequences)
+    controller.learn(one, answers[0][1], Plan(0, 3), 0.5)
     assert bool(controller.measured) is (beside == Plan(0, 2))
 
 
@@ -262,25 +262,65 @@ def test_a_new_load_gets_a_new_plan() -> None:
     one.drafted.rounds = 1
     controller.plan(one, [one, other], REFRESH)
     assert one.drafted.rounds == 1, "the plan of this load is still new"
+    one.drafted.trial = 2
+    controller.plan(one, [one], REFRESH)
+    assert one.drafted.load == 1, "also while plain decoding is measured"
 
 
-@pytest.mark.parametrize("requests", [1, 2])
-def test_a_round_corrects_the_same_however_many_requests_share_it(requests: int) -> None:
-    """Ten slow rounds after many that took as long as their passes should."""
-    controller = Controller(TIERS)
-    sequences = two_requests(controller)[:requests]
-    for clock in range(1, 61):
+def plain_rounds(controller: Controller, decoding: list[Sequence], planned: int, took: list[float]) -> None:
+    """Plain rounds, one after another, whose passes take 10 ms; the first requests are planned by the controller."""
+    for round_s in took:
         answers = []
-        for each in sequences:
+        for each in decoding:
+            each.clock += round_s
             each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, 0, 0))
             tally = Tally(1, busy_s=0.01)
             answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))))
-        controller.passed(answers, sequences, float(clock))
-        for each, proposal in answers:
-            each.clock = clock + 1.0
-            controller.learn(each, proposal, PLAIN, 0.01 if clock <= 50 else 0.02, sequences)
-        controller._correct(sequences)
+        controller.passed(answers, decoding, decoding[0].clock)
+        for each, proposal in answers[:planned]:
+            controller.learn(each, proposal, PLAIN, round_s)
+
+
+@pytest.mark.parametrize(("planned", "pinned"), [(1, 0), (2, 0), (1, 1)])
+def test_a_round_corrects_the_same_however_many_requests_share_it(planned: int, pinned: int) -> None:
+    """Ten slow rounds after many that took as long as their passes should."""
+    controller = Controller(TIERS)
+    decoding = two_requests(controller)[: planned + pinned]
+    for each in decoding[planned:]:
+        each.request = replace(each.request, lookaheads=(0, 0))
+    plain_rounds(controller, decoding, planned, [0.01] * 50)
+    controller._correct()
+    plain_rounds(controller, decoding, planned, [0.02] * 10)
+    controller._correct()
     assert controller.figures().corrections["plain"] == pytest.approx(2 - 0.9**10, abs=0.05)
+
+
+def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
+    """Requests that come and go around a power of two change it every few rounds."""
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    for _ in range(10):
+        plain_rounds(controller, [one, other], 2, [0.02] * 4)
+        controller.plan(one, [one], REFRESH)
+        plain_rounds(controller, [one], 1, [0.01] * 4)
+        controller.plan(one, [one, other], REFRESH)
+    assert [controller._corrected("plain", load) for load in (1, 2)] == [
+        pytest.approx(1, abs=0.05),
+        pytest.approx(2, abs=0.1),
+    ]
+
+
+def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
+    """Plain decoding was slow for a while, so that speculation seems to pay; it is measured again, and believed."""
+    machine = replace(MACHINES["unpredictable"], model=0.35)
+    server = Decoding(machine)
+    for _ in range(4):
+        server.request(256)
+    [(_, at_load)] = [key for key in server.controller.corrections if key[0] == PLAIN.kind]
+    server.controller.corrections[PLAIN.kind, at_load] = Recent(30.0, 10.0)  # three times too slow, ten times seen
+    trace = server.request(512)[1]
+    assert trace[40][1].speculates, "at first this is believed"
+    assert not any(plan.speculates for done, plan in trace if done >= 448)
 
 
 def test_a_pass_that_reads_a_prompt_teaches_nothing() -> None:
@@ -317,8 +357,8 @@ def test_keys_that_requests_share_are_expected_to_be_read_once(micro_batches: in
         tally = Tally(1, count, count, 0, 0, 0, 1, seconds(rows, latest))
         answers = [(each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))) for each in sequences[:rows]]
         controller.passed(answers, sequences, 1.0)
-    controller._correct(sequences)
-    costs, rows = controller._costs(sequences), 6 // micro_batches
+    controller._correct()
+    costs, rows = controller._costs(load_of(sequences)), 6 // micro_batches
     assert costs.plain_s == pytest.approx(seconds(6, reads(6)), rel=0.1)
     assert costs.target(5) == pytest.approx(seconds(rows, reads(rows)), rel=0.1)
     assert costs.target(MOST_QUERIES + 1) >= 0.9 * seconds(rows, 1), "with so many queries nothing is read once"

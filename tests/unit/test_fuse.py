@@ -207,13 +207,15 @@ def test_no_memory_for_the_compiler_is_no_failing_compiler(
     monkeypatch.setattr(fusing, "compile_kernels", full)
     why = "takes more memory than cuda has (CUDA out of memory. Tried to allocate 20.00 MiB.)"
     lower = "lower target.kv_pool_tokens, retrieval.budget or max_sequences, or set compile: off"
+    remedy = f"to start without this: {lower}"
     if mode == "on":
         with pytest.raises(InvalidValueError) as refused:
             fuse(model, settings)
         assert str(refused.value) == f"compile: 'on' {why}: {lower}"
     else:
         assert not fuse(model, settings)
-        assert said(caplog) == [f"compile: auto: no fused kernels, because compile {why}; passes are slower: {lower}"]
+        lost = "no fused kernels, so passes are slower"
+        assert said(caplog) == [f"compile: auto: {lost}, because compile {why}; {remedy}"]
     assert not fused_parts(model)
 
 
@@ -261,5 +263,6 @@ def test_without_a_compiler_auto_does_without(no_compiler: None, caplog: pytest.
             assert not fused_parts(model)
             assert ordinary_logits(model, 3).isfinite().all()
     [message] = said(caplog)
-    assert message.startswith("compile: auto: no fused kernels, because compile needs a compiler that works on cuda (")
-    assert message.endswith("); passes are slower: set compile: off")
+    lost = "no fused kernels, so passes are slower"
+    assert message.startswith(f"compile: auto: {lost}, because compile needs a compiler that works on cuda (")
+    assert message.endswith("); to start without this: set compile: off")

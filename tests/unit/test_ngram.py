@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from triforce_core import ngram
 from triforce_core.leaf import Leaf
 from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Tally, Work
-from triforce_core.ngram import LONGEST, Shadow, Text, Trial
+from triforce_core.ngram import Shadow
 
 Tokens = tuple[int, ...]
 STOP = 9
@@ -153,16 +153,24 @@ def test_a_step_looks_up_what_is_new_whatever_the_context(context: int) -> None:
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 5))
 def test_a_shadow_scores_as_the_leaf_does(text: list[int], step: int) -> None:
-    shadow, stated, trial = Shadow(SPEC), Text(SPEC, LONGEST), Trial()
+    leaf, shadow = Leaf(), Shadow(SPEC, min(step, len(text)))
     for end in range(step, len(text) + 1, step):
-        expected = trial.score(stated, stated.state(end - step, tuple(text[end - step : end])))
-        assert shadow.score(text[:end]) == expected
+        answer = ask(leaf, tuple(text[end - step : end]), start=end - step)
+        assert shadow.score(text[:end]) == answer.tallies[0]
 
 
-def test_a_shadow_takes_in_a_long_prompt_in_parts_and_guesses_from_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ngram, "MOST_AT_ONCE", 10)
-    shadow, text = Shadow(SPEC), [1, 2, 3, 4, 5] * 5
-    for held in (10, 20, 25):
+def test_a_shadow_reads_the_end_of_a_long_prompt_in_parts_and_guesses_from_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ngram, "AT_ONCE", 10)
+    monkeypatch.setattr(ngram, "SHADOWED", 25)
+    text = [6, 7, 8, *([1, 2, 3, 4, 5] * 5)]
+    shadow = Shadow(SPEC, len(text))
+    for held, behind in ((10, True), (20, True), (25, False)):
+        assert shadow.behind(text) is behind
         assert shadow.score(text) == Tally()
         assert len(shadow.text.tokens) == held
     assert shadow.score([*text, 1, 2, 3, 7]) == Tally(rounds=1, proposed=4, accepted=3, rejected=1)
+    drafted = [*text, 1, 2, 3, 7, 1, 2, 3, 4, 5, 1, 2, 3, 4]  # more than one guess at once, as after rounds with drafts
+    assert shadow.score(drafted).rounds == 1
+    assert shadow.text.tokens == drafted[3:]

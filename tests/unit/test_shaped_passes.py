@@ -215,12 +215,13 @@ def test_no_memory_for_graphs_is_said(
     settings = load_settings(device="cuda:0", dtype="float32", max_sequences=3, graphs=mode)
     why = "takes more memory than cuda:0 has (CUDA error: out of memory)"
     lower = "lower target.kv_pool_tokens, retrieval.budget or max_sequences, or set graphs: off"
+    remedy = f"to start without this: {lower}"
     if mode == "on":
         with pytest.raises(InvalidValueError) as refused:
             shaped_passes(model, kv, settings, 4)
         assert str(refused.value) == f"graphs: 'on' {why}: {lower}"
     else:
         assert shaped_passes(model, kv, settings, 4) is None
-        assert said() == [f"graphs: auto: no graphs, because graphs {why}; passes are slower: {lower}"]
+        assert said() == [f"graphs: auto: no graphs, so passes are slower, because graphs {why}; {remedy}"]
     with pytest.raises(RuntimeError, match="device-side assert"):
         shaped_passes(model, kv, settings, 4)

@@ -31,7 +31,7 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill
     left = free - weights_and_small_caches(settings, geometry)
     positions = context_length(geometry.target)
     longest = min(LONGEST, positions - output)
-    rule = f"leaves fewer than {STEP} of the geometry's {positions} positions for a prompt"
+    rule = f"leaves fewer than {STEP} of the geometry's {positions} positions for a prompt: choose a larger geometry"
     require(longest >= STEP, "output", output, rule)
     for context in range(longest - longest % STEP, 0, -STEP):
         if pool_bytes(settings, geometry.target, context + more) <= left:

@@ -16,13 +16,14 @@ from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from math import ceil, isnan
 from statistics import fmean
+from typing import NamedTuple
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
 from triforce_core.engine.acceptances import UNKNOWN, Acceptances, Drafted
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
-from triforce_core.plans import PLAIN, Acceptance, Costs, Plan, Round, Situation, choose, plans
+from triforce_core.plans import PLAIN, Acceptance, Choice, Costs, Plan, Round, Situation, choose, plans
 
 log = logging.getLogger(__name__)
 
@@ -37,10 +38,11 @@ CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not
 MOST_LOST = 3  # in the same unit: a round counts as no greater loss than this, because any plan has slow moments
 # Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens.
 LOSS_SHARE, LOSS_TOKENS = 0.02, 4
-TRIAL_EVERY, TRIAL = 256, 3  # plain decoding is measured again after so many tokens per request, for so many rounds
+# Plain decoding is measured again for `TRIAL` rounds: where it takes twice as long, after `TRIAL_EVERY` tokens of each
+# request. For other gains the interval is longer or shorter, so that trials take about 1% of the time (`_trial_due`).
+TRIAL_EVERY, TRIAL = 256, 3
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
-CLEAR_TRIALS = 4  # with such a gain, plain decoding is measured so many times less often
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +79,28 @@ class Recent:
         return (self.total + trust * before) / (self.weight + trust)
 
 
+class Load(NamedTuple):
+    """What was being decoded during a pass of the target."""
+
+    requests: int = 0
+    planned: int = 0  # of these, the requests that are planned here
+    length: float = 0.0  # tokens of their texts, on average
+
+    @property
+    def kind(self) -> int:
+        """A class of loads: 1, 2 to 3, 4 to 7, … requests."""
+        return self.requests.bit_length()
+
+
+class Measurement(NamedTuple):
+    """A round of one request."""
+
+    kind: str  # of its plan
+    load: Load
+    passes: Round
+    round_s: float
+
+
 @dataclass(frozen=True, slots=True)
 class Figures:
     """What a controller has planned and learned."""
@@ -106,11 +130,10 @@ class Controller:
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
-        # Rounds that are not in `corrections` yet: kind of plan, load, their passes, seconds.
-        self.measured: deque[tuple[str, int, Round, float]] = deque(maxlen=64)
+        self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
-        self.latest, self.load = "", 0  # the latest choice in words, and the load
+        self.latest, self.load = "", Load()  # the latest choice in words, and the load of the target's latest pass
         self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
         # At the end of the last pass: how many requests were being decoded, and the kinds of plans of their rounds.
         self.mix: tuple[int, set[str]] = (0, set())
@@ -121,7 +144,11 @@ class Controller:
         return Figures(
             self.latest,
             dict(self.rounds),
-            {kind: found.mean(1.0) for (kind, at_load), found in [*self.corrections.items()] if at_load == self.load},
+            {
+                kind: found.mean(1.0)
+                for (kind, at_load), found in [*self.corrections.items()]
+                if at_load == self.load.kind
+            },
             {bucket / 4: known.given(UNKNOWN) for bucket, known in [*self.known.items()]},
         )
 
@@ -132,6 +159,7 @@ class Controller:
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
+        self.load = load_of(decoding)
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
@@ -141,7 +169,7 @@ class Controller:
         if len(parts) > 1 and max(part.tokens for part in parts) <= MOST_QUERIES:
             self.shared = (1 - read) / (1 - 1 / len(parts))
         self.target.add(parts, levels[0][0].busy_s)
-        batch, _ = self._batches(decoding)
+        batch, _ = self._batches(len(decoding))
         for (sequence, _), (_, below, leaf) in zip(answers, levels, strict=True):
             length = len(sequence.tokens)
             if below.passes:
@@ -150,25 +178,22 @@ class Controller:
             if leaf.passes:
                 self.draft.add([Part(1, min(self.tiers.window_tokens, length))] * batch, leaf.busy_s / leaf.passes)
 
-    def learn(
-        self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float, decoding: Several[Sequence]
-    ) -> None:
-        """Learn from a round of a request that is planned here. `proposal` has the score of prompt lookup among the
-        draft level's tallies also where nothing was drafted. `round_s`: the seconds that the round took, without those
-        of snapshot cuts; NaN if prompt chunks delayed it.
+    def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
+        """Learn from a round of a request that is planned here. Where `looks_up`, `proposal` has the score of prompt
+        lookup in the draft level's tally, also if nothing was drafted. `round_s`: the seconds that the round took,
+        without those of snapshot cuts; NaN if prompt chunks delayed it.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
-        self.load = load(decoding)
         self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
         known.add(plan, proposal.tallies, SERVER_MEMORY)
         drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
-            self.measured.append((plan.kind, self.load, self._round(proposal, plan), round_s))
+            self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
             if not plan.speculates:
-                self.plain_at[self.load] = self.committed
+                self.plain_at[self.load.kind] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
         """The passes of a round; for the target, those of its latest pass."""
@@ -210,15 +235,15 @@ class Controller:
         drafted, length = sequence.drafted, len(sequence.tokens)
         if not drafted.chosen_at:
             self._join(sequence, decoding)
-        if drafted.trial:
-            drafted.trial -= 1
-            return PLAIN
-        settled = length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
-        if not settled or drafted.load != load(decoding):
+        settled = drafted.trial or length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
+        if not settled or drafted.load != load_of(decoding).kind:
             self._choose(sequence, decoding, refresh_every)
         new = sequence.stats.decoded < FIRST_TOKENS and drafted.choice.gain < CLEAR
         plan = drafted.choice.plan
-        if not plan.speculates or new or drafted.trial or lost_too_much(self._together(sequence, decoding)):
+        if drafted.trial:
+            drafted.trial -= 1
+            return PLAIN
+        if not plan.speculates or new or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
         return plan
 
@@ -234,7 +259,8 @@ class Controller:
     def _choose(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> None:
         """Choose a plan for this request and those that are planned together with it."""
         self._fade()
-        self._correct(decoding)
+        self._correct()
+        load = load_of(decoding)
         together, before = self._together(sequence, decoding), sequence.drafted.choice.plan
         situation = self._situation(together, decoding, refresh_every)
         choice = choose(self.candidates, situation, before)
@@ -242,18 +268,26 @@ class Controller:
             each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice, each.drafted.acceptance = choice, situation.acceptance
-            each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = len(each.tokens), 0, load(decoding)
+            each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = len(each.tokens), 0, load.kind
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         if choice.plan.kind != before.kind:
             log.info("request %d of %s", sequence.request_id, self.latest)
-        interval = len(decoding) * TRIAL_EVERY * (1 if choice.gain < CLEAR else CLEAR_TRIALS)
-        at_load = load(decoding)
-        if choice.plan.speculates and self.committed - self.plain_at.get(at_load, -interval) >= interval:
-            # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
-            # never happens, and without this line the trial would begin again at the next choice.
-            self.plain_at[at_load] = self.committed
+        if choice.plan.speculates and self._trial_due(choice, load):
             for each in together:
                 each.drafted.trial = TRIAL
+
+    def _trial_due(self, choice: Choice, load: Load) -> bool:
+        """Whether to measure plain decoding now. If so, what is known of its rounds is forgotten: a few slow ones of
+        long ago would outweigh the new ones, and speculation that does not pay would go on.
+        """
+        interval = load.requests * TRIAL_EVERY * max(0.5, choice.gain - 1)
+        if self.committed - self.plain_at.get(load.kind, -interval) < interval:
+            return False
+        # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
+        # never happens, and without this line the trial would begin again at the next choice.
+        self.plain_at[load.kind] = self.committed
+        self.corrections.pop((PLAIN.kind, load.kind), None)
+        return True
 
     def _fade(self) -> None:
         """Forget a little of everything, for the tokens since the last time."""
@@ -264,30 +298,33 @@ class Controller:
         for correction in self.corrections.values():
             correction.fade(kept)
 
-    def _correct(self, decoding: Several[Sequence]) -> None:
+    def _correct(self) -> None:
         """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
-        costs = self._costs(decoding)
-        for kind, at_load, passes, round_s in self.measured:
-            passes_s = costs.round_s(passes)
-            if at_load == load(decoding) and passes_s:
+        at: dict[int, Costs] = {}  # by number of requests; their lengths have hardly changed since the last time
+        for kind, load, passes, round_s in self.measured:
+            if load.requests not in at:
+                at[load.requests] = self._costs(load)
+            costs = at[load.requests]
+            if passes_s := costs.round_s(passes):
                 ratio = min(max(round_s / passes_s, 0.1), 10.0)
-                share = 1 / len(decoding)  # each of these requests has measured the same rounds
-                self.corrections.setdefault((kind, at_load), Recent()).add(ratio, rounds=share)
+                share = 1 / load.planned  # each of these requests has measured the same round
+                self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
                 if kind != PLAIN.kind:  # rounds of several kinds count by their time
                     weight = passes_s / (costs.plain_s or passes_s)
-                    self.corrections.setdefault((SPECULATIVE, at_load), Recent()).add(ratio, weight, share)
+                    self.corrections.setdefault((SPECULATIVE, load.kind), Recent()).add(ratio, weight, share)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
         """What is known when one plan is chosen for all these requests. The engine cuts all their snapshots."""
+        load = load_of(decoding)
         cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
         return Situation(
-            self._costs(decoding),
+            self._costs(load),
             self._acceptance(together),
-            {kind: self._corrected(kind, load(decoding)) for kind in self.kinds},
+            {kind: self._corrected(kind, load.kind) for kind in self.kinds},
             cut_s,
             renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
@@ -313,19 +350,18 @@ class Controller:
         before = 1.0 if kind in (SPECULATIVE, PLAIN.kind) else self._corrected(SPECULATIVE, at_load)
         return self.corrections.get((kind, at_load), Recent()).mean(before)
 
-    def _batches(self, decoding: Several[Sequence]) -> tuple[int, int]:
+    def _batches(self, requests: int) -> tuple[int, int]:
         """The requests in a pass, and the number of such groups."""
-        number = max(1, len(decoding))
+        number = max(1, requests)
         batch = ceil(number / self.tiers.micro_batches)
         return batch, ceil(number / batch)
 
-    def _costs(self, decoding: Several[Sequence]) -> Costs:
-        (batch, groups), tiers = self._batches(decoding), self.tiers
-        length = fmean(len(s.tokens) for s in decoding) if decoding else 0.0
+    def _costs(self, load: Load) -> Costs:
+        (batch, groups), tiers, length = self._batches(load.requests), self.tiers, load.length
         together = self.target.alike(batch, length, self._read(batch))
         apart = self.target.alike(batch, length)
         return Costs(
-            self.target.alike(len(decoding), length, self._read(len(decoding)))(1),
+            self.target.alike(load.requests, length, self._read(load.requests))(1),
             lambda tokens: (together if tokens <= MOST_QUERIES else apart)(tokens),
             self.retrieval.alike(batch, min(tiers.sparse_tokens, length)),
             self.draft.alike(batch, min(tiers.window_tokens, length)),
@@ -356,6 +392,6 @@ def lost_too_much(together: Several[Sequence]) -> bool:
     return sum(s.drafted.saved_s for s in together) < -allowed
 
 
-def load(decoding: Several[Sequence]) -> int:
-    """A class of loads: 1, 2 to 3, 4 to 7, … requests."""
-    return len(decoding).bit_length()
+def load_of(decoding: Several[Sequence]) -> Load:
+    planned = sum(s.request.lookaheads is None for s in decoding)
+    return Load(len(decoding), planned, fmean(len(s.tokens) for s in decoding) if decoding else 0.0)

@@ -292,8 +292,7 @@ class Engine:
         seconds = time.perf_counter() - began
         if cut:
             self.totals.stats.snapshots += 1
-            for live in self.scheduler.live.values():
-                live.cut_s += seconds
+            self._apart(seconds)
             if self.controller is not None:
                 self.controller.was_cut(sequence, seconds, first=first)
         waits = needs and sequence.request.lookaheads is None and (first or sequence.plan_waits)
@@ -328,11 +327,11 @@ class Engine:
             self.totals.add(plan, proposal.tallies, len(proposal.tokens))
             sequence.round_s = max(0.0, round_s - sequence.stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:
-                undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.cut_s
+                undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.apart_s
                 if self.controller.looks_up and not plan.draft:
-                    proposal = scored(sequence, proposal)
-                self.controller.learn(sequence, proposal, plan, undisturbed_s, self.scheduler.decoding)
-        sequence.stalled_s = sequence.cut_s = 0.0
+                    proposal = self._scored(sequence, proposal)
+                self.controller.learn(sequence, proposal, plan, undisturbed_s)
+        sequence.stalled_s = sequence.apart_s = 0.0
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
             if self.controller is not None and sequence.request.lookaheads is None:
@@ -342,6 +341,23 @@ class Engine:
         else:
             self._drop(sequence)
         return self._output(sequence, proposal, reason)
+
+    def _scored(self, sequence: Sequence, proposal: Proposal) -> Proposal:
+        """The answer to a round that asked nothing of the draft tier, with the score that prompt lookup would have had
+        there.
+        """
+        began = time.perf_counter()
+        shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec, len(sequence.tokens))
+        reads_prompt, score = shadow.behind(sequence.tokens), shadow.score(sequence.tokens)
+        if reads_prompt:
+            self._apart(time.perf_counter() - began)
+        target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
+        return replace(proposal, tallies=(target, below, leaf + score))
+
+    def _apart(self, seconds: float) -> None:
+        """Seconds of this thread that belong to no round."""
+        for live in self.scheduler.live.values():
+            live.apart_s += seconds
 
     @staticmethod
     def _output(sequence: Sequence, proposal: Proposal, reason: FinishReason | None) -> Output:
@@ -360,13 +376,6 @@ class Engine:
         if sequence.tokens[-1] in sequence.spec.stop_token_ids:
             return FinishReason.STOP
         return FinishReason.LENGTH if len(sequence.tokens) >= sequence.spec.max_length else None
-
-
-def scored(sequence: Sequence, proposal: Proposal) -> Proposal:
-    """The target's answer to a round without the draft tier, with the score that prompt lookup would have had there."""
-    sequence.shadow = sequence.shadow or Shadow(sequence.spec)
-    target, below, _ = (*proposal.tallies, Tally(), Tally())[:3]
-    return replace(proposal, tallies=(target, below, sequence.shadow.score(sequence.tokens)))
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:

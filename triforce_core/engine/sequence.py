@@ -151,7 +151,7 @@ class Sequence:
     shadow: Shadow | None = None  # of prompt lookup, from the first round on in which the draft tier has no part
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    cut_s: float = 0.0  # seconds for snapshots of any request since its last tokens
+    apart_s: float = 0.0  # seconds since its last tokens for snapshots of any request, and for shadows of long prompts
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)
     stats: Stats = field(default_factory=Stats)
@@ -182,6 +182,7 @@ class Sequence:
             stats=self.stats,
             clock=self.clock,
             drafted=self.drafted,
+            shadow=self.shadow,
             reported=self.reported,
             entered=self.entered,
         )

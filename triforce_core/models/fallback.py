@@ -24,7 +24,7 @@ def fall_back(setting: str, mode: str, lost: str, why: str, remedy: str) -> None
     """
     if mode != "auto":
         raise InvalidValueError(setting, mode, f"{why}: {remedy}") from None
-    say(f"{setting}: auto: {lost}, because {setting} {why}; passes are slower: {remedy}")
+    say(f"{setting}: auto: {lost}, so passes are slower, because {setting} {why}; to start without this: {remedy}")
 
 
 def ignored(setting: str, mode: str, why: str) -> None:
