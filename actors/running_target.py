@@ -143,7 +143,7 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Excepti
         return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(details)
-    # Other codes than these two are the target's answer to this request, so that asking again for ever would not help.
+    # With any other code the target itself has answered this request, and asking again would not help.
     gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     return unavailable(error, suspect=suspect if gone else True)
 

@@ -1,5 +1,5 @@
 """A replica owns one pipeline, whose tier actors live in the replica's placement group and die with the replica.
-If its target dies, it is replaced in place.
+If the pipeline's target dies, the target alone is replaced.
 """
 
 from __future__ import annotations

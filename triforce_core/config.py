@@ -272,7 +272,8 @@ class SpeculationSettings(Strict):
     controller: bool = Field(
         True,
         description="choose whether, how and how far to draft, by what passes take and what is accepted, again every 16"
-        " tokens or 3 rounds, whichever takes longer; off: always draft as far as the lookaheads say",
+        " tokens or 3 rounds, whichever takes longer, and when the load changes; off: always draft as far as the"
+        " lookaheads say",
     )
     micro_batches: int | None = Field(
         None,

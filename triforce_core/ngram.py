@@ -95,8 +95,8 @@ class Trial:
     compared with them, and the next guess is made from the end that the text has then. A guess that found nothing, or
     is already known to be wrong, waits as long as any other. So no kind of guess is made more often than another.
 
-    A guess is compared with the text as it is stated at that moment. The end of it may be the next tier's own and may
-    be replaced later, but it is the text on which that tier judges drafts too.
+    A guess is compared with the text as it is stated at that moment. Its last tokens may be the retrieval tier's own,
+    which the target may still replace; but drafts are judged on the same text.
     """
 
     def __init__(self) -> None:

@@ -160,7 +160,7 @@ def expected_passes(block: int, accepted: tuple[float, ...]) -> float:
     """
     at_least = [1.0, *accepted, 0.0]
     chance = [more - less for more, less in pairwise(at_least)]  # of 1, 2, … tokens in all
-    left = [0.0]  # by number of tokens that are missing: the passes until none is
+    left = [0.0]  # left[n]: the expected passes until a block that lacks n tokens is complete
     for missing in range(1, block + 1):
         left.append(1 + sum(p * left[missing - n] for n, p in enumerate(chance[:missing], 1)))
     return left[block]

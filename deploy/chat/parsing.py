@@ -114,7 +114,8 @@ class SplitsReasoning:
 
     def __init__(self, form: ReasoningForm, inner: Parser, *, begun: bool) -> None:
         self.inner, self.begin, self.end = inner, form.begin, Marker(form.end)
-        self.state = "skip" if begun else "begin"  # also inside, after, content; skip and after drop white space
+        # begin, skip, inside, after or content; skip and after drop white space
+        self.state = "skip" if begun else "begin"
         self.blank: list[str] = []  # white space before the first marker, or before content
         self.held = ""  # what may be the first marker
 

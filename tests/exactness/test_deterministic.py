@@ -22,7 +22,6 @@ def requests(held_out: HeldOut) -> list[Request]:
     ]
 
 
-@pytest.mark.ci
 def test_the_tokens_of_a_request_are_the_same_beside_any_others(held_out: HeldOut) -> None:
     engine = load_local_engine(SETTINGS, drafting=True)
     asked = requests(held_out)

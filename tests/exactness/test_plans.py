@@ -93,8 +93,9 @@ def test_a_request_may_pin_its_plan(engines: tuple[Engine, Engine, Engine]) -> N
     assert kinds == {"retrieval+lookup"}
 
 
-def test_prompt_lookup_is_scored_while_decoding_is_plain() -> None:
-    """Nothing is drafted, and the controller knows what lookup would have found."""
+@pytest.mark.parametrize("looks_up", [True, False])
+def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool) -> None:
+    """Nothing is drafted, and the controller knows what lookup would have found, if there is a tier that looks up."""
 
     class AlwaysPlain(Controller):
         def plan(self, *_: object) -> Plan:
@@ -102,9 +103,10 @@ def test_prompt_lookup_is_scored_while_decoding_is_plain() -> None:
 
     it = engine(AlwaysPlain)
     assert it.controller is not None
+    it.controller.looks_up = looks_up
     [request] = requests(0, None)[:1]
     run(it, [replace(request, prompt=(1, 2, 3, 4, 5, 6) * 20, sampling=GREEDY)])
     assert set(it.controller.rounds) == {"plain"}
     chances = it.controller.known[0].chances
-    assert chances["found"].times == pytest.approx((MOST - 1) // SCORED, abs=2)
-    assert chances["lookup"].times > 0
+    assert chances["found"].times == pytest.approx((MOST - 1) // SCORED * looks_up, abs=2 * looks_up)
+    assert (chances["lookup"].times > 0) is looks_up

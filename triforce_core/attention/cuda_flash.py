@@ -3,9 +3,9 @@ GPU yet.
 
 Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes need the call
 over several sequences, because their lengths are tensors. That call does not split keys if a sequence has several
-queries, so the pass cuts its ranges into items (`flash_ranged`). It does if each has one query, so `flash_split` makes
-several queries heads of one query. Which of the two is faster will be measured (bench/attention.py), and the other
-deleted.
+queries, so the pass cuts its ranges into items (`flash_ranged`). It does split them if each sequence has one query; so
+`flash_split` passes a sequence's queries as heads of a single query. Which of the two is faster will be measured
+(bench/attention.py), and the other deleted.
 """
 
 from __future__ import annotations

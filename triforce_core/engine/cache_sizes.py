@@ -20,8 +20,8 @@ def draft_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
     """The draft tier's cache with `draft.cache: heavy_hitter`: as many tokens as sinks and window, half of them heavy
     hitters.
 
-    The tier above may still take back its whole block. It may take back more when it runs ahead; the cache then
-    forwards the whole text again.
+    The tier above may still take back `lag` tokens. If it takes back more, which it may when it runs ahead or where its
+    blocks are longer, the cache forwards the whole text again.
     """
     window = draft_window(settings)
     budget = window.sinks + window.window

@@ -51,8 +51,8 @@ class Tiers:
 
     lookaheads: tuple[int, int]  # most tokens that the retrieval tier and the lowest tier draft; 0: it does not
     draftings: tuple[Drafting, ...]  # how the lowest tier can draft
-    sparse_tokens: int  # most keys that the retrieval tier reads
-    window_tokens: int  # most keys that the drafting model reads
+    sparse_tokens: int  # keys that the retrieval tier typically reads
+    window_tokens: int  # keys that the drafting model typically reads
     micro_batches: int = 1
     overlapping: bool = False  # whether tiers have devices of their own
 
@@ -65,7 +65,7 @@ class Recent:
     weight: float = 0.0
 
     def add(self, value: float, weight: float = 1.0, rounds: float = 1.0) -> None:
-        """`rounds`: how many the value stands for, less than 1 if other values are of the same round."""
+        """`rounds`: the number of rounds that the value stands for; less than 1 if several values are of one round."""
         kept = ROUND_MEMORY**rounds
         self.total = kept * self.total + rounds * weight * value
         self.weight = kept * self.weight + rounds * weight
@@ -179,9 +179,9 @@ class Controller:
                 self.draft.add([Part(1, min(self.tiers.window_tokens, length))] * batch, leaf.busy_s / leaf.passes)
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
-        """Learn from a round of a request that is planned here. Where `looks_up`, `proposal` has the score of prompt
-        lookup in the draft level's tally, also if nothing was drafted. `round_s`: the seconds that the round took,
-        without those of snapshot cuts; NaN if prompt chunks delayed it.
+        """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
+        has the score of prompt lookup, even if nothing was drafted. `round_s`: the seconds that the round took, without
+        those of snapshot cuts; NaN if prompt chunks delayed it.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
@@ -196,7 +196,7 @@ class Controller:
                 self.plain_at[self.load.kind] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
-        """The passes of a round; for the target, those of its latest pass."""
+        """The passes of a round: of the lower tiers, by its tallies; of the target, its latest, over all requests."""
         _, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         verified = below.proposed / below.passes if below.passes else 0.0
         return Round(

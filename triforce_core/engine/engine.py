@@ -52,9 +52,9 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if the sequence has none, if its last one is old, if that stated only changes to
-        an earlier one and was lost or refused, if clearly fewer drafts are accepted than right after it, or if one is
-        wanted. Returns whether it did.
+        """Cut and send a snapshot if the sequence has none, if its last one is old, if its last one contained only
+        changes and was lost or refused, if clearly fewer drafts are accepted than right after it, or if one is wanted.
+        Returns whether it did.
 
         `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
         and while its plan leaves the retrieval tier out.

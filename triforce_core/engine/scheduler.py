@@ -208,8 +208,9 @@ class Scheduler:
         """Give these requests, whose prompts are still being prefilled, their shares of this turn's chunk.
 
         Each gets what it can use, in the order of priority and then of `due`: the prompt tokens handed out before it
-        went live, plus those that it then had to read. It is an order, not a time to wait for. So of prompts that go
-        live together the shortest comes first, and only more urgent requests can keep one waiting for ever.
+        went live, plus those that it then had to read. `due` only orders the requests; nothing waits until it is
+        reached. So of prompts that go live together the shortest comes first, and only more urgent requests can keep
+        one waiting for ever.
         """
         shares: list[Part] = []
         room, scored_room = self.prefill_chunk, self.scored_chunk

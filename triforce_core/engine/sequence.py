@@ -65,7 +65,8 @@ class Stats:
     queued_s: float = 0.0
     preempted: int = 0  # how many times its KV was dropped because the pool was full
     cached_tokens: int = 0  # of the prompt, those whose KV was found when the request was first admitted
-    # Seconds to the first token, from the pass over the last prefill chunk; a preemption adds those of another prefill.
+    # Seconds from going live to the first token, which the last prefill chunk's pass draws; a preemption adds
+    # another's.
     prefill_s: float = 0.0
     decode_s: float = 0.0
     # Tokens that came from rounds: all but the first. A preempted request is prefilled again, and the token that comes

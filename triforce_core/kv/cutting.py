@@ -131,7 +131,7 @@ class SnapshotCutter:
             keys[rows] = self.pools.read(self.pools.keys[layer], kv_heads[rows, None], slots[rows])
             values[rows] = self.pools.read(self.pools.values[layer], kv_heads[rows, None], slots[rows])
             first = rows.stop
-        # `nonzero` gives columns one after another; collectives send contiguous tensors only.
+        # `nonzero` returns a column-major tensor, and collectives send contiguous tensors only.
         return Changes(base, kept, places.int().contiguous(), keys, values)
 
     def _copy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:

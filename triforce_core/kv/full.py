@@ -144,8 +144,8 @@ class FullKV(KVCache):
         tokens; None if there is no room.
 
         A sequence may have at most `MOST_RANGES` ranges, and needs some of them for growth: matched KV beyond the first
-        `SHARED_RANGES` is copied into the sequence's own slots. A match takes more room than none, so less is matched
-        in a full pool.
+        `SHARED_RANGES` is copied into the sequence's own slots. A match may take more room than none, because matched
+        KV cannot be dropped; so less is matched in a full pool.
         """
         matched = self.tree.advance(cursor) if cursor else 0
         there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []

@@ -18,9 +18,8 @@ from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Landmark
 
 RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
-MOST_QUERIES = (
-    2 * MAX_LOOKAHEAD + 2
-)  # tokens of the longest block; more are sampled where a prompt's logprobs are asked
+# Tokens of the longest block, and one on either side. More are sampled where a prompt's logprobs are asked for.
+MOST_QUERIES = 2 * MAX_LOOKAHEAD + 2
 COUNTED_TOGETHER = 64  # settled queries that wait until their attention is counted: each time, all keys are read
 
 
@@ -54,8 +53,8 @@ class FullHeld(Held):
     query_positions: range = range(0)
     queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
     num_carried: int = 0  # how many of the first `queries` are kept when the next pass adds its own
-    # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: the attention that each of the first tokens
-    # has received from the queries of these same tokens, all of which are settled. Later queries are not counted yet.
+    # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: for the first tokens, which are settled: the
+    # attention that each has received from the queries of all of them. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
 

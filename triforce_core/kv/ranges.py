@@ -8,7 +8,7 @@ Range = tuple[int, int]  # [start, stop)
 
 
 class RangeAllocator:
-    """Allocates ranges of `num_slots` slots: one range if one fits, several if the pool is fragmented.
+    """Allocates ranges of a pool of `num_slots` slots: one range if one fits, several if the pool is fragmented.
 
     The owner of a range may wish for the slots behind it, so that the range can grow in place. Wished slots are
     allocated to others only when the remaining ones do not suffice.

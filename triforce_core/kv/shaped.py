@@ -38,7 +38,7 @@ class ShapedBatch:
     padding token has id 0 and position 0, and its KV is written to the dump slot.
     """
 
-    LEAST_SPLITS = 1  # ranges of visible slots for which a sequence has room at least
+    LEAST_SPLITS = 1  # each sequence has room for at least so many ranges of visible slots
 
     def __init__(self, kv: KVCache, shape: PassShape, longest: int, ranged: Ranged, workers: int) -> None:
         """`longest`: most slots of earlier KV that a sequence's tokens may see. `workers`: see `num_splits`."""
