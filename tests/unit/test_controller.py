@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import pytest
 
-from triforce_core.engine.controller import Controller, Recent, Tiers, load_of
+from triforce_core.engine.controller import Controller, Tiers, load_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
@@ -267,18 +268,20 @@ def test_a_new_load_gets_a_new_plan() -> None:
     assert one.drafted.load == 1, "also while plain decoding is measured"
 
 
-def plain_rounds(controller: Controller, decoding: list[Sequence], planned: int, took: list[float]) -> None:
-    """Plain rounds, one after another, whose passes take 10 ms; the first requests are planned by the controller."""
+def rounds(
+    controller: Controller, decoding: list[Sequence], planned: int, took: list[float], plan: Plan = PLAIN
+) -> None:
+    """Rounds of one plan, one after another, whose passes take 10 ms. The first requests are planned here."""
     for round_s in took:
         answers = []
         for each in decoding:
             each.clock += round_s
-            each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, 0, 0))
-            tally = Tally(1, busy_s=0.01)
+            each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads))
+            tally = Tally(1, plan.draft, 0, int(plan.draft > 0), busy_s=0.01)
             answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))))
         controller.passed(answers, decoding, decoding[0].clock)
         for each, proposal in answers[:planned]:
-            controller.learn(each, proposal, PLAIN, round_s)
+            controller.learn(each, proposal, plan, round_s)
 
 
 @pytest.mark.parametrize(("planned", "pinned"), [(1, 0), (2, 0), (1, 1)])
@@ -287,12 +290,12 @@ def test_a_round_corrects_the_same_however_many_requests_share_it(planned: int, 
     controller = Controller(TIERS)
     decoding = two_requests(controller)[: planned + pinned]
     for each in decoding[planned:]:
-        each.request = replace(each.request, lookaheads=(0, 0))
-    plain_rounds(controller, decoding, planned, [0.01] * 50)
+        each.request = replace(each.request, lookaheads=(0, 3))
+    rounds(controller, decoding, planned, [0.01] * 50, Plan(0, 3))
     controller._correct()
-    plain_rounds(controller, decoding, planned, [0.02] * 10)
+    rounds(controller, decoding, planned, [0.02] * 10, Plan(0, 3))
     controller._correct()
-    assert controller.figures().corrections["plain"] == pytest.approx(2 - 0.9**10, abs=0.05)
+    assert controller.figures().corrections["model"] == pytest.approx(2 - 0.9**10, abs=0.05)
 
 
 def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
@@ -300,14 +303,12 @@ def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
     controller = Controller(TIERS)
     one, other = two_requests(controller)
     for _ in range(10):
-        plain_rounds(controller, [one, other], 2, [0.02] * 4)
+        rounds(controller, [one, other], 2, [0.02] * 4)
         controller.plan(one, [one], REFRESH)
-        plain_rounds(controller, [one], 1, [0.01] * 4)
+        rounds(controller, [one], 1, [0.01] * 4)
         controller.plan(one, [one, other], REFRESH)
-    assert [controller._corrected("plain", load) for load in (1, 2)] == [
-        pytest.approx(1, abs=0.05),
-        pytest.approx(2, abs=0.1),
-    ]
+    for decoding, took in (([one], 1), ([one, other], 2)):
+        assert controller._plain_correction(load_of(decoding)) == pytest.approx(took, abs=0.1)
 
 
 def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
@@ -316,8 +317,9 @@ def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
     server = Decoding(machine)
     for _ in range(4):
         server.request(256)
-    [(_, at_load)] = [key for key in server.controller.corrections if key[0] == PLAIN.kind]
-    server.controller.corrections[PLAIN.kind, at_load] = Recent(30.0, 10.0)  # three times too slow, ten times seen
+    [at_load] = server.controller.plain
+    seen = server.controller.plain[at_load]
+    server.controller.plain[at_load] = deque(((load, 2 * round_s) for load, round_s in seen), seen.maxlen)
     trace = server.request(512)[1]
     assert trace[40][1].speculates, "at first this is believed"
     assert not any(plan.speculates for done, plan in trace if done >= 448)

@@ -29,6 +29,7 @@ log = logging.getLogger(__name__)
 
 REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
+PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 REPLAN, REPLAN_ROUNDS = 16, 3  # a plan is chosen again after so many tokens and so many rounds
@@ -88,8 +89,7 @@ class Load(NamedTuple):
 
     @property
     def kind(self) -> int:
-        """A class of loads: 1, 2 to 3, 4 to 7, … requests."""
-        return self.requests.bit_length()
+        return kind_of_load(self.requests)
 
 
 class Measurement(NamedTuple):
@@ -123,7 +123,7 @@ class Controller:
         """
         self.read, self.shared = read, 0.0  # `shared`: of each sequence's keys, the share that all sequences see
         self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
-        self.kinds = {plan.kind for plan in self.candidates}
+        self.kinds = {plan.kind for plan in self.candidates if plan.speculates}
         self.looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1] > 0  # the draft tier may do so
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
@@ -131,6 +131,11 @@ class Controller:
         self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
+        # By load: the latest plain rounds, and what they took. Plain decoding is what all plans are compared with, so
+        # its correction does not hang on the prices of the moment: while another plan is in force, these are fitted to
+        # passes of other sizes.
+        self.plain: dict[int, deque[tuple[Load, float]]] = {}
+        self.counted = True  # whether the latest pass is among these rounds
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
         self.latest, self.load = "", Load()  # the latest choice in words, and the load of the target's latest pass
@@ -141,14 +146,14 @@ class Controller:
 
     def figures(self) -> Figures:
         """What it has planned and learned so far. Any thread may call this."""
+        at = self.load.kind
+        corrections = {kind: found.mean(1.0) for (kind, load), found in [*self.corrections.items()] if load == at}
+        if at in self.plain:
+            corrections[PLAIN.kind] = self._plain_correction(self.load)
         return Figures(
             self.latest,
             dict(self.rounds),
-            {
-                kind: found.mean(1.0)
-                for (kind, at_load), found in [*self.corrections.items()]
-                if at_load == self.load.kind
-            },
+            corrections,
             {bucket / 4: known.given(UNKNOWN) for bucket, known in [*self.known.items()]},
         )
 
@@ -159,7 +164,7 @@ class Controller:
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
-        self.load = load_of(decoding)
+        self.load, self.counted = load_of(decoding), False
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
@@ -191,8 +196,11 @@ class Controller:
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
-            self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
-            if not plan.speculates:
+            if plan.speculates:
+                self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
+            elif not self.counted:  # the requests that share a pass have all taken as long
+                self.counted = True
+                self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS)).append((self.load, round_s))
                 self.plain_at[self.load.kind] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
@@ -233,17 +241,21 @@ class Controller:
     def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
         """The plan of this request's next round."""
         drafted, length = sequence.drafted, len(sequence.tokens)
-        if not drafted.chosen_at:
+        new = not drafted.chosen_at
+        if new:
             self._join(sequence, decoding)
         settled = drafted.trial or length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
-        if not settled or drafted.load != load_of(decoding).kind:
+        if not settled or drafted.load != kind_of_load(len(decoding)):
             self._choose(sequence, decoding, refresh_every)
-        new = sequence.stats.decoded < FIRST_TOKENS and drafted.choice.gain < CLEAR
         plan = drafted.choice.plan
+        if new and plan.speculates and drafted.choice.gain < CLEAR:
+            drafted.trial = max(drafted.trial, FIRST_TOKENS - sequence.stats.decoded)
         if drafted.trial:
             drafted.trial -= 1
+            if not drafted.trial:
+                drafted.chosen_at, drafted.rounds = 1, REPLAN_ROUNDS  # a plan is chosen after the last of these rounds
             return PLAIN
-        if not plan.speculates or new or lost_too_much(self._together(sequence, decoding)):
+        if not plan.speculates or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
         return plan
 
@@ -286,7 +298,7 @@ class Controller:
         # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
         # never happens, and without this line the trial would begin again at the next choice.
         self.plain_at[load.kind] = self.committed
-        self.corrections.pop((PLAIN.kind, load.kind), None)
+        self.plain.pop(load.kind, None)
         return True
 
     def _fade(self) -> None:
@@ -311,9 +323,8 @@ class Controller:
                 ratio = min(max(round_s / passes_s, 0.1), 10.0)
                 share = 1 / load.planned  # each of these requests has measured the same round
                 self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
-                if kind != PLAIN.kind:  # rounds of several kinds count by their time
-                    weight = passes_s / (costs.plain_s or passes_s)
-                    self.corrections.setdefault((SPECULATIVE, load.kind), Recent()).add(ratio, weight, share)
+                weight = passes_s / (costs.plain_s or passes_s)  # rounds of several kinds count by their time
+                self.corrections.setdefault((SPECULATIVE, load.kind), Recent()).add(ratio, weight, share)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
@@ -324,7 +335,10 @@ class Controller:
         return Situation(
             self._costs(load),
             self._acceptance(together),
-            {kind: self._corrected(kind, load.kind) for kind in self.kinds},
+            {
+                PLAIN.kind: self._plain_correction(load),
+                **{kind: self._corrected(kind, load.kind) for kind in self.kinds},
+            },
             cut_s,
             renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
@@ -346,9 +360,19 @@ class Controller:
         return self.known.setdefault(round(4 * sequence.spec.sampling.temperature), Acceptances())
 
     def _corrected(self, kind: str, at_load: int) -> float:
-        """The correction for a kind of plan; where it is not known, that for all speculation, or else none."""
-        before = 1.0 if kind in (SPECULATIVE, PLAIN.kind) else self._corrected(SPECULATIVE, at_load)
+        """The correction for a kind of speculation; where it is not known, that for all speculation, or else none."""
+        before = 1.0 if kind == SPECULATIVE else self._corrected(SPECULATIVE, at_load)
         return self.corrections.get((kind, at_load), Recent()).mean(before)
+
+    def _plain_correction(self, load: Load) -> float:
+        """The correction for plain decoding: what its latest rounds took, relative to what their passes should take by
+        the present prices.
+        """
+        ratios = Recent()
+        for then, round_s in [*self.plain.get(load.kind, ())]:
+            if passes_s := self._costs(then).plain_s:
+                ratios.add(min(max(round_s / passes_s, 0.1), 10.0))
+        return ratios.mean(1.0)
 
     def _batches(self, requests: int) -> tuple[int, int]:
         """The requests in a pass, and the number of such groups."""
@@ -390,6 +414,11 @@ def lost_too_much(together: Several[Sequence]) -> bool:
     """Whether speculation has cost these requests more than it may."""
     allowed = sum(LOSS_SHARE * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
     return sum(s.drafted.saved_s for s in together) < -allowed
+
+
+def kind_of_load(requests: int) -> int:
+    """A class of loads: 1, 2 to 3, 4 to 7, … requests."""
+    return requests.bit_length()
 
 
 def load_of(decoding: Several[Sequence]) -> Load:
