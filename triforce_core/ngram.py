@@ -16,6 +16,7 @@ LONGEST = 3  # three repeated tokens predict well what follows; longer runs are 
 SHORTEST = 2  # a single token is repeated too often to predict what follows
 # Of a prompt, a `Shadow` reads so many tokens at the end, and so many at a time: 1.5 µs and 200 bytes for each.
 SHADOWED, AT_ONCE = 16_384, 1024
+MUCH = 16  # reading more tokens than this takes time that should not count as that of a round
 SCORED = 4  # tokens of a guess that is scored: about as many as the draft tier is asked for
 
 
@@ -128,15 +129,15 @@ class Shadow:
         self.text, self.trial = Text(spec, LONGEST), Trial()
         self.first = max(0, tokens - SHADOWED)  # position of the first token that it knows
 
-    def behind(self, tokens: list[int]) -> bool:
-        """Whether it must still read a part of a long prompt."""
-        return len(tokens) - self.first - len(self.text.tokens) > AT_ONCE
+    def behind(self, tokens: list[int]) -> int:
+        """How many tokens it has still to read."""
+        return len(tokens) - self.first - len(self.text.tokens)
 
     def score(self, tokens: list[int]) -> Tally:
         """Counts the guess if `tokens`, the same text as before and more, now covers it. Of a long prompt, each call
         reads a part: the engine's thread must not stand still for all of it.
         """
-        complete, held = not self.behind(tokens), len(self.text.tokens)
+        complete, held = self.behind(tokens) <= AT_ONCE, len(self.text.tokens)
         more = tokens[self.first + held : self.first + held + AT_ONCE]
         unchanged = self.text.state(held, tuple(more))
         return self.trial.score(self.text, unchanged) if complete else Tally()

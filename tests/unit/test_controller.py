@@ -257,15 +257,15 @@ def test_a_new_load_gets_a_new_plan() -> None:
     controller = Controller(TIERS)
     one, other = two_requests(controller)
     controller.plan(one, [one], REFRESH)
-    assert (one.drafted.load, other.drafted.load) == (1, 0)
+    assert (one.drafted.load, other.drafted.load) == (0, -1)
     controller.plan(other, [one, other], REFRESH)
-    assert one.drafted.load == other.drafted.load == 2
+    assert one.drafted.load == other.drafted.load == 1
     one.drafted.rounds = 1
     controller.plan(one, [one, other], REFRESH)
     assert one.drafted.rounds == 1, "the plan of this load is still new"
     one.drafted.trial = 2
     controller.plan(one, [one], REFRESH)
-    assert one.drafted.load == 1, "also while plain decoding is measured"
+    assert one.drafted.load == 0, "also while plain decoding is measured"
 
 
 def rounds(

@@ -82,7 +82,7 @@ class Drafted:
     acceptance: Acceptance = UNKNOWN  # the estimates with which `choice` was made
     trial: int = 0  # plain rounds that are still to be run, to measure them
     chosen_at: int = 0  # tokens of the text when `choice` was made
-    load: int = 0  # the class of loads for which `choice` was made
+    load: int = -1  # the class of loads for which `choice` was made
     rounds: int = 1 << 30  # since `choice` was made
     kind: str = ""  # of the plan of the latest round
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`

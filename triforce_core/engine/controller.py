@@ -164,7 +164,7 @@ class Controller:
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
-        self.load, self.counted = load_of(decoding), False
+        self.load, self.counted = load_of(decoding) if decoding else self.load, False
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
@@ -253,7 +253,7 @@ class Controller:
         if drafted.trial:
             drafted.trial -= 1
             if not drafted.trial:
-                drafted.chosen_at, drafted.rounds = 1, REPLAN_ROUNDS  # a plan is chosen after the last of these rounds
+                drafted.chosen_at, drafted.rounds = -REPLAN, REPLAN_ROUNDS  # a plan is chosen after the last of these
             return PLAIN
         if not plan.speculates or lost_too_much(self._together(sequence, decoding)):
             return PLAIN
@@ -285,20 +285,22 @@ class Controller:
         if choice.plan.kind != before.kind:
             log.info("request %d of %s", sequence.request_id, self.latest)
         if choice.plan.speculates and self._trial_due(choice, load):
-            for each in together:
-                each.drafted.trial = TRIAL
+            for each in together:  # rounds of micro-batches begin one after another
+                each.drafted.trial = TRIAL + situation.costs.groups - 1
 
     def _trial_due(self, choice: Choice, load: Load) -> bool:
-        """Whether to measure plain decoding now. If so, what is known of its rounds is forgotten: a few slow ones of
-        long ago would outweigh the new ones, and speculation that does not pay would go on.
+        """Whether to measure plain decoding now. If so, only the latest two of its earlier rounds still count: many
+        slow ones would outweigh the new ones, and speculation that does not pay would go on.
         """
-        interval = load.requests * TRIAL_EVERY * max(0.5, choice.gain - 1)
+        interval = load.planned * TRIAL_EVERY * min(max(0.5, choice.gain - 1), 4.0)
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
             return False
         # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
         # never happens, and without this line the trial would begin again at the next choice.
         self.plain_at[load.kind] = self.committed
-        self.plain.pop(load.kind, None)
+        earlier = self.plain.get(load.kind)
+        while earlier and len(earlier) > 2:
+            earlier.popleft()
         return True
 
     def _fade(self) -> None:
@@ -372,7 +374,7 @@ class Controller:
         for then, round_s in [*self.plain.get(load.kind, ())]:
             if passes_s := self._costs(then).plain_s:
                 ratios.add(min(max(round_s / passes_s, 0.1), 10.0))
-        return ratios.mean(1.0)
+        return ratios.mean(1.0, trust=0.05)
 
     def _batches(self, requests: int) -> tuple[int, int]:
         """The requests in a pass, and the number of such groups."""
@@ -417,8 +419,10 @@ def lost_too_much(together: Several[Sequence]) -> bool:
 
 
 def kind_of_load(requests: int) -> int:
-    """A class of loads: 1, 2 to 3, 4 to 7, … requests."""
-    return requests.bit_length()
+    """A class of loads: 1, 2, 3 to 4, 5 to 8, … requests. A full server and a nearly full one are of one class, because
+    most settings of `max_sequences` are powers of two.
+    """
+    return (requests - 1).bit_length()
 
 
 def load_of(decoding: Several[Sequence]) -> Load:

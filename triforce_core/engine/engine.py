@@ -22,7 +22,7 @@ from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
-from triforce_core.ngram import Shadow
+from triforce_core.ngram import MUCH, Shadow
 
 
 class SnapshotSource(Protocol):
@@ -317,6 +317,7 @@ class Engine:
             self.totals.read(stats.cached_tokens, sequence.given - stats.cached_tokens)
         sequence.tokens += proposal.tokens
         sequence.prefilled = len(sequence.tokens) - 1
+        stalled_s, apart_s, sequence.stalled_s, sequence.apart_s = sequence.stalled_s, sequence.apart_s, 0.0, 0.0
         if not prefilling:
             round_s = sequence.lap()
             stats.decode_s += round_s
@@ -325,13 +326,12 @@ class Engine:
             if plan.retrieval:
                 self.snapshots.saw(sequence, proposal.tallies[0])
             self.totals.add(plan, proposal.tallies, len(proposal.tokens))
-            sequence.round_s = max(0.0, round_s - sequence.stalled_s)
+            sequence.round_s = max(0.0, round_s - stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:
-                undisturbed_s = math.nan if sequence.stalled_s else round_s - sequence.apart_s
+                undisturbed_s = math.nan if stalled_s else round_s - apart_s
                 if self.controller.looks_up and not plan.draft:
                     proposal = self._scored(sequence, proposal)
                 self.controller.learn(sequence, proposal, plan, undisturbed_s)
-        sequence.stalled_s = sequence.apart_s = 0.0
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
             if self.controller is not None and sequence.request.lookaheads is None:
@@ -348,8 +348,8 @@ class Engine:
         """
         began = time.perf_counter()
         shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec, len(sequence.tokens))
-        reads_prompt, score = shadow.behind(sequence.tokens), shadow.score(sequence.tokens)
-        if reads_prompt:
+        much, score = shadow.behind(sequence.tokens) > MUCH, shadow.score(sequence.tokens)
+        if much:
             self._apart(time.perf_counter() - began)
         target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         return replace(proposal, tallies=(target, below, leaf + score))

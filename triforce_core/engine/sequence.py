@@ -173,6 +173,7 @@ class Sequence:
         It has another id, so that nothing that the tiers still hold or send for the old one is taken for the new one.
         """
         self.stats.preempted += 1
+        self.drafted.chosen_at = self.drafted.trial = 0  # it gets the plan of those that it joins
         return Sequence(
             sequence_id,
             self.request,
