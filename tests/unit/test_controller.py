@@ -9,12 +9,12 @@ from statistics import fmean
 
 import pytest
 
-from triforce_core.engine.controller import Controller, Tiers, load_of
+from triforce_core.engine.controller import Controller, Tiers, load_of, lost_too_much
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
-from triforce_core.plans import PLAIN, Plan, plans
+from triforce_core.plans import PLAIN, Choice, Plan, plans
 
 LOOKAHEADS = (8, 3)
 TIERS = Tiers(LOOKAHEADS, tuple(Drafting), sparse_tokens=1088, window_tokens=252)
@@ -176,6 +176,17 @@ def test_an_unlucky_beginning_is_cut_short() -> None:
     machine = MACHINES["unpredictable"]
     first = Decoding(machine).request(256)[0]
     assert first <= Decoding(machine).request(256, PLAIN)[0] / 0.85
+
+
+def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
+    """Speculation has used up what it may cost this request; what it promises now is seen in its plain rounds."""
+    one, _ = two_requests(Controller(TIERS))
+    one.stats.decode_s, one.drafted.saved_s = 1.0, -0.08  # allowed: four tokens of 10 ms, and 2% of a second
+    for plan, tried in ((Plan(0, 8, Drafting.LOOKUP), True), (Plan(0, 8), False)):
+        one.drafted.choice = Choice(plan, 0.002, 0.01)
+        assert lost_too_much([one]) is not tried
+    one.drafted.choice = Choice(Plan(0, 8, Drafting.LOOKUP), 0.009, 0.01)
+    assert lost_too_much([one]), "this promises too little"
 
 
 def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:

@@ -413,8 +413,13 @@ def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
 
 
 def lost_too_much(together: Several[Sequence]) -> bool:
-    """Whether speculation has cost these requests more than it may."""
-    allowed = sum(LOSS_SHARE * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
+    """Whether speculation has cost these requests more than it may. Where prompt lookup promises much it may cost more
+    to find out: lookup is scored while decoding is plain, so a text has begun to repeat itself.
+    """
+    choice = together[0].drafted.choice
+    by_lookup = choice.plan.drafting is Drafting.LOOKUP and not choice.plan.retrieval
+    share = LOSS_SHARE * (choice.gain if by_lookup else 1)
+    allowed = sum(share * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
     return sum(s.drafted.saved_s for s in together) < -allowed
 
 
