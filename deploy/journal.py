@@ -75,9 +75,8 @@ class Attempt:
 
     def __init__(self, *, alone: bool) -> None:
         self.alone = alone  # no other suspect runs beside it
-        self.reached = self.entered = (
-            False  # whether it reached the target; whether it entered one of the target's passes
-        )
+        self.reached = False  # whether it reached the target
+        self.entered = False  # whether it entered one of the target's passes
         self.num_tokens = 0
         self.num_scores = 0  # prompt tokens whose logprobs came
         self.stats = pb.DecodeStats()

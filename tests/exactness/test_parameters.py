@@ -146,7 +146,7 @@ def plain(request: Request) -> Request:
 
 
 def check(count: int, seed: int, least: int = 20) -> None:
-    """`least`: how often each event must happen."""
+    """`least`: how often each event must happen; 0: in too few combinations to tell."""
     events: Counter[str] = Counter()
     for drafter in ("demo", "ngram"):
         decoder = engine(drafter).decoder
@@ -178,7 +178,7 @@ def check(count: int, seed: int, least: int = 20) -> None:
         events.update(effects(request, tokens))
         events["accepted tokens"] += whole[-1].stats.tallies[0].accepted
     print(f"\n{count} combinations: {dict(sorted(events.items()))}")
-    for event in MUST_HAPPEN:
+    for event in MUST_HAPPEN if least else ():
         assert events[event] >= least, event
     assert events["accepted tokens"] > count
 

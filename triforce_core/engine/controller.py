@@ -136,6 +136,7 @@ class Controller:
         # passes of other sizes.
         self.plain: dict[int, deque[tuple[Load, float]]] = {}
         self.counted = True  # whether the latest pass is among these rounds
+        self.stale: set[int] = set()  # loads whose earlier plain rounds are forgotten once there is a new one
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
         self.latest, self.load = "", Load()  # the latest choice in words, and the load of the target's latest pass
@@ -200,7 +201,11 @@ class Controller:
                 self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
             elif not self.counted:  # the requests that share a pass have all taken as long
                 self.counted = True
-                self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS)).append((self.load, round_s))
+                seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
+                while self.load.kind in self.stale and len(seen) > 2:
+                    seen.popleft()
+                self.stale.discard(self.load.kind)
+                seen.append((self.load, round_s))
                 self.plain_at[self.load.kind] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
@@ -266,6 +271,7 @@ class Controller:
                 sequence.drafted.choice, sequence.drafted.acceptance = other.drafted.choice, other.drafted.acceptance
                 sequence.drafted.chosen_at, sequence.drafted.rounds = len(sequence.tokens), 0
                 sequence.drafted.load = other.drafted.load
+                sequence.drafted.trial = other.drafted.trial  # plain decoding is measured only if all decode plainly
                 return
 
     def _choose(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> None:
@@ -289,18 +295,17 @@ class Controller:
                 each.drafted.trial = TRIAL + situation.costs.groups - 1
 
     def _trial_due(self, choice: Choice, load: Load) -> bool:
-        """Whether to measure plain decoding now. If so, only the latest two of its earlier rounds still count: many
-        slow ones would outweigh the new ones, and speculation that does not pay would go on.
+        """Whether to measure plain decoding now. Once a new round is measured, only the latest two of the earlier ones
+        still count: many slow ones would outweigh it, and speculation that does not pay would go on.
         """
-        interval = load.planned * TRIAL_EVERY * min(max(0.5, choice.gain - 1), 4.0)
+        few = len(self.plain.get(load.kind, ())) <= 2  # then the gain may be due to a single slow round
+        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, choice.gain - 1), 4.0))
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
             return False
         # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
         # never happens, and without this line the trial would begin again at the next choice.
         self.plain_at[load.kind] = self.committed
-        earlier = self.plain.get(load.kind)
-        while earlier and len(earlier) > 2:
-            earlier.popleft()
+        self.stale.add(load.kind)
         return True
 
     def _fade(self) -> None:

@@ -53,8 +53,8 @@ class FullHeld(Held):
     query_positions: range = range(0)
     queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
     num_carried: int = 0  # how many of the first `queries` are kept when the next pass adds its own
-    # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: for the first tokens, which are settled: the
-    # attention that each has received from the queries of all of them. Later queries are not counted yet.
+    # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: the attention that each of the first tokens,
+    # which are settled, has received from the queries of all of these. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
 

@@ -136,9 +136,8 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- $grpc := $server.grpc_port | default 9000 | int -}}
 {{- if eq $port $grpc }}{{ fail (printf "settings.server.grpc_port: %d must not be settings.server.port" $grpc) }}{{ end -}}
 {{- range $name, $number := dict "port" $port "grpc_port" $grpc -}}
-  {{/* Ports of Ray (head, agents, workers from 10002 on) and of HAProxy (statistics, metrics, the replicas behind it).
-  */}} {{- if or (has $number (list 6379 8080 8265 8404 9101 52365)) (and (ge $number 10001) (le $number 19999)) (ge
-  $number 30000) -}}
+  {{/* Ports of Ray (head, agents, workers from 10002 on) and of HAProxy (statistics, metrics, its replicas). */}}
+  {{- if or (has $number (list 6379 8080 8265 8404 9101 52365)) (and (ge $number 10001) (le $number 19999)) (ge $number 30000) -}}
     {{- fail (printf "settings.server.%s: %d is a port that Ray uses in pods" $name $number) -}}
   {{- end -}}
 {{- end -}}
