@@ -71,4 +71,5 @@ def test_on_is_refused_and_auto_says_once_what_is_lacking(
             assert not fuse(model, Settings(device="cuda"))
             assert not is_fused(model)
     [message] = [record.getMessage() for record in caplog.records]
-    assert "no fused kernels, because compile needs a compiler that works on cuda (Python.h is not there" in message
+    assert "no fused kernels, so passes are slower, because compile needs a compiler that works on cuda" in message
+    assert "(Python.h is not there" in message
