@@ -322,6 +322,32 @@ def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
         assert controller._plain_correction(load_of(decoding)) == pytest.approx(took, abs=0.1)
 
 
+def test_a_trial_is_shared_by_those_who_join_and_ends_with_a_choice() -> None:
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    plain = Choice(PLAIN, 0.0, 0.0)
+    one.stats.decoded = 10
+    controller.plan(one, [one], REFRESH)
+    one.drafted.choice, one.drafted.trial = plain, 2
+    controller.plan(other, [one], REFRESH)  # the load is the one of the choice
+    assert other.drafted.trial == 1, "two rounds are left, and this is the first"
+    controller.plan(one, [one], REFRESH)
+    assert one.drafted.choice is plain
+    controller.plan(one, [one], REFRESH)
+    controller.plan(one, [one], REFRESH)
+    assert one.drafted.choice is not plain, "chosen again after the last round"
+
+
+@pytest.mark.parametrize(("known", "due"), [(0, True), (2, True), (3, False)])
+def test_plain_decoding_is_measured_again_soon_while_little_is_known_of_it(known: int, due: bool) -> None:
+    """A gain of four times may be due to a single slow round."""
+    controller = Controller(TIERS)
+    load = load_of(two_requests(controller)[:1])
+    controller.plain[load.kind] = deque([(load, 0.01)] * known)
+    controller.plain_at[load.kind], controller.committed = 0, 200
+    assert controller._trial_due(Choice(Plan(0, 3), 0.01, 0.04), load) is due
+
+
 def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
     """Plain decoding was slow for a while, so that speculation seems to pay; it is measured again, and believed."""
     machine = replace(MACHINES["unpredictable"], model=0.35)

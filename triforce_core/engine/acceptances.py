@@ -79,7 +79,6 @@ class Drafted:
 
     acceptances: Acceptances = field(default_factory=Acceptances)
     choice: Choice = UNDECIDED  # the latest
-    acceptance: Acceptance = UNKNOWN  # the estimates with which `choice` was made
     trial: int = 0  # plain rounds that are still to be run, to measure them
     chosen_at: int = 0  # tokens of the text when `choice` was made
     load: int = -1  # the class of loads for which `choice` was made

@@ -268,7 +268,7 @@ class Controller:
         """Take over the plan of the requests that are planned together with this one."""
         for other in self._together(sequence, decoding):
             if other is not sequence and other.drafted.chosen_at:
-                sequence.drafted.choice, sequence.drafted.acceptance = other.drafted.choice, other.drafted.acceptance
+                sequence.drafted.choice = other.drafted.choice
                 sequence.drafted.chosen_at, sequence.drafted.rounds = len(sequence.tokens), 0
                 sequence.drafted.load = other.drafted.load
                 sequence.drafted.trial = other.drafted.trial  # plain decoding is measured only if all decode plainly
@@ -285,7 +285,7 @@ class Controller:
         for each in together:
             each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
-            each.drafted.choice, each.drafted.acceptance = choice, situation.acceptance
+            each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = len(each.tokens), 0, load.kind
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         if choice.plan.kind != before.kind:
