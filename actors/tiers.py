@@ -152,7 +152,7 @@ class TierActor(ABC):
     def threads(self) -> dict[str, tuple[int, int | None]]:
         """By tier with a model: all CPU threads, and the number found best on this machine, None if unknown."""
         from triforce_core.engine.kept_threads import kept_threads
-        from triforce_core.models.runner import ALL_THREADS
+        from triforce_core.models.threads import ALL_THREADS
 
         names = [tier.name.lower() for tier in self.runners]
         return {name: (ALL_THREADS, kept_threads(self.settings, name)) for name in names}

@@ -19,8 +19,7 @@ from triforce_core.engine.thread_search import Arrangement, ThreadSearch
 from triforce_core.engine.warm_up import LONG_PROMPT, PATIENCE_S, WarmUp
 from triforce_core.kv.base import Forward
 from triforce_core.messages import GREEDY, SequenceSpec, Span, Tier
-from triforce_core.models import runner as runner_module
-from triforce_core.models.runner import Threads, run_on
+from triforce_core.models.threads import ALL_THREADS, Threads, run_on
 
 TIERS = ("target", "retrieval", "draft")
 Milliseconds = dict[str, dict[int, float]]  # of a tier's part of a round, by its threads
@@ -218,7 +217,7 @@ def test_a_chain_s_threads_are_measured_once(folder: Path, monkeypatch: pytest.M
     monkeypatch.setattr(local_threads, "searched", lambda *_: pytest.fail("measured again"))
     choose_threads(engine, SMALL, said.append)
     assert len(said) == 1
-    assert runners_of(engine)[Tier.DRAFT].threads == Threads(3, runner_module.ALL_THREADS)
+    assert runners_of(engine)[Tier.DRAFT].threads == Threads(3, ALL_THREADS)
 
 
 def test_each_pass_has_its_own_threads_whatever_ran_before() -> None:

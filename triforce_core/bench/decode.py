@@ -26,7 +26,7 @@ from triforce_core.messages import SamplingParams
 from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import DTYPES, load_tokenizer, resolve
 from triforce_core.models.rank_group import Leader
-from triforce_core.models.runner import ALL_THREADS, run_on
+from triforce_core.models.threads import ALL_THREADS, run_on
 
 Report = Callable[[str], None]
 Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tier

@@ -39,7 +39,8 @@ from triforce_core.models.join import join_projections
 from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
-from triforce_core.models.runner import ModelRunner, threads_for
+from triforce_core.models.runner import ModelRunner
+from triforce_core.models.threads import threads_for
 from triforce_core.sampling.draw import noisiest
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier

@@ -18,7 +18,7 @@ from platformdirs import user_cache_path
 
 from triforce_core.config import Settings
 from triforce_core.models.cpu import cpu_flags, cpu_name
-from triforce_core.models.runner import ALL_THREADS
+from triforce_core.models.threads import ALL_THREADS
 
 log = logging.getLogger(__name__)
 

@@ -10,7 +10,8 @@ from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.kept_threads import keep_threads, kept_threads
 from triforce_core.engine.thread_search import Arrangement
 from triforce_core.engine.warm_up import WarmUp
-from triforce_core.models.runner import ALL_THREADS, ModelRunner
+from triforce_core.models.runner import ModelRunner
+from triforce_core.models.threads import ALL_THREADS
 
 
 def choose_threads(engine: Engine, settings: Settings, report: Callable[[str], None]) -> None:

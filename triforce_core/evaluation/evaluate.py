@@ -26,7 +26,7 @@ from triforce_core.evaluation.walk import Results, Watch, Whole, measure
 from triforce_core.messages import Tier
 from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import context_length, kv_geometry, load_config, load_tokenizer
-from triforce_core.models.runner import threads_for
+from triforce_core.models.threads import threads_for
 
 WHOLE_FILES = 4  # held-out files that the whole engine decodes; of needle inputs, one of each length
 

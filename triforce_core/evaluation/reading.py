@@ -17,7 +17,8 @@ from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.load import kv_geometry
-from triforce_core.models.runner import ModelRunner, Threads
+from triforce_core.models.runner import ModelRunner
+from triforce_core.models.threads import Threads
 
 SEQUENCE = 0  # the only sequence of each cache here
 PREFILL_CHUNK = 2048  # tokens

@@ -5,43 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.config import Settings
 from triforce_core.costs import MANY_TOKENS, Part
 from triforce_core.kv.base import Batch, Forward, Held, KVGeometry, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
 from triforce_core.models.pass_clock import PassClock
+from triforce_core.models.threads import Threads, run_on
 from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.transfer import on_device
-
-ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
-
-
-class Threads(NamedTuple):
-    """CPU threads of a pass over few tokens, and of one over many."""
-
-    decode: int
-    prefill: int
-
-
-def threads_for(settings: Settings) -> Threads:
-    """The threads in the settings, or else all threads, divided evenly over the ranks. If `Settings.chooses_threads`,
-    the number for decoding is measured and set later.
-    """
-    threads = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
-    return Threads(decode=threads, prefill=threads)
-
-
-def run_on(threads: int) -> None:
-    """Have the operators that this thread calls run on `threads` CPU threads."""
-    if torch.get_num_threads() != threads:
-        torch.set_num_threads(threads)
 
 
 class Cache(Protocol):

@@ -14,10 +14,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
-from llguidance.torch import allocate_token_bitmask, fill_next_token_bitmask
+# Not from llguidance.torch: that loads PyTorch's compiler, which takes seconds at each start of a process.
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 
 from triforce_core.errors import InvalidValueError
@@ -104,7 +106,7 @@ class GrammarState:
                 complete[row] = self.matcher.is_accepting()
         else:
             bits[0], complete[0] = 0, False
-        unpacked = np.unpackbits(bits.numpy().view(np.uint8), axis=1, bitorder="little")[:, : self.vocab_size]
+        unpacked = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little")[:, : self.vocab_size]
         allowed = torch.from_numpy(unpacked).bool()
         allowed[:, self.tokenizer.eos_tokens] &= torch.tensor(complete)[:, None]
         allowed[:, [t for t in self.tokenizer.eos_tokens if t not in stop_token_ids]] = False
@@ -132,7 +134,7 @@ class GrammarState:
         self.consumed += tokens[:count]
         return count == len(tokens) and not self.matcher.is_error()
 
-    def _fill(self, bits: Tensor, row: int) -> None:
+    def _fill(self, bits: npt.NDArray[np.int32], row: int) -> None:
         """Compute the mask of the text consumed so far. A matcher that meets a limit stays in error. Text that was
         rolled back may be the cause, so a new matcher, which has seen this text alone, decides.
         """
