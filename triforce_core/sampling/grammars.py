@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
+
 # Not from llguidance.torch: that loads PyTorch's compiler, which takes seconds at each start of a process.
 from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
