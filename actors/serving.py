@@ -211,7 +211,7 @@ class TierServer(TierServicer):
             message = self.inbox.get_nowait()
             if isinstance(message, Ended):
                 self._release([i for i, served in self.served.items() if served.link is message.link])
-                if not self.links:  # where the tier above has linked again, the snapshots that it has sent are good
+                if not self.links:  # with another link the tier above lives, and keeps its snapshots
                     self.link_ended()
                 continue
             link, work, released = message.link, message.work, message.released

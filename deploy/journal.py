@@ -104,7 +104,7 @@ class Journal:
         self.num_scores = 0  # prompt tokens whose logprobs the reader has
         self.stats = pb.DecodeStats()  # of the attempts before the present one
         self.deaths = 0  # under this request since it was last proven
-        self.unseen_deaths = 0  # in a row, of targets that had the request and told of no pass
+        self.unseen_deaths = 0  # deaths in a row of targets that had the request and sent no `entered`
         self.failures = 0  # since the last event
         self.again = False  # whether there was an attempt before the present one
         self.turn = False  # whether this request has the suspects' turn
@@ -126,7 +126,7 @@ class Journal:
                             yield event
                     return
                 except (UnavailableError, FingerprintError) as error:
-                    if error is self.blocked:  # no new failure: the time for getting over the last one is up
+                    if error is self.blocked:  # raised at the deadline: the last failure, not a new one
                         raise
                     if isinstance(error, FingerprintError):
                         self.refused(error)

@@ -69,7 +69,8 @@ class Meters:
         )
         self.gap_s = self._histogram(
             "inter_token_latency_seconds",
-            "Between two pieces of a completion's output. A piece has the tokens of one round, often several.",
+            "Between two pieces of a completion's output. A piece has the tokens of one round, often several; of more "
+            "than one round where text was held back because it might have become a stop string.",
             GAPS,
         )
         self.token_s = self._histogram(

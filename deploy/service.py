@@ -97,7 +97,7 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
-    prompt_scores: int = 0  # an answer's logprobs for each prompt token, in all forms; 0: 1 + `prompt_logprobs`
+    prompt_scores: int = 0  # how many logprobs an answer has for each prompt token; 0 stands for 1 + `prompt_logprobs`
     truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
     echo: bool = False  # the text begins with the prompt's
     shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's

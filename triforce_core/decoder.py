@@ -79,8 +79,8 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. Its span begins at `settled` at the latest: the text after that may still be
-        replaced, so each claim states it.
+        """The claim for this tier's model. Its span begins at `settled` or before it: the text after that may still be
+        replaced, so each claim states all of it.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)

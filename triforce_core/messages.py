@@ -165,9 +165,10 @@ def in_turn(earlier: Span, later: Span) -> Span:
 class Work:
     """A request to continue `span`.
 
-    This level hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most so many. For the
-    target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for the levels below. A
-    level whose number is 0 is skipped. A block may exceed its number, because all tokens of its last round are kept.
+    The level that gets this work hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most
+    so many. For the target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for
+    the levels below. A level whose number is 0 is skipped. A block may exceed its number, because all tokens of its
+    last round are kept.
     """
 
     span: Span

@@ -59,6 +59,14 @@ def test_the_sdk_loads_no_engine_where_there_is_one() -> None:
     assert (result.stdout, result.returncode) == ("set()\n", 0), result.stderr
 
 
+def test_a_gateway_loads_neither_a_compiler_nor_models() -> None:
+    """Which take twice as long to import as all the rest, at each start of a process."""
+    heavy = "{'torch._dynamo', 'transformers.modeling_utils'}"
+    code = f"import sys, deploy.gateway; print({heavy} & sys.modules.keys())"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert (result.stdout, result.returncode) == ("set()\n", 0), result.stderr
+
+
 @pytest.mark.parametrize("module", ["torch", "numpy", "pydantic"])
 def test_the_plain_install_above_is_really_plain(module: str) -> None:
     result = run_plain(f"import {module}")

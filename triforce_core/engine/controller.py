@@ -39,8 +39,9 @@ CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not
 MOST_LOST = 3  # in the same unit: a round counts as no greater loss than this, because any plan has slow moments
 # Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens.
 LOSS_SHARE, LOSS_TOKENS = 0.02, 4
-# Plain decoding is measured again for `TRIAL` rounds: where it takes twice as long, after `TRIAL_EVERY` tokens of each
-# request. For other gains the interval is longer or shorter, so that trials take about 1% of the time (`_trial_due`).
+# Plain decoding is measured again for `TRIAL` rounds, one more for each group of requests but the first: where it takes
+# twice as long as the present plan, after `TRIAL_EVERY` tokens of each request. For other gains the interval is longer
+# or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
@@ -131,11 +132,11 @@ class Controller:
         self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
-        # By load: the latest plain rounds, and what they took. Plain decoding is what all plans are compared with, so
-        # its correction does not hang on the prices of the moment: while another plan is in force, these are fitted to
-        # passes of other sizes.
+        # By load: the latest plain rounds, and the seconds that they took. Seconds are kept, and not ratios to the
+        # prices of their time: `_plain_correction` divides them by what the present prices predict, so correction times
+        # price is the measured time even while the prices are fitted to passes of other sizes.
         self.plain: dict[int, deque[tuple[Load, float]]] = {}
-        self.counted = True  # whether the latest pass is among these rounds
+        self.counted = True  # whether `plain` has a round for the latest pass
         self.stale: set[int] = set()  # loads whose earlier plain rounds are forgotten once there is a new one
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
@@ -418,8 +419,9 @@ def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
 
 
 def lost_too_much(together: Several[Sequence]) -> bool:
-    """Whether speculation has cost these requests more than it may. Where prompt lookup promises much it may cost more
-    to find out: lookup is scored while decoding is plain, so a text has begun to repeat itself.
+    """Whether speculation has cost these requests more than it may. A plan of prompt lookup alone may cost more, in
+    proportion to the gain that it promises: lookup is scored in plain rounds too, so a promised gain means that the
+    text has begun to repeat itself.
     """
     choice = together[0].drafted.choice
     by_lookup = choice.plan.drafting is Drafting.LOOKUP and not choice.plan.retrieval

@@ -24,7 +24,7 @@ class Limits:
     context_length: int  # tokens of prompt and output together
     kv_pool_tokens: int
     vocab_size: int
-    eviction: str = "none"  # otherwise requests of any length take the same memory, and none speculates
+    eviction: str = "none"  # unless "none", requests of any length take the same memory, and none speculates
 
     def check(self, request: Request) -> None:
         """Raise `InvalidValueError` or `TooLargeError` for a request that can never be served."""

@@ -70,12 +70,12 @@ class Scheduler:
     """Serves requests by priority, then in the order of their arrival.
 
     A request goes live when the target's pool has room for its prompt and a step ahead; it grows as it is decoded. When
-    the pool is full, the youngest request of the lowest priority is preempted. It waits until its greatest length fits,
-    so that it is preempted once at most.
+    the pool is full, a request is preempted: of those that were not preempted before, the youngest of the lowest
+    priority. It waits until its greatest length fits, so that it is preempted once at most.
 
     While a waiting request does not fit, later ones that fit may go live before it, until they have reserved as many
-    slots as it needs. In the same way, shorter prompts are prefilled before a long one, but only until as many tokens
-    as the long one has were prefilled since it went live.
+    slots as it needs. In the same way, shorter prompts are prefilled before a long one, until as many prompt tokens as
+    it has have been handed out since it went live.
 
     A request whose text begins like a prompt that is being read waits until their common beginning has been read, which
     it then shares.
@@ -218,7 +218,7 @@ class Scheduler:
             scored = sequence.spec.prompt_logprobs is not None
             tokens = self._share(sequence, shares, min(room, scored_room) if scored else room)
             if not tokens and not shares:
-                return  # the others wait too, or they would use up what the first one waits for
+                return  # the others wait too: the first one waits for a turn with time for its least chunk
             if not tokens:
                 continue
             sequence.work = next_chunk(sequence, tokens)

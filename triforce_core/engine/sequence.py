@@ -65,8 +65,8 @@ class Stats:
     queued_s: float = 0.0
     preempted: int = 0  # how many times its KV was dropped because the pool was full
     cached_tokens: int = 0  # of the prompt, those whose KV was found when the request was first admitted
-    # Seconds from going live to the first token, which the last prefill chunk's pass draws; a preemption adds
-    # another's.
+    # Seconds from going live to the first token, which the last prefill chunk's pass draws; after a preemption the
+    # seconds of the second prefill are added.
     prefill_s: float = 0.0
     decode_s: float = 0.0
     # Tokens that came from rounds: all but the first. A preempted request is prefilled again, and the token that comes
@@ -149,10 +149,10 @@ class Sequence:
     stated: int = 0  # the tiers below the target are believed to know the tokens up to here
     work: Work | None = None  # submitted and not answered
     plan: Plan = PLAIN  # of its next rounds
-    shadow: Shadow | None = None  # of prompt lookup, from the first round on in which the draft tier has no part
+    shadow: Shadow | None = None  # scores prompt lookup; made at the first round without the draft tier
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    apart_s: float = 0.0  # seconds since its last tokens for snapshots of any request, and for shadows of long prompts
+    apart_s: float = 0.0  # seconds since its last tokens for snapshots of any request and for `shadow`
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)
     stats: Stats = field(default_factory=Stats)

@@ -2,7 +2,8 @@
 
 The host prepares a pass with lists and integers: it aligns, rolls back and allocates. The device then writes KV and
 attends (`attend`). A policy is two methods: `slots_for` returns how many slots a new sequence gets; `place` decides
-which tokens of a span are forwarded, at which positions, into which slots, and which slots they see.
+which tokens of a span are forwarded, at which positions, into which slots, and which slots they see. (In `place` one
+policy also installs snapshots, and one evicts, which is work for the device.)
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class Held:
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # KV is held below this position; a policy may keep only part of it
-    ranges: list[Range] = field(default_factory=list)  # slots of the pool that this sequence owns
+    ranges: list[Range] = field(default_factory=list)  # slots of its tokens, in order; it may share the first
     unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)
     drafted: int = 0  # how many of the last statement's tokens are drafts, which may be taken back
 

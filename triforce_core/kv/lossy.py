@@ -76,7 +76,7 @@ class LossyStreamingKV(LossyKV, StreamingKV):
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)
-        if not num_sampled:  # those tokens of the chunk that a later token sees are forwarded with that token
+        if not num_sampled:  # none is forwarded now: a later pass that samples forwards what its tokens see
             held.cached = keep
             return Placement(tokens=[], positions=range(0), writes=[], visible=[])
         start = self._window_start(end - num_sampled + 1)
