@@ -146,7 +146,7 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
-            # A stream that has ended by now has put all its answers into `arrived`, so they are taken first.
+            # Lost work is listed before `arrived` is emptied: a stream that has ended by now has put its answers there.
             lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())

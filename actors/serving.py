@@ -118,7 +118,7 @@ class TierServer(TierServicer):
         can_run_ahead: Callable[[], bool] = lambda: False,
         link_ended: Callable[[], None] = lambda: None,
     ) -> None:
-        """`link_ended` is called by the worker after it has released the sequences of a link that has ended."""
+        """`link_ended` is called by the worker when the last open link has ended and its sequences are released."""
         self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
         self.can_run_ahead = can_run_ahead  # whether to go on collecting when no answer is owed
         self.link_ended = link_ended
@@ -211,7 +211,7 @@ class TierServer(TierServicer):
             message = self.inbox.get_nowait()
             if isinstance(message, Ended):
                 self._release([i for i, served in self.served.items() if served.link is message.link])
-                if not self.links:  # with another link the tier above lives, and keeps its snapshots
+                if not self.links:  # another link means that the tier above lives, so its snapshots here are kept
                     self.link_ended()
                 continue
             link, work, released = message.link, message.work, message.released

@@ -16,10 +16,11 @@ from actors.wire import (
     seed_from_proto,
     seed_to_proto,
 )
+from deploy.client_request import ClientRequest
 from deploy.errors import EngineCrashError, OverloadedError, UnauthenticatedError, entry_for, internal_error
 from deploy.grpc_chat import messages_of, tools_of
 from deploy.health import UnknownServiceError
-from deploy.service import ClientRequest, Done, Part, Service
+from deploy.service import Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import (

@@ -9,7 +9,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
@@ -17,6 +17,16 @@ from typing import Any, Protocol
 from actors.wire import finish_reason_from_proto, logprobs_from_proto, stats_from_proto
 from deploy import calls
 from deploy.chat.template import ChatTemplate
+from deploy.client_request import (
+    DRAFTINGS,
+    ClientRequest,
+    check_drafter,
+    check_lookaheads,
+    check_places,
+    check_prompt_logprobs,
+    check_texts,
+    check_unicode,
+)
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
 from deploy.journal import Journal, Turns
@@ -24,7 +34,7 @@ from deploy.merging import merged
 from deploy.metrics import Meters, Scrape
 from deploy.shares import Shares
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.config import MAX_LOOKAHEAD, Settings
+from triforce_core.config import Settings
 from triforce_core.engine.fingerprint import target_fingerprint
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
@@ -36,16 +46,12 @@ from triforce_core.errors import (
     UnknownModelError,
     require,
 )
-from triforce_core.messages import GREEDY, MAX_BAD_WORDS, Drafting, SamplingParams, TokenLogprobs
+from triforce_core.messages import GREEDY, Drafting, SamplingParams, TokenLogprobs
 from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.sampling.guides import Guide, no_token
 from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellings
 
-MAX_STOP_STRINGS = 16
-MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
-MAX_SALT_CHARACTERS = 128
-MAX_PROMPT_LOGPROBS = 1 << 22  # of an answer, alternatives included; over HTTP each takes some hundreds of bytes
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
@@ -70,54 +76,6 @@ class Pipelines(Protocol):
     async def check(self) -> None:
         """Raise `UnavailableError` unless a pipeline can serve."""
         ...
-
-
-DRAFTINGS = {drafting.name.lower(): drafting for drafting in Drafting}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClientRequest:
-    """A client's request, in the form common to all APIs."""
-
-    prompt: str | tuple[int, ...]
-    sampling: SamplingParams
-    max_tokens: int | None  # None: bounded by the context and the KV pool only
-    seed: int | None = None  # None: the service draws a seed
-    stop: tuple[str, ...] = ()
-    include_stop: bool = False  # the output ends after the stop string, not before it
-    model: str = ""  # empty: the default model
-    lookaheads: tuple[int, ...] | None = None  # None: the target decides
-    resume: tuple[int, ...] = ()  # output tokens that the client already has
-    timeout_s: float | None = None
-    n: int = 1  # independent completions
-    stop_token_ids: tuple[int, ...] = ()  # besides the model's own
-    ignore_eos: bool = False  # the model's own stop tokens do not end the output
-    bad_words: tuple[str, ...] = ()
-    guide: Guide | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
-    every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
-    prompt_scores: int = 0  # how many logprobs an answer has for each prompt token; 0 stands for 1 + `prompt_logprobs`
-    truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
-    echo: bool = False  # the text begins with the prompt's
-    shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's
-    drafter: str | None = (
-        None  # a key of DRAFTINGS; None: the target decides, or the model where `lookaheads` are given
-    )
-    selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
-    cache_salt: str = ""  # KV is shared with requests of the same API key and salt
-    priority: int = 0  # of the requests that wait, those with a lower number are served earlier
-    fingerprint: str = ""  # of the target whose output goes on here; empty: of any
-    # Makes the final request where that takes time, such as for rendering a chat. It runs once the request has its
-    # places, within its deadline, and leaves the number of places, the deadline and the model unchanged.
-    prepare: Callable[[], Awaitable[ClientRequest]] | None = None
-
-    @property
-    def only_prompt(self) -> bool:
-        """Whether the client wants the prompt's text or logprobs and no output. The engine draws at least one token; it
-        is left out.
-        """
-        return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,26 +131,6 @@ class ServedModel:
 
 def served_name(settings: Settings) -> str:
     return settings.target.served_name or settings.target.model.rstrip("/").rpartition("/")[2]
-
-
-def check_places(prompts: int, n: int, room: int) -> int:
-    """How many places a request for `n` completions of each prompt takes. Raises `InvalidValueError`."""
-    require(1 <= n <= room, "n", n, f"must be at least 1 and at most {room}")
-    rule = f"must need at most {room} places, one for each prompt and each of its n"
-    require(prompts * n <= room, "prompt", f"{prompts} prompts", rule)
-    return prompts * n
-
-
-def check_prompt_logprobs(asked: ClientRequest, prompt_tokens: int) -> None:
-    """Raise `InvalidValueError` if an answer with so many prompt tokens would have too many logprobs of them."""
-    if asked.prompt_logprobs is None:
-        return
-    answers = asked.n if asked.every_prompt_logprobs else 1
-    each = asked.prompt_scores or 1 + asked.prompt_logprobs
-    count = prompt_tokens * each * answers
-    found = f"{prompt_tokens} prompt tokens x {each} logprobs each x {answers} choices"
-    rule = f"must be at most {MAX_PROMPT_LOGPROBS} in an answer; the logprobs of an echo are among them"
-    require(count <= MAX_PROMPT_LOGPROBS, "prompt_logprobs", found, rule)
 
 
 class Service:
@@ -328,13 +266,7 @@ class Service:
 
         Raises `InvalidValueError` or a subclass.
         """
-        require(
-            len(asked.stop) <= MAX_STOP_STRINGS, "stop", len(asked.stop), f"must be at most {MAX_STOP_STRINGS} strings"
-        )
-        require(all(asked.stop), "stop", "", "must not hold an empty string")
-        longest = max(map(len, asked.stop), default=0)
-        rule = f"must be at most {MAX_STOP_CHARACTERS} characters in each string"
-        require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
+        check_texts(asked)
         whole = asked.n == 1 or not asked.resume
         require(whole, "resume_token_ids", f"with n: {asked.n}", "continue one completion: ask with its own seed")
         lookaheads, drafting = self.plan(asked)
@@ -371,20 +303,11 @@ class Service:
         """The salt for the pipeline: the client's, and the name of its API key, so that no key's clients can tell by
         the time of an answer what another's have sent.
         """
-        given, rule = asked.cache_salt, f"must be at most {MAX_SALT_CHARACTERS} characters"
-        require(len(given) <= MAX_SALT_CHARACTERS, "cache_salt", f"{len(given)} characters", rule)
-        check_unicode("cache_salt", given)
         key = calls.current().key
-        return f"{key}/{given}" if key else given  # no key's name has a slash
+        return f"{key}/{asked.cache_salt}" if key else asked.cache_salt  # no key's name has a slash
 
     async def sampling(self, asked: ClientRequest) -> SamplingParams:
         """The request's sampling parameters, with the tokens of its bad words."""
-        most = MAX_BAD_WORDS // 2  # each has two spellings
-        require(len(asked.bad_words) <= most, "bad_words", len(asked.bad_words), f"must be at most {most} words")
-        longest, rule = max(map(len, asked.bad_words), default=0), f"must be at most {MAX_STOP_CHARACTERS} characters"
-        require(longest <= MAX_STOP_CHARACTERS, "bad_words", longest, f"{rule} each")
-        for word in asked.bad_words:
-            check_unicode("bad_words", word)
         words = [await self.encoder.encode(text, special=False) for text in spellings(asked.bad_words)]
         return replace(asked.sampling, bad_word_ids=(*asked.sampling.bad_word_ids, *dict.fromkeys(words)))
 
@@ -500,21 +423,3 @@ class Service:
             check_lookaheads("lookaheads", asked.lookaheads)
             return (asked.lookaheads[0], asked.lookaheads[1]), drafting
         return None if asked.drafter is None else self.settings.speculation.effective, drafting
-
-
-def check_unicode(field: str, text: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise InvalidValueError(field, text, "must be text without lone surrogates") from None
-
-
-def check_drafter(field: str, drafter: str | None) -> None:
-    rule = f"must be one of {', '.join(DRAFTINGS)}"
-    require(drafter is None or drafter in DRAFTINGS, field, drafter, rule)
-
-
-def check_lookaheads(field: str, lookaheads: Sequence[int]) -> None:
-    require(len(lookaheads) == 2, field, lookaheads, "must be two numbers: of the retrieval and of the draft tier")
-    bounded = all(0 <= n <= MAX_LOOKAHEAD for n in lookaheads)
-    require(bounded, field, lookaheads, f"must each be at least 0 and at most {MAX_LOOKAHEAD}")

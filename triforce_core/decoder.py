@@ -79,14 +79,14 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. Its span begins at `settled` or before it: the text after that may still be
-        replaced, so each claim states all of it.
+        """The claim for this tier's model. The text after `settled` may still be replaced, so each claim states all of
+        that, and of the earlier text what the model does not hold.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
 
     def statement(self, held: int | None) -> Span:
-        """The text of the work and this block, from `held` on: the earlier text may be a long prompt."""
+        """The text of the work and this block from `held` on, without earlier text: that may be a long prompt."""
         given = self.work.span
         if held is None or held <= given.start:
             return given.extended(self.tokens)

@@ -153,7 +153,7 @@ class Span:
 def in_turn(earlier: Span, later: Span) -> Span:
     """The later span, preceded by the tokens of the earlier one that it does not restate.
 
-    Work may be replaced before its tier reads it, but those tokens remain valid.
+    If work is replaced before its tier has read it, the tokens that it states before `later.start` remain valid.
     """
     if not earlier.start < later.start <= earlier.end:
         return later

@@ -13,6 +13,7 @@ from pydantic import Field
 
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
+from deploy.client_request import ClientRequest
 from deploy.openai_api.requests import (
     UNSUPPORTED_TEXT,
     Body,
@@ -22,7 +23,7 @@ from deploy.openai_api.requests import (
     checked_as,
     common_request_from,
 )
-from deploy.service import ClientRequest, Service
+from deploy.service import Service
 from triforce_core.errors import InvalidValueError, TooLargeError, require
 from triforce_core.sampling.guides import Guide
 

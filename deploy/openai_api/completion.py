@@ -11,11 +11,12 @@ from itertools import accumulate, pairwise
 from typing import Any
 
 from actors.wire import stats_from_proto
+from deploy.client_request import ClientRequest
 from deploy.openai_api.errors import answer_to
 from deploy.openai_api.logprobs import CompletionLogprobs, TokenStrings, merged_logprobs, prompt_logprobs
 from deploy.openai_api.requests import CompletionRequest
 from deploy.openai_api.streaming import event
-from deploy.service import ClientRequest, Done, Part, Service
+from deploy.service import Done, Part, Service
 from triforce_core.messages import Origin
 
 

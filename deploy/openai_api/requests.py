@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from deploy.service import ClientRequest, check_drafter, check_lookaheads, check_places
+from deploy.client_request import ClientRequest, check_drafter, check_lookaheads, check_places
 from triforce_core.config import SELECTOR_NAMES, TIER_SETS, SpeculationSettings, TierSet
 from triforce_core.engine.limits import check_selector
 from triforce_core.errors import require

@@ -10,10 +10,10 @@ from unittest.mock import Mock
 import pytest
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from deploy.client_request import MAX_PROMPT_LOGPROBS
 from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.requests import UNSUPPORTED, Body, CompletionRequest, Prompt, Stop, client_requests_from
 from deploy.openai_api.tokens import DetokenizeRequest
-from deploy.service import MAX_PROMPT_LOGPROBS
 from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -212,9 +212,9 @@ def test_the_logprobs_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     asked: dict[str, Any] = {"prompt": [ids("def f")] * 2, "prompt_logprobs": 2, "n": 2}
     tokens = 2 * len(ids("def f"))
     script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
-    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", tokens * 3 * 2)
+    monkeypatch.setattr("deploy.client_request.MAX_PROMPT_LOGPROBS", tokens * 3 * 2)
     assert all(choice["prompt_logprobs"] for choice in answered(script, **asked)[0]["choices"])
-    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", tokens * 3 * 2 - 1)
+    monkeypatch.setattr("deploy.client_request.MAX_PROMPT_LOGPROBS", tokens * 3 * 2 - 1)
     error = refused(**asked)
     assert error["param"] == "prompt_logprobs"
     said = f"'{tokens} prompt tokens x 3 logprobs each x 2 choices' must be at most {tokens * 6 - 1}"
@@ -224,7 +224,7 @@ def test_the_logprobs_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert f"{tokens} prompt tokens x 5 logprobs each x 2 choices" in twice["message"], "the echo has them too"
     assert answered(script, prompt=asked["prompt"], n=2)[0]["choices"]
     # Over gRPC they come once, whatever `n`.
-    monkeypatch.setattr("deploy.service.MAX_PROMPT_LOGPROBS", len(ids("def f")) * 3)
+    monkeypatch.setattr("deploy.client_request.MAX_PROMPT_LOGPROBS", len(ids("def f")) * 3)
     assert generated(served(*script)[1], text="def f", n=3, prompt_logprobs=2).prompt_logprobs
     with pytest.raises(InvalidValueError, match="'2 prompt tokens x 4 logprobs each x 1 choices' must be at most 6"):
         generated(served(*script)[1], text="def f", n=3, prompt_logprobs=3)

@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 from deploy import health
 from deploy import keys as keys_module
 from deploy.app import ENVIRONMENT
+from deploy.client_request import ClientRequest
 from deploy.errors import OverloadedError, UnauthenticatedError, traced
 from deploy.gateway import Gateway
 from deploy.health import SERVICES, Health
@@ -32,7 +33,7 @@ from deploy.keys import ApiKeys, keys_of
 from deploy.openai_api.guard import OPEN_PATHS, guarded
 from deploy.openai_api.routes import http_app
 from deploy.page import FILES as PAGE
-from deploy.service import ClientRequest, Service
+from deploy.service import Service
 from deploy.shares import Shares
 from tests.serve.test_service import EOS, Scripted, WithoutTiers, event, ids, model
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen

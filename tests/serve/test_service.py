@@ -20,11 +20,12 @@ from starlette.testclient import TestClient
 from actors.wire import sampling_to_proto
 from deploy import grpc_api
 from deploy.calls import Call, begin
+from deploy.client_request import MAX_STOP_CHARACTERS, ClientRequest
 from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import EngineCrashError, OverloadedError
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
-from deploy.service import MAX_STOP_CHARACTERS, RESUMED_AT_ONCE, ClientRequest, Part, ServedModel, Service
+from deploy.service import RESUMED_AT_ONCE, Part, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings

@@ -14,9 +14,10 @@ import pytest
 
 from actors.target_server import EngineThread, event_to_proto, request_from_proto
 from deploy import journal
+from deploy.client_request import ClientRequest
 from deploy.errors import EngineCrashError, EngineLostError
 from deploy.journal import MAX_DEATHS, PROVEN_TOKENS
-from deploy.service import ClientRequest, Part, ServedModel, Service
+from deploy.service import Part, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings, load_settings
