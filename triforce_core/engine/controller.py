@@ -15,7 +15,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from math import ceil, isnan
-from statistics import fmean
+from statistics import fmean, median_low
 from typing import NamedTuple
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
@@ -43,6 +43,10 @@ LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 # twice as long as the present plan, after `TRIAL_EVERY` tokens of each request. For other gains the interval is longer
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
+# Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others. A
+# plain round counts as no longer than `SLOWEST` times the median; other rounds change their correction at most by the
+# factor `MOST_NEW`.
+SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
 
@@ -328,7 +332,8 @@ class Controller:
                 at[load.requests] = self._costs(load)
             costs = at[load.requests]
             if passes_s := costs.round_s(passes):
-                ratio = min(max(round_s / passes_s, 0.1), 10.0)
+                known = self._corrected(kind, load.kind)
+                ratio = min(max(round_s / passes_s, known / MOST_NEW), known * MOST_NEW)
                 share = 1 / load.planned  # each of these requests has measured the same round
                 self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
                 weight = passes_s / (costs.plain_s or passes_s)  # rounds of several kinds count by their time
@@ -376,11 +381,12 @@ class Controller:
         """The correction for plain decoding: what its latest rounds took, relative to what their passes should take by
         the present prices.
         """
-        ratios = Recent()
-        for then, round_s in [*self.plain.get(load.kind, ())]:
-            if passes_s := self._costs(then).plain_s:
-                ratios.add(min(max(round_s / passes_s, 0.1), 10.0))
-        return ratios.mean(1.0, trust=0.05)
+        costs = [(self._costs(then).plain_s, round_s) for then, round_s in [*self.plain.get(load.kind, ())]]
+        ratios = [round_s / passes_s for passes_s, round_s in costs if passes_s]
+        most, mean = SLOWEST * median_low(ratios or [1.0]), Recent()
+        for ratio in ratios:
+            mean.add(min(ratio, most))
+        return mean.mean(1.0, trust=0.05)
 
     def _batches(self, requests: int) -> tuple[int, int]:
         """The requests in a pass, and the number of such groups."""
