@@ -1,4 +1,4 @@
-"""A client's request, in the form common to all APIs, and the bounds of its fields that depend on no model."""
+"""A client's request, in the form common to all APIs, and those checks of its fields that need no model."""
 
 from __future__ import annotations
 

@@ -14,7 +14,8 @@ from triforce_core.cli.app import app
 def page() -> str:
     intro = (
         "For users of the command `triforce`: every command with its options.\n\n`triforce COMMAND --help`"
-        " prints the same. A mistake gives one line on standard error and exit code 2; an interrupt gives 130.\n"
+        " prints the same, and `triforce --version` the version. A mistake gives one line on standard error and exit"
+        " code 2; an interrupt gives 130.\n"
     )
     commands: Any = typer.main.get_command(app)
     return "\n".join(["# Command line\n", intro, *commands_of(commands, "triforce")])

@@ -45,6 +45,11 @@ def prompt(tmp_path: Path) -> str:
     return str(path)
 
 
+def test_the_version_is_printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(monkeypatch, "--version") == 0
+    assert capsys.readouterr().out == f"{__version__}\n"
+
+
 FAST = ("--max-tokens", "24", "--dtype", "float32", "--threads", "1", "--json")
 
 

@@ -309,14 +309,17 @@ def test_a_round_corrects_the_same_however_many_requests_share_it(planned: int, 
     assert controller.figures().corrections["model"] == pytest.approx(2 - 0.9**10, abs=0.05)
 
 
-@pytest.mark.parametrize("plan", [PLAIN, Plan(0, 3)])
-def test_a_single_slow_round_says_little_even_where_few_are_known(plan: Plan) -> None:
-    """One that a hiccup of the machine made thirty times as long. Its pass was as fast as ever."""
+@pytest.mark.parametrize("took", [[0.01, 0.01, 0.3, 0.01], [0.01, 0.3]], ids=["among three", "alone"])
+@pytest.mark.parametrize("planned", [1, 2])
+@pytest.mark.parametrize("plan", [PLAIN, Plan(0, 3)], ids=str)
+def test_a_single_slow_round_says_little_even_where_few_are_known(plan: Plan, planned: int, took: list[float]) -> None:
+    """A hiccup of the machine made it thirty times as long; its pass was as fast as ever. The first round is not
+    counted, because other kinds of rounds may have been under way when it began.
+    """
     controller = Controller(TIERS)
-    decoding = two_requests(controller)[:1]
-    rounds(controller, decoding, 1, [0.01, 0.01, 0.3, 0.01], plan)
+    rounds(controller, two_requests(controller)[:planned], planned, took, plan)
     controller._correct()
-    assert 1.0 < controller.figures().corrections[plan.kind] < 1.4
+    assert 1.0 < controller.figures().corrections[plan.kind] < (1.4 if len(took) > 2 else 2.0)
 
 
 def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:

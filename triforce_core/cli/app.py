@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 import yaml
 
+import triforce_core
 from triforce_core.cli.bench import bench_app
 from triforce_core.cli.chat import chat
 from triforce_core.cli.demo import demo_app
@@ -32,6 +33,21 @@ app.add_typer(demo_app, name="demo")
 
 # The base class of all usage errors, from the version of click that typer uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
+
+
+def print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(triforce_core.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", help="print the version and exit", callback=print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Serve, try and measure a model with hierarchical speculative decoding."""
 
 
 @app.command()

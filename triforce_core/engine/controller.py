@@ -44,8 +44,8 @@ LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others. A
-# plain round counts as no longer than `SLOWEST` times the median; other rounds change their correction at most by the
-# factor `MOST_NEW`.
+# plain round counts as no longer than `SLOWEST` times the median (with one of the expected length added); other rounds
+# count as no further from their correction than by the factor `MOST_NEW`.
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
@@ -327,12 +327,13 @@ class Controller:
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
         at: dict[int, Costs] = {}  # by number of requests; their lengths have hardly changed since the last time
+        before: dict[tuple[str, int], float] = {}  # corrections until now, by kind and load
         for kind, load, passes, round_s in self.measured:
             if load.requests not in at:
                 at[load.requests] = self._costs(load)
             costs = at[load.requests]
             if passes_s := costs.round_s(passes):
-                known = self._corrected(kind, load.kind)
+                known = before.setdefault((kind, load.kind), self._corrected(kind, load.kind))
                 ratio = min(max(round_s / passes_s, known / MOST_NEW), known * MOST_NEW)
                 share = 1 / load.planned  # each of these requests has measured the same round
                 self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
@@ -383,7 +384,7 @@ class Controller:
         """
         costs = [(self._costs(then).plain_s, round_s) for then, round_s in [*self.plain.get(load.kind, ())]]
         ratios = [round_s / passes_s for passes_s, round_s in costs if passes_s]
-        most, mean = SLOWEST * median_low(ratios or [1.0]), Recent()
+        most, mean = SLOWEST * median_low([1.0, *ratios]), Recent()
         for ratio in ratios:
             mean.add(min(ratio, most))
         return mean.mean(1.0, trust=0.05)

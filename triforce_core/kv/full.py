@@ -27,7 +27,7 @@ LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
 # A pass over at least so many tokens of a sequence computes the landmarks of their chunks. Shorter passes leave them to
 # the next cut, which computes them together, at less cost per chunk.
 LEAST_FILLED = 64
-LIKELY_GROWTH = 4096  # most slots behind a sequence that others get only if nothing else is free
+LIKELY_GROWTH = 4096  # most slots behind a sequence that others get only if no other range is long enough
 
 
 class FullKV(KVCache):
