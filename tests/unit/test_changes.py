@@ -57,11 +57,12 @@ class Writer:
     def grow(self, position: int, *, drift: float) -> None:
         """The text is settled up to `position`; the queries there are those of before, and some noise."""
         self.held.cached = position
-        self.held.query_positions = range(position - 1, position)
+        kept = self.held.queries
+        before = [kept.of(layer) for layer in range(LAYERS)] if kept.positions else None
+        kept.expect(position - 1, position - 1, position)
         for layer in range(LAYERS):
-            before = self.held.queries[layer]
             fresh = self.random(HEADS, 1, DIM)
-            self.held.queries[layer] = fresh if before is None else before + drift * fresh
+            kept.take(layer, fresh if before is None else before[layer] + drift * fresh, 1)
 
 
 def reader(writer: Writer, budget: int, *, pieces: bool = False) -> RetrievalKV:

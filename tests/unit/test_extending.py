@@ -64,8 +64,8 @@ def test_the_selector_goes_by_the_first_key_of_each_chunk() -> None:
     [(start, _)] = kv.held[1].ranges
     with torch.inference_mode():
         choice = SnapshotCutter(kv, kv.held[1], len(text), chunks, selector).choose()
-        for layer, queries in enumerate(kv.held[1].queries):
-            assert queries is not None
+        for layer in range(kv.geometry.num_layers):
+            queries = kv.held[1].queries.of(layer)
             first = kv.keys[layer][:, start : start + local_start : 8]
             logits = torch.einsum("kgd,kcd->kgc", queries[:, -1].unflatten(0, (2, 2)), first) / 4
             wanted = logits.softmax(-1).mean(1)

@@ -190,8 +190,7 @@ def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: 
         assert 0.8 < pool[:, start:stop].std() < 1.2
         assert pool[:, :start].isnan().all()
         assert pool[:, stop:].isnan().all()
-    for queries in kv.held[1].queries:
-        assert queries is not None
+    for queries in map(kv.held[1].queries.of, range(LAYERS)):
         assert queries.isfinite().all()
         assert len(queries) == 2 * kv.geometry.num_kv_heads, "a pass that follows carries them on with its own"
 
@@ -214,7 +213,7 @@ def test_few_random_numbers_are_drawn(pair: Pair) -> None:
     with Drawn() as drawn:
         kv.fill(Span(1, 0, random_tokens(300, seed=1), spec(300)))
     head = 300 * kv.geometry.head_dim
-    queries = sum(queries.numel() for queries in kv.held[1].queries if queries is not None)
+    queries = sum(kv.held[1].queries.of(layer).numel() for layer in range(LAYERS))
     assert 2 * head <= drawn.count <= 2 * head + queries
 
 
@@ -254,6 +253,12 @@ def test_the_device_holds_the_resident_layers_and_two_more(resident: int, direct
     assert offload.kv_bytes(shape, POOL) == (on_device, kv.host.nbytes)
 
 
+def keep_random(held: FullHeld, length: int, dim: int) -> None:
+    held.queries.expect(length - 1, length - 1, length)
+    for layer in range(LAYERS):
+        held.queries.take(layer, torch.randn(2, 1, dim), 1)
+
+
 def test_nothing_as_large_as_a_layer_is_made_to_cut() -> None:
     length, dim = 20_000, 6
     shape = KVGeometry(LAYERS, 2, dim, torch.float32, torch.device("cpu"))
@@ -263,11 +268,11 @@ def test_nothing_as_large_as_a_layer_is_made_to_cut() -> None:
     for keys, values in zip(kv.keys, kv.values, strict=True):
         keys.normal_()
         values.normal_()
-    held.cached, held.query_positions = length, range(length - 1, length)
-    held.queries = [torch.randn(2, 1, dim) for _ in range(LAYERS)]
+    held.cached = length
+    keep_random(held, length, dim)
     with Tensors() as tensors:
         first = kv.cut(1, length - 9, CHUNKS, MeanKey())
-        held.queries = [torch.randn(2, 1, dim) for _ in range(LAYERS)]
+        keep_random(held, length, dim)
         second = kv.cut(1, length, CHUNKS, MeanKey(), base=first.version)
     assert second.changes is not None
     assert len(second.changes.keys) > 0, "chunks were meant to be replaced"

@@ -235,8 +235,9 @@ def test_mass_counts_settled_queries_only_and_few_wait(pair: Pair) -> None:
             assert settled - 64 - 9 <= tokens <= settled, "of settled queries, all but a few"
             torch.testing.assert_close(mass.sum(1), torch.full((len(mass),), float(group * tokens)))
             counted.add(tokens)
-        assert all(each is not None and each.shape[1] == len(held.query_positions) for each in held.queries)
-        assert len(held.query_positions) <= 64 + 2 * 9
+        kept = held.queries
+        assert all(kept.of(layer).shape[1] == len(kept.positions) for layer in range(kept.num_layers))
+        assert len(kept.positions) <= 64 + 2 * 9
     assert len(counted) > 1, "some were counted in rounds of decoding"
 
 
@@ -247,7 +248,7 @@ def test_only_a_request_for_h2o_keeps_mass_and_only_some_keep_many_queries(pair:
         read_prompt(runner, text, 2048, name)
         held = full_kv(runner).held[1]
         assert bool(held.mass) == (name == "h2o")
-        assert len(held.query_positions) <= {"snapkv": WINDOW, "h2o": 64}.get(name, RECENT)
+        assert len(held.queries.positions) <= {"snapkv": WINDOW, "h2o": 64}.get(name, RECENT)
 
 
 def test_a_prompt_with_logprobs_counts_every_query_once(pair: Pair) -> None:

@@ -177,8 +177,9 @@ class Both:
         if isinstance(self.ordinary, FullKV) and isinstance(self.fixed, FullKV):
             for row in batch.rows:
                 theirs, ours = self.ordinary.held[row.sequence_id], self.fixed.held[row.sequence_id]
-                assert ours.query_positions == theirs.query_positions
-                torch.testing.assert_close(ours.queries, theirs.queries, atol=0, rtol=0)
+                assert ours.queries.positions == theirs.queries.positions
+                for layer in range(LAYERS):
+                    torch.testing.assert_close(ours.queries.of(layer), theirs.queries.of(layer), atol=0, rtol=0)
                 torch.testing.assert_close(ours.mass, theirs.mass, atol=1e-5, rtol=0)
                 self.counted = max(self.counted, sum(mass.shape[1] for mass in theirs.mass))
 

@@ -41,7 +41,7 @@ class Rank:
     def grow(self, position: int) -> None:
         """Settled up to `position`; what the queries there look for is new."""
         self.held.cached = position
-        self.held.query_positions = range(position - 1, position)
+        self.held.queries.expect(position - 1, position - 1, position)
         for layer in range(LAYERS):
             each = [
                 torch.randn(
@@ -49,7 +49,7 @@ class Rank:
                 )
                 for head in self.heads
             ]
-            self.held.queries[layer] = torch.cat(each)
+            self.held.queries.take(layer, torch.cat(each), 1)
 
 
 def cuts(rank: Rank, chunks: ChunkSettings, seed: int) -> Iterator[Snapshot]:

@@ -159,16 +159,15 @@ class LayerChunks:
     def __init__(self, cutter: SnapshotCutter, layer: int, count: int) -> None:
         self.cutter, self.layer, self.count = cutter, layer, count
         self.held, self.kv_heads = cutter.held, cutter.geometry.num_kv_heads
-        queries = self.held.queries[layer]
-        assert queries is not None, "a snapshot is cut after a pass"
+        kept = self.held.queries
         # Queries from `position` on may be those of drafts that were rejected.
-        usable = max(1, cutter.position - self.held.query_positions.start)
+        usable = max(1, cutter.position - kept.positions.start)
         wanted = cutter.selector.num_queries or 1
-        self.queries = queries[:, :usable][:, -wanted:]
+        self.queries = kept.of(layer)[:, :usable][:, -wanted:]
 
     def first_query(self) -> int:
-        stop = min(self.cutter.position, self.held.query_positions.stop)
-        return max(stop - self.queries.shape[1], self.held.query_positions.start)
+        kept = self.held.queries.positions
+        return max(min(self.cutter.position, kept.stop) - self.queries.shape[1], kept.start)
 
     def landmarks(self, landmark: Landmark) -> Tensor:
         pool, chunk = self.cutter.pools.landmarks, self.cutter.chunk
@@ -198,8 +197,7 @@ class LayerChunks:
         assert held.mass, "the sequence was opened for such a selector, and its attention counted from the beginning"
         counted = held.mass[self.layer].shape[1]
         if counted < cutter.position:
-            queries, first = held.queries[self.layer], held.query_positions.start
-            assert queries is not None
+            queries, first = held.queries.of(self.layer), held.queries.positions.start
             pool, heads = cutter.pools.keys[self.layer], cutter.all_heads()[:, 0]
             keys = (cutter.pools.read(pool, head, cutter.slots) for head in heads)
             waiting = queries[:, counted - first : cutter.position - first]

@@ -12,6 +12,7 @@ from triforce_core.attention import Kernel
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry, Placement, joined
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full_held import FullHeld
+from triforce_core.kv.kept_queries import KeptQueries
 from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.prefix_tree import Cursor, PrefixTree
@@ -64,11 +65,11 @@ class FullKV(KVCache):
         return super().num_bytes + (self.landmarks.num_bytes if self.landmarks else 0)
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
-        layers, num_queries = self.geometry.num_layers, SELECTORS[spec.selector]().num_queries
-        held = FullHeld(spec, ranges=ranges, next_growth=FIRST_GROWTH, queries=[None] * layers, num_queries=num_queries)
+        num_queries, queries = SELECTORS[spec.selector]().num_queries, KeptQueries(self.geometry.num_layers)
+        held = FullHeld(spec, ranges=ranges, next_growth=FIRST_GROWTH, queries=queries, num_queries=num_queries)
         if num_queries is None:
             nothing = torch.zeros(self.geometry.num_kv_heads, 0, device=self.geometry.device)
-            held.mass = [nothing] * layers
+            held.mass = [nothing] * self.geometry.num_layers
         return held
 
     def slots_for(self, spec: SequenceSpec) -> int:
@@ -308,7 +309,8 @@ class FullKV(KVCache):
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
         output = super().attend(layer, query, keys, values, scale, batch)
         for row in batch.rows:
-            self.take_queries(layer, self.held[row.sequence_id], query[:, row.first : row.stop])
+            own = query if len(batch.rows) == 1 else query[:, row.first : row.stop]
+            self.take_queries(layer, self.held[row.sequence_id], own, query.shape[1])
             if self.landmarks and len(row.placed.tokens) >= LEAST_FILLED:
                 positions, chunk = row.placed.positions, self.landmarks.chunk
                 start, stop = (position // chunk * chunk for position in (positions.start, positions.stop))
@@ -316,24 +318,25 @@ class FullKV(KVCache):
                 self.landmarks.fill(layer, pool_keys, sliced(self.held[row.sequence_id].ranges, start, stop))
         return output
 
-    def take_queries(self, layer: int, held: FullHeld, queries: Tensor) -> None:
+    def take_queries(self, layer: int, held: FullHeld, queries: Tensor, together: int) -> None:
         """Keep the queries at the positions that `place` chose, and add up the attention of those below `count_to`, if
         the selector needs it. `queries` [heads, tokens of the pass, head_dim]. Their KV must be in the cache.
+        `together`: see `KeptQueries.take`.
         """
-        if not held.simple:
-            before = held.queries[layer]
-            if before is not None and held.num_carried:
-                queries = torch.cat([before[:, : held.num_carried], queries], dim=1)
-            if held.mass:
-                self._count(layer, held, queries)
-        held.queries[layer] = queries[:, queries.shape[1] - len(held.query_positions) :].clone()
+        if held.mass:
+            self._count(layer, held, queries)
+        held.queries.take(layer, queries, together)
 
     def _count(self, layer: int, held: FullHeld, queries: Tensor) -> None:
-        """Add the attention of the settled ones among these queries, the last ones of the text."""
+        """Add the attention of the settled ones among these queries, which are the last ones of the text, and of those
+        of earlier passes that still wait for it.
+        """
         counted = held.mass[layer].shape[1]
         if counted == held.count_to:
             return
-        first = held.query_positions.stop - queries.shape[1]
+        first = held.queries.positions.stop - queries.shape[1]
+        if waiting := held.queries.pieces(layer, counted, first):
+            queries, first = torch.cat([*waiting, queries], dim=1), counted
         pool_keys, _ = self.on_device(layer)
         ranges = sliced(held.ranges, 0, held.count_to)
         keys = (torch.cat([head[start:stop] for start, stop in ranges]) for head in pool_keys)
@@ -364,8 +367,10 @@ class FullKV(KVCache):
             for start, stop in placed.writes:
                 for pool, values in zip(pools, drawn[place], strict=True):
                     pool[:, start:stop] = values[: stop - start]
-            shape = group * geometry.num_kv_heads, len(held.query_positions), geometry.head_dim
-            held.queries[layer] = torch.empty(shape, dtype=geometry.dtype, device=geometry.device).normal_()
+            drawn_queries = min(len(placed.tokens), len(held.queries.positions))
+            shape = group * geometry.num_kv_heads, drawn_queries, geometry.head_dim
+            queries = torch.empty(shape, dtype=geometry.dtype, device=geometry.device).normal_()
+            held.queries.take(layer, queries, drawn_queries)
             if held.mass:
                 held.mass[layer] = torch.ones(geometry.num_kv_heads, held.count_to, device=geometry.device)
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.kv.base import Held
+from triforce_core.kv.kept_queries import KeptQueries
 from triforce_core.kv.prefix_tree import Node
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Landmark
@@ -50,9 +51,7 @@ class FullHeld(Held):
     landmarks: dict[tuple[Landmark, int], list[Tensor | None]] = field(default_factory=dict)
 
     num_queries: int | None = 1  # that the request's selector needs
-    query_positions: range = range(0)
-    queries: list[Tensor | None] = field(default_factory=list)  # per layer: [heads, len(query_positions), head_dim]
-    num_carried: int = 0  # how many of the first `queries` are kept when the next pass adds its own
+    queries: KeptQueries = field(default_factory=lambda: KeptQueries(0))
     # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: the attention that each of the first tokens,
     # which are settled, has received from the queries of all of these. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
@@ -65,14 +64,9 @@ class FullHeld(Held):
         pairs = zip(bounds[::2], bounds[1::2], strict=True)
         return [own for first, last in pairs for own in sliced(self.ranges, first, last)]
 
-    @property
-    def simple(self) -> bool:
-        """Whether the queries of the last pass are enough."""
-        return self.num_queries == 1
-
     def landmarks_of(self, landmark: Landmark, chunk: int) -> list[Tensor | None]:
         """The landmarks of chunks of this size, by layer; None where none are known yet."""
-        return self.landmarks.setdefault((landmark, chunk), [None] * len(self.queries))
+        return self.landmarks.setdefault((landmark, chunk), [None] * self.queries.num_layers)
 
     def roll_back(self, keep: int) -> None:
         """Forget what was computed of tokens from `keep` on."""
@@ -89,16 +83,16 @@ class FullHeld(Held):
         The last `num_sampled - 1` of these tokens may be drafts. The queries before the first draft count as settled. A
         snapshot may be cut at the first draft's position or later.
         """
-        if self.simple:
+        if self.num_queries == 1:  # those of the last pass are enough
             num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)
-            self.query_positions = range(max(keep, end - num_queries), end)
+            self.queries.expect(max(keep, end - num_queries), keep, end)
             return
         settled = end - min(max(num_sampled, 1), MOST_QUERIES) + 1
-        before = self.query_positions
+        before = self.queries.positions
         known = before.start if before.start <= keep <= before.stop else keep
         first = max(known, settled - (self.num_queries or 1))
         if self.num_queries is None:
             counted = self.mass[0].shape[1]
             self.count_to = settled if settled - counted >= COUNTED_TOGETHER else counted
             first = max(known, min(first, self.count_to))
-        self.num_carried, self.query_positions = keep - known, range(first, end)
+        self.queries.expect(first, keep, end)

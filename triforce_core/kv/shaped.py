@@ -130,9 +130,6 @@ class VerifyBatch(ShapedBatch):
     def settle(self, batch: Batch) -> None:
         for i, row in enumerate(batch.rows):
             held = self.full.held[row.sequence_id]
-            stop = i * self.shape.queries + len(row.placed.tokens)
-            if held.simple:
-                held.queries = [*self.queries[:, :, stop - len(held.query_positions) : stop].clone()]
-                continue
-            for layer, queries in enumerate(self.queries):
-                self.full.take_queries(layer, held, queries[:, i * self.shape.queries : stop])
+            first, tokens = i * self.shape.queries, len(row.placed.tokens)
+            for layer, queries in enumerate(self.queries[:, :, first : first + tokens].clone()):
+                self.full.take_queries(layer, held, queries, tokens)
