@@ -322,6 +322,19 @@ def test_a_single_slow_round_says_little_even_where_few_are_known(plan: Plan, pl
     assert 1.0 < controller.figures().corrections[plan.kind] < (1.4 if len(took) > 2 else 2.0)
 
 
+@pytest.mark.parametrize("planned", [1, 2])
+def test_rounds_that_wait_for_a_snapshot_are_not_what_plain_decoding_takes(planned: int) -> None:
+    """Tiers that share cores hand the snapshot over during these rounds, so they take twice as long."""
+    controller = Controller(TIERS)
+    decoding = two_requests(controller)[:planned]
+    for _ in range(10):
+        rounds(controller, decoding, planned, [0.01] * 2)
+        decoding[-1].plan_waits = True
+        rounds(controller, decoding, planned, [0.02] * 2)
+        decoding[-1].plan_waits = False
+    assert controller._plain_correction(load_of(decoding)) == pytest.approx(1, abs=0.05)
+
+
 def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
     """Requests that come and go around a power of two change it every few rounds."""
     controller = Controller(TIERS)

@@ -24,7 +24,7 @@ def test_they_are_those_of_the_last_pass_over_each_position(seed: int) -> None:
         first_known = known if known <= keep <= kept.positions.stop else keep
         end = keep + rng.choice([1, 1, 1, 3, 9, 40])
         first = max(first_known, end - rng.choice([1, 8, 20]))
-        kept.expect(first, keep, end)
+        kept.expect(first, keep, end, first_known)
         computed = torch.randn(LAYERS, HEADS, end - keep, DIM, generator=generator)
         dense = torch.cat([dense[:, :, :keep], computed], dim=2)
         for layer in range(LAYERS):
@@ -43,6 +43,17 @@ def test_a_few_queries_of_a_long_pass_do_not_keep_the_memory_of_all() -> None:
     assert kept.of(0).untyped_storage().nbytes() == HEADS * 8 * DIM * 4
 
 
+def test_rejected_drafts_take_no_memory() -> None:
+    """Of each pass over ten tokens one is accepted, and the queries of 64 tokens are kept."""
+    kept = KeptQueries(1)
+    for position in range(200):
+        kept.expect(max(0, position - 54), position, position + 10)
+        kept.take(0, torch.randn(HEADS, 10, DIM), 10)
+        queries = [each.layers[0] for each in kept.passes]
+        bound = HEADS * DIM * 4 * (64 + 10)
+        assert sum(each.untyped_storage().nbytes() for each in queries if each is not None) <= bound
+
+
 def test_those_of_a_short_pass_are_not_copied() -> None:
     """A pass of one token must cost nothing: snapshots are cut after few of them."""
     kept = KeptQueries(1)
@@ -51,4 +62,4 @@ def test_those_of_a_short_pass_are_not_copied() -> None:
         queries = torch.randn(HEADS, 1, DIM)
         kept.take(0, queries, 1)
         assert kept.pieces(0, position, position + 1)[0].data_ptr() == queries.data_ptr()
-        assert len(kept.passes) <= 8 + 1
+        assert len(kept.passes) <= 8

@@ -141,6 +141,7 @@ class Controller:
         # price is the measured time even while the prices are fitted to passes of other sizes.
         self.plain: dict[int, deque[tuple[Load, float]]] = {}
         self.counted = True  # whether `plain` has a round for the latest pass
+        self.waiting = False  # whether a request decodes plainly until its snapshot has arrived
         self.stale: set[int] = set()  # loads whose earlier plain rounds are forgotten once there is a new one
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
@@ -171,6 +172,8 @@ class Controller:
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
         self.load, self.counted = load_of(decoding) if decoding else self.load, False
+        # A request that waits for a snapshot decodes plainly, but handing the snapshot over takes time from that round.
+        self.waiting = any(s.plan_waits for s in decoding)
         if not answers or any(sequence.prefilling for sequence, _ in answers):
             return  # a pass over a part of a prompt is another matter
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
@@ -204,7 +207,7 @@ class Controller:
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             if plan.speculates:
                 self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
-            elif not self.counted:  # the requests that share a pass have all taken as long
+            elif not (self.counted or self.waiting):  # the requests that share a pass have all taken as long
                 self.counted = True
                 seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
                 while self.load.kind in self.stale and len(seen) > 2:

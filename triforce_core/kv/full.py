@@ -355,6 +355,8 @@ class FullKV(KVCache):
         assert isinstance(placed, Placement)
         held, geometry = self.held[span.sequence_id], self.geometry
         assert not held.given, "KV that others may use is not written again"
+        if not placed.tokens:
+            return
         if held.node is not None:  # nobody else may use what is drawn
             self.tree.leave(held.node)
             held.node = None

@@ -90,9 +90,10 @@ class FullHeld(Held):
         settled = end - min(max(num_sampled, 1), MOST_QUERIES) + 1
         before = self.queries.positions
         known = before.start if before.start <= keep <= before.stop else keep
-        first = max(known, settled - (self.num_queries or 1))
+        earliest = first = max(known, settled - (self.num_queries or 1))
         if self.num_queries is None:
             counted = self.mass[0].shape[1]
             self.count_to = settled if settled - counted >= COUNTED_TOGETHER else counted
             first = max(known, min(first, self.count_to))
-        self.queries.expect(first, keep, end)
+            earliest = min(first, counted)
+        self.queries.expect(first, keep, end, earliest)

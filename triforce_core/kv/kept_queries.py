@@ -19,41 +19,47 @@ class Pass:
 
     start: int
     stop: int
-    layers: list[Tensor | None]  # per layer: [heads, at least stop - start, head_dim], from position `start` on
+    layers: list[Tensor | None]  # per layer: [heads, stop - start, head_dim]; None until the pass has run
 
 
 class KeptQueries:
-    """Those of one text. `positions` says which ones `of` returns; it ends where the last pass ended."""
+    """Those of one text. `positions` says which ones `of` returns: those before the end of the last pass, or of the
+    expected one.
+    """
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers
         self.positions = range(0)
-        self.passes: deque[Pass] = deque()  # without gaps between them
+        self.passes: deque[Pass] = deque()
 
-    def expect(self, first: int, keep: int, end: int) -> None:
+    def expect(self, first: int, keep: int, end: int, earliest: int | None = None) -> None:
         """The next pass computes those of tokens `keep` to `end`, which replace what is kept from `keep` on. After it
-        those from `first` on are kept. Those that were kept before it stay available until the pass after it.
+        those from `first` on are kept. `earliest`: the first that is read during the pass, if that is an earlier one.
         """
         while self.passes and self.passes[-1].start >= keep:
             self.passes.pop()
-        if self.passes:
-            self.passes[-1].stop = min(self.passes[-1].stop, keep)
-        while self.passes and (self.passes[0].stop <= self.positions.start or self.passes[-1].stop < keep):
+        while self.passes and self.passes[0].stop <= (first if earliest is None else earliest):
             self.passes.popleft()
+        if self.passes and self.passes[-1].stop > keep:
+            self._shorten(self.passes[-1], keep)
         self.passes.append(Pass(keep, end, [None] * self.num_layers))
         self.positions = range(first, end)
 
     def take(self, layer: int, queries: Tensor, together: int) -> None:
         """Keep what is wanted of these, which are those of the last tokens of the expected pass.
 
-        queries: [heads, tokens, head_dim], not written again. `together`: tokens whose queries share their memory. They
-        are copied if most of these are not wanted, because a view keeps all of that memory.
+        queries: [heads, tokens, head_dim], not written again. `together`: tokens of all texts in the pass, whose
+        queries share their memory. Unless all are wanted, those that are get copied: a view keeps all of that memory.
         """
         latest, tokens = self.passes[-1], queries.shape[1]
         wanted = min(tokens, len(self.positions))
-        own = queries if wanted == tokens else queries[:, tokens - wanted :]
         latest.start = latest.stop - wanted
-        latest.layers[layer] = own if 2 * wanted >= together else own.clone()
+        latest.layers[layer] = queries if wanted == together else queries[:, tokens - wanted :].clone()
+
+    def _shorten(self, shortened: Pass, stop: int) -> None:
+        """Forget those from `stop` on. The others are copied, so that rejected drafts take no memory."""
+        kept = [None if queries is None else queries[:, : stop - shortened.start] for queries in shortened.layers]
+        shortened.stop, shortened.layers = stop, [None if queries is None else queries.clone() for queries in kept]
 
     def pieces(self, layer: int, start: int, stop: int) -> list[Tensor]:
         """Those from position `start` to `stop`, pass by pass: [heads, tokens, head_dim] each."""
@@ -68,4 +74,5 @@ class KeptQueries:
     def of(self, layer: int) -> Tensor:
         """[heads, len(positions), head_dim]"""
         pieces = self.pieces(layer, self.positions.start, self.positions.stop)
+        assert pieces, "queries are read after a pass"
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)
