@@ -67,7 +67,8 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     """The text: what is served, how to call it, and where the logs are."""
     server, url, name = settings.server, base_url(settings), served_name(settings)
     host = url.removeprefix("http://").rpartition(":")[0]
-    key = "" if server.api_keys is None else " -H 'authorization: Bearer <key>'"
+    keyed = server.api_keys is not None
+    key = " -H 'authorization: Bearer <key>'" if keyed else ""
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
     threads = {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
@@ -75,7 +76,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
         "model": f"{name}, {settings.dtype}, on {device}",
         **({"LOSSY": settings.target.lossy} if settings.target.lossy else {}),
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
-        "page": f"{url}/ in a browser",
+        "page": f"{url}/ in a browser{', with any name and an API key as the password' if keyed else ''}",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
         "try": f"curl -N {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import logging
 import re
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from deploy.errors import UnauthenticatedError
@@ -64,15 +66,16 @@ class ApiKeys:
     def owner(self, authorization: str | None) -> str:
         """The name of the key in the value of an `authorization` header or metadata; "" where no key is needed.
 
-        Raises `UnauthenticatedError`.
+        The key is a bearer token or, as browsers send it for the page, the password of basic authentication. Raises
+        `UnauthenticatedError`.
         """
         if self.path is None:
             return ""
         self._renew(self.path)
-        scheme, _, key = (authorization or "").partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
+        key = key_in(authorization or "")
+        if not key:
             raise UnauthenticatedError("no API key was given: send `Authorization: Bearer <key>`")
-        given = hashed(key.strip())
+        given = hashed(key)
         # All hashes are compared, each in constant time, so that the time tells nothing about the keys.
         owners = [owner for known, owner in self.owners.items() if hmac.compare_digest(known, given)]
         if not owners:
@@ -97,6 +100,17 @@ class ApiKeys:
     def _hold(self, keys: dict[str, str]) -> None:
         self.owners = {hashed(key): owner for key, owner in keys.items()}
         self.read_at, self.complaint = time.monotonic(), ""
+
+
+def key_in(authorization: str) -> str:
+    """The key that the header's value gives; "" if it gives none. The name in basic authentication is ignored."""
+    scheme, _, credentials = authorization.partition(" ")
+    if scheme.lower() == "bearer":
+        return credentials.strip()
+    if scheme.lower() == "basic":
+        with suppress(ValueError):  # not base64, or not UTF-8
+            return base64.b64decode(credentials.strip(), validate=True).decode().partition(":")[2]
+    return ""
 
 
 def hashed(key: str) -> bytes:

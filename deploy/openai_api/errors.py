@@ -54,7 +54,7 @@ ANSWERS: dict[type[TriForceError], Answer] = {
     DeadlineError: Answer(504, "timeout_error", "timeout"),
 }
 RETRY: dict[int | str, dict[str, str]] = {  # headers by status, or by code
-    401: {"WWW-Authenticate": "Bearer"},
+    401: {"WWW-Authenticate": 'Bearer, Basic realm="TriForce: the password is an API key", charset="UTF-8"'},
     429: {"Retry-After": str(OverloadedError.retry_after_s)},
     503: {"Retry-After": str(OverloadedError.retry_after_s)},
     "engine_crash": {"x-should-retry": "false"},  # OpenAI's clients would retry, and crash the engine again

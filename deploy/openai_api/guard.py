@@ -16,11 +16,10 @@ from deploy.openai_api.errors import error_response
 from deploy.service import Service
 from triforce_core.errors import TooLargeError, TriForceError
 
-# Paths that need no key: they tell only whether the server is there, and give the page, which is static.
-OPEN_PATHS = frozenset({"/", "/health", "/ready"})
-PAGE_FILES = "/page/"  # what the page at / consists of: it asks for the key itself
+# Paths that need no key, because they tell only whether the server is there. They are asked all the time, so they are
+# logged only where they fail.
+OPEN_PATHS = frozenset({"/health", "/ready"})
 OPEN_BODY_BYTES = 1024  # of a body that needs no key: no open path has a use for one
-PROBES = frozenset({"/health", "/ready"})  # answered all the time; they are logged where they fail
 
 
 def guarded(app: FastAPI, service: Service, keys: ApiKeys) -> FastAPI:
@@ -62,7 +61,7 @@ class Guard:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
                 most_bytes = OPEN_BODY_BYTES
-                if path not in OPEN_PATHS and not path.startswith(PAGE_FILES):
+                if path not in OPEN_PATHS:
                     call.key = self.keys.owner(headers.get("authorization"))
                     most_bytes = self.service.most_body_bytes
                 receive = await bounded(receive, headers, most_bytes)
@@ -76,7 +75,7 @@ class Guard:
             else:  # the answer has begun, and must not end as if it were whole
                 raise RuntimeError(internal_error(error)) from None  # Serve logs what is raised, with the message
         finally:
-            if path not in PROBES or call.status != 200:
+            if path not in OPEN_PATHS or call.status != 200:
                 self.service.ended(call)
 
 

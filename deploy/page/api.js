@@ -4,12 +4,8 @@ export class Refused extends Error {}
 
 const UNREACHABLE = "The server cannot be reached. Check that it runs and that the network is up, then try again.";
 
-const UNSENDABLE =
-  "The API key has a character that no key has, such as a curly quote or a letter with an accent. " +
-  "Enter a valid key under “API key”.";
-
 const WORDS = {
-  401: () => "The server wants an API key, or does not know this one. Enter a valid key under “API key”.",
+  401: () => "The server does not accept the API key any more. Reload the page, and give a valid key as the password.",
   403: () => "This API key may not do that.",
   413: (said) => `The text is too long for this server. ${said}`,
   429: (said, wait) => `The server is busy${wait ? `; try again in ${wait} s` : ""}. ${said}`,
@@ -17,12 +13,11 @@ const WORDS = {
   504: (said) => `The server gave up, because the answer took too long. ${said}`,
 };
 
-async function ask(path, key, options = {}) {
-  if (/[^ -~]/.test(key)) throw new Refused(UNSENDABLE); // `fetch` would fail as if there were no server
-  const headers = { ...options.headers, ...(key ? { authorization: `Bearer ${key}` } : {}) };
+// Where the server wants an API key, the browser asked for it before the page was loaded, and sends it with each call.
+async function ask(path, options = {}) {
   let answer;
   try {
-    answer = await fetch(path, { ...options, headers });
+    answer = await fetch(path, options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(UNREACHABLE);
@@ -36,8 +31,8 @@ async function ask(path, key, options = {}) {
 }
 
 // The served model: its name and its context length in tokens.
-export async function model(key) {
-  const { data } = await (await ask("v1/models", key)).json();
+export async function model() {
+  const { data } = await (await ask("v1/models")).json();
   return { name: data[0].id, context: data[0].max_model_len ?? data[0].context_length };
 }
 
@@ -47,8 +42,8 @@ export async function demo() {
 }
 
 // The chunks of a completion as they come. Throws `Refused`, or an AbortError after `signal`.
-export async function* complete(body, key, signal) {
-  const answer = await ask("v1/completions", key, {
+export async function* complete(body, signal) {
+  const answer = await ask("v1/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, return_token_ids: true }),

@@ -21,7 +21,7 @@ function complain(text) {
 
 async function findModel() {
   try {
-    const { name, context } = await api.model(get("key").value);
+    const { name, context } = await api.model();
     tab.context = context;
     get("model").textContent = `${name} · context of ${number(context)} tokens`;
     get("model").hidden = false;
@@ -92,7 +92,7 @@ async function answer(title, body) {
   say("Waiting for the first token: the server reads the document.");
   const clock = setInterval(() => run.show(), 50);
   try {
-    for await (const chunk of api.complete(body, get("key").value, tab.stop.signal)) {
+    for await (const chunk of api.complete(body, tab.stop.signal)) {
       if (!run.tokens.length && chunk.choices[0].token_ids.length) say("The answer streams.");
       run.add(chunk);
     }
@@ -199,10 +199,4 @@ for (const name of ["dragover", "dragleave", "drop"]) {
   });
 }
 
-get("key").value = sessionStorage.getItem("triforce-key") ?? "";
-get("key").addEventListener("change", () => {
-  sessionStorage.setItem("triforce-key", get("key").value);
-  complain("");
-  findModel();
-});
 findModel();

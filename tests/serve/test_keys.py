@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import logging
 import re
@@ -74,6 +75,11 @@ def http(made: Gateway) -> TestClient:
 
 def bearer(key: str) -> dict[str, str]:
     return {"authorization": f"Bearer {key}"}
+
+
+def basic(key: str, user: str = "") -> dict[str, str]:
+    """The header of basic authentication, as RFC 7617 has it for UTF-8."""
+    return {"authorization": f"Basic {base64.b64encode(f'{user}:{key}'.encode()).decode()}"}
 
 
 def asked(client: TestClient, key: str = "alice-key", **headers: str) -> Any:
@@ -148,6 +154,30 @@ def test_keys_have_the_names_of_their_lines(file: Path) -> None:
         keys.owner("Bearer \udce9\xe9")
 
 
+def test_a_key_may_be_the_password_of_basic_authentication(file: Path) -> None:
+    keys = ApiKeys(file)
+    for key, owner in (("alice-key", "alice"), ("bob:key-1", "bob")):  # a password may have colons, a name may not
+        for user in ("", "anybody", "jos\xe9"):
+            assert keys.owner(basic(key, user)["authorization"]) == owner
+    without_colon = base64.b64encode(b"alice-key").decode()
+    not_utf8 = base64.b64encode(b"\xff:alice-key").decode()
+    swapped = basic("", "alice-key")["authorization"].removeprefix("Basic ")
+    for wrong in (
+        "",
+        " ",
+        "alice-key",
+        without_colon,
+        not_utf8,
+        swapped,
+        "Og=",
+        "\xe9",
+        "\udce9",
+        basic("")["authorization"],
+    ):
+        with pytest.raises(UnauthenticatedError):
+            keys.owner(f"Basic {wrong}")
+
+
 def test_a_key_without_a_name_keeps_its_name_when_other_lines_change(file: Path) -> None:
     before = ApiKeys(file).owner("Bearer nobody-key")
     file.write_text("other-key\nnobody-key\n")
@@ -214,30 +244,32 @@ def test_the_file_is_not_read_for_each_request(file: Path) -> None:
 
 
 def test_without_a_key_no_route_answers_but_those_for_probes(file: Path) -> None:
-    assert set(OPEN_PATHS) == {"/", "/health", "/ready"}
+    assert set(OPEN_PATHS) == {"/health", "/ready"}
     made = gateway(file)
     client = http(made)
     documented = http_app(made.service).openapi()["paths"]
     paths = ["/docs", "/openapi.json", *(path.replace("{name}", "demo") for path in documented)]
+    paths += ["/", "/page/app.js", "/page/demo.py", "/page/none"]
     assert {"/v1/completions", "/v1/models", "/status", "/version", "/docs", "/openapi.json"} <= set(paths)
     for path in [*paths, "/v2", "/health/", "/%2e/health", "/HEALTH"]:
         for method in ("GET", "POST", "HEAD", "OPTIONS", "DELETE"):
-            for headers in ({}, bearer("wrong"), {"authorization": "alice-key"}):
+            for headers in ({}, bearer("wrong"), basic("wrong"), {"authorization": "alice-key"}):
                 answer = client.request(method, path, headers=headers, follow_redirects=False)
                 if path in OPEN_PATHS:
                     assert answer.status_code in (200, 405)
                     continue
                 assert answer.status_code == 401, (method, path)
-                assert answer.headers["www-authenticate"] == "Bearer"
+                assert answer.headers["www-authenticate"].startswith("Bearer, Basic realm=")
                 if method != "HEAD":
                     error = answer.json()["error"]
                     assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_api_key")
     assert client.get("/health").json() == client.get("/ready").json() == {"status": "ok"}
 
 
-def test_the_page_loads_without_a_key_and_nothing_beside_it(file: Path) -> None:
-    """A browser loads it before a person can type a key."""
+def test_the_page_loads_with_a_key_and_nothing_beside_it(file: Path) -> None:
+    """A browser asks for the key by itself, and sends it with every file and call."""
     client = http(gateway(file))
+    client.headers.update(basic("alice-key"))
     page = client.get("/")
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
@@ -246,7 +278,19 @@ def test_the_page_loads_without_a_key_and_nothing_beside_it(file: Path) -> None:
     for name in (*names, "demo.py"):
         assert client.get(f"/page/{name}").status_code == 200, name
     for outside in ("/page/../app.py", "/page/..%2fapp.py", "/page/%2e%2e/app.py", "/page/none", "/page/", "/page"):
-        assert client.get(outside, follow_redirects=False).status_code in (401, 404), outside
+        assert client.get(outside).status_code == 404, outside
+
+
+def test_another_site_cannot_use_the_key_that_a_browser_keeps(file: Path) -> None:
+    """Browsers send a kept password with requests from any site's page, but let it choose only among these types."""
+    client = http(gateway(file))
+    client.headers.update(basic("alice-key"))
+    assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        for kind in ("text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x", ""):
+            body = json.dumps({"prompt": PROMPT, "messages": [{"role": "user", "content": PROMPT}], "tokens": [1]})
+            answer = client.post(path, content=body, headers={"content-type": kind} if kind else {})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body"), (path, kind)
 
 
 def test_with_a_key_it_answers(file: Path) -> None:
@@ -385,12 +429,13 @@ def taken(made: Gateway, path: str, pieces: int = 64, **headers: str) -> tuple[i
     return status, count
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/ready", "/page/app.js", "/page/demo.py", "/page/none"])
+@pytest.mark.parametrize("path", ["/health", "/ready"])
 def test_without_a_key_no_body_is_kept(file: Path, path: str) -> None:
     made = gateway(file)
     assert taken(made, path, transfer_encoding="chunked") == (413, 2)
     assert taken(made, path, content_length="64000") == (413, 0)
-    assert taken(made, "/v1/completions", transfer_encoding="chunked") == (401, 0)
+    for closed in ("/v1/completions", "/", "/page/app.js"):
+        assert taken(made, closed, transfer_encoding="chunked") == (401, 0)
 
 
 def test_a_body_in_pieces_is_counted_whatever_length_it_states(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,10 @@ import pytest
 import requests
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
+from playwright.sync_api import expect
 from ray.serve.generated import serve_pb2, serve_pb2_grpc
 
+from tests.browser import chromium
 from tests.serve.conftest import Server, free_ports, start, stop
 from tests.starting import LocalRay, tried_twice
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
@@ -74,11 +76,8 @@ def test_without_a_key_nothing_of_ours_is_reached(started: Started) -> None:
     for path in ("/health", "/ready"):
         assert requests.get(url + path, timeout=30).json() == {"status": "ok"}
     document = requests.get(f"{url}/openapi.json", headers=bearer(FIRST), timeout=30).json()
-    paths = {*document["paths"], "/docs", "/openapi.json", "/redoc", "/-/other", "/metrics"} - {
-        "/health",
-        "/ready",
-        "/",
-    }
+    paths = {*document["paths"], "/docs", "/openapi.json", "/redoc", "/-/other", "/metrics"} - {"/health", "/ready"}
+    paths |= {"/", "/page/app.js", "/page/demo.py"}
     assert len(paths) > 8
     for path in paths:
         for method in ("GET", "POST"):
@@ -86,15 +85,27 @@ def test_without_a_key_nothing_of_ours_is_reached(started: Started) -> None:
             assert answer.status_code == 401, (method, path, answer.text)
             assert answer.json()["error"]["code"] == "invalid_api_key"
     assert requests.get(f"{url}/v1/models", headers=bearer(SECOND), timeout=30).status_code == 200
-    # The page's files are open; each is refused a body.
-    for path in ("/", "/page/app.js", "/page/demo.py"):
-        assert requests.get(url + path, timeout=30).status_code == 200
-    for path in ("/", "/page/app.js", "/health"):
+    for path, status in (("/", 401), ("/page/app.js", 401), ("/health", 413), ("/ready", 413)):
         pieces = (b"x" * 1000 for _ in range(3))
-        assert requests.post(url + path, data=pieces, timeout=30).status_code == 413
+        assert requests.post(url + path, data=pieces, timeout=30).status_code == status
     # Serve's own: that there is an application, and its name.
     assert requests.get(f"{url}/-/healthz", timeout=30).text == "success"
     assert requests.get(f"{url}/-/routes", timeout=30).json() == {"/": "triforce"}
+
+
+def test_a_browser_asks_for_the_key_and_sends_it_with_all_that_the_page_does(started: Started) -> None:
+    with chromium() as browser:
+        without = browser.new_page()
+        refused = without.goto(started.server.url)
+        assert refused is not None
+        assert refused.status == 401
+        page = browser.new_page(http_credentials={"username": "anyone", "password": FIRST})
+        page.goto(started.server.url)
+        expect(page.locator("#model")).to_contain_text("tokens", timeout=30_000)
+        page.get_by_label("Document", exact=True).fill("def")
+        page.get_by_label("Max tokens").fill("4")
+        page.get_by_role("button", name="Start").click()
+        expect(page.get_by_role("status")).to_contain_text("Done: 4 tokens", timeout=60_000)
 
 
 def test_the_same_over_grpc(started: Started) -> None:

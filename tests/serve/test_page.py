@@ -195,7 +195,7 @@ def test_a_file_and_the_demo_document_become_the_document(browser: Browser, serv
 @pytest.mark.parametrize(
     ("status", "headers", "words"),
     [
-        (401, {}, "The server wants an API key"),
+        (401, {}, "The server does not accept the API key any more."),
         (413, {}, "The text is too long for this server. So it is."),
         (429, {"retry-after": "7"}, "The server is busy; try again in 7 s. So it is."),
         (503, {}, "The server cannot answer right now. So it is."),
@@ -226,18 +226,15 @@ def test_what_the_server_itself_refuses_is_told_with_its_reason(browser: Browser
     expect(opened.page.get_by_role("alert")).to_contain_text("16384")
 
 
-def test_the_key_is_sent_and_forgotten_with_the_tab(browser: Browser, server: Server) -> None:
+def test_a_request_has_the_fields_of_the_form_and_nothing_is_stored(browser: Browser, server: Server) -> None:
     opened = Opened(browser, server)
-    opened.page.get_by_text("API key").click()
-    opened.page.get_by_label("Key", exact=True).fill("sesame")
     with opened.page.expect_request("**/v1/completions") as sent:
         opened.ask("def", 4)
-    assert sent.value.headers["authorization"] == "Bearer sesame"
     body = json.loads(sent.value.post_data or "")
     fields = {"prompt": "def", "max_tokens": 4, "temperature": 0.7, "seed": 1}
     assert body == {**fields, "stream": True, "return_token_ids": True}
     opened.status("Done: 4 tokens")
-    assert opened.page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [1, 0, ""]
+    assert opened.page.evaluate("[sessionStorage.length, localStorage.length, document.cookie]") == [0, 0, ""]
 
 
 @pytest.mark.parametrize(
