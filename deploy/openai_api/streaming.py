@@ -18,8 +18,8 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-# What FastAPI's `responses` say of a whole answer and of a stream. `itemSchema` is a word of OpenAPI 3.2 that FastAPI uses
-# in documents of 3.1 too.
+# What FastAPI's `responses` say of a whole answer and of a stream. `itemSchema` is of OpenAPI 3.2; FastAPI uses it in
+# documents of 3.1 too.
 CHUNK = {"type": "string", "description": "a chunk as JSON, or `[DONE]`"}
 WHOLE_OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
