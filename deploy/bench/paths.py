@@ -66,7 +66,8 @@ class TargetClient:
             async for event in TargetStub(self._channel).Decode(request_to_proto(asked)):
                 count += len(event.token_ids)
                 last = event.finish_reason != 0
-                yield Piece("", Usage(len(prompt), count) if last else None)
+                if event.token_ids or last:  # the first events tell of the request's beginning
+                    yield Piece("", Usage(len(prompt), count) if last else None)
         except grpc.RpcError as error:
             raise failed(from_rpc_error(error)) from None
 
@@ -103,7 +104,9 @@ async def bench_paths(
     temperature: float,
     progress: Callable[[str], None],
 ) -> dict[str, Any]:
-    """Milliseconds a token over HTTP, over gRPC and directly, in turns; and over HTTP while bodies of one MB arrive.
+    """Milliseconds a token over HTTP, over gRPC and directly, in turns; then over HTTP while bodies of one MB arrive.
+
+    Every second turn has the reverse order. One answer before them, which is not measured, reads the prompt.
 
     `http` and `ours` are clients of one server.
 
@@ -128,11 +131,18 @@ async def bench_paths(
             found: dict[str, list[Timed]] = {name: [] for name in (*clients, "http_beside_bodies")}
             drafting = {tier["tier"] for tier in status["tiers"]}
             retrieval, draft = (tokens * (tier in drafting) for tier, tokens in LOOKAHEADS.items())
-            for turn in range(repeats):
-                question = Question(model, prompt, output, temperature, seed=turn, lookaheads=(retrieval, draft))
-                for name, client in clients.items():
+            questions = [
+                Question(model, prompt, output, temperature, seed=turn, lookaheads=(retrieval, draft))
+                for turn in range(repeats)
+            ]
+            progress("reading the prompt")
+            await timed(http, questions[0])
+            for turn, question in enumerate(questions):
+                for name in list(clients)[:: -1 if turn % 2 else 1]:
                     progress(f"{turn + 1} of {repeats}: {name}")
-                    found[name].append(await timed(client, question))
+                    found[name].append(await timed(clients[name], question))
+            # After the others: the server works on the last body for a moment when this answer has ended.
+            for turn, question in enumerate(questions):
                 progress(f"{turn + 1} of {repeats}: http beside bodies of 1 MB")
                 found["http_beside_bodies"].append(await beside_bodies(session, http, question))
     times = {name: [each.token_ms for each in answers] for name, answers in found.items()}

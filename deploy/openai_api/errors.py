@@ -53,12 +53,16 @@ ANSWERS: dict[type[TriForceError], Answer] = {
     EngineCrashError: Answer(500, SERVER, "engine_crash"),
     DeadlineError: Answer(504, "timeout_error", "timeout"),
 }
-RETRY: dict[int | str, dict[str, str]] = {  # headers by status, or by code
-    401: {"WWW-Authenticate": 'Bearer, Basic realm="TriForce: the password is an API key", charset="UTF-8"'},
-    429: {"Retry-After": str(OverloadedError.retry_after_s)},
-    503: {"Retry-After": str(OverloadedError.retry_after_s)},
-    "engine_crash": {"x-should-retry": "false"},  # OpenAI's clients would retry, and crash the engine again
-    504: {"x-should-retry": "false"},  # OpenAI's clients would retry, and run into the deadline again
+RETRY: dict[int | str, list[tuple[str, str]]] = {  # headers by status, or by code
+    # In two lines, because Chromium reads only the first challenge of a line.
+    401: [
+        ("WWW-Authenticate", "Bearer"),
+        ("WWW-Authenticate", 'Basic realm="TriForce: the password is an API key", charset="UTF-8"'),
+    ],
+    429: [("Retry-After", str(OverloadedError.retry_after_s))],
+    503: [("Retry-After", str(OverloadedError.retry_after_s))],
+    "engine_crash": [("x-should-retry", "false")],  # OpenAI's clients would retry, and crash the engine again
+    504: [("x-should-retry", "false")],  # OpenAI's clients would retry, and run into the deadline again
 }
 
 
@@ -103,7 +107,10 @@ class AsciiJSON(JSONResponse):
 
 def error_response(error: Exception) -> Response:
     answer, body = answer_to(error)
-    return AsciiJSON(body, answer.status, RETRY.get(answer.code, RETRY.get(answer.status)))
+    response = AsciiJSON(body, answer.status)
+    for name, value in RETRY.get(answer.code, RETRY.get(answer.status, [])):
+        response.headers.append(name, value)
+    return response
 
 
 def malformed_response(error: RequestValidationError) -> Response:

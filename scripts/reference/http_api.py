@@ -82,9 +82,9 @@ def page() -> str:
     return "\n".join(parts)
 
 
-def retry_of(headers: dict[int | str, dict[str, str]], answer: Any) -> str:
-    found = headers.get(answer.code, headers.get(answer.status, {}))
-    return ", ".join(f"`{name}: {value}`" for name, value in found.items())
+def retry_of(headers: dict[int | str, list[tuple[str, str]]], answer: Any) -> str:
+    found = headers.get(answer.code, headers.get(answer.status, []))
+    return ", ".join(f"`{name}: {value}`" for name, value in found)
 
 
 def routes_in(document: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
