@@ -54,6 +54,8 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
+FEW_CHARACTERS = 4  # for a token. A text of as many for each token of the context rarely fits.
+CUT_TOKENS = 64  # more than a cut through a text adds to the tokens of its beginning
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
 
@@ -270,7 +272,8 @@ class Service:
         whole = asked.n == 1 or not asked.resume
         require(whole, "resume_token_ids", f"with n: {asked.n}", "continue one completion: ask with its own seed")
         lookaheads, drafting = self.plan(asked)
-        prompt = await self.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+        fits = asked.truncate_prompt_tokens is None
+        prompt = await self.encode(asked.prompt, fits=fits) if isinstance(asked.prompt, str) else asked.prompt
         if asked.truncate_prompt_tokens is not None:
             kept = asked.truncate_prompt_tokens
             require(kept >= 1, "truncate_prompt_tokens", kept, "must be at least 1")
@@ -327,10 +330,11 @@ class Service:
         longest_prompt = self.model.limits.context_length * self.max_token_characters
         return MOST_JSON_BYTES * longest_prompt + OTHER_FIELDS_BYTES
 
-    async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:
+    async def encode(self, text: str, *, special: bool = True, fits: bool = False) -> tuple[int, ...]:
         """The text's tokens, by default with the special ones that the tokenizer adds.
 
-        Raises `InvalidValueError` or a subclass.
+        `fits`: whether they must fit the context; a text that is far too long is then refused sooner. Raises
+        `InvalidValueError` or a subclass.
         """
         require(text != "", "prompt", text, "must not be empty")
         context = self.model.limits.context_length
@@ -340,6 +344,15 @@ class Service:
             )
             raise TooLargeError("prompt", f"{len(text)} characters", rule)
         check_unicode("prompt", text)
+        beginning = text[: FEW_CHARACTERS * context]
+        if fits and len(beginning) < len(text):
+            # Most texts of this length are far too long. To encode a megabyte whole would take most of a second of CPU
+            # time, which the tiers may need.
+            count = len(await self.encoder.encode(beginning, special=special))
+            if count > context + CUT_TOKENS:
+                raise TooLargeError(
+                    "prompt", f"over {count - CUT_TOKENS} tokens", f"must fit the context of {context} tokens"
+                )
         return await self.encoder.encode(text, special=special)
 
     async def decode(self, tokens: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import pytest
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from deploy.client_request import MAX_PROMPT_LOGPROBS
+from deploy.encoding import Encoder
 from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.requests import UNSUPPORTED, Body, CompletionRequest, Prompt, Stop, client_requests_from
 from deploy.openai_api.tokens import DetokenizeRequest
@@ -304,6 +305,33 @@ def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["choices"][0]["text"] == model().tokenizer.decode(ids(text)[-3:]) + "a"
     assert refused(truncate_prompt_tokens=0)["message"] == "truncate_prompt_tokens: 0 must be at least 1"
+
+
+def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded: list[int] = []
+
+    async def encode(self: Encoder, text: str, *, special: bool = True) -> tuple[int, ...]:
+        encoded.append(len(text))
+        return await plain(self, text, special=special)
+
+    plain = Encoder.encode
+    monkeypatch.setattr(Encoder, "encode", encode)
+    context = model().limits.context_length
+    far, near, beginning = "a " * 10 * context, "a " * (context // 2 + 10) + " " * 4 * context, 4 * context
+    client, _, pipelines = served(ENDED)
+    answer = ask(client, prompt=far)
+    assert answer.status_code == 413
+    assert "must fit the context of" in answer.json()["error"]["message"]
+    assert encoded == [beginning]
+    assert pipelines.requests == []
+    encoded.clear()
+    answer, pipelines = answered(prompt=near)  # long in characters, but not in tokens
+    assert encoded == [beginning, len(near)]
+    assert list(pipelines.requests[0].prompt_token_ids) == ids(near)
+    assert answer["usage"]["prompt_tokens"] == len(ids(near)) < context
+    encoded.clear()
+    answered(prompt=far, truncate_prompt_tokens=3)
+    assert encoded == [len(far)]
 
 
 def test_the_output_may_end_after_its_stop_string() -> None:
