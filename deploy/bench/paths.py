@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import statistics
 import time
 from collections.abc import AsyncGenerator, Callable
@@ -31,6 +32,7 @@ from triforce_core.messages import SamplingParams
 LOOKAHEADS = {"retrieval": 8, "draft": 3}
 # One MB. It is longer than most contexts, so that the server refuses it; a model with room for it reads it as a prompt.
 BODY = "a " * 500_000
+BODY_EVERY_S = 0.5
 
 
 class TargetClient:
@@ -159,15 +161,17 @@ async def bench_paths(
 
 
 async def beside_bodies(session: aiohttp.ClientSession, client: HttpClient, question: Question) -> Timed:
-    """An answer while another client sends a body of one MB again and again."""
+    """An answer while another client sends a body of one MB every half second, the first one with the question."""
     url = f"{client.address}/v1/completions"
 
     async def send() -> None:
         while True:
             with failures():
-                async with session.post(url, json={"prompt": BODY, "max_tokens": 1}) as response:
+                async with session.post(url, data=body, headers={"content-type": "application/json"}) as response:
                     await response.read()
+            await asyncio.sleep(BODY_EVERY_S)
 
+    body = json.dumps({"prompt": BODY, "max_tokens": 1}).encode()
     sending = asyncio.create_task(send())
     try:
         found = await timed(client, question)

@@ -29,7 +29,7 @@ from triforce_core.evaluation.choice import choose
 from triforce_core.evaluation.costs import measure_costs
 from triforce_core.evaluation.measures import Counts, Scored
 from triforce_core.evaluation.plan import Budget, EvalPlan
-from triforce_core.evaluation.reading import SEQUENCE, Model, Reading
+from triforce_core.evaluation.reading import SEQUENCE, WRITTEN, Model, Reading
 from triforce_core.evaluation.report import by_budget, report
 from triforce_core.evaluation.texts import MANY_KEYS, ONE_KEY, Input, Stretch, held_out_inputs, needle_inputs
 from triforce_core.evaluation.walk import measure
@@ -353,6 +353,8 @@ def test_the_command_measures_and_writes(
         assert whole["same_text"] == 1
         assert whole["speculative_rounds"] > 0
         assert whole["recall"] == whole["recall_full"]
+        assert whole["tokens"] >= WRITTEN * whole["texts"]
+    assert figures["triforce"]["needles"]["texts"] == 1 + 4, "many keys, and one key at each depth"
     assert [row["selector"] for row in figures["costs"]] == ["mean_key", "h2o"]
     assert [row["selector"] for row in figures["prefills"]] == ["mean_key", "h2o"]
 

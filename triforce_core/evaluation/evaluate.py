@@ -28,7 +28,7 @@ from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.load import context_length, kv_geometry, load_config, load_tokenizer
 from triforce_core.models.threads import threads_for
 
-WHOLE_FILES = 4  # held-out files that the whole engine decodes; of needle inputs, one of each length
+WHOLE_FILES = 4  # held-out files that the whole engine decodes; it decodes all needle inputs
 
 
 class Evaluation:
@@ -107,7 +107,7 @@ class Evaluation:
         for name, inputs in (("files", self.files if self.scores_files else []), ("needles", self.needles)):
             if not inputs:
                 continue
-            some = inputs[:WHOLE_FILES] if name == "files" else {text.group[1]: text for text in inputs}.values()
+            some = inputs[:WHOLE_FILES] if name == "files" else inputs
             ours = Whole(engine, self.settings.speculation.effective, some) if self.with_whole else None
             figures[name] = self._rows(name, measure(inputs, self.cases, read, watch, ours))
             if ours is not None:

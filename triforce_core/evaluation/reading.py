@@ -22,6 +22,7 @@ from triforce_core.models.threads import Threads
 
 SEQUENCE = 0  # the only sequence of each cache here
 PREFILL_CHUNK = 2048  # tokens
+WRITTEN = 32  # tokens for which a full cache has room after its text
 
 
 class Model:
@@ -80,10 +81,10 @@ class Reading(Reader):
         """`sparse`: the model that runs over sparse caches; the target, or the retrieval tier's own. `chunk`: tokens
         that are chosen together. `selectors`: those that will choose.
         """
-        self.full = FullKV(target.geometry, len(tokens), target.kernel)
+        self.full = FullKV(target.geometry, len(tokens) + WRITTEN, target.kernel)
         super().__init__(target.over(self.full, tokens).runner, tokens)
         self.target, self.sparse, self.chunk = target, sparse, chunk
-        self.spec = replace(self.spec, selector=neediest(selectors))
+        self.spec = replace(self.spec, max_length=len(tokens) + WRITTEN, selector=neediest(selectors))
 
     def cut(self, stretch: Stretch, budget: int, selector: Selector) -> Snapshot:
         """A whole snapshot of the text below the stretch."""

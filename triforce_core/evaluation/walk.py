@@ -10,7 +10,7 @@ from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.evaluation.caches import Case
 from triforce_core.evaluation.measures import Counts, Scored
-from triforce_core.evaluation.reading import Reading
+from triforce_core.evaluation.reading import WRITTEN, Reading
 from triforce_core.evaluation.texts import Input
 from triforce_core.messages import GREEDY
 
@@ -27,7 +27,7 @@ class Watch(Protocol):
 
 @dataclass(slots=True)
 class Whole:
-    """The whole engine against the full cache alone: the first stretch of some inputs, written greedily by both."""
+    """The whole engine against the full cache alone: what both write greedily from an input's first stretch on."""
 
     engine: Engine
     lookaheads: tuple[int, int]
@@ -42,16 +42,19 @@ class Whole:
     def add(self, text: Input, reading: Reading) -> None:
         stretch = text.stretches[0]
         truth = list(stretch.predicted(text.tokens))
-        request = Request(text.tokens[: stretch.start + 1], len(truth), GREEDY, 0, self.lookaheads)
+        # The answer to a needle input has few tokens; what is written after it is compared too.
+        room = self.engine.limits.context_length - stretch.start - 1
+        count = min(max(len(truth), WRITTEN), room)
+        request = Request(text.tokens[: stretch.start + 1], count, GREEDY, 0, self.lookaheads)
         outputs = list(run_to_end(self.engine, [request]))
         own = [token for output in outputs for token in output.tokens]
-        full = reading.written(stretch.start, len(truth))
+        full = reading.written(stretch.start, len(own))
         self.texts += 1
-        self.tokens += len(truth)
+        self.tokens += len(own)
         self.speculative_rounds += outputs[-1].stats.speculative_rounds
         self.same += own == full
-        self.right += own == truth
-        self.right_full += full == truth
+        self.right += own[: len(truth)] == truth
+        self.right_full += full[: len(truth)] == truth
 
     def figures(self) -> dict[str, Any]:
         return {
