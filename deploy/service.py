@@ -54,7 +54,7 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
-FEW_CHARACTERS = 4  # for a token. A text of as many for each token of the context rarely fits.
+MANY_CHARACTERS = 8  # for a token. A text of as many for each token of the context rarely fits.
 CUT_TOKENS = 64  # more than a cut through a text adds to the tokens of its beginning
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
@@ -344,7 +344,7 @@ class Service:
             )
             raise TooLargeError("prompt", f"{len(text)} characters", rule)
         check_unicode("prompt", text)
-        beginning = text[: FEW_CHARACTERS * context]
+        beginning = text[: MANY_CHARACTERS * context]
         if fits and len(beginning) < len(text):
             # Most texts of this length are far too long. To encode a megabyte whole would take most of a second of CPU
             # time, which the tiers may need.

@@ -15,6 +15,7 @@ from deploy.encoding import Encoder
 from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.requests import UNSUPPORTED, Body, CompletionRequest, Prompt, Stop, client_requests_from
 from deploy.openai_api.tokens import DetokenizeRequest
+from deploy.service import MANY_CHARACTERS
 from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -317,7 +318,8 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypatch: py
     plain = Encoder.encode
     monkeypatch.setattr(Encoder, "encode", encode)
     context = model().limits.context_length
-    far, near, beginning = "a " * 10 * context, "a " * (context // 2 + 10) + " " * 4 * context, 4 * context
+    beginning = MANY_CHARACTERS * context
+    far, near = "a " * beginning, "a " * (context // 2) + " " * beginning
     client, _, pipelines = served(ENDED)
     answer = ask(client, prompt=far)
     assert answer.status_code == 413

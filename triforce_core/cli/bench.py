@@ -203,7 +203,7 @@ def pipeline(
 def stalls(
     settings: Settings,
     context: Annotated[int, typer.Option(min=1, help="tokens of each of the two long prompts")] = 12_000,
-    output: Annotated[int, typer.Option(min=2, help="output tokens of the running stream")] = 1024,
+    output: Annotated[int, typer.Option(min=2, help="output tokens of the running stream")] = 3072,
     repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
     max_load: MaxLoadOption = 1.0,
     force: ForceOption = False,
