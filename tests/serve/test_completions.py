@@ -319,7 +319,7 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypatch: py
     monkeypatch.setattr(Encoder, "encode", encode)
     context = model().limits.context_length
     beginning = MANY_CHARACTERS * context
-    far, near = "a " * beginning, "a " * (context // 2) + " " * beginning
+    far, near = "a " * beginning, "a " * (context // 4) + " " * beginning
     client, _, pipelines = served(ENDED)
     answer = ask(client, prompt=far)
     assert answer.status_code == 413
