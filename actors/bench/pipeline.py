@@ -21,6 +21,7 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.bench.prompts import HELD_OUT, held_out_tokens
 from triforce_core.config import Settings
+from triforce_core.engine.scheduler import STEP_AHEAD
 from triforce_core.errors import require
 from triforce_core.kv.ranges import rounded_up
 from triforce_core.messages import SamplingParams, Tier
@@ -69,13 +70,16 @@ def bench_pipeline(
             arrangements = {
                 name: Arrangement(scheduled(settings, load, **changes), runner, pace) for name, changes in modes.items()
             }
-            for arrangement in arrangements.values():  # warm-up
-                arrangement.run([shortened(message) for message in messages])
+            for arrangement in arrangements.values():
+                arrangement.run([shortened(message) for message in messages])  # warm-up, which keeps the prompts' KV
             runs: dict[str, list[Run]] = {name: [] for name in modes}
             for repeat in range(repeats):
                 for name in modes if repeat % 2 == 0 else reversed(modes):
-                    runs[name].append(arrangements[name].run(messages))
-                    report(f"{name} {repeat + 1}/{repeats}: {runs[name][-1].tokens_per_s:.1f} tokens/s")
+                    run = arrangements[name].run(messages)
+                    together = run.begin < run.end
+                    require(together, "output", load.output, "must be more: the requests never decoded together")
+                    runs[name].append(run)
+                    report(f"{name} {repeat + 1}/{repeats}: {run.tokens_per_s:.1f} tokens/s")
             hop_ms = arrangements["pipelined"].hop_ms()  # measured last, because pings leave the tiers some 5% slower
             for arrangement in arrangements.values():
                 arrangement.stop()
@@ -96,12 +100,17 @@ def bench_pipeline(
 
 
 def scheduled(settings: Settings, load: PipelineWorkload, **changes: Any) -> Settings:
-    """The settings with room for the load, and with these changes of the schedule."""
-    each = rounded_up(load.context + load.output, settings.retrieval.chunk)
+    """The settings with room for the load, and with these changes of the schedule.
+
+    The prefix cache is on: prompts are read one after another, so that without the KV which the warm-up keeps, the
+    first request could end before the last one begins to decode.
+    """
+    grown = 2 * (load.output + STEP_AHEAD)  # growth doubles; without room for it, a prompt's KV would be given up
+    each = rounded_up(load.context + grown, settings.retrieval.chunk)
     return settings.model_copy(
         update={
             "max_sequences": load.requests,
-            "target": settings.cold.target.model_copy(update={"kv_pool_tokens": load.requests * each}),
+            "target": settings.target.model_copy(update={"kv_pool_tokens": load.requests * each, "prefix_cache": True}),
             "speculation": settings.speculation.model_copy(update=changes),
         }
     )
@@ -130,7 +139,6 @@ def shortened(message: pb.DecodeRequest) -> pb.DecodeRequest:
     short = pb.DecodeRequest()
     short.CopyFrom(message)
     short.max_tokens = min(32, message.max_tokens)
-    del short.prompt_token_ids[512:]
     return short
 
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 
+from actors.bench.arrangement import Run
 from actors.bench.paced import VOCAB_SIZE, Pace
 from actors.bench.pipeline import Rounds
-from triforce_core.cli import main
+from tests.command_line import run
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Tier
@@ -23,10 +23,7 @@ def test_paced_stages_give_the_figures_and_the_trace(
     trace, figure = tmp_path / "trace.json", tmp_path / "trace.svg"
     load = ["--requests", "2", "--micro-batches", "2", "--context", "32", "--output", "60", "--repeats", "1"]
     paced = ["--paced", "0.5,3,6,0.7,0.9", "--lookaheads", "4,2", "--trace", str(trace), "--figure", str(figure)]
-    monkeypatch.setattr(sys, "argv", ["triforce", "bench", "pipeline", *load, *paced, "--force", "--json"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    assert run(monkeypatch, "bench", "pipeline", *load, *paced, "--force", "--json") == 0
     figures = json.loads(capsys.readouterr().out)
     assert figures["identical"] is True
     assert figures["paced"]["ms"] == [0.5, 3, 6]
@@ -45,6 +42,28 @@ def test_paced_stages_give_the_figures_and_the_trace(
     assert lanes == {int(tier) for tier in Tier}
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"draft", "retrieval", "target"}
     assert figure.stat().st_size > 1000
+
+
+@pytest.mark.slow
+def test_requests_decode_together_though_prompts_are_read_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without kept KV, the first of these requests would end before the last begins."""
+    load = ("--requests", "3", "--context", "3000", "--output", "24", "--repeats", "1", "--dtype", "float32")
+    assert run(monkeypatch, "bench", "pipeline", *load, "--force", "--json") == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert figures["identical"] is True
+    assert figures["speedup"] > 0
+
+
+@pytest.mark.slow
+def test_requests_that_never_decode_together_are_refused(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Run, "end", property(lambda ran: ran.begin))
+    load = ("--requests", "2", "--context", "64", "--output", "16", "--repeats", "1", "--paced", "0.5,3,6,0.7,0.9")
+    assert run(monkeypatch, "bench", "pipeline", *load, "--force") == 2
+    assert "output: 16 must be more: the requests never decoded together" in capsys.readouterr().err
 
 
 def test_the_bound_is_the_formula() -> None:
