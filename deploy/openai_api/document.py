@@ -91,7 +91,10 @@ def operation_part(name: str, operation: dict[str, Any]) -> Iterator[str]:
             (
                 escape(status),
                 escape(each["description"]),
-                " or ".join(body_of(content) for content in each.get("content", {}).values()),
+                " or ".join(
+                    type_of(content["schema"]) if "schema" in content else escape(kind)
+                    for kind, content in each.get("content", {}).items()
+                ),
             )
             for status, each in operation["responses"].items()
         ],
@@ -115,13 +118,6 @@ def schema_part(name: str, schema: dict[str, Any]) -> Iterator[str]:
             for field, each in schema["properties"].items()
         ],
     )
-
-
-def body_of(content: dict[str, Any]) -> str:
-    """What a body of one media type is, in a few words."""
-    if "itemSchema" in content:
-        return f"events, each {type_of(content['itemSchema']['properties']['data'])}"
-    return type_of(content.get("schema", {}))
 
 
 def type_of(schema: dict[str, Any]) -> str:

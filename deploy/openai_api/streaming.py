@@ -18,17 +18,14 @@ def event(content: dict[str, Any]) -> str:
     return f"data: {json.dumps(content, separators=(',', ':'))}\n\n"
 
 
-# What FastAPI's `responses` say of a whole answer and of a stream. `itemSchema` is of OpenAPI 3.2; FastAPI uses it in
-# documents of 3.1 too.
-CHUNK = {"type": "string", "description": "a chunk as JSON, or `[DONE]`"}
+# What FastAPI's `responses` say of a whole answer and of a stream. OpenAPI 3.1 cannot describe the events of a stream.
 WHOLE_OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
-        "description": "The answer as an object; with `stream: true` its chunks as server-sent events",
+        "description": "The answer as an object; with `stream: true` its chunks as server-sent events, each with a"
+        " chunk as JSON, the last with `[DONE]`",
         "content": {
             "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {
-                "itemSchema": {"type": "object", "properties": {"data": CHUNK}, "required": ["data"]}
-            },
+            "text/event-stream": {},
         },
     }
 }

@@ -17,7 +17,8 @@ const WORDS = {
 async function ask(path, options = {}) {
   let answer;
   try {
-    answer = await fetch(path, options);
+    // A page opened as http://name:key@host/ has a base with credentials, which fetch refuses; `origin` has none.
+    answer = await fetch(new URL(path, location.origin + location.pathname), options);
   } catch (error) {
     if (error.name === "AbortError") throw error;
     throw new Refused(UNREACHABLE);

@@ -354,8 +354,8 @@ def test_the_document_names_the_fields_and_the_form_of_streams() -> None:
     paths = http_app(unused).openapi()["paths"]
     for path in ("/v1/completions", "/v1/chat/completions"):
         answer = paths[path]["post"]["responses"]["200"]
-        events = answer["content"]["text/event-stream"]["itemSchema"]
-        assert (events["required"], events["properties"]["data"]["type"]) == (["data"], "string")
+        # OpenAPI 3.1 has no words for events: a schema would be one of the whole stream.
+        assert answer["content"] == {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}}
         assert "server-sent events" in answer["description"]
     reference = http_api.page()
     assert all(f"| `{field}` |" in reference for field in (*ChatRequest.model_fields, *Message.model_fields))

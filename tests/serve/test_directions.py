@@ -52,6 +52,17 @@ def test_placement_and_addresses_as_they_are(settings: dict[str, Any], expected:
     assert expected in directions(load_settings(**settings), LOGS, tiers(target=4))
 
 
+def test_a_server_with_keys_says_where_they_go(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("a-key alice\n")
+    keyed, open_to_all = (
+        directions(load_settings(server={"api_keys": path}), LOGS, tiers(target=1)) for path in (str(keys), None)
+    )
+    for words in ("an API key as the password", "authorization: Bearer <key>"):
+        assert words in keyed
+        assert words not in open_to_all
+
+
 @pytest.mark.parametrize(
     ("least_ms", "max_stall_ms", "told"), [(900, 200, True), (150, 200, False), (900, "off", False)]
 )

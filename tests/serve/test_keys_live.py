@@ -105,6 +105,9 @@ def test_a_browser_asks_for_the_key_and_sends_it_with_all_that_the_page_does(sta
         page.get_by_label("Max tokens").fill("4")
         page.get_by_role("button", name="Start").click()
         expect(page.get_by_role("status")).to_contain_text("Done: 4 tokens", timeout=60_000)
+        page = browser.new_page()
+        page.goto(started.server.url.replace("://", f"://anyone:{FIRST}@"))
+        expect(page.locator("#model")).to_contain_text("tokens", timeout=30_000)
 
 
 def test_the_same_over_grpc(started: Started) -> None:

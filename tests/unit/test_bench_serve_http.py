@@ -320,6 +320,6 @@ def test_paths_sends_the_key_to_all_of_the_server(
     assert capsys.readouterr().err.startswith("triforce: HTTP 503: is starting")
     timed.target = "127.0.0.1:1"
     assert run(monkeypatch, *paths) == 2
-    assert capsys.readouterr().err.startswith("reading the prompt\n1 of 5: direct\ntriforce: gRPC UNAVAILABLE: ")
+    assert capsys.readouterr().err.startswith("reading the prompt\ntriforce: gRPC UNAVAILABLE: ")
     assert timed.authorizations == {"Bearer sk-1"}
     assert timed.tokenized == [64, 42], "words, of one and a half tokens each"

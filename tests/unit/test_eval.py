@@ -359,6 +359,19 @@ def test_the_command_measures_and_writes(
     assert [row["selector"] for row in figures["prefills"]] == ["mean_key", "h2o"]
 
 
+@pytest.mark.usefixtures("_threads")
+def test_texts_are_as_long_as_the_kv_pool_has_room_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "triforce.yaml"
+    config.write_text("target: {kv_pool_tokens: 512}")
+    some = ("--task", "needle", "--selectors", "triforce", "--config", str(config))
+    assert run(monkeypatch, "eval", *TINY, *some, "--dtype", "float32", "--threads", "1", "--force", "--json") == 0
+    whole = json.loads(capsys.readouterr().out)["triforce"]["needles"]
+    assert whole["same_text"] == 1
+    assert 0 < whole["tokens"] < WRITTEN * whole["texts"]
+
+
 @pytest.mark.ci
 @pytest.mark.usefixtures("_threads")
 def test_batches_fit_into_the_memory_of_four_full_caches(

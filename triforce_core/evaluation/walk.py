@@ -43,12 +43,11 @@ class Whole:
         stretch = text.stretches[0]
         truth = list(stretch.predicted(text.tokens))
         # The answer to a needle input has few tokens; what is written after it is compared too.
-        room = self.engine.limits.context_length - stretch.start - 1
-        count = min(max(len(truth), WRITTEN), room)
+        count = min(max(len(truth), WRITTEN), self.engine.limits.longest_output(stretch.start + 1))
         request = Request(text.tokens[: stretch.start + 1], count, GREEDY, 0, self.lookaheads)
         outputs = list(run_to_end(self.engine, [request]))
         own = [token for output in outputs for token in output.tokens]
-        full = reading.written(stretch.start, len(own))
+        full = reading.written(stretch.start, count)
         self.texts += 1
         self.tokens += len(own)
         self.speculative_rounds += outputs[-1].stats.speculative_rounds
