@@ -53,6 +53,7 @@ def test_uv_is_told_where_pip_looks() -> None:
         "index-url": "https://here/simple",
         "extra-index-url": "\nhttps://a/simple\nhttps://b/simple",
         "find-links": "/a /b",
+        "constraint": "/c.txt\n/d.txt",
         "cert": "/ca.crt",
         "default-timeout": "180",
         "disable-pip-version-check": "1",
@@ -62,12 +63,13 @@ def test_uv_is_told_where_pip_looks() -> None:
         "UV_INDEX_URL": "https://here/simple",
         "UV_EXTRA_INDEX_URL": "https://a/simple https://b/simple",
         "UV_FIND_LINKS": "/a,/b",
+        "UV_CONSTRAINT": "/c.txt /d.txt",
         "SSL_CERT_FILE": "/ca.crt",
         "UV_HTTP_TIMEOUT": "180",
     }
 
 
-@pytest.mark.parametrize("name", ["constraint", "no-index", "only-binary", "proxy"])
+@pytest.mark.parametrize("name", ["no-index", "only-binary", "proxy"])
 def test_a_setting_that_uv_cannot_be_told_leaves_it_to_pip(name: str) -> None:
     with pytest.raises(UvDoesNotDoError, match=f"pip's {name} cannot be passed on"):
         uv_settings({name: "1", "timeout": "60"})
