@@ -146,7 +146,8 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
-            # Lost work is listed before `arrived` is emptied: a stream that has ended by now has put its answers there.
+            # Lost work is listed before `arrived` is emptied. A stream's thread puts all its answers there before it
+            # closes the stream, so work of a closed stream that is unanswered after that gets no answer.
             lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())

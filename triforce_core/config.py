@@ -191,8 +191,9 @@ class TargetSettings(Strict):
         200.0,
         gt=0,
         allow_inf_nan=False,
-        description="most milliseconds by which prompts of other requests delay the next tokens of a request; a smaller"
-        " number makes prompts slower; off: each pass takes prefill_chunk tokens of them",
+        description="most milliseconds by which prompts of other requests delay the next tokens of a request, or half"
+        " of the time that these tokens take by themselves if that is more; a smaller number makes prompts slower;"
+        " off: each pass takes prefill_chunk tokens of them",
     )
     audit: float = Field(
         0.0,

@@ -52,7 +52,8 @@ class Block:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     no_token: bool = False  # no token can follow
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of the levels below
-    # The position up to which this tier's model holds the text; None: the model has not run since the work came.
+    # This tier's model holds the text at least up to here, the start of the proposal that was verified last; None: that
+    # is not known, so the whole work is stated.
     model_holds: int | None = None
     below_holds: int | None = None  # the same for the level below
 
@@ -280,6 +281,8 @@ class SpeculativeDecoder:
         block.no_token |= verdict.no_token
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         looked_up = bool(proposal.origins) and set(proposal.origins) == {Origin.LOOKUP}
+        # A sequence that lacks tokens or a snapshot is in no pass; the seconds are those of others, or next to none.
+        took_part = bool(verdict.tokens) or verdict.no_token or not block.work.sample
         tally = Tally(
             int(block.work.sample),
             len(proposal.tokens),
@@ -287,8 +290,8 @@ class SpeculativeDecoder:
             int(rejected),
             verdict.num_accepted * looked_up,
             rejected * looked_up,
-            passes=1,
-            busy_s=seconds,
+            passes=int(took_part),
+            busy_s=seconds * took_part,
         )
         block.add_tallies([tally, *proposal.tallies])
         # A prefill chunk, or this tier lacks tokens or a snapshot, or no token can follow: the level above must act.

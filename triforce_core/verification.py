@@ -17,7 +17,9 @@ from triforce_core.timeline import TIMELINE
 
 
 class ModelVerifier:
-    """Verifies with shared noise: a proposed token is accepted if and only if this tier draws the same token itself."""
+    """Verifies with shared noise: a proposed token is accepted if and only if this tier draws the same token itself,
+    has accepted all proposed tokens before it, and the text has not ended.
+    """
 
     def __init__(self, runner: ModelRunner, tier: Tier, grammars: Grammars | None = None) -> None:
         """`grammars`: None if this tier decodes without them."""

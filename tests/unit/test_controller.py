@@ -9,7 +9,15 @@ from statistics import fmean
 
 import pytest
 
-from triforce_core.engine.controller import Controller, Tiers, load_of, lost_too_much
+from triforce_core.engine.controller import (
+    HELD_BACK,
+    REPLAN,
+    REPLAN_ROUNDS,
+    Controller,
+    Tiers,
+    load_of,
+    lost_too_much,
+)
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
@@ -41,6 +49,7 @@ class Machine:
     model: float = 0.55
     lookup: float = 0.6
     found: float = 0.3
+    lookaheads: tuple[int, int] = LOOKAHEADS  # the most tokens that are drafted
 
 
 @dataclass
@@ -48,10 +57,13 @@ class Decoding:
     """Requests decoded one after another on a machine, as the engine drives the controller."""
 
     machine: Machine
-    controller: Controller = field(default_factory=lambda: Controller(TIERS))
+    controller: Controller = field(init=False)
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     clock: float = 0.0
     ids: int = 0
+
+    def __post_init__(self) -> None:
+        self.controller = Controller(replace(TIERS, lookaheads=self.machine.lookaheads))
 
     def accepted(self, chance: float, proposed: int) -> tuple[int, int]:
         """How many of the proposed tokens are accepted, and whether one is rejected."""
@@ -105,7 +117,7 @@ class Decoding:
         request = Request((1,) * PROMPT, output, SamplingParams(1.0), 0, fixed.lookaheads if fixed else None)
         spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + output)
         sequence = Sequence(self.ids, request, spec, [1] * (PROMPT + 1), clock=self.clock, prefilled=PROMPT + 1)
-        sequence.plan, trace = fixed or PLAIN, Trace()
+        sequence.plan, trace = fixed or self.controller.plan(sequence, [sequence], REFRESH), Trace()
         began = self.clock
         while (done := len(sequence.tokens) - PROMPT) < output:
             if turns and done >= output / 2:
@@ -151,7 +163,7 @@ MACHINES = {
     "long context": Machine(target=40e-3, target_token=2e-3, cut=0.3),
     "a GPU at 128K": Machine(30e-3, 0.05e-3, 8e-3, 0.05e-3, 0.5e-3, cut=0.05, by_target=0.92),
     "products that cost more than their tokens": Machine(target=14e-3, target_several=10e-3, by_target=0.9),
-    "offloaded": Machine(target=1.0, target_token=1e-3, by_target=0.9),
+    "offloaded": Machine(target=1.0, target_token=1e-3, by_target=0.9, lookaheads=(16, 3)),
     "repetitive": Machine(by_target=0.97, model=0.9, lookup=0.97, found=0.95),
     "a costly first snapshot": Machine(cut=2.0),
 }
@@ -166,7 +178,7 @@ def test_speculation_pays_or_is_off(name: str) -> None:
     def fixed_s(plan: Plan) -> float:
         return fmean(Decoding(machine, rng=random.Random(i)).request(256, plan)[0] for i in range(4))
 
-    best_s = min(map(fixed_s, plans(LOOKAHEADS, tuple(Drafting))))
+    best_s = min(map(fixed_s, plans(machine.lookaheads, tuple(Drafting))))
     assert fmean(took[2:]) <= best_s / 0.93
     assert max(took[2:]) <= fixed_s(PLAIN) / 0.95
 
@@ -189,6 +201,27 @@ def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itsel
     assert lost_too_much([one]), "this promises too little"
 
 
+def test_a_request_that_is_held_back_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    """Once, in the log; and its expectation is that of plain decoding, which its plan is."""
+    server = Decoding(MACHINES["repetitive"])
+    server.request(256)
+    controller, (one, _) = server.controller, two_requests(server.controller)
+    assert controller.plan(one, [one], REFRESH).speculates
+    expected_ms, plain_ms = one.stats.expected_ms, one.stats.plain_ms
+    assert expected_ms is not None
+    assert plain_ms is not None
+    assert expected_ms < plain_ms
+    assert HELD_BACK not in controller.figures().latest
+    one.drafted.saved_s = -1e3
+    with caplog.at_level("INFO"):
+        for _ in range(2):
+            one.drafted.chosen_at, one.drafted.rounds = -REPLAN, REPLAN_ROUNDS
+            assert controller.plan(one, [one], REFRESH) == PLAIN
+    assert one.stats.expected_ms == one.stats.plain_ms
+    assert controller.figures().latest.endswith(HELD_BACK)
+    assert caplog.text.count(HELD_BACK) == 1
+
+
 def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
     server = Decoding(MACHINES["unpredictable"])
     for _ in range(3):
@@ -199,14 +232,18 @@ def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
 
 
 def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
-    """From 64 tokens on, decoding takes about as long as plain decoding."""
-    server = Decoding(MACHINES["repetitive"])
-    for _ in range(3):
-        server.request(256)
-    trace = server.request(1024, turns=MACHINES["unpredictable"])[1]
-    after = [plan for done, plan in trace if done >= 512 + 64]
-    plain_s = Decoding(server.machine).request(448, PLAIN)[0]
-    assert fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) <= 1.1 * plain_s
+    """From 64 tokens on, decoding takes about as long as plain decoding: on average, since drafts may be lucky."""
+
+    def relative(seed: int) -> float:
+        server = Decoding(MACHINES["repetitive"], rng=random.Random(seed))
+        for _ in range(3):
+            server.request(256)
+        trace = server.request(1024, turns=MACHINES["unpredictable"])[1]
+        after = [plan for done, plan in trace if done >= 512 + 64]
+        plain_s = Decoding(server.machine).request(448, PLAIN)[0]
+        return fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) / plain_s
+
+    assert fmean(relative(seed) for seed in range(8)) <= 1.1
 
 
 def two_requests(controller: Controller) -> list[Sequence]:

@@ -190,6 +190,18 @@ def test_a_wanted_snapshot_is_asked_for_above(
     assert decoder.collect(1.0)[0].snapshot_wanted
 
 
+@pytest.mark.parametrize("lacks", [Verdict(missing_from=0), Verdict(snapshot_wanted=True), Verdict()])
+def test_a_sequence_that_could_not_be_verified_took_part_in_no_pass(
+    decoder: SpeculativeDecoder, below: Below, verifier: Counting, lacks: Verdict
+) -> None:
+    """The controller learns what passes take from these seconds; such a round takes next to none."""
+    decoder.submit([work()])
+    below.answers = [[drafted(2, (2,))]]
+    verifier.verdict = lacks
+    (proposal,) = decoder.collect(1.0)
+    assert (proposal.tallies[0].passes, proposal.tallies[0].busy_s) == (0, 0)
+
+
 def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, below: Below, verifier: Counting) -> None:
     decoder.submit([work(lookaheads=(8, 2))])
     below.answers = [[drafted(2, (2, 3))]]

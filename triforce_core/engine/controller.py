@@ -3,7 +3,7 @@
 Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
 passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
 pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: what rounds
-took, relative to what the passes that they had should take. Everything that was learned is slowly forgotten, so that
+took, relative to what the passes that they had should take. Acceptance and corrections are slowly forgotten, so that
 plans which did not pay are tried again now and then.
 """
 
@@ -44,10 +44,11 @@ LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others. A
-# plain round counts as no longer than `SLOWEST` times the median (with one of the expected length added); other rounds
-# count as no further from their correction than by the factor `MOST_NEW`.
+# plain round, relative to its prediction, counts as no longer than `SLOWEST` times the median, which includes one round
+# that took as long as predicted; other rounds count as no further from their correction than by the factor `MOST_NEW`.
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
+HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
 
 
@@ -258,7 +259,7 @@ class Controller:
         if new:
             self._join(sequence, decoding)
         settled = drafted.trial or length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
-        if not settled or drafted.load != kind_of_load(len(decoding)):
+        if chosen := not settled or drafted.load != kind_of_load(len(decoding)):
             self._choose(sequence, decoding, refresh_every)
         plan = drafted.choice.plan
         if new and plan.speculates and drafted.choice.gain < CLEAR:
@@ -268,9 +269,15 @@ class Controller:
             if not drafted.trial:
                 drafted.chosen_at, drafted.rounds = -REPLAN, REPLAN_ROUNDS  # a plan is chosen after the last of these
             return PLAIN
-        if not plan.speculates or lost_too_much(self._together(sequence, decoding)):
-            return PLAIN
-        return plan
+        held_back = plan.speculates and lost_too_much(self._together(sequence, decoding))
+        if held_back:
+            sequence.stats.expected_ms = sequence.stats.plain_ms
+            if chosen:
+                self.latest += f"; {HELD_BACK}"
+            if not drafted.held_back:
+                log.info("request %d, %d tokens: %s", sequence.request_id, length, HELD_BACK)
+        drafted.held_back = held_back
+        return PLAIN if held_back else plan
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
         """Take over the plan of the requests that are planned together with this one."""
@@ -307,7 +314,7 @@ class Controller:
         still count: many slow ones would outweigh it, and speculation that does not pay would go on.
         """
         few = len(self.plain.get(load.kind, ())) <= 2  # then the gain may be due to a single slow round
-        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, choice.gain - 1), 4.0))
+        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, choice.gain - 1), 8.0))
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
             return False
         # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
@@ -345,7 +352,9 @@ class Controller:
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
-        """What is known when one plan is chosen for all these requests. The engine cuts all their snapshots."""
+        """What is known when one plan is chosen for all these requests. The times of their cuts add up, because one
+        thread cuts all snapshots.
+        """
         load = load_of(decoding)
         cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)

@@ -355,7 +355,9 @@ class Engine:
         return replace(proposal, tallies=(target, below, leaf + score))
 
     def _apart(self, seconds: float) -> None:
-        """Seconds of this thread that belong to no round."""
+        """Note seconds that this thread spent outside rounds. The controller does not count them as part of the present
+        round of any request.
+        """
         for live in self.scheduler.live.values():
             live.apart_s += seconds
 

@@ -13,7 +13,7 @@ from triforce_core.kv.selectors.quest import Quest, bounds
 from triforce_core.kv.selectors.snapkv import SnapKV
 from triforce_core.kv.selectors.streaming import Streaming
 
-RECENT = 8  # queries; the mean of more finds less of what stands far back
+RECENT = 8  # latest queries for `mean_key_recent`; the mean of more finds less of what stands far back in the text
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "mean_key": MeanKey,

@@ -47,7 +47,9 @@ class Selector(Protocol):
 
     @property
     def num_queries(self) -> int | None:
-        """How many of the latest queries it needs. None: all, of which the attention is summed as the text grows."""
+        """How many of the latest queries it needs. None: all; their attention is summed as the text
+        grows (`Chunks.mass`).
+        """
         ...
 
     def scores(self, chunks: Chunks) -> Tensor:
