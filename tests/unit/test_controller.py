@@ -413,7 +413,7 @@ def test_plain_decoding_is_measured_again_soon_while_little_is_known_of_it(known
 
 def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
     """Plain decoding was slow for a while, so that speculation seems to pay; it is measured again, and believed."""
-    machine = replace(MACHINES["unpredictable"], model=0.35)
+    machine = replace(MACHINES["unpredictable"], model=0.15)  # with 0.35, drafts of one token would break even
     server = Decoding(machine)
     for _ in range(4):
         server.request(256)
