@@ -16,7 +16,7 @@ from actors.bench.arrangement import Arrangement, Run
 from actors.bench.calibration import calibration
 from actors.bench.paced import VOCAB_SIZE, Pace
 from actors.cores import keep_awake
-from actors.wire import sampling_to_proto
+from actors.wire import sampling_to_proto, seed_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.bench.prompts import HELD_OUT, held_out_tokens
@@ -127,7 +127,7 @@ def decode_requests(settings: Settings, load: PipelineWorkload, pace: Pace | Non
         pb.DecodeRequest(
             prompt_token_ids=prompt,
             sampling=sampling_to_proto(load.sampling),
-            seed=load.seed + n,
+            seed=seed_to_proto(load.seed + n),
             max_tokens=load.output,
             lookaheads=gen.Lookaheads(values=settings.speculation.effective),
         )

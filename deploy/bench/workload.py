@@ -86,6 +86,8 @@ class Load:
         require(ends, "requests", None, "was given: a load needs an end, so give --requests or --duration")
         require(0 <= self.shared <= 1, "shared", self.shared, "must be between 0 and 1")
         require(self.documents >= 1, "documents", self.documents, "must be at least 1")
+        rule = "must be between -2^63 and 2^62: the seeds of requests count on from it, and must fit 64 bits"
+        require(-(2**63) <= self.seed <= 2**62, "seed", self.seed, rule)
 
     def planned(self) -> Iterator[PlannedRequest]:
         """The requests in the order of their arrival. With users and without `requests` they have no end: the sender

@@ -22,6 +22,7 @@ def test_paced_stages_give_the_figures_and_the_trace(
 ) -> None:
     trace, figure = tmp_path / "trace.json", tmp_path / "trace.svg"
     load = ["--requests", "2", "--micro-batches", "2", "--context", "32", "--output", "60", "--repeats", "1"]
+    load += ["--seed", "-1"]
     paced = ["--paced", "0.5,3,6,0.7,0.9", "--lookaheads", "4,2", "--trace", str(trace), "--figure", str(figure)]
     assert run(monkeypatch, "bench", "pipeline", *load, *paced, "--force", "--json") == 0
     figures = json.loads(capsys.readouterr().out)

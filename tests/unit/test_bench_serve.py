@@ -155,6 +155,7 @@ def test_a_bad_trace_names_file_line_field_and_rule(tmp_path: Path, text: str, n
         (["--rate", "1", "--requests", "1", "--output", "1:99999999"], ["output", "1:99999999", "10000000"]),
         (["--rate", "1", "--requests", "1", "--shared", "1.1"], ["shared", "1.1", "between 0 and 1"]),
         (["--rate", "1", "--requests", "1", "--documents", "0"], ["documents", "0", "at least 1"]),
+        (["--rate", "1", "--requests", "1", "--seed", str(2**63)], ["seed", str(2**63), "between -2^63 and 2^62"]),
         (["--rate", "1", "--requests", "1", "--slo-ttft-ms", "0"], ["slo-ttft-ms", "0.0", "above 0"]),
         (["--rate", "1", "--requests", "1", "--timeout", "inf"], ["timeout", "inf", "finite"]),
         (["--rate", "1", "--requests", "1", "--temperature", "-1"], ["temperature", "-1.0", "at least 0"]),

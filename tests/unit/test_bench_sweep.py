@@ -242,6 +242,18 @@ def test_a_line_without_its_end_is_measured_again(tmp_path: Path) -> None:
     assert path.read_text() == whole
 
 
+@pytest.mark.parametrize("end", [1, 20, -2, -1])
+def test_a_header_without_its_end_is_completed(tmp_path: Path, end: int) -> None:
+    path = tmp_path / "sweep.jsonl"
+    SweepFile(path, HEADER)
+    header = path.read_text()
+    path.write_text(header[:end])
+    file = SweepFile(path, HEADER)
+    assert (path.read_text(), file.points) == (header, [])
+    file.keep(BASE, {"modes": {}})
+    assert SweepFile(path, HEADER).points == file.points
+
+
 def test_a_sweep_under_other_conditions_is_refused_by_name(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
     SweepFile(path, HEADER)
@@ -254,7 +266,19 @@ def test_a_sweep_under_other_conditions_is_refused_by_name(tmp_path: Path) -> No
     assert path.read_text() == before, "a refused file stays as it is"
 
 
-@pytest.mark.parametrize("content", ["no sweep\n", "no sweep", '{"a": 1}\n', "[1]\n", "\n", "\xff"])
+@pytest.mark.parametrize(
+    "content",
+    [
+        "no sweep\n",
+        "no sweep",
+        '{"a": 1}\n',
+        "[1]\n",
+        "\n",
+        "\xff",
+        '{"sweep": {"output": 9',
+        '{"sweep": {"output": 8}}',
+    ],
+)
 def test_a_file_of_another_kind_is_refused_and_kept(tmp_path: Path, content: str) -> None:
     path = tmp_path / "notes"
     path.write_text(content, encoding="latin-1")
@@ -384,6 +408,10 @@ def test_settings_may_be_axes(
         (["--plans", "8,3", "--tiers", "target"], ["plans", "retrieval+model 8,3", "--tiers leaves out"]),
         (["--plans", "0,3", "--tiers", "retrieval,target"], ["plans", "model 0,3", "--tiers leaves out"]),
         (["--output", "1"], ["output", "1", "at least 2"]),
+        (["--seed", str(2**70)], ["--seed", str(2**63 - 1)]),
+        (["--seed", str(-(2**63) - 1)], ["--seed", str(-(2**63))]),
+        (["--seed", str(2**63 - 1), "--output", "1"], ["output", "at least 2"]),
+        (["--seed", str(-(2**63)), "--output", "1"], ["output", "at least 2"]),
         (["--out", "nowhere/sweep.jsonl"], ["out", "nowhere", "directory that does not exist"]),
         (["--figure", "sweep.pdf"], ["figure", "sweep.pdf", ".svg, .png"]),
     ],
@@ -394,3 +422,24 @@ def test_bad_input_is_one_line_and_exit_code_2(
     monkeypatch.chdir(tmp_path)
     refusals.check(named, "bench", "sweep", "--force", *arguments)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("_threads")
+@pytest.mark.parametrize("command", ["sweep", "decode"])
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ("deterministic: true", ["deterministic: True", "must be false", "controller"]),
+        ("speculation: {controller: off}", ["speculation.controller: False", "must be true"]),
+        ("speculation: {tiers: target}", ["speculation: ", "'tiers': 'target'", "must let a tier draft"]),
+        ("speculation: {lookaheads: [0, 0]}", ["speculation: ", "'lookaheads': (0, 0)", "must let a tier draft"]),
+    ],
+)
+def test_nothing_else_is_measured_as_the_controller(
+    monkeypatch: pytest.MonkeyPatch, refusals: Refusals, tmp_path: Path, command: str, given: str, named: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("settings.yaml").write_text(given)
+    tiny = ("--context", "64", "--output", "12", "--dtype", "float32", "--threads", "1", "--force")
+    refusals.check(named, "bench", command, *tiny, "--config", "settings.yaml")
+    assert not Path("sweep.jsonl").exists()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from triforce_core.config import MAX_LOOKAHEAD, TIER_SETS, Settings, load_settings
-from triforce_core.errors import require
+from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Drafting
 from triforce_core.plans import PLAIN, Plan
 
@@ -212,7 +212,9 @@ def modes_at(point: Point, plans: Sequence[FixedPlan]) -> list[Mode]:
 
 
 def check_modes(points: Sequence[Point], axes: Axes, plans: Sequence[FixedPlan], settings: Settings) -> None:
-    """Raise `InvalidValueError` for plans of tiers that take no part, and for an axis that would change nothing."""
+    """Raise `InvalidValueError` for plans of tiers that take no part, for an axis that would change nothing, and where
+    the controller is off.
+    """
     pinned = plans or "lookaheads" in axes
     rule = "varies who drafts under fixed plans: give --plans or --axis lookaheads"
     require("drafter" not in axes or bool(pinned), "axis", "drafter", rule)
@@ -221,3 +223,15 @@ def check_modes(points: Sequence[Point], axes: Axes, plans: Sequence[FixedPlan],
         takes_part = (retrieval or not plan.retrieval) and (draft or not plan.draft)
         field = "lookaheads" if name == "pinned" else "plans"
         require(takes_part, field, str(plan), "asks a tier to draft that --tiers leaves out")
+    check_controlled(settings)
+
+
+def check_controlled(settings: Settings) -> None:
+    """Raise `InvalidValueError` where the controller is off: another way to decode would be measured under its name."""
+    if settings.controlled:
+        return
+    because, speculation = "the controller is one of the modes that are compared", settings.speculation
+    require(not settings.deterministic, "deterministic", settings.deterministic, f"must be false: {because}")
+    require(speculation.controller, "speculation.controller", speculation.controller, f"must be true: {because}")
+    drafting = {"tiers": speculation.tiers, "lookaheads": speculation.lookaheads}
+    raise InvalidValueError("speculation", drafting, f"must let a tier draft: {because}")

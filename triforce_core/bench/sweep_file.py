@@ -49,11 +49,11 @@ class SweepFile:
         self.path, self.header = path, json.loads(json.dumps(header))
         require(path.parent.is_dir(), "out", str(path), "is in a directory that does not exist")
         self.points: list[dict[str, Any]] = []
-        text = self._read()
-        whole = text[: text.rfind("\n") + 1]  # a line that lacks its end was being written when a sweep was stopped
-        if not text:
-            self._append(self.header)
+        text, line = self._read(), json.dumps(self.header) + "\n"
+        if text != line and line.startswith(text):  # empty, or this very header, which lacks its end
+            self._append(line.removeprefix(text))
             return
+        whole = text[: text.rfind("\n") + 1]  # a line that lacks its end was being written when a sweep was stopped
         first, *self.points = self._parse(whole)
         self._check(first)
         if len(whole) < len(text):
@@ -65,7 +65,7 @@ class SweepFile:
 
     def keep(self, point: Point, figures: dict[str, Any]) -> None:
         self.points.append({"point": coordinates(point)} | figures)
-        self._append(self.points[-1])
+        self._append(json.dumps(self.points[-1]) + "\n")
 
     def _read(self) -> str:
         try:
@@ -96,10 +96,10 @@ class SweepFile:
         rule = f"was measured otherwise ({'; '.join(named + more)}): name another file"
         require(not differing, "out", str(self.path), rule)
 
-    def _append(self, line: dict[str, Any]) -> None:
+    def _append(self, text: str) -> None:
         try:
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+                file.write(text)
         except OSError as error:
             raise InvalidValueError("out", str(self.path), f"cannot be written: {error.strerror}") from None
 

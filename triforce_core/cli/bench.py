@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
+from triforce_core.bench.axes import check_controlled
 from triforce_core.cli.bench_paths import paths
 from triforce_core.cli.bench_serve import serve
 from triforce_core.cli.bench_sweep import sweep
@@ -56,6 +57,7 @@ def decode(
     from triforce_core.engine.followers import local_ranks
 
     settings.target.require_lossless()
+    check_controlled(settings)
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force), local_ranks(settings) as ranks:
         figures = bench_decode(

@@ -31,7 +31,8 @@ ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file o
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help=SAMPLING_HELP["temperature"])]
-SeedOption = Annotated[int, typer.Option(help="the same seed gives the same tokens")]
+# The bounds are those of requests (`Limits.check`): what lies beyond is refused before models are loaded.
+SeedOption = Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="the same seed gives the same tokens")]
 
 
 def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
