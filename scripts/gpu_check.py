@@ -11,7 +11,6 @@ import sys
 import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -47,18 +46,87 @@ def bench(args: Namespace) -> dict[str, Any]:
     """`triforce bench device`, without the command line and the packages that it takes. Kernels are fused where a
     compiler works; `kernels` in the result says whether they were.
     """
-    from triforce_core.bench.device import STAGE_TOKENS, DeviceWorkload, bench_device, check
+    from triforce_core.bench.device import DeviceWorkload, bench_device, check
+    from triforce_core.bench.synthetic import SyntheticAcceptance
+    from triforce_core.messages import SamplingParams
+
+    settings, shapes, context = planned(args)
+    load = DeviceWorkload(
+        context,
+        args.output,
+        min(args.prefill, context),
+        SyntheticAcceptance.parse(args.acceptance),
+        0,
+        args.repeats,
+        fill=True,
+        requests=args.requests,
+        samplings=tuple(map(SamplingParams, args.temperatures)),
+        verified=args.verified,
+    )
+    check(settings, shapes, load)
+    given = {"geometry": args.geometry}
+    found = bench_device(settings, shapes, load, say, lambda found: save(args.out, given | found))
+    return given | found
+
+
+def plain(args: Namespace) -> dict[str, Any]:
+    """Milliseconds a token of our plain decoding, by context: a short one, a longer one, and the longest that fits."""
+    from triforce_core.bench.device import DeviceWorkload, synthetic_engine
+    from triforce_core.bench.synthetic import SyntheticAcceptance
+    from triforce_core.bench.together import Together
+    from triforce_core.engine.sequence import Request
+    from triforce_core.messages import GREEDY
+
+    settings, shapes, longest = planned(args)
+    rates = SyntheticAcceptance(1.0, 1.0)  # of nothing: plain decoding proposes no tokens
+    load = DeviceWorkload(longest, args.output, 1, rates, 0, 1, fill=True)
+    engine, found = synthetic_engine(settings, shapes, load), dict[str, Any]()
+    for context in contexts(longest):
+        request = Request(tuple(i % 256 for i in range(context)), load.room, GREEDY, 0, (0, 0))
+        found[str(context)] = min(Together(engine, [request], args.output).ms_per_token for _ in range(3))
+        say(f"{context} tokens: {found[str(context)]:.2f} ms a token")
+        save(args.out, found)
+    return found
+
+
+def generate(args: Namespace) -> dict[str, Any]:
+    """The same of transformers' `generate`, with the same weights, at the same contexts, in a process of its own."""
+    import torch
+
+    from triforce_core.bench.generate import generate_ms
+    from triforce_core.bench.geometry import random_model
+
+    settings, shapes, longest = planned(args)
+    model, found = random_model(shapes.target, settings), dict[str, Any]()
+    model.set_attn_implementation("sdpa")
+    for context in contexts(longest):
+        try:
+            found[str(context)] = generate_ms(model, context, args.output)
+        except Exception as error:  # its masks and graphs may need more memory than is there
+            found[str(context)] = f"{type(error).__name__}: {error}"[:300]
+        say(f"{context} tokens: {found[str(context)]} ms a token")
+        save(args.out, found)
+        torch.compiler.reset()  # what is compiled for one context does not make the next one slower
+    return found
+
+
+def contexts(longest: int) -> list[int]:
+    return [*(each for each in (4096, 16_384) if each < longest), longest]
+
+
+def planned(args: Namespace) -> tuple[Any, Any, int]:
+    """Settings, geometry, and tokens of context: as many as fit, at most those that were asked for."""
+    from triforce_core.bench.device import room_for
     from triforce_core.bench.fitting import fitting_context
     from triforce_core.bench.geometry import geometry_of
-    from triforce_core.bench.synthetic import SyntheticAcceptance
 
     settings, shapes = settings_of(args), geometry_of(args.geometry)
-    room = max(args.output, STAGE_TOKENS)
-    context = args.context or fitting_context(settings, shapes, room, args.prefill)
-    rates = SyntheticAcceptance(0.92, 0.6)
-    load = DeviceWorkload(context, args.output, min(args.prefill, context), rates, 0, args.repeats, True)
-    check(settings, shapes, load)
-    return bench_device(settings, shapes, load, lambda line: print(line, flush=True))
+    fitting = fitting_context(settings, shapes, room_for(args.output), args.prefill, args.requests)
+    return settings, shapes, min(args.context or fitting, fitting)
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
 
 
 def attention(args: Namespace) -> dict[str, Any]:
@@ -70,7 +138,7 @@ def attention(args: Namespace) -> dict[str, Any]:
     device, found = torch.device(args.device), dict[str, Any]()
     for case in CASES:
         try:
-            found[str(case)] = bench_attention(device, torch.bfloat16, (case,), partial(print, flush=True))
+            found[str(case)] = bench_attention(device, torch.bfloat16, (case,), say)
         except Exception as error:  # one case that fails must not cost the others
             found[str(case)] = f"{type(error).__name__}: {error}"[:300]
         save(args.out, found)
@@ -148,30 +216,51 @@ def link(args: Namespace) -> dict[str, Any]:
 def settings_of(args: Namespace) -> Any:
     from triforce_core.config import Settings
 
-    given = {"device": args.device, "dtype": "bfloat16", "max_sequences": 1, "retrieval": {"budget": 4096}}
-    return Settings.model_validate(given)
+    retrieval = {"budget": args.budget, "quantization": args.quantization}
+    given = {"device": args.device, "dtype": args.dtype, "retrieval": retrieval, "target": {"offload": args.offload}}
+    return Settings.model_validate({**given, "max_sequences": 1, "speculation": {"lookaheads": args.lookaheads}})
 
 
 def save(path: Path, found: dict[str, Any]) -> None:
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    """Written beside and renamed, for a step may be killed at any moment and what it has measured must remain."""
+    part = path.with_suffix(".part")
+    part.write_text(json.dumps(found, indent=1) + "\n")
+    part.replace(path)
 
 
 STEPS: dict[str, Callable[[Namespace], dict[str, Any]]] = {
-    step.__name__: step for step in (versions, bench, attention, profile, link)
+    step.__name__: step for step in (versions, bench, plain, generate, attention, profile, link)
 }
 
 
-def main() -> None:
+def listed(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
+    return lambda text: tuple(map(kind, text.split(",")))
+
+
+def parsed(arguments: list[str] | None = None) -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("step", choices=STEPS)
     parser.add_argument("out", type=Path)
     parser.add_argument("--device", default="cuda")
+    parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--geometry", default="llama2-7b-128k")
-    parser.add_argument("--context", type=int)
+    parser.add_argument("--context", type=int, help="of each prompt, at most; by default as many tokens as fit")
     parser.add_argument("--output", type=int, default=128)
     parser.add_argument("--prefill", type=int, default=8192)
     parser.add_argument("--repeats", type=int, default=2)
-    args = parser.parse_args()
+    parser.add_argument("--requests", type=int, default=1, help="decoded together")
+    parser.add_argument("--budget", type=int, default=4096)
+    parser.add_argument("--acceptance", default=".92,.6")
+    parser.add_argument("--lookaheads", type=listed(int), default=(8, 3))
+    parser.add_argument("--temperatures", type=listed(float), default=(0.0, 0.6))
+    parser.add_argument("--verified", type=listed(int), default=(1, 3, 7, 9, 17), help="tokens of the target's passes")
+    parser.add_argument("--offload", default="none")
+    parser.add_argument("--quantization", help="of the self-drafter's weights")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    args = parsed()
     save(args.out, STEPS[args.step](args))
 
 

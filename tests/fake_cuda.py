@@ -86,12 +86,18 @@ class Device(TorchDispatchMode):
         self.syncs: Counter[str] = Counter()  # by what made the host wait
         self.to_host = self.to_device = self.pageable = 0  # bytes over the link; the last: of either, from such memory
         self.replays = 0
+        self.largest_pinned = 0  # bytes of a piece that torch pins, which it rounds up to a power of two
         self.calls: Counter[str] = Counter()
         self.true_values: Callable[[Tensor], int] = Tensor.numel  # how many values of a mask are true
-        self.capturing = False
+        self.capturing, self.capture_streams = False, list[Stream]()
         self.storages: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         Device.now = self
+
+    @property
+    def captured_in(self) -> int:
+        """The number of streams in which graphs were captured."""
+        return len({id(stream) for stream in self.capture_streams})
 
     # -- memory ----------------------------------------------------------------------------------------------------
 
@@ -157,6 +163,7 @@ class Device(TorchDispatchMode):
             self.crossing(source, result, waits=not quick)
         if func is aten._pin_memory.default or kwargs.get("pin_memory"):
             self.pin(result)
+            self.largest_pinned = max(self.largest_pinned, result.nbytes)
         return self.made(result)
 
     def made(self, result: Any) -> Any:
@@ -329,7 +336,8 @@ def fake_cuda(total: int = 141 << 30) -> Iterator[Device]:
     device = Device(total)
 
     @contextmanager
-    def capture(graph: Graph, **_: Any) -> Iterator[None]:
+    def capture(graph: Graph, *, stream: Stream | None = None, **_: Any) -> Iterator[None]:
+        device.capture_streams.append(stream or Stream())
         device.capturing = True
         try:
             yield

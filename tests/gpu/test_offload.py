@@ -15,7 +15,7 @@ from tests.stating import Statement, ask, full_kv
 from triforce_core.attention import KERNELS, default_kernel
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import Offload, OffloadedKV
-from triforce_core.kv.selectors import MeanKey
+from triforce_core.kv.selectors import LANDMARKS, MeanKey
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
@@ -78,3 +78,11 @@ def test_the_host_s_part_is_pinned_and_the_device_holds_no_more_than_planned(mod
     assert on_device <= torch.cuda.memory_allocated() - before < on_device + 2**21  # the allocator rounds up
     assert kv.host.nbytes == on_host
     assert kv.host.is_pinned()
+
+
+def test_landmarks_on_the_host_are_pinned(model: PreTrainedModel) -> None:
+    kernel, landmark = KERNELS[default_kernel("cuda", "float32")], LANDMARKS["mean_key"]
+    kv = OffloadedKV(kv_geometry(model), POOL, kernel, Offload(1), unit=CHUNKS.chunk, landmark=landmark)
+    assert kv.landmarks is not None
+    assert [layer.device.type for layer in kv.landmarks.layers] == ["cuda"] + ["cpu"] * (LAYERS - 1)
+    assert all(layer.is_pinned() for layer in kv.landmarks.layers[1:])

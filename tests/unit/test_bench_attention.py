@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.fake_cuda import fake_cuda
 from triforce_core.attention.ranged import gathered, over_items
 from triforce_core.attention.reference import reference
 from triforce_core.bench.attention import CASES, AttentionCase, Way, bench_attention, inputs, items_of, ways
+from triforce_core.kv.shaped import VerifyBatch
 
 CPU = torch.device("cpu")
 
@@ -44,3 +46,18 @@ def test_both_contexts_are_measured_with_one_range_of_true_length() -> None:
     }
     assert {case.heads // case.kv_heads for case in CASES} == {1, 4}
     assert ways(CPU).keys() == {"gathered"}
+
+
+def test_the_target_s_cases_have_the_items_of_its_passes() -> None:
+    """A pass of the target has at least four for each sequence, whichever way attends to them."""
+    target, retrieval = ([case for case in CASES if (case.longest > 4_096) == long] for long in (True, False))
+    for case in target:
+        assert items_of(Way(gathered, 1), case, CPU).splits == VerifyBatch.LEAST_SPLITS == 4
+        assert items_of(Way(gathered, 132), case, CPU).splits == max(4, -(-132 // case.kv_heads))
+    assert {items_of(Way(gathered, 1), case, CPU).splits for case in retrieval} == {1}
+
+
+def test_on_a_gpu_three_ways_are_compared() -> None:
+    with fake_cuda():
+        workers = {name: way.workers for name, way in ways(torch.device("cuda")).items()}
+    assert workers == {"flash_ranged": 132, "flash_ranged, two each": 264, "flash_split": 1}

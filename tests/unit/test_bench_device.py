@@ -13,15 +13,17 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
-from triforce_core.bench import fitting
+from triforce_core.bench import device, fitting
 from triforce_core.bench.decode import Measurement
-from triforce_core.bench.device import DeviceWorkload, prefill_flops, synthetic_engine
+from triforce_core.bench.device import DeviceWorkload, bench_device, prefill_flops, synthetic_engine
 from triforce_core.bench.fitting import fitting_context
 from triforce_core.bench.geometry import SHAPES, geometry_of
 from triforce_core.bench.geometry import random_model as model_of
+from triforce_core.bench.peaks import Peaks
 from triforce_core.bench.stages import decoding
 from triforce_core.bench.synthetic import SyntheticAcceptance, chance
-from triforce_core.config import TargetSettings, load_settings
+from triforce_core.bench.together import Together
+from triforce_core.config import RetrievalSettings, TargetSettings, load_settings
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
@@ -65,17 +67,18 @@ def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert result["host_link_gb_s"] is None, "a CPU is its own host"
     stages = result["stages"]
     assert list(stages["verify"]) == ["1", "3", "7", "9", "17"]
-    for stage in (stages["draft"], stages["retrieval"], *stages["verify"].values()):
+    for stage in (stages["draft"], stages["draft_sampled"], stages["retrieval"], *stages["verify"].values()):
         assert stage["share"] == pytest.approx(
             stage["bytes"] / (stage["ms"] / 1e3) / 1e9 / result["copy_bandwidth_gb_s"]
         )
     own = stages["retrieval"]["bytes"] / result["copy_bandwidth_gb_s"] / 1e6
     assert stages["retrieval"]["roofline"] == pytest.approx(stages["retrieval"]["ms"] / own), "over weights and its KV"
     assert stages["prefill"]["tokens_per_s"] == pytest.approx(100 / (stages["prefill"]["ms"] / 1e3))
-    decoding = result["decoding"]
-    assert decoding["speedup"] == pytest.approx(decoding["plain_ms_per_token"] / decoding["triforce_ms_per_token"])
-    assert decoding["acceptance"]["synthetic"] is True
-    assert decoding["acceptance"]["asked"] == {"retrieval": 0.92, "draft": 0.6}
+    assert list(result["decoding"]) == ["0", "0.6"], "by temperature"
+    for runs in result["decoding"].values():
+        assert runs["speedup"] == pytest.approx(runs["plain_ms_per_token"] / runs["triforce_ms_per_token"])
+        assert runs["acceptance"]["synthetic"] is True
+        assert runs["acceptance"]["asked"] == {"retrieval": 0.92, "draft": 0.6}
     # What a pass reads: the weights but the embeddings, and of KV what it sees.
     model = model_of(geometry_of(shape, shape).target, SETTINGS)
     weights = sum(weight.nbytes for weight in model.parameters()) - model.get_input_embeddings().weight.nbytes
@@ -102,6 +105,78 @@ def test_the_same_seed_gives_the_same_counts(shape: str) -> None:
         for seed in (1, 1, 2)
     )
     assert one == again != other
+
+
+def small(**more: Any) -> DeviceWorkload:
+    given = {"output": 20, "prefill": 50, "acceptance": SyntheticAcceptance(0.9, 0.6), "seed": 0, "repeats": 1}
+    return DeviceWorkload(**{"context": 200, "fill": True, "verified": (1, 5), **given, **more})
+
+
+def test_what_was_measured_before_a_run_is_cut_off_remains(shape: str) -> None:
+    """The figures are told from the peaks on, stages before whole runs, each as soon as it is there."""
+    told: list[str] = []
+
+    class CutOffError(Exception):
+        pass
+
+    def keep(found: dict[str, Any]) -> None:
+        told.append(json.dumps(found))
+        if "0" in found.get("decoding", {}):
+            raise CutOffError
+
+    with pytest.raises(CutOffError):
+        bench_device(SETTINGS, geometry_of(shape, shape), small(), lambda line: None, keep)
+    *stages, last = map(json.loads, told)
+    assert "copy_bandwidth_gb_s" in stages[0]
+    assert [list(each.get("stages", {})) for each in stages[:3]] == [[], ["draft"], ["draft", "retrieval"]]
+    assert [list(each["stages"]["verify"]) for each in stages[3:5]] == [["1"], ["1", "5"]]
+    assert list(last["stages"]) == ["draft", "retrieval", "verify", "prefill", "draft_sampled"]
+    assert list(last["decoding"]) == ["0"]
+
+
+def test_several_requests_are_measured_while_all_of_them_decode(shape: str) -> None:
+    """A pass reads the weights once and the KV of each; and what is accepted differs from request to request."""
+    requests, report = 3, list[str]()
+    found = bench_device(SETTINGS, geometry_of(shape, shape), small(requests=requests), report.append)
+    one = bench_device(SETTINGS, geometry_of(shape, shape), small(), report.append)
+    geometry = kv_geometry(model_of(geometry_of(shape, shape).target, SETTINGS))
+    more = found["stages"]["verify"]["5"]["bytes"] - one["stages"]["verify"]["5"]["bytes"]
+    assert more == pytest.approx((requests - 1) * 230 * geometry.bytes_per_token, rel=0.1)
+    for figures in found["decoding"].values():
+        assert figures["passes"]["target"] * (8 + 1) >= 20
+        assert figures["passes"]["target"] < 20, "all requests are in each pass"
+    engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), small(requests=requests))
+    together = Together(engine, [Request(PROMPT, 1000, GREEDY, seed, (8, 3)) for seed in range(requests)], 40)
+    assert engine.idle, "others have their room"
+    assert 40 * requests <= together.tokens < 52 * requests
+    counts = []
+    for seed in range(2):
+        engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), small(requests=requests))
+        tallies = Measurement(engine, Request(PROMPT, 200, GREEDY, seed, (8, 3))).stats.tallies
+        counts.append([tally.counts for tally in tallies])
+    assert counts[0] != counts[1], "in step with each other they would be faster than any real ones"
+
+
+def test_requests_that_are_not_decoded_together_are_refused(shape: str) -> None:
+    engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), small(requests=2))
+    requests = [Request(PROMPT, tokens, GREEDY, 0, (8, 3)) for tokens in (3, 100)]
+    with pytest.raises(InvalidValueError, match="requests: 2 are not decoded together for long enough"):
+        Together(engine, requests, 40)
+
+
+@pytest.mark.parametrize("resident", [0, 1])
+def test_offloaded_a_pass_is_held_against_the_link(shape: str, resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the KV that it sees, what lies on the host: that of the layers which are not resident."""
+    monkeypatch.setattr(device, "measure_peaks", lambda *_: Peaks(10.0, 2.0, 1.0))
+    target = TargetSettings(offload="host", resident_layers=resident)
+    settings = SETTINGS.model_copy(update={"target": target})
+    found = bench_device(settings, geometry_of(shape, shape), small(samplings=()), lambda line: None)
+    geometry = kv_geometry(model_of(geometry_of(shape, shape).target, settings))
+    for stage in found["stages"]["verify"].values():
+        assert stage["link_share"] == pytest.approx(stage["link_bytes"] / (stage["ms"] / 1e3) / 1e9 / 2.0)
+        tokens = stage["link_bytes"] / (geometry.bytes_per_token * (2 - resident) / 2)
+        assert 200 + 20 < tokens < 200 + 40
+    assert "link_share" not in found["stages"]["retrieval"], "its KV is on the device"
 
 
 @pytest.mark.parametrize("fill", [True, False])
@@ -151,10 +226,13 @@ def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) ->
     for gib in (140, 79, 24):
         monkeypatch.setattr(fitting, "free_bytes", lambda place, gib=gib: gib << 30)
         found[gib] = fitting_context(settings, shapes, 1024, 8192)
-    assert found[140] == 122_880
+    assert found[140] == 124_928
     assert 80_000 < found[79] < 122_880
     assert 0 < found[24] < found[79]
     assert all(context % 1024 == 0 for context in found.values())
+    monkeypatch.setattr(fitting, "free_bytes", lambda place: 140 << 30)
+    six = settings.model_copy(update={"retrieval": RetrievalSettings(budget=768)})
+    assert 19_456 <= fitting_context(six, shapes, 1024, 4096, requests=6) < 124_928 / 3
     monkeypatch.setattr(fitting, "free_bytes", lambda place: 8 << 30)
     with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 7\.84 GiB are free on cpu"):
         fitting_context(settings, shapes, 1024, 8192)

@@ -1,7 +1,7 @@
 """Times the attention of captured passes alone: each way to read one range of keys, in a graph, as passes run it.
 
-On a GPU it compares `flash_ranged`, over items that our code cuts, with `flash_split`, whose operator splits the range
-itself.
+On a GPU it compares `flash_ranged`, over items that our code cuts (one or two for each multiprocessor), with
+`flash_split`, whose operator splits the range itself.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from triforce_core.attention.cuda_flash import flash_ranged, flash_split
 from triforce_core.attention.ranged import WorkItems, cut, num_splits, over_items
 from triforce_core.bench.decode import Report
 from triforce_core.bench.peaks import measure_peaks, seconds
+from triforce_core.kv.shaped import ShapedBatch, VerifyBatch
 
 MOST_LAYERS, READ_BYTES = 32, 1 << 29  # a run reads the KV of several layers, so that no cache of the device holds it
 WARM_UPS = 2
@@ -34,6 +35,7 @@ class AttentionCase:
     keys: int
     longest: int  # keys for which the pass has room: a graph serves all lengths up to this
     head_dim: int = 128
+    least: int = ShapedBatch.LEAST_SPLITS  # items, which the pass has whatever the way
 
 
 class Way(NamedTuple):
@@ -43,12 +45,16 @@ class Way(NamedTuple):
     workers: int
 
 
-# A retrieval step at budget 4096, the target at the same context and at 124,928 tokens; and short texts in a pass with
-# room for long ones. Multi-head as in Llama-2-7B, then 32 heads on 8 as in Llama-3.1-8B.
+# A retrieval step at budget 4096; the target at 124,928 tokens, and with a short text in a pass with room for a long
+# one. Multi-head as in Llama-2-7B, then 32 heads on 8 as in Llama-3.1-8B.
 CASES = tuple(
-    AttentionCase(32, kv_heads, queries, keys, longest)
+    AttentionCase(32, kv_heads, queries, keys, longest, least=batch.LEAST_SPLITS)
     for kv_heads in (32, 8)
-    for keys, longest in ((4_096, 4_096), (124_928, 124_928), (4_096, 124_928))
+    for keys, longest, batch in (
+        (4_096, 4_096, ShapedBatch),
+        (124_928, 124_928, VerifyBatch),
+        (4_096, 124_928, VerifyBatch),
+    )
     for queries in (1, 4, 8)
 )
 
@@ -57,7 +63,11 @@ def ways(device: torch.device) -> dict[str, Way]:
     if device.type != "cuda":
         return {"gathered": Way(gathered, 1)}
     workers = torch.cuda.get_device_properties(device).multi_processor_count
-    return {"flash_ranged": Way(flash_ranged, workers), "flash_split": Way(flash_split, 1)}
+    return {
+        "flash_ranged": Way(flash_ranged, workers),
+        "flash_ranged, two each": Way(flash_ranged, 2 * workers),
+        "flash_split": Way(flash_split, 1),
+    }
 
 
 @torch.inference_mode()
@@ -91,7 +101,7 @@ def inputs(case: AttentionCase, device: torch.device, dtype: torch.dtype) -> tup
 
 def items_of(way: Way, case: AttentionCase, device: torch.device) -> WorkItems:
     """The work items of one range, as a pass of constant shape makes them (kv/shaped.py)."""
-    splits = num_splits(way.workers, 1, case.kv_heads, case.longest)
+    splits = max(case.least, num_splits(way.workers, 1, case.kv_heads, case.longest))
     starts, lengths = zip(*cut([(0, case.keys)], splits), strict=True)
     numbers = torch.arange(splits + 1, dtype=torch.int32, device=device)
     each = case.heads // case.kv_heads * case.queries

@@ -1,14 +1,14 @@
 """`triforce bench device`: the time of each stage on this device, for models of a real geometry with random weights.
 
-First plain decoding and TriForce are compared with the real engine, loop and caches, but with acceptance drawn at given
-rates. Then each stage is timed alone and compared with the device's peaks, measured in the same run.
+First each stage is timed alone and compared with the device's peaks, measured in the same run. Then plain decoding and
+TriForce are compared with the real engine, loop and caches, but with acceptance drawn at given rates.
 """
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.bench.decode import Measurement, Report
+from triforce_core.bench.decode import Report
 from triforce_core.bench.geometry import Geometry, random_model
 from triforce_core.bench.peaks import Peaks, measure_peaks, seconds
 from triforce_core.bench.stages import decoding, drafting, level_below, newest, verifying
 from triforce_core.bench.synthetic import SyntheticAcceptance, SyntheticVerifier
+from triforce_core.bench.together import Together, finish
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import local_engine
@@ -31,7 +32,8 @@ from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
-from triforce_core.messages import GREEDY, Claim, SequenceSpec, Span, Tier
+from triforce_core.kv.offloaded import OffloadedKV
+from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.models.device import torch_device
 from triforce_core.models.files import context_length, kv_shape
 from triforce_core.models.load import DTYPES
@@ -43,46 +45,70 @@ VERIFIED = (1, 3, 7, 9, 17)  # query tokens of the target passes that are timed
 STAGE_TOKENS = 1024  # room for output of the sequence on which stages are timed
 PREFILLED = 2**60  # a sequence id that no engine uses
 
+Keep = Callable[[dict[str, Any]], object]  # is told the figures so far, so that a run which is cut off leaves some
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceWorkload:
     """What `bench_device` runs. Sizes are in tokens."""
 
-    context: int  # of the prompt
-    output: int
+    context: int  # of each prompt
+    output: int  # of each request, in the time that is measured
     prefill: int  # of the prompt whose prefill is timed, at most `context`
     acceptance: SyntheticAcceptance
     seed: int
     repeats: int  # runs of each mode
     fill: bool  # fill the prompt's KV with random values instead of running the prefill
+    requests: int = 1  # decoded together, with prompts of their own
+    samplings: tuple[SamplingParams, ...] = (GREEDY, SamplingParams(0.6))
+    verified: tuple[int, ...] = VERIFIED
+
+    @property
+    def room(self) -> int:
+        """For the output of a request, which is decoded before and after the time that is measured, too."""
+        return room_for(self.output)
 
 
-def bench_device(settings: Settings, geometry: Geometry, load: DeviceWorkload, report: Report) -> dict[str, Any]:
-    """Run the benchmark and return its figures. The arguments must have passed `check`."""
+def room_for(output: int) -> int:
+    return max(2 * output, STAGE_TOKENS)
+
+
+def bench_device(
+    settings: Settings, geometry: Geometry, load: DeviceWorkload, report: Report, keep: Keep = lambda found: None
+) -> dict[str, Any]:
+    """Run the benchmark and return its figures. The arguments must have passed `check`. `keep` gets the figures so far
+    whenever there are new ones, the same dictionary each time.
+    """
     device = torch_device(settings.device)
     peaks = measure_peaks(device, DTYPES[settings.dtype])
     report(f"copy {peaks.copy_gb_s:.0f} GB/s, matrix product {peaks.matrix_tflops:.2f} TFLOP/s")
-    engine = synthetic_engine(settings, geometry, load)
-    rng = random.Random(load.seed)
-    prompt = tuple(rng.randrange(geometry.target.vocab_size) for _ in range(load.context))
-    decoded = decode(engine, settings, load, prompt, report)
-    report("each stage by itself")
-    return {
+    found: dict[str, Any] = {
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "torch": torch.__version__,
         "context": load.context,
+        "requests": load.requests,
         "dtype": settings.dtype,
-        "kernels": kernels_by_tier(engine),
         "budget": settings.retrieval.budget,
         "chunk": settings.retrieval.chunk,
         "self_drafter_quantization": settings.retrieval.quantization,
+        "offload": settings.target.offload,
         "fill": "random" if load.fill else "prefill",
         "copy_bandwidth_gb_s": peaks.copy_gb_s,
         "host_link_gb_s": peaks.host_link_gb_s,
         "matrix_peak_tflops": peaks.matrix_tflops,
-        "stages": stages(engine, settings, load, prompt, peaks),
-        "decoding": decoded,
     }
+    keep(found)
+    engine = synthetic_engine(settings, geometry, load)
+    rng = random.Random(load.seed)
+    vocab_size = geometry.target.vocab_size
+    prompts = [tuple(rng.randrange(vocab_size) for _ in range(load.context)) for _ in range(load.requests)]
+    found["kernels"] = kernels_by_tier(engine)
+    report("each stage by itself")
+    for found["stages"] in stages(engine, settings, load, prompts, peaks):
+        keep(found)
+    for found["decoding"] in decode(engine, settings, load, prompts, report):
+        keep(found)
+    return found
 
 
 def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
@@ -99,16 +125,18 @@ def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
     require(all(lookaheads), "speculation.lookaheads", lookaheads, "must each be 1 or more: all tiers are measured")
     rule = "must be at least 2: the time from one token to the next is measured"
     require(load.output >= 2, "output", load.output, rule)
-    positions, more = context_length(geometry.target), max(load.output, STAGE_TOKENS)
-    rule = f"and {more} tokens of output must fit the geometry's {positions} positions"
-    require(load.context + more <= positions, "context", load.context, rule)
+    positions = context_length(geometry.target)
+    rule = f"and {load.room} tokens of output must fit the geometry's {positions} positions"
+    require(load.context + load.room <= positions, "context", load.context, rule)
 
 
 def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> Engine:
     """The engine of a whole chain in this process, with random weights and room for everything that is measured."""
-    pool = load.context + max(load.output, STAGE_TOKENS) + load.prefill
-    target_settings = settings.cold.target.model_copy(update={"kv_pool_tokens": pool})
-    settings = settings.model_copy(update={"target": target_settings, "max_sequences": 1})
+    pool = load.requests * (load.context + load.room) + load.prefill
+    # Nobody waits here: prompts are read as fast as they can be, so that all requests soon decode together.
+    given = {"kv_pool_tokens": pool, "max_stall_ms": None}
+    target_settings = settings.cold.target.model_copy(update=given)
+    settings = settings.model_copy(update={"target": target_settings, "max_sequences": load.requests})
     target = random_model(geometry.target, settings)
     self_drafter = None
     if settings.retrieval.quantization:
@@ -120,70 +148,101 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkloa
     )
 
 
-def decode(
-    engine: Engine, settings: Settings, load: DeviceWorkload, prompt: tuple[int, ...], report: Report
+def stages(
+    engine: Engine, settings: Settings, load: DeviceWorkload, prompts: list[tuple[int, ...]], peaks: Peaks
+) -> Iterator[dict[str, Any]]:
+    """Figures of single passes over sequences of `context` tokens, and of the prefill of at most that many; those so
+    far after each of them.
+    """
+    lookaheads, retrieval = settings.speculation.effective, level_below(engine.decoder)
+    assert isinstance(engine.decoder, SpeculativeDecoder)
+    assert isinstance(retrieval, SpeculativeDecoder)
+    runners, judged, found = runners_of(engine), lookaheads[1] + 1, dict[str, Any]()
+    sequences = decoding(engine, prompts, lookaheads, GREEDY)
+
+    def stage(tier: Tier, run: Callable[[], object], tokens: int) -> dict[str, Any]:
+        return pass_figures(runners[tier], seconds(run, torch_device(settings.device)), sequences, tokens, peaks)
+
+    found["draft"] = stage(Tier.DRAFT, drafting(retrieval.proposer, sequences), 1)
+    yield found
+    step = stage(Tier.RETRIEVAL, verifying(retrieval.verifier, sequences, judged), judged)
+    found["retrieval"] = step | {"roofline": 1 / step["share"]}  # of the weights and its own KV
+    yield found
+    found["verify"] = {}
+    for tokens in load.verified:
+        run = verifying(engine.decoder.verifier, sequences, tokens)
+        found["verify"][str(tokens)] = stage(Tier.TARGET, run, tokens)
+        yield found
+    found["prefill"] = prefill(runners[Tier.TARGET], settings, prompts[0][: load.prefill], peaks)
+    yield found
+    finish(engine, {sequence.request_id for sequence in sequences})
+    sequences = decoding(engine, prompts, lookaheads, SamplingParams(1.0))
+    found["draft_sampled"] = stage(Tier.DRAFT, drafting(retrieval.proposer, sequences), 1)  # at temperature 1
+    yield found
+    finish(engine, {sequence.request_id for sequence in sequences})
+
+
+def pass_figures(
+    runner: ModelRunner, taken_s: float, sequences: list[Sequence], tokens: int, peaks: Peaks
 ) -> dict[str, Any]:
-    """Figures of plain decoding and TriForce, run in alternating order; times are medians."""
-    lookaheads = settings.speculation.effective
-    plain: list[Measurement] = []
-    speculative: list[Measurement] = []
-    for repeat in range(load.repeats + 1):  # the first run of each mode is a warm-up
-        modes = [(plain, (0, 0), "plain"), (speculative, lookaheads, "TriForce, synthetic acceptance")]
-        for runs, each, name in modes if repeat % 2 == 0 else reversed(modes):
-            runs.append(Measurement(engine, Request(prompt, load.output, GREEDY, load.seed, each)))
-            report(f"{name} {repeat}/{load.repeats}: {runs[-1].ms_per_token:.2f} ms a token")
-    plain_ms = statistics.median(run.ms_per_token for run in plain[1:])
-    triforce_ms = statistics.median(run.ms_per_token for run in speculative[1:])
+    """Figures of a pass over the last `tokens` tokens of each sequence. It must read the KV that it sees, and all
+    weights except a separate table of input embeddings, of which a pass reads a few rows only.
+    """
+    table, head = tables(runner.model)
+    weights = weight_bytes(runner.model) - (0 if table is head else tensor_bytes(table))
+    rows = runner.kv.prepare([Forward(newest(sequence), tokens) for sequence in sequences]).rows
+    cached = sum(stop - start for row in rows for start, stop in row.placed.visible)
+    own = sum(len(row.placed.tokens) for row in rows)
+    moved = weights + (cached + own) * runner.kv.geometry.bytes_per_token
+    found = {"tokens": tokens, "ms": 1e3 * taken_s, "bytes": moved, "share": moved / taken_s / 1e9 / peaks.copy_gb_s}
+    if isinstance(runner.kv, OffloadedKV):
+        layers = runner.kv.geometry.num_layers
+        link = cached * runner.kv.geometry.bytes_per_token * (layers - runner.kv.resident_layers) // layers
+        found["link_bytes"] = link
+        if peaks.host_link_gb_s:  # none where the device is the host
+            found["link_share"] = link / taken_s / 1e9 / peaks.host_link_gb_s
+    return found
+
+
+def decode(
+    engine: Engine, settings: Settings, load: DeviceWorkload, prompts: list[tuple[int, ...]], report: Report
+) -> Iterator[dict[str, Any]]:
+    """Figures of plain decoding and TriForce by temperature, run in alternating order; those so far after each pair of
+    runs.
+    """
+    lookaheads, found = settings.speculation.effective, dict[str, Any]()
+    for sampling in load.samplings:
+        plain: list[Together] = []
+        speculative: list[Together] = []
+        for repeat in range(load.repeats + 1):  # the first run of each mode is a warm-up
+            modes = [(plain, (0, 0), "plain"), (speculative, lookaheads, "TriForce, synthetic acceptance")]
+            for runs, each, name in modes if repeat % 2 == 0 else reversed(modes):
+                requests = [
+                    Request(prompt, load.room, sampling, load.seed + number, each)
+                    for number, prompt in enumerate(prompts)
+                ]
+                runs.append(Together(engine, requests, load.output))
+                at = f"{name} at T = {sampling.temperature:g}, {repeat}/{load.repeats}"
+                report(f"{at}: {runs[-1].ms_per_token:.2f} ms a token")
+            if repeat:
+                figures = decoding_figures(plain[1:], speculative[1:], load.acceptance)
+                found[f"{sampling.temperature:g}"] = {"output": load.output, "lookaheads": list(lookaheads)} | figures
+                yield found
+
+
+def decoding_figures(plain: list[Together], speculative: list[Together], asked: SyntheticAcceptance) -> dict[str, Any]:
+    """Times are medians, from one token of a request to its next; the rest is of the last run."""
+    plain_ms = statistics.median(run.ms_per_token for run in plain)
+    triforce_ms = statistics.median(run.ms_per_token for run in speculative)
     last = speculative[-1]
     return {
-        "output": load.output,
-        "lookaheads": list(lookaheads),
         "plain_ms_per_token": plain_ms,
         "triforce_ms_per_token": triforce_ms,
         "speedup": plain_ms / triforce_ms,
         "tokens_per_round": last.stats.tokens_per_round,
-        "passes": {tier: passes for tier, (passes, _) in last.steps.items()},
-        "acceptance": {**last.stats.acceptance, "asked": asdict(load.acceptance), "synthetic": True},
+        "passes": last.passes,
+        "acceptance": {**last.stats.acceptance, "asked": asdict(asked), "synthetic": True},
     }
-
-
-def stages(
-    engine: Engine, settings: Settings, load: DeviceWorkload, prompt: tuple[int, ...], peaks: Peaks
-) -> dict[str, Any]:
-    """Figures of single passes on a sequence of `context` tokens, and of the prefill of at most that many."""
-    [sequence] = decoding(engine, [prompt], settings.speculation.effective, GREEDY)
-    retrieval = level_below(engine.decoder)
-    assert isinstance(engine.decoder, SpeculativeDecoder)
-    assert isinstance(retrieval, SpeculativeDecoder)
-    runners = runners_of(engine)
-    judged = settings.speculation.effective[1] + 1
-
-    def stage(tier: Tier, run: Callable[[], object], tokens: int) -> dict[str, Any]:
-        taken, moved = seconds(run, torch_device(settings.device)), bytes_read(runners[tier], sequence, tokens)
-        share = moved / taken / 1e9 / peaks.copy_gb_s
-        return {"tokens": tokens, "ms": 1e3 * taken, "bytes": moved, "share": share}
-
-    step = stage(Tier.RETRIEVAL, verifying(retrieval.verifier, [sequence], judged), judged)
-    return {
-        "draft": stage(Tier.DRAFT, drafting(retrieval.proposer, [sequence]), 1),
-        "retrieval": step | {"roofline": 1 / step["share"]},  # of the weights and its own KV
-        "verify": {
-            str(tokens): stage(Tier.TARGET, verifying(engine.decoder.verifier, [sequence], tokens), tokens)
-            for tokens in VERIFIED
-        },
-        "prefill": prefill(runners[Tier.TARGET], settings, prompt[: load.prefill], peaks),
-    }
-
-
-def bytes_read(runner: ModelRunner, sequence: Sequence, tokens: int) -> int:
-    """Bytes that a pass over the last `tokens` tokens of a sequence must read: the KV that it sees, and all weights
-    except a separate table of input embeddings, of which a pass reads a few rows only.
-    """
-    table, head = tables(runner.model)
-    weights = weight_bytes(runner.model) - (0 if table is head else tensor_bytes(table))
-    [row] = runner.kv.prepare([Forward(newest(sequence), tokens)]).rows
-    seen = sum(stop - start for start, stop in row.placed.visible) + len(row.placed.tokens)
-    return weights + seen * runner.kv.geometry.bytes_per_token
 
 
 def tables(model: PreTrainedModel) -> tuple[Tensor, Tensor]:

@@ -17,15 +17,16 @@ from triforce_core.kv.memory import HOST, free_bytes, gib
 from triforce_core.models.device import DTYPES, torch_device
 from triforce_core.models.files import context_length, kv_shape
 
-LONGEST, STEP = 122_880, 1024  # tokens of prompt
+LONGEST, STEP = 124_928, 1024  # tokens of prompt
 SPARED = 0.02  # share of the free memory that is left unused, for the gaps between allocations
 
 
-def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill: int) -> int:
-    """The longest prompt, in whole steps, for which weights, caches and passes fit, with room for `output` tokens after
-    it and for another prompt of `prefill`. Raises `InvalidValueError` where not even the shortest fits.
+def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill: int, requests: int = 1) -> int:
+    """The longest prompt, in whole steps, for which weights, caches and passes fit, with `requests` of them at once,
+    room for `output` tokens after each, and for another prompt of `prefill`. Raises `InvalidValueError` where not even
+    the shortest fits.
     """
-    more = output + prefill
+    settings = settings.model_copy(update={"max_sequences": requests})
     device = torch_device(settings.device)
     free = int(free_bytes(device) * (1 - SPARED))
     left = free - weights_and_small_caches(settings, geometry)
@@ -34,9 +35,9 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill
     rule = f"leaves fewer than {STEP} of the geometry's {positions} positions for a prompt: choose a larger geometry"
     require(longest >= STEP, "output", output, rule)
     for context in range(longest - longest % STEP, 0, -STEP):
-        if pool_bytes(settings, geometry.target, context + more) <= left:
+        if pool_bytes(settings, geometry.target, requests * (context + output) + prefill) <= left:
             return context
-    needed = free - left + pool_bytes(settings, geometry.target, STEP + more)
+    needed = free - left + pool_bytes(settings, geometry.target, requests * (STEP + output) + prefill)
     rule = f"takes {gib(needed)} with {STEP} tokens of context, where {gib(free)} are free on {device}"
     require(False, "geometry", geometry.target.model_type, f"{rule}: choose a smaller one")
     return 0
@@ -47,10 +48,10 @@ def weights_and_small_caches(settings: Settings, geometry: Geometry) -> int:
     # The retrieval tier's quantised copy is made in full precision first.
     copies = 2 if settings.retrieval.quantization else 1
     weights = copies * num_parameters(geometry.target) + num_parameters(geometry.drafter)
-    sparse = settings.retrieval.budget + retrieval_tail(settings)
+    sparse = settings.retrieval.budget + retrieval_tail(settings)  # of each sequence
     caches = kv_geometry_of(geometry.target, settings).bytes_per_token * sparse
     caches += kv_geometry_of(geometry.drafter, settings).bytes_per_token * draft_window(settings).capacity
-    return weights * DTYPES[settings.dtype].itemsize + caches
+    return weights * DTYPES[settings.dtype].itemsize + settings.max_sequences * caches
 
 
 def pool_bytes(settings: Settings, config: PretrainedConfig, pool_tokens: int) -> int:

@@ -47,7 +47,8 @@ def chance(seed: int, position: int, what: str) -> float:
 
 class SyntheticVerifier(ModelVerifier):
     """Runs the model as `ModelVerifier` does, but then accepts each proposed token with the given chance, which depends
-    on seed, tier and position only. With `fill`, all prefill chunks but the last are not run: their KV is random.
+    on the seeds (its own and the request's), tier and position only. With `fill`, all prefill chunks but the last are
+    not run: their KV is random.
     """
 
     def __init__(
@@ -78,8 +79,10 @@ class SyntheticVerifier(ModelVerifier):
     def _draw(self, claim: Claim, verdict: Verdict) -> Verdict:
         """The verdict of a verifier whose own token equals the proposed one at the given rate."""
         end, vocab_size = claim.span.end, self.runner.model.config.vocab_size
+        spec = self.runner.kv.held[claim.span.sequence_id].spec
+        seed = self.seed + spec.seed  # requests that are decoded together must not all be accepted alike
         own = [
-            token if chance(self.seed, end + index, self.tier.name) < self.rate else (token + 1) % vocab_size
+            token if chance(seed, end + index, self.tier.name) < self.rate else (token + 1) % vocab_size
             for index, token in enumerate(claim.proposed)
         ]
-        return judge([*own, verdict.tokens[-1]], claim, self.runner.kv.held[claim.span.sequence_id].spec)
+        return judge([*own, verdict.tokens[-1]], claim, spec)

@@ -106,7 +106,7 @@ def device(
     ] = "llama2-7b-128k",
     drafter_geometry: Annotated[str, typer.Option(help="the drafter's geometry, named in the same way")] = "llama-68m",
     context: Annotated[
-        int | None, typer.Option(min=1, help="prompt tokens; by default as many as fit the device, at most 122880")
+        int | None, typer.Option(min=1, help="prompt tokens; by default as many as fit the device, at most 124928")
     ] = None,
     output: Annotated[int, typer.Option(help="output tokens of each run")] = 256,
     prefill: Annotated[int, typer.Option(min=1, help="prompt tokens whose prefill is measured")] = 8192,
@@ -122,7 +122,7 @@ def device(
     as_json: JsonOption = False,
 ) -> None:
     """Times of each stage for a model's geometry with random weights, and decoding with synthetic acceptance."""
-    from triforce_core.bench.device import STAGE_TOKENS, DeviceWorkload, bench_device, check
+    from triforce_core.bench.device import DeviceWorkload, bench_device, check
     from triforce_core.bench.fitting import fitting_context
     from triforce_core.bench.geometry import geometry_of
     from triforce_core.bench.machine import quiet_machine
@@ -136,7 +136,7 @@ def device(
     load = DeviceWorkload(context or 1, output, prefill, rates, seed, repeats, fill == "random")
     check(settings, shapes, load)
     if context is None:
-        context = fitting_context(settings, shapes, max(output, STAGE_TOKENS), prefill)
+        context = fitting_context(settings, shapes, load.room, prefill)
     load = replace(load, context=context, prefill=min(prefill, context))
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force):

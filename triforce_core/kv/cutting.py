@@ -173,7 +173,9 @@ class LayerChunks:
         pool, chunk = self.cutter.pools.landmarks, self.cutter.chunk
         if pool is not None and (pool.landmark, pool.chunk) == (landmark, chunk):
             ranges = sliced(self.held.ranges, 0, self.count * chunk)
-            return pool.read(self.layer, self.cutter.pools.keys[self.layer], ranges).to(self.queries.device)
+            kept = pool.read(self.layer, self.cutter.pools.keys[self.layer], ranges)
+            # The host need not wait: it changes no landmark before the choice, which reads them, is made.
+            return kept.to(self.queries.device, non_blocking=True)
         known = self.held.landmarks_of(landmark, chunk)
         found = known[self.layer]
         covered = 0 if found is None else found.shape[1] * chunk

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.pinned import lock
 from triforce_core.kv.ranges import Range
 from triforce_core.kv.selectors import Landmark
 
@@ -25,17 +26,13 @@ class LandmarkPool:
         self.landmark, self.chunk = landmark, chunk
         kind = example(landmark, chunk, geometry)
         count = keys[0].shape[1] // chunk
-        on_cuda = geometry.device.type == "cuda"
         # Per layer: [chunks, kv_heads, …], so that some chunks are one piece of memory, copied at once over the link.
-        self.layers = [
-            torch.empty(
-                (count, len(kind), *kind.shape[2:]),
-                dtype=kind.dtype,
-                device=layer.device,
-                pin_memory=on_cuda and layer.device.type == "cpu",
-            )
-            for layer in keys
-        ]
+        shape = (count, len(kind), *kind.shape[2:])
+        self.layers = [torch.empty(shape, dtype=kind.dtype, device=layer.device) for layer in keys]
+        if geometry.device.type == "cuda":
+            for layer in self.layers:
+                if layer.device.type == "cpu":
+                    lock(layer, self)  # where it fails, copies are slower
         self.known = np.zeros((len(keys), count), dtype=bool)  # [layers, chunks]: whether landmarks fit the keys
 
     @property

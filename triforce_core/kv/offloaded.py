@@ -7,7 +7,6 @@ sees are copied. docs/decisions/0013-offload.md
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,7 @@ from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
-from triforce_core.kv.pinned import PinnedStaging
+from triforce_core.kv.pinned import PinnedStaging, lock
 from triforce_core.kv.ranges import Range, rounded_up, union
 from triforce_core.kv.selectors import Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
@@ -84,19 +83,9 @@ class OffloadedKV(FullKV):
         staged = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
         self.staging = [Staging(pool, self.stream.computed()) for pool in staged]
         if geometry.device.type == "cuda" and offload.directory is None:
-            self._pin()
-
-    def _pin(self) -> None:
-        """Lock the host memory, because only copies of locked memory run while the device computes.
-
-        The memory is registered with CUDA, because torch rounds its own pinned memory up to powers of
-        two, which can take twice the memory.
-        """
-        runtime = torch.cuda.cudart()
-        status = int(runtime.cudaHostRegister(self.host.data_ptr(), self.host.nbytes, 0))
-        rule = f"cannot lock {gib(self.host.nbytes)} of memory, CUDA error {status}: lower target.kv_pool_tokens"
-        require(status == 0, "target.offload", "host", rule)
-        weakref.finalize(self, runtime.cudaHostUnregister, self.host.data_ptr())
+            status = lock(self.host, self)
+            rule = f"cannot lock {gib(self.host.nbytes)} of memory, CUDA error {status}: lower target.kv_pool_tokens"
+            require(status == 0, "target.offload", "host", rule)
 
     def prepare(self, forwards: list[Forward]) -> Batch:
         """Also start copying the first offloaded layers to the device."""

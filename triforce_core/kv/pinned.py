@@ -6,6 +6,7 @@ a buffer of its own, at half the speed. While one buffer is on the link, the hos
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,6 +16,20 @@ from torch import Tensor
 
 BUFFER_BYTES = 16 << 20
 NUM_BUFFERS = 2
+
+
+def lock(host: Tensor, owner: object) -> int:
+    """Pin ordinary memory for as long as `owner` lives, because only copies of pinned memory run while the device
+    computes. Returns CUDA's error, which is 0 if it is pinned.
+
+    The memory is registered with CUDA, because torch rounds its own pinned memory up to powers of two, which can take
+    twice the memory.
+    """
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    if status == 0:
+        weakref.finalize(owner, runtime.cudaHostUnregister, host.data_ptr())
+    return status
 
 
 class Buffer:

@@ -73,19 +73,22 @@ class CapturedPass:
     the latest.
     """
 
-    def __init__(self, eager: EagerPass, pool: Any, logits: Tensor) -> None:
+    def __init__(self, eager: EagerPass, pool: Any, logits: Tensor, side: torch.cuda.Stream) -> None:
+        """`side`: the stream for warm-ups and capture. Libraries keep buffers for each stream that they have seen
+        (cuBLAS 32 MiB on Hopper), so all passes of a runner share one.
+        """
         self.batch, self.graph = eager.batch, torch.cuda.CUDAGraph()
         self.logits = logits[: eager.batch.shape.tokens]
         device = eager.batch.inputs.device
         with torch.cuda.device(device):
-            side, current = torch.cuda.Stream(device), torch.cuda.current_stream(device)
+            current = torch.cuda.current_stream(device)
             side.wait_stream(current)
             with torch.cuda.stream(side):
                 for _ in range(WARM_UPS):
                     eager.run()
             current.wait_stream(side)
             # Other threads may use the GPU meanwhile: only this thread is barred from calls that a graph cannot hold.
-            with torch.cuda.graph(self.graph, pool=pool, capture_error_mode="thread_local"):
+            with torch.cuda.graph(self.graph, pool=pool, stream=side, capture_error_mode="thread_local"):
                 self.logits.copy_(eager.run())
 
     def run(self) -> Tensor:
@@ -166,11 +169,11 @@ def build_passes(
 
 def captured(eager_passes: list[EagerPass], model: PreTrainedModel, kv: KVCache) -> list[ShapedPass]:
     """The passes as graphs, captured from the largest down, so that the smaller ones reuse its memory in the pool."""
-    pool = torch.cuda.graph_pool_handle()
+    pool, side = torch.cuda.graph_pool_handle(), torch.cuda.Stream(kv.geometry.device)
     most = max(eager.batch.shape.tokens for eager in eager_passes)
     logits = torch.empty(most, model.config.vocab_size, dtype=torch.float32, device=kv.geometry.device)
     largest_first = track(eager_passes[::-1], f"capturing {len(eager_passes)} graphs", console=Console(stderr=True))
-    return [CapturedPass(eager, pool, logits) for eager in largest_first]
+    return [CapturedPass(eager, pool, logits, side) for eager in largest_first]
 
 
 def compile_joins(eager_passes: list[EagerPass], settings: Settings) -> None:

@@ -1,0 +1,57 @@
+"""transformers' own `generate` with a static cache, which it compiles by itself on a GPU: what ours is compared with.
+
+As in `DeviceWorkload.fill`, the KV of a long prompt is random, for the time of a step does not depend on its values.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, StaticCache
+
+from triforce_core.bench.peaks import synchronize
+from triforce_core.models.files import kv_shape
+
+FEW = 8  # tokens: the first is drawn without the compiled step, the next ones compile, warm up and capture it
+
+
+@torch.no_grad()
+def generate_ms(model: PreTrainedModel, context: int, output: int, repeats: int = 3) -> float:
+    """Milliseconds a token of greedy decoding after `context` tokens: the time of many tokens without that of a few.
+    The model must have an attention of transformers itself; end tokens are ignored.
+    """
+    cache = StaticCache(config=model.config, max_cache_len=context + FEW + output + 1)
+    model.generation_config.eos_token_id = None  # no token ends the text, and none is looked for
+
+    def seconds(tokens: int) -> float:
+        fill(cache, model, context)
+        ids = torch.zeros(1, context + 1, dtype=torch.long, device=model.device)
+        synchronize(model.device)
+        begin = time.perf_counter()
+        found = model.generate(  # type: ignore[operator]
+            ids,
+            attention_mask=torch.ones_like(ids),
+            past_key_values=cache,
+            max_new_tokens=tokens,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        synchronize(model.device)
+        taken = time.perf_counter() - begin
+        assert found.shape[1] == context + 1 + tokens, "nothing ends the text early"
+        return taken
+
+    seconds(FEW)
+    return 1e3 * min(seconds(FEW + output) - seconds(FEW) for _ in range(repeats)) / output
+
+
+def fill(cache: StaticCache, model: PreTrainedModel, tokens: int) -> None:
+    """Let the cache hold KV of so many tokens; all heads and layers get the same values."""
+    layers, kv_heads, head_dim = kv_shape(model.config)
+    values: Tensor = torch.randn(1, 1, tokens, head_dim, device=model.device).to(model.dtype)
+    values = values.expand(1, kv_heads, -1, -1)
+    cache.reset()
+    for layer in range(layers):
+        cache.update(values, values, layer)
