@@ -61,7 +61,7 @@ class Stream:
             yield batch
 
     def close(self) -> None:
-        """End the stream, even if the peer hangs. The driving thread and the stream's thread may call this."""
+        """End the stream, even if the peer hangs. Any thread may call this."""
         self.open = False
         self.outgoing.put(None)
         if self.call is not None:
@@ -146,8 +146,8 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
-            # Lost work is listed before `arrived` is emptied. A stream's thread puts all its answers there before it
-            # closes the stream, so work of a closed stream that is unanswered after that gets no answer.
+            # Lost work is listed first, then `arrived` is emptied. A stream that ended by itself has put all its
+            # answers there by then; one that was closed from here may still send some, but nobody waits for them.
             lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())

@@ -80,8 +80,8 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. The text after `settled` may still be replaced, so each claim states all of
-        that, and of the earlier text what the model does not hold.
+        """The claim for this tier's model. It states the text from where the model's known text ends (`model_holds`),
+        but at least all after `settled`, which the level above has not decided.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)

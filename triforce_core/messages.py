@@ -168,7 +168,8 @@ class Work:
     The level that gets this work hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most
     so many. For the target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for
     the levels below. A level whose number is 0 is skipped. A block may exceed its number, because all tokens of its
-    last round are kept, and may fall short of it if the level above is idle or a text is missing.
+    last round are kept. It may fall short of it: if the text ends, if a tier lacks text, a snapshot or room, or if the
+    level above is idle.
     """
 
     span: Span

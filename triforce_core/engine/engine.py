@@ -141,8 +141,8 @@ class Engine:
         self.working_on: Callable[[list[int]], None] = lambda request_ids: None
 
     def watch(self, working_on: Callable[[list[int]], None]) -> None:
-        """From now on `working_on` is called before each verifying pass or snapshot of this process, with the ids of
-        the requests that it works on, and after it with an empty list.
+        """From now on `working_on` is called before each verifying pass of this process, and before a snapshot of a
+        request may be cut, with the ids of the requests that it works on, and afterwards with an empty list.
         """
 
         def passing(sequence_ids: list[int]) -> None:
@@ -156,7 +156,8 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its id: the sequence id of its first record. A preemption does not change it.
+        """Queue a request and return its id, which is the sequence id of its first `Sequence`. After a preemption the
+        request goes on in another `Sequence`, and its own id stays.
 
         Raises `InvalidValueError` or `TooLargeError`.
         """
