@@ -149,9 +149,15 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
 
     assert count / rounds > 2, "the test is about passes over many tokens"
     assert rates["plain"] < 0.05, "or plain decoding is itself wrong, and the bound that it sets says nothing"
-    allowed = rates["plain"] + 3 * (max(rates["plain"], 0.005) / count) ** 0.5
+
+    def allowed(rate: float) -> float:
+        """Three standard deviations above. Both rates are of so many tokens, so the variance of their difference is
+        twice that of one.
+        """
+        return rate + 3 * (2 * max(rate, 0.005) / count) ** 0.5
+
     for name in "TriForce", "with an int8 self-drafter":
-        assert rates[name] <= allowed
-        assert mismatches[name] <= mismatches["plain"] + 3 * (max(mismatches["plain"], 0.005) / count) ** 0.5
+        assert rates[name] <= allowed(rates["plain"])
+        assert mismatches[name] <= allowed(mismatches["plain"])
     # A distilled drafter often says what its target does; still the same rule must refuse it by a wide margin.
     assert rates["the drafter alone"] > 5 * allowed, "an epsilon that lets anything pass would prove nothing"
