@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from importlib import import_module
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from triforce_core.attention import KERNELS, ON_CUDA, Kernel, merge
 
@@ -38,6 +41,36 @@ def pool_views(kv_heads: int, count: int, dtype: torch.dtype, seed: int) -> tupl
     view = pool[:, :, 23 : 23 + count]
     view.copy_(torch.randn(view.shape, generator=torch.Generator().manual_seed(seed)))
     return view[0], view[1]
+
+
+@pytest.mark.parametrize("slow", [False, True])
+@pytest.mark.parametrize("count", [1, 700, 1030])
+def test_one_bfloat16_query_may_be_passed_twice(monkeypatch: pytest.MonkeyPatch, slow: bool, count: int) -> None:
+    """On CPUs whose operator is slow for one query. The second result is dropped."""
+    module = import_module("triforce_core.attention.cpu_flash")
+    monkeypatch.setattr(module, "one_query_is_slow", lambda: slow)
+    query = torch.randn(4, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
+    keys, values = pool_views(4, count, torch.bfloat16, seed=1)
+    with CountingQueries() as counted:
+        part = KERNELS["cpu_flash"](query, keys, values, 0.3, False)
+    assert counted.queries == [1 + slow]
+    output, lse = textbook(query, keys, values, 0.3, causal=False)
+    assert (part.output.shape, part.lse.shape) == (output.shape, lse.shape)
+    torch.testing.assert_close(part.output.double(), output, atol=TOLERANCE[torch.bfloat16], rtol=0)
+    torch.testing.assert_close(part.lse.double(), lse, atol=1e-4, rtol=0)
+
+
+class CountingQueries(TorchDispatchMode):
+    """Counts the queries of each head in each call of the flash operator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.queries: list[int] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default:
+            self.queries.append(args[0].shape[2])
+        return func(*args, **(kwargs or {}))
 
 
 @kernels

@@ -211,9 +211,11 @@ def test_a_chain_s_threads_are_measured_once(folder: Path, monkeypatch: pytest.M
     found = {tier: runner.threads and runner.threads.decode for tier, runner in runners_of(engine).items()}
     assert set(found) == {Tier.TARGET, Tier.RETRIEVAL, Tier.DRAFT}
     assert set(found.values()) <= {1, 2}
-    kept = {tier: kept_threads.kept_threads(SMALL, tier.name.lower()) for tier in found}
+    together = SMALL.model_copy(update={"placement": load_settings(placement={"colocate": "all"}).placement})
+    kept = {tier: kept_threads.kept_threads(together, tier.name.lower()) for tier in found}
     assert kept == found
-    keep_threads(SMALL, "draft", 3)
+    assert kept_threads.kept_threads(SMALL, "target") is None, "a server of three processes measures by itself"
+    keep_threads(together, "draft", 3)
     monkeypatch.setattr(local_threads, "searched", lambda *_: pytest.fail("measured again"))
     choose_threads(engine, SMALL, said.append)
     assert len(said) == 1
