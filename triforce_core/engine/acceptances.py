@@ -84,6 +84,6 @@ class Drafted:
     load: int = -1  # the class of loads for which `choice` was made
     rounds: int = 1 << 30  # since `choice` was made
     kind: str = ""  # of the plan of the latest round
-    held_back: bool = False  # whether it is decoded plainly in spite of `choice`: speculation has cost it too much
+    said_held_back: bool = False  # whether the log says that speculation has cost it too much
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more

@@ -147,6 +147,7 @@ class Controller:
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
         self.latest, self.load = "", Load()  # the latest choice in words, and the load of the target's latest pass
+        self.chosen_for, self.held_back = 0, False  # the request of that choice, and whether it decodes plainly anyhow
         self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
         # At the end of the last pass: how many requests were being decoded, and the kinds of plans of their rounds.
         self.mix: tuple[int, set[str]] = (0, set())
@@ -159,7 +160,7 @@ class Controller:
         if at in self.plain:
             corrections[PLAIN.kind] = self._plain_correction(self.load)
         return Figures(
-            self.latest,
+            f"{self.latest}; {HELD_BACK}" if self.held_back else self.latest,
             dict(self.rounds),
             corrections,
             {bucket / 4: known.given(UNKNOWN) for bucket, known in [*self.known.items()]},
@@ -220,7 +221,7 @@ class Controller:
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
         """The passes of a round: of the lower tiers, by its tallies; of the target, its latest, over all requests."""
         _, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
-        verified = below.proposed / below.passes if below.passes else 0.0
+        verified = below.proposed / below.rounds if below.rounds else 0.0
         return Round(
             len(proposal.tokens), self.proposed, below.passes, verified, leaf.passes, drafts=float(plan.speculates)
         )
@@ -259,7 +260,7 @@ class Controller:
         if new:
             self._join(sequence, decoding)
         settled = drafted.trial or length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
-        if chosen := not settled or drafted.load != kind_of_load(len(decoding)):
+        if not settled or drafted.load != kind_of_load(len(decoding)):
             self._choose(sequence, decoding, refresh_every)
         plan = drafted.choice.plan
         if new and plan.speculates and drafted.choice.gain < CLEAR:
@@ -270,13 +271,12 @@ class Controller:
                 drafted.chosen_at, drafted.rounds = -REPLAN, REPLAN_ROUNDS  # a plan is chosen after the last of these
             return PLAIN
         held_back = plan.speculates and lost_too_much(self._together(sequence, decoding))
-        if held_back:
-            sequence.stats.expected_ms = sequence.stats.plain_ms
-            if chosen:
-                self.latest += f"; {HELD_BACK}"
-            if not drafted.held_back:
-                log.info("request %d, %d tokens: %s", sequence.request_id, length, HELD_BACK)
-        drafted.held_back = held_back
+        if held_back and not drafted.said_held_back:
+            log.info("request %d, %d tokens: %s", sequence.request_id, length, HELD_BACK)
+            drafted.said_held_back = True
+        sequence.stats.expected_ms = 1e3 * (drafted.choice.plain_s if held_back else drafted.choice.seconds)
+        if sequence.request_id == self.chosen_for:
+            self.held_back = held_back
         return PLAIN if held_back else plan
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
@@ -303,6 +303,7 @@ class Controller:
             each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = len(each.tokens), 0, load.kind
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
+        self.chosen_for, self.held_back = sequence.request_id, False
         if choice.plan.kind != before.kind:
             log.info("request %d of %s", sequence.request_id, self.latest)
         if choice.plan.speculates and self._trial_due(choice, load):

@@ -10,7 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from triforce_core.errors import require
 from triforce_core.kv.base import KVGeometry
+from triforce_core.kv.memory import gib
 from triforce_core.kv.pinned import lock
 from triforce_core.kv.ranges import Range
 from triforce_core.kv.selectors import Landmark
@@ -28,11 +30,17 @@ class LandmarkPool:
         count = keys[0].shape[1] // chunk
         # Per layer: [chunks, kv_heads, …], so that some chunks are one piece of memory, copied at once over the link.
         shape = (count, len(kind), *kind.shape[2:])
-        self.layers = [torch.empty(shape, dtype=kind.dtype, device=layer.device) for layer in keys]
-        if geometry.device.type == "cuda":
-            for layer in self.layers:
-                if layer.device.type == "cpu":
-                    lock(layer, self)  # where it fails, copies are slower
+        on_host = sum(layer.device != geometry.device for layer in keys)
+        together = torch.empty((on_host, *shape), dtype=kind.dtype)  # one piece of memory, which is pinned as a whole
+        if on_host:
+            status = lock(together, self)
+            rule = f"cannot lock {gib(together.nbytes)} of memory, CUDA error {status}: lower target.kv_pool_tokens"
+            require(status == 0, "target.offload", "host", rule)
+        host = iter(together)
+        self.layers = [
+            torch.empty(shape, dtype=kind.dtype, device=layer.device) if layer.device == geometry.device else next(host)
+            for layer in keys
+        ]
         self.known = np.zeros((len(keys), count), dtype=bool)  # [layers, chunks]: whether landmarks fit the keys
 
     @property
