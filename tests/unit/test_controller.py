@@ -181,6 +181,12 @@ def test_speculation_pays_or_is_off(name: str) -> None:
     assert max(took[2:]) <= fixed_s(PLAIN) / 0.95
 
 
+def test_a_new_process_decodes_few_rounds_plainly() -> None:
+    """One without a price, and those of a trial: then it knows what plain decoding costs, and tries what may gain."""
+    trace = Decoding(MACHINES["repetitive"]).request(24)[1]
+    assert [plan.speculates for _, plan in trace[:5]] == [False] * 4 + [True]
+
+
 def test_an_unlucky_beginning_is_cut_short() -> None:
     """A server that expects much and gets little stops speculating within the loss that is allowed."""
     machine = MACHINES["unpredictable"]

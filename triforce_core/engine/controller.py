@@ -259,7 +259,10 @@ class Controller:
         new = not drafted.chosen_at
         if new:
             self._join(sequence, decoding)
-        settled = drafted.trial or length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
+        recent = length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
+        # A choice without a price of plain decoding, as in a new process, is made again as soon as there is one.
+        unpriced = not drafted.choice.plain_s and self.target.few.known
+        settled = drafted.trial or (recent and not unpriced)
         if not settled or drafted.load != kind_of_load(len(decoding)):
             self._choose(sequence, decoding, refresh_every)
         plan = drafted.choice.plan
