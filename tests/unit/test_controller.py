@@ -288,6 +288,13 @@ def test_unlucky_drafts_are_no_overhead_of_their_plan(requests: int) -> None:
     assert controller.figures().corrections["lookup"] == pytest.approx(1, abs=0.05)
 
 
+def test_a_lacking_round_makes_no_pass_larger() -> None:
+    """Two rounds below with three proposed tokens each, one of them without a pass: the pass was over three."""
+    tallies = (Tally(1, 4, 4, passes=1), Tally(2, 6, 3, passes=1), Tally())
+    passes = Controller(TIERS)._round(Proposal(1, PROMPT, (1,) * 5, b"", tallies=tallies), Plan(8, 3))
+    assert (passes.passes, passes.verified) == (1, 3)
+
+
 @pytest.mark.parametrize("beside", [Plan(0, 2), Plan(8, 3), PLAIN], ids=str)
 def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> None:
     """A plain round is longer beside one that drafts."""
