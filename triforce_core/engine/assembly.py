@@ -37,6 +37,7 @@ from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.join import join_projections
 from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
+from triforce_core.models.pack import pack_weights
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
 from triforce_core.models.runner import ModelRunner
@@ -106,12 +107,14 @@ def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
 def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
     """The runner of a model and its cache, or of this rank's share of them. Where the settings ask for it and the
     machine allows it, the model runs fused kernels from now on, and passes over up to `few_tokens` tokens of each
-    sequence have constant shapes.
+    sequence have constant shapes. On some CPUs the model's weights are packed.
     """
     own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
     if settings.device_type == "cuda":
         join_projections(model)
     fused = fuse(model, settings)
+    if settings.device_type == "cpu" and not fused:
+        pack_weights(model)
     shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
     drawing = fused_noisiest(settings, model.config.vocab_size, own.geometry.device) if fused else noisiest
     return kind(model, kv, threads_for(settings), shaped, drawing)

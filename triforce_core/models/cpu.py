@@ -1,4 +1,4 @@
-"""Name and instruction sets of this machine's CPU, as Linux reports them; empty elsewhere. Does not load torch."""
+"""Name, vendor and instruction sets of this machine's CPU, as Linux reports them; empty elsewhere. Loads no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,11 @@ def cpu_flags(cpuinfo: Path = CPUINFO) -> frozenset[str]:
 
 def cpu_name(cpuinfo: Path = CPUINFO) -> str:
     return _values(cpuinfo, "model name")
+
+
+def cpu_vendor(cpuinfo: Path = CPUINFO) -> str:
+    """Such as GenuineIntel or AuthenticAMD; empty where Linux names none, as on Arm."""
+    return _values(cpuinfo, "vendor_id")
 
 
 def cpu_summary(cpuinfo: Path = CPUINFO) -> str:

@@ -1,0 +1,59 @@
+"""Weights of linear layers in oneDNN's own layout, on the CPUs where that is faster.
+
+Drafts and the passes that verify them have few tokens, so their products take as long as reading the weights. PyTorch's
+ordinary product reads a weight twice or rearranges it at every call; oneDNN rearranges it once.
+docs/decisions/0028-small-tiers.md
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from triforce_core.models.cpu import CPUINFO, cpu_vendor
+from triforce_core.models.fuse import are_plain
+
+
+class Packed(nn.Module):
+    """Stands in the model in place of a linear layer."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        packed = torch.ops.mkldnn._reorder_linear_weight(layer.weight.detach())
+        self.weight, self.bias = nn.Parameter(packed, requires_grad=False), layer.bias
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        product: Tensor = torch.ops.mkldnn._linear_pointwise(hidden, self.weight, self.bias, "none", [], "")
+        return product
+
+
+@torch.no_grad()
+def pack_weights(model: PreTrainedModel) -> None:
+    """Pack the linear layers, in place and one at a time, where this CPU is faster with packed weights. What is
+    quantised or divided over ranks stays as it is, and so does what was packed before.
+
+    An output head that shares its weight with the input embedding gets a copy of its own.
+    """
+    if (model.tp_size or 1) > 1 or not packing_pays(model.dtype):
+        return
+    for module in model.modules():
+        for name, layer in list(module.named_children()):
+            if type(layer) is nn.Linear and are_plain([*layer.parameters()]):
+                setattr(module, name, Packed(layer))
+
+
+def packing_pays(dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
+    """Whether this CPU is faster with packed weights of this type.
+
+    That is decided by the kind of CPU and not by timing, because the two ways round differently, and replicas on like
+    machines should draw like tokens.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return False
+    if dtype == torch.bfloat16:
+        return torch.cpu._is_avx512_bf16_supported()
+    # PyTorch's ordinary float32 products are those of MKL, which is made for Intel's CPUs.
+    return dtype == torch.float32 and cpu_vendor(cpuinfo) == "AuthenticAMD"
