@@ -38,10 +38,11 @@ FILES = ["inspect.py", "turtle.py", "tarfile.py", "doctest.py"]
 
 @dataclass
 class Models:
-    """The same bfloat16 weights three times, and a drafter."""
+    """The same bfloat16 weights several times, and a drafter."""
 
     served: PreTrainedModel
     exact: PreTrainedModel  # in float32, with transformers' own attention
+    int8: PreTrainedModel  # quantised
     drafter: PreTrainedModel
     prompts: list[Tokens]
 
@@ -51,12 +52,19 @@ def models(request: pytest.FixtureRequest, held_out: HeldOut) -> Models:
     if request.param == "demo":
         exact = AutoModelForCausalLM.from_pretrained(resolve("demo", "target"), dtype=torch.float32).eval()
         served, drafter = (load_model("demo", role, "bfloat16", "cpu") for role in ("target", "drafter"))
-        return Models(served, exact, drafter, [held_out(file, 300) for file in FILES])
+        return Models(served, exact, quantised(served), drafter, [held_out(file, 300) for file in FILES])
     served = random_model(num_hidden_layers=4, hidden_size=128, vocab_size=1000).bfloat16()
     exact = copy.deepcopy(served).float()
     served.set_attn_implementation(ATTENTION)
     drafter = with_noise(served, 0.05)
-    return Models(served, exact, drafter, [random_tokens(300, seed=i, vocab=1000) for i in range(4)])
+    prompts = [random_tokens(300, seed=i, vocab=1000) for i in range(4)]
+    return Models(served, exact, quantised(served), drafter, prompts)
+
+
+def quantised(model: PreTrainedModel) -> PreTrainedModel:
+    copied = copy.deepcopy(model)
+    quantize_weights(copied, "int8")
+    return copied
 
 
 class RecordingRunner(ModelRunner):
@@ -125,9 +133,7 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
     error = float(errors(models, plain, runner, temperature).quantile(0.99))
     epsilon = 2 * error  # the best logit and the emitted one may be wrong in opposite directions
     speculative = run(local_engine(models.served, models.drafter, settings), (8, 3))
-    int8 = copy.deepcopy(models.served)
-    quantize_weights(int8, "int8")
-    quantized = run(local_engine(models.served, models.drafter, settings, int8), (8, 3))
+    quantized = run(local_engine(models.served, models.drafter, settings, models.int8), (8, 3))
     unverified = run(local_engine(models.drafter, models.drafter, settings), (0, 0)).tokens
 
     rates, mismatches = {}, {}

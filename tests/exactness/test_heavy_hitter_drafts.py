@@ -74,9 +74,9 @@ def test_the_demo_pair(held_out: HeldOut, temperature: float, monkeypatch: pytes
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 0.8])
 def test_drafters_of_any_quality_in_batches_that_change(temperature: float) -> None:
     """Drafts that are taken back, whole blocks at a time; texts beyond the drafter's positions are decoded too."""
-    target = random_model()
-    target.set_attn_implementation(ATTENTION)
     for noise, positions in ((0.1, 8192), (0.4, 120)):
+        target = random_model()
+        target.set_attn_implementation(ATTENTION)
         drafter = with_noise(target, noise, seed=1)
         drafter.config.max_position_embeddings = positions
         asked = mixed_requests(temperature, 40, 60)[:6]

@@ -13,6 +13,7 @@ from triforce_core.engine.sequence import Output, Request
 from triforce_core.messages import GREEDY, SamplingParams, TokenLogprobs
 
 PAIR, TOP = random_pair(), 3
+RETRIEVAL, DRAFTER = with_noise(PAIR.ours, 0.05), with_noise(PAIR.ours, 0.1)
 PROMPT = random_tokens(300, seed=1)
 STRANGE = SamplingParams(0.8, top_p=0.7, repetition_penalty=1.5, logit_bias=((7, 20.0),), bad_word_ids=((3,),))
 
@@ -26,7 +27,7 @@ def engine() -> Engine:
             "retrieval": {"budget": 64, "chunk": 8},
         }
     )
-    return local_engine(PAIR.ours, with_noise(PAIR.ours, 0.1), settings, with_noise(PAIR.ours, 0.05))
+    return local_engine(PAIR.ours, DRAFTER, settings, RETRIEVAL)
 
 
 def check(found: list[TokenLogprobs], text: tuple[int, ...], first: int) -> None:

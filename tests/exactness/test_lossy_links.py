@@ -64,8 +64,10 @@ class LossyChain:
     ) -> None:
         self.rng, self.events, self.micro_batches, self.by_lookup = rng, events, micro_batches, by_lookup
         self.faults, self.patience = rng.choice([0.0, 0.03, 0.15]), rng.choice([4, 20])
-        self.retrieval = with_noise(target, rng.choice([0.0, 0.1]), seed=rng.randrange(100))
-        self.drafter = with_noise(target, rng.choice([0.02, 0.2]), seed=rng.randrange(100))
+        self.retrieval = with_noise(
+            one_layer(target.config.vocab_size), rng.choice([0.0, 0.1]), seed=rng.randrange(100)
+        )
+        self.drafter = with_noise(one_layer(target.config.vocab_size), rng.choice([0.02, 0.2]), seed=rng.randrange(100))
         self.on_the_way: dict[int, tuple[int, Snapshot]] = {}
         self.versions: dict[int, int] = {}  # that the target knows to have arrived
         self.kv: CountingRetrievalKV
