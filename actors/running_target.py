@@ -143,7 +143,8 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Excepti
         return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(details)
-    # With any other code the target itself has answered this request, and asking again would not help.
+    # UNAVAILABLE and CANCELLED mean that the target has failed or is gone. With any other code the target has answered
+    # this request with an error, so the request counts as the cause.
     gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
     return unavailable(error, suspect=suspect if gone else True)
 

@@ -74,7 +74,7 @@ class Attempt:
     """One request to the pipelines: how far it came, and what it brought."""
 
     def __init__(self, *, alone: bool) -> None:
-        self.alone = alone  # no other suspect runs beside it
+        self.alone = alone  # whether it has the suspects' turn
         self.reached = False  # whether it reached the target
         self.entered = False  # whether it entered one of the target's passes
         self.num_tokens = 0
@@ -195,8 +195,8 @@ class Journal:
 
         If the whole replica has died, nobody knows, because the engine may have died before it could report that the
         pass began. So the death then counts if the engine had reported a pass over this request, or if the request had
-        reached the engine while no other suspect was being decoded. Two deaths in a row without such a report, but
-        after the request had reached the engine, make the request a suspect.
+        reached the engine during its turn as a suspect. Two deaths in a row without such a report, but after the
+        request had reached the engine, make the request a suspect.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.again = True

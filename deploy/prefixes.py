@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 BLOCK = 64  # tokens
 KEY_BYTES = 8
-# So many matched tokens are worth waiting behind one more request; to prefill fewer again takes less than the wait.
+# An assumption, not measured: so many matched tokens are worth waiting behind one more request.
 TOKENS_PER_REQUEST = 256
 MARGIN = 2  # blocks: a replica does not find the last tokens of a prompt, whose queries its selector needs
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)

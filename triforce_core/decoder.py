@@ -219,9 +219,9 @@ class SpeculativeDecoder:
     def _early(self) -> Block | None:
         """The block to hand up before it is long enough, or None.
 
-        It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless all
-        live sequences are at this level, because only then has the level above nothing to verify. A single sequence is
-        never handed up early: a short block would only delay its next one.
+        It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless the
+        level above waits for the blocks of all sequences that this level knows: otherwise it may have some of them to
+        verify. A single sequence is never handed up early: a short block would only delay its next one.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]

@@ -1,4 +1,4 @@
-"""Run-ahead: drafting continues while the level above verifies, if fewer requests than micro-batches are live."""
+"""Run-ahead: a tier that knows fewer requests than micro-batches keeps drafting while the level above verifies."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class RunAhead:
     Such a continuation is called a guess. Its first token is the one that the level above would add to the block. If
     the next work agrees with the guess, its block starts with the guessed tokens that follow; otherwise the guess is
     dropped. Guesses advance by one round per call and only while no work waits, so work waits for at most one round.
-    They also advance only while fewer than `fewer_than` sequences are live, because more keep every tier busy.
+    They also advance only while this tier knows fewer than `fewer_than` sequences, because more keep every tier busy.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, fewer_than: int) -> None:
@@ -31,7 +31,7 @@ class RunAhead:
         return not self.owed and bool(self._guesses())
 
     def _guesses(self) -> list[Block]:
-        """The guesses that can be advanced; none if too many sequences are live."""
+        """The guesses that can be advanced; none if this tier knows too many sequences."""
         blocks = self.decoder.blocks.values()
         return [block for block in blocks if block.state is not State.DONE] if len(blocks) < self.fewer_than else []
 

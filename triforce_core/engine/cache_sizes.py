@@ -8,7 +8,7 @@ from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.kv.heavy_hitter import HeavyHitterSettings
 from triforce_core.kv.streaming import WindowSettings
 
-MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, 2 * MAX_LOOKAHEAD, and one token on either side
+MAX_BLOCK = 2 * MAX_LOOKAHEAD + 2  # tokens: the longest block, the token before it, and one to spare
 
 
 def draft_window(settings: Settings) -> WindowSettings:

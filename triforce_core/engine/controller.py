@@ -137,9 +137,9 @@ class Controller:
         self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
-        # By load: the latest plain rounds, and the seconds that they took. Seconds are kept, and not ratios to the
-        # prices of their time: `_plain_correction` divides them by what the present prices predict, so correction times
-        # price is the measured time even while the prices are fitted to passes of other sizes.
+        # By load: the latest plain rounds, and the seconds that they took. The seconds themselves are kept, not their
+        # ratio to what was predicted then. `_plain_correction` divides them by what the present prices predict, so
+        # correction times prediction gives the measured seconds again, even if the prices have changed meanwhile.
         self.plain: dict[int, deque[tuple[Load, float]]] = {}
         self.counted = True  # whether `plain` has a round for the latest pass
         self.waiting = False  # whether a request decodes plainly until its snapshot has arrived

@@ -80,9 +80,9 @@ class SnapshotSchedule:
         return False
 
     def saw(self, sequence: Sequence, tally: Tally) -> None:
-        """Count how many tokens of the retrieval tier the target accepted in a round. The first quarter of an interval
-        shows the acceptance with a fresh snapshot. Rounds before that snapshot has arrived are not counted, because the
-        tier drafts them with the one before.
+        """Count how many tokens of the retrieval tier the target accepted in a round. The first `refresh_every` / 4
+        judged tokens show the acceptance with a fresh snapshot. Rounds before that snapshot has arrived are not
+        counted, because the tier drafts them with the one before.
         """
         if not self.arrived(sequence):
             return

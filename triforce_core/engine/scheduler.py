@@ -150,7 +150,8 @@ class Scheduler:
 
     def _awaits_another(self, sequence: Sequence) -> bool:
         """Whether to wait because a live request will soon have read the beginning that both texts share. Soon means:
-        before more prompt tokens are handed out than this request saves by sharing.
+        the other's `due` (see `_share_chunks`) exceeds the one that this request would get now by no more than the
+        prompt tokens that this request saves by sharing.
         """
         cursor = sequence.beginning
         if cursor is None:

@@ -58,7 +58,8 @@ class Held:
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
     cached: int = 0  # KV is held below this position; a policy may keep only part of it
-    ranges: list[Range] = field(default_factory=list)  # slots of its tokens, in order; it may share the first
+    # Slots of its tokens, in order. The sequence may share the first of these ranges with others.
+    ranges: list[Range] = field(default_factory=list)
     unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)
     drafted: int = 0  # how many of the last statement's tokens are drafts, which may be taken back
 

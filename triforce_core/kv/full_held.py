@@ -19,7 +19,8 @@ from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Landmark
 
 RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
-# Tokens of the longest block, and one on either side. More are sampled where a prompt's logprobs are asked for.
+# The tokens of the longest block, the token before it, and one to spare. More are sampled where a prompt's logprobs are
+# asked for.
 MOST_QUERIES = 2 * MAX_LOOKAHEAD + 2
 COUNTED_TOGETHER = 64  # settled queries that wait until their attention is counted: each time, all keys are read
 
@@ -52,8 +53,8 @@ class FullHeld(Held):
 
     num_queries: int | None = 1  # that the request's selector needs
     queries: KeptQueries = field(default_factory=lambda: KeptQueries(0))
-    # Where `num_queries` is None, per layer, [kv_heads, tokens] float32: the attention that each of the first tokens,
-    # which are settled, has received from the queries of all of these. Later queries are not counted yet.
+    # Where `num_queries` is None, per layer, [kv_heads, n] float32, where the first n tokens are settled: the attention
+    # that each of these n tokens has received from the queries of these n tokens. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
 

@@ -23,8 +23,8 @@ class Pass:
 
 
 class KeptQueries:
-    """Those of one text. `positions` says which ones `of` returns: those before the end of the last pass, or of the
-    expected one.
+    """The queries of one text. `of` returns those at `positions`, a range that ends where the last pass ended or, once
+    `expect` was called, where the expected pass will end.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -49,7 +49,8 @@ class KeptQueries:
         """Keep what is wanted of these, which are those of the last tokens of the expected pass.
 
         queries: [heads, tokens, head_dim], not written again. `together`: tokens of all texts in the pass, whose
-        queries share their memory. Unless all are wanted, those that are get copied: a view keeps all of that memory.
+        queries share their memory. If only some of these queries are wanted, they are copied, because a view would keep
+        all of that memory.
         """
         latest, tokens = self.passes[-1], queries.shape[1]
         wanted = min(tokens, len(self.positions))

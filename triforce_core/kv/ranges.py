@@ -11,7 +11,7 @@ class RangeAllocator:
     """Allocates ranges of a pool of `num_slots` slots: one range if one fits, several if the pool is fragmented.
 
     The owner of a range may wish for the slots behind it, so that the range can grow in place. Wished slots are
-    allocated to others only when the remaining ones do not suffice.
+    allocated to others only when no free range without them is long enough.
 
     All ranges begin and end at multiples of `unit`: what is asked for is rounded up.
     """

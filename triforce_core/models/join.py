@@ -57,8 +57,9 @@ def join_projections(model: PreTrainedModel) -> None:
     """Join the linear layers of each attention and feed-forward block, in place. What is quantised or divided over
     ranks stays as it is, and so does what was joined before.
 
-    One block at a time frees its old weights, so that at no time more than one block's are held twice. Where there is
-    no memory for that, the other blocks stay as they are.
+    Blocks are joined one after another, and each one's old weights are freed before the next is joined, so that at no
+    time more than one block's weights are held twice. Where there is no memory for that, the other blocks stay as they
+    are.
     """
     if (model.tp_size or 1) > 1:
         return

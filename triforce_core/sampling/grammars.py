@@ -25,7 +25,9 @@ from torch import Tensor
 
 from triforce_core.errors import InvalidValueError
 
-KEPT = 256  # compiled grammars; by default more than requests wait or run. The least recently used goes first
+# Compiled grammars that are kept: by default more than the requests that may wait and run at a time. The least recently
+# used goes first.
+KEPT = 256
 
 
 class Grammars:
