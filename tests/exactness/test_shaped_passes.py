@@ -78,6 +78,7 @@ def test_all_that_is_proposed_is_the_same(case: Case, passes: Counter[str], held
 def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) -> None:
     """More requests than there is room for, of all lengths and lookaheads, on models with grouped query heads."""
     target, _ = random_pair(num_attention_heads=8, num_key_value_heads=2)
+    drafter = with_noise(target, 0.2)
     requests = mixed_requests(temperature, longer=45, more=5)
 
     def run(graphs: str) -> Outcome:
@@ -91,7 +92,7 @@ def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) ->
                 "draft": {"window": 20},
             }
         )
-        return finish(local_engine(target, with_noise(target, 0.2), settings), requests)
+        return finish(local_engine(target, drafter, settings), requests)
 
     found = run("eager")
     for tier in TIERS.values():

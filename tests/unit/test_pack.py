@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
-from tests.random_models import FAMILIES, random_model, random_pair
+from tests.exactness.cases import finish
+from tests.random_models import FAMILIES, random_model, random_pair, random_tokens, with_noise
 from tests.unit.test_join import logits_of
 from triforce_core.config import load_settings
-from triforce_core.engine.assembly import runner_for, streaming_kv
+from triforce_core.engine import assembly
+from triforce_core.engine.assembly import local_engine, runner_for, streaming_kv
+from triforce_core.engine.sequence import Request
+from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models import pack
 from triforce_core.models.pack import Packed, pack_weights, packing_pays
 from triforce_core.models.quantize import quantize_weights, weight_bytes
@@ -46,12 +51,64 @@ def test_logits_are_the_same(family: str, length: int, pays: None) -> None:
 
 
 @needs_onednn
-@pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="this CPU has no bfloat16 products")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 9, 70])
-def test_bfloat16_products_are_the_same(rows: int) -> None:
-    layer = nn.Linear(96, 160, dtype=torch.bfloat16)
-    hidden = torch.randn(1, rows, 96, dtype=torch.bfloat16)
+def test_products_are_the_same(rows: int, dtype: torch.dtype) -> None:
+    """Of no tokens too: no token of a prompt's chunk needs logits unless the prompt ends there."""
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 products")
+    layer, hidden = nn.Linear(96, 160, dtype=dtype), torch.randn(1, rows, 96, dtype=dtype)
     torch.testing.assert_close(Packed(layer)(hidden), layer(hidden))
+
+
+@needs_onednn
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_products_do_not_depend_on_the_threads_at_packing(dtype: torch.dtype) -> None:
+    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        pytest.skip("this CPU has no bfloat16 products")
+    layer, before, packed = nn.Linear(384, 1024, dtype=dtype), torch.get_num_threads(), []
+    try:
+        for threads in (1, 2):
+            torch.set_num_threads(threads)
+            packed.append(Packed(layer))
+    finally:
+        torch.set_num_threads(before)
+    for rows in (1, 4, 9):
+        hidden = torch.randn(rows, 384, dtype=dtype)
+        assert torch.equal(packed[0](hidden), packed[1](hidden))
+
+
+@needs_onednn
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_speculation_changes_no_token(temperature: float, pays: None) -> None:
+    target, _ = random_pair()
+    drafter, prompt = with_noise(target, 0.1), random_tokens(300, seed=1)
+    engine = local_engine(target, drafter, load_settings(dtype="float32", retrieval={"budget": 512, "chunk": 8}))
+    assert packed_of(target)
+    assert packed_of(drafter)
+    plain, drafted = (
+        finish(engine, [Request(prompt, 60, SamplingParams(temperature), 3, lookaheads)])
+        for lookaheads in ((0, 0), (6, 2))
+    )
+    assert drafted.tokens == plain.tokens
+    assert max(drafted.acceptances(Tier.TARGET)) > 0.2
+
+
+@needs_onednn
+def test_old_weights_are_freed_one_after_another(pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = random_model()
+    old = [weakref.ref(module.weight) for module in model.modules() if type(module) is nn.Linear]
+    most: list[int] = []
+
+    class Watched(Packed):
+        def __init__(self, layer: nn.Linear) -> None:
+            most.append(len(packed_of(model)) + sum(each() is not None for each in old))
+            super().__init__(layer)
+
+    monkeypatch.setattr(pack, "Packed", Watched)
+    pack_weights(model)
+    assert max(most) == len(old)
+    assert not any(each() is not None for each in old)
 
 
 @needs_onednn
@@ -74,10 +131,22 @@ def test_quantised_layers_stay_as_they_are(pays: None) -> None:
 
 
 @needs_onednn
-def test_a_runner_on_a_cpu_packs(pays: None) -> None:
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_runner_on_a_cpu_packs_what_is_not_fused(fused: bool, pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembly, "fuse", lambda model, settings: fused)
+    monkeypatch.setattr(assembly, "fused_noisiest", lambda *given: None)
     model, settings = random_model(), load_settings(device="cpu")
     runner_for(model, streaming_kv(model, settings), settings, few_tokens=2)
-    assert packed_of(model)
+    assert bool(packed_of(model)) is not fused
+
+
+@needs_onednn
+def test_models_divided_over_ranks_stay_as_they_are(pays: None) -> None:
+    model = random_model()
+    model._tp_size = 2
+    assert model.tp_size == 2
+    pack_weights(model)
+    assert not packed_of(model)
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ import torch
 from filelock import AsyncFileLock, FileLock, Timeout
 from platformdirs import user_cache_path
 
+import triforce_core
 from triforce_core.config import Settings
 from triforce_core.models.cpu import cpu_flags, cpu_name
 from triforce_core.models.threads import ALL_THREADS
@@ -73,8 +74,9 @@ def read(file: Path) -> dict[str, object]:
 
 
 def key(settings: Settings, tier: str) -> str:
-    """A key of the tier, the machine and every setting that may change which threads are best."""
-    machine = [cpu_name(), sorted(cpu_flags()), os.cpu_count(), ALL_THREADS, torch.__version__]
+    """A key of the tier, the machine, the software and every setting that may change which threads are best."""
+    software = [triforce_core.__version__, torch.__version__]
+    machine = [cpu_name(), sorted(cpu_flags()), os.cpu_count(), ALL_THREADS, software]
     shape = settings.model_dump(mode="json", exclude=IRRELEVANT)
     digest = hashlib.sha256(json.dumps([machine, shape, tier], sort_keys=True).encode()).hexdigest()
     return f"{tier}-{digest[:16]}"

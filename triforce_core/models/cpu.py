@@ -1,4 +1,7 @@
-"""Name, vendor and instruction sets of this machine's CPU, as Linux reports them; empty elsewhere. Loads no torch."""
+"""Name, vendor and instruction sets of this machine's CPU, as Linux reports them; empty elsewhere.
+
+Does not load torch.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Weights of linear layers in oneDNN's own layout, on the CPUs where that is faster.
 
 Drafts and the passes that verify them have few tokens, so their products take as long as reading the weights. PyTorch's
-ordinary product reads a weight twice or rearranges it at every call; oneDNN rearranges it once.
+ordinary product may take several times as long; oneDNN's, with a weight that it rearranged once, does not.
 docs/decisions/0028-small-tiers.md
 """
 
@@ -32,17 +32,18 @@ class Packed(nn.Module):
 
 @torch.no_grad()
 def pack_weights(model: PreTrainedModel) -> None:
-    """Pack the linear layers, in place and one at a time, where this CPU is faster with packed weights. What is
-    quantised or divided over ranks stays as it is, and so does what was packed before.
+    """Pack the linear layers, in place, where this CPU is faster with packed weights. What is quantised or divided over
+    ranks stays as it is, and so does what was packed before. Old weights are freed one after another.
 
-    An output head that shares its weight with the input embedding gets a copy of its own.
+    Packed weights are this process's own memory, even if the old ones were a view of the model's file. An output head
+    that shares its weight with the input embedding gets a copy of its own.
     """
     if (model.tp_size or 1) > 1 or not packing_pays(model.dtype):
         return
     for module in model.modules():
-        for name, layer in list(module.named_children()):
-            if type(layer) is nn.Linear and are_plain([*layer.parameters()]):
-                setattr(module, name, Packed(layer))
+        for name in [name for name, layer in module.named_children() if type(layer) is nn.Linear]:
+            if are_plain([*getattr(module, name).parameters()]):
+                setattr(module, name, Packed(getattr(module, name)))
 
 
 def packing_pays(dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
@@ -53,7 +54,7 @@ def packing_pays(dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
     """
     if not torch.backends.mkldnn.is_available():
         return False
-    if dtype == torch.bfloat16:
+    if dtype == torch.bfloat16:  # the ordinary product is oneDNN's too, which rearranges the weight at every call
         return torch.cpu._is_avx512_bf16_supported()
-    # PyTorch's ordinary float32 products are those of MKL, which is made for Intel's CPUs.
+    # The ordinary product is MKL's, which is made for Intel's CPUs.
     return dtype == torch.float32 and cpu_vendor(cpuinfo) == "AuthenticAMD"
