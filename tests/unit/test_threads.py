@@ -159,6 +159,9 @@ def test_threads_are_kept_by_tier_and_model(folder: Path) -> None:
 
 def test_another_machine_s_threads_are_not_taken(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     keep_threads(load_settings(), "target", 2)
+    with monkeypatch.context() as later:
+        later.setattr(kept_threads.triforce_core, "__version__", "another")
+        assert kept_threads.kept_threads(settings, "target") is None, "other software may be fastest with others"
     monkeypatch.setattr(kept_threads, "cpu_name", lambda: "another")
     assert kept_threads.kept_threads(load_settings(), "target") is None
 
