@@ -161,7 +161,7 @@ def test_another_machine_s_threads_are_not_taken(folder: Path, monkeypatch: pyte
     keep_threads(load_settings(), "target", 2)
     with monkeypatch.context() as later:
         later.setattr(kept_threads.triforce_core, "__version__", "another")
-        assert kept_threads.kept_threads(settings, "target") is None, "other software may be fastest with others"
+        assert kept_threads.kept_threads(load_settings(), "target") is None, "other software may be fastest with others"
     monkeypatch.setattr(kept_threads, "cpu_name", lambda: "another")
     assert kept_threads.kept_threads(load_settings(), "target") is None
 
