@@ -86,7 +86,7 @@ def test_what_is_best_is_found_used_and_kept(monkeypatch: pytest.MonkeyPatch) ->
     assert [keep for _, keep in told].count(True) == 1
     tried = [threads for threads, _ in told]
     assert {"target": 1, "retrieval": 2, "draft": 2} in tried, "the target first"
-    assert len(pipeline.requests) == 4
+    assert len(pipeline.requests) == 5
 
 
 def test_when_time_is_up_the_best_is_used_and_not_what_was_in_trial(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ So whole rounds are timed, with all tiers at work.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
+from collections.abc import Collection, Generator, Mapping
 from statistics import median
 
 Arrangement = dict[str, int]  # CPU threads of a decoding pass, by tier
@@ -19,19 +19,21 @@ TIE = 0.9
 
 
 class ThreadSearch:
-    """Begins with all threads for each tier, and halves those of one tier after another as long as the time per token
-    hardly grows (`TIE`).
+    """Begins with the most threads for each tier, and halves those of one tier after another as long as the time per
+    token hardly grows (`TIE`).
 
     Run the next round with `arrangement` and pass its time to `took`. `best` is the best arrangement so far, and the
     result once `done` is true.
     """
 
-    def __init__(self, most: Mapping[str, int]) -> None:
-        """`most`: the available threads of each tier; the tiers are tried in this order."""
+    def __init__(self, most: Mapping[str, int], tiers: Collection[str]) -> None:
+        """`most`: the threads of each tier to begin with. `tiers`: those whose threads are searched, in this order;
+        the others keep theirs.
+        """
         self.best: Arrangement = dict(most)
         self.arrangement = self.best
         self.done = False
-        self._steps = self._search()
+        self._steps = self._search([tier for tier in tiers if tier in most])
         next(self._steps, None)
 
     def took(self, seconds: float, tokens: int) -> None:
@@ -39,8 +41,8 @@ class ThreadSearch:
         if not self.done:
             self._steps.send((seconds, tokens))
 
-    def _search(self) -> Generator[None, Round, None]:
-        for tier in self.best:
+    def _search(self, tiers: Collection[str]) -> Generator[None, Round, None]:
+        for tier in tiers:
             while self.best[tier] > 1:
                 fewer = self.best | {tier: self.best[tier] // 2}
                 if not (yield from self._as_good(fewer)):

@@ -1,27 +1,31 @@
 """Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind.
 
 The first pass of a kind is slow: memory is touched for the first time, and libraries make kernels for its shape. The
-tiers' CPU threads are chosen while the last request, a long one, is decoded.
+tiers' CPU threads are chosen while long requests are decoded: those of the target while it decodes alone, which takes
+longer the longer the context is, then those of the drafting tiers while all tiers work. (With drafts alone to judge by,
+the target would get too few threads: a text whose drafts are nearly all accepted hardly needs it.)
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from triforce_core.config import Settings
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.sequence import Request
 from triforce_core.engine.thread_search import Arrangement, ThreadSearch
-from triforce_core.messages import GREEDY, SamplingParams
+from triforce_core.messages import GREEDY, SamplingParams, Tier
 
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 FEW_OUTPUT_TOKENS = 24  # output tokens
-MOST_OUTPUT = 4096  # most output tokens of the last request; the search for threads ends with it
+MOST_OUTPUT = 4096  # most output tokens of a long request; its search for threads ends with it
+PLAIN = (0, 0)  # lookaheads without drafts
+TARGET = Tier.TARGET.name.lower()
 PERIOD = 61  # tokens after which a prompt repeats itself: so does the output, which makes rounds comparable
 PATIENCE_S = 5.0  # longest prefill: prompts are shortened accordingly
-SEARCH_S = 20.0  # longest search for threads
+SEARCH_S = 10.0  # longest search for threads in one request
 
 
 class WarmUp:
@@ -32,8 +36,7 @@ class WarmUp:
         out.
         """
         self.settings, self.limits = settings, limits
-        self.search = ThreadSearch(most_threads)
-        self.long = False  # whether the last request, the long one, is being decoded
+        self.search = ThreadSearch(most_threads, ())
         self.enough = 0  # output tokens after which the present request may end
         self.prompt_tokens, self.num_committed = 0, 0
         self.prefill_rate = float("inf")  # prompt tokens per second, as measured by the last prefill
@@ -43,23 +46,27 @@ class WarmUp:
     def requests(self) -> Iterator[Request]:
         """Two requests with a short prompt, one with a whole prefill chunk, and one with a long context. The last one
         is decoded long enough for two snapshots, the second of which is sent as changes. All tiers take part in the
-        first and the last; the second is decoded plainly, the third without the retrieval tier.
+        first and the last; the second is decoded plainly, the third without the retrieval tier. Where the target's
+        threads are searched, another long request is decoded plainly before the last.
         """
         given = self.settings.speculation
         # Requests may ask for drafts even if the settings do not, unless the target is lossy.
         asked = any(given.effective) or self.settings.target.lossy
         whole = given.effective if asked else given.lookaheads
-        stages = (
-            (SHORT_PROMPT, FEW_OUTPUT_TOKENS, whole),
-            (SHORT_PROMPT, FEW_OUTPUT_TOKENS, (0, 0)),  # again, for the prefill rate of a warm pipeline
-            (self.settings.target.prefill_chunk, FEW_OUTPUT_TOKENS, (0, whole[1])),
-            (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1, whole),
-        )
-        for index, (prompt_tokens, enough, lookaheads) in enumerate(stages):
-            self.enough, self.long = enough, index == len(stages) - 1
-            self.num_committed, self.moment = 0, time.perf_counter()
-            sampling = GREEDY if self.long else SAMPLED
-            most = MOST_OUTPUT if self.long else self.enough
+        drafting = [tier for tier in self.search.best if tier != TARGET]
+        stages: list[tuple[int, int, tuple[int, int], Collection[str]]] = [
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS, whole, ()),
+            (SHORT_PROMPT, FEW_OUTPUT_TOKENS, PLAIN, ()),  # again, for the prefill rate of a warm pipeline
+            (self.settings.target.prefill_chunk, FEW_OUTPUT_TOKENS, (0, whole[1]), ()),
+            (LONG_PROMPT, FEW_OUTPUT_TOKENS, PLAIN, (TARGET,)),
+            (LONG_PROMPT, 2 * self.settings.retrieval.refresh_every + 1, whole, drafting),
+        ]
+        if TARGET not in self.search.best:
+            del stages[3]
+        for index, (prompt_tokens, enough, lookaheads, tiers) in enumerate(stages):
+            self.search = ThreadSearch(self.search.best, tiers)
+            self.enough, self.num_committed, self.moment = enough, 0, time.perf_counter()
+            sampling, most = (SAMPLED, enough) if index < 3 else (GREEDY, MOST_OUTPUT)
             request = self._request(index, prompt_tokens, most, sampling, lookaheads)
             self.prompt_tokens = len(request.prompt)
             yield request
@@ -81,13 +88,13 @@ class WarmUp:
         if self.num_committed == 0:
             self.prefill_rate = self.prompt_tokens / (self.moment - before)
             self.give_up = self.moment + SEARCH_S
-        elif self.long:
+        else:
             self.search.took(self.moment - before, num_tokens)
         self.num_committed += num_tokens
-        searching = self.long and not self.search.done and self.moment < self.give_up
+        searching = not self.search.done and self.moment < self.give_up
         return self.num_committed < self.enough or searching
 
     @property
     def threads(self) -> Arrangement:
         """The threads for the next round. The result of the search is `search.best`."""
-        return self.search.arrangement if self.long else self.search.best
+        return self.search.arrangement
