@@ -55,7 +55,8 @@ class Block:
     # This tier's model holds the text at least up to here, the start of the proposal that was verified last; None: that
     # is not known, so the whole work is stated.
     model_holds: int | None = None
-    below_holds: int | None = None  # the same for the level below
+    # The same for the level below; if that has said that it lacks text, the position from which it does.
+    below_holds: int | None = None
 
     @property
     def sequence_id(self) -> int:
@@ -80,8 +81,8 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. It states the text from where the model's known text ends (`model_holds`),
-        but at least all after `settled`, which the level above has not decided.
+        """The claim for this tier's model. It states the text from `model_holds` or `settled` on, whichever is earlier:
+        what the level above has not decided is stated again.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
@@ -220,8 +221,8 @@ class SpeculativeDecoder:
         """The block to hand up before it is long enough, or None.
 
         It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless the
-        level above waits for the blocks of all sequences that this level knows: otherwise it may have some of them to
-        verify. A single sequence is never handed up early: a short block would only delay its next one.
+        level above waits for the blocks of all sequences that this level knows: a level that has a block to verify is
+        not idle. A single sequence is never handed up early: a short block would only delay its next one.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]

@@ -95,6 +95,7 @@ def wait_for_drafts(runner: asyncio.Runner, tiers: Pipeline, prompt: tuple[int, 
         assert time.monotonic() < until, "the drafting tiers do not come back"
 
 
+@pytest.mark.ci
 def test_killed_and_hung_tiers_change_no_token(running: Running, held_out: HeldOut) -> None:
     prompt = held_out("inspect.py", 600)
     runner, tiers = running

@@ -96,7 +96,7 @@ def samples(tokenizer: Path, params: SamplingParams, lookaheads: tuple[int, int]
 
 # Temperature and lookaheads.
 QUICK = [
-    pytest.param(1.0, (2, 1), id="1.0, two levels"),
+    pytest.param(1.0, (2, 1), id="1.0, two levels", marks=pytest.mark.ci),
     pytest.param(0.6, (0, 2), id="0.6, one level", marks=pytest.mark.ci),
 ]
 SLOW = [

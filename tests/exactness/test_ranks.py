@@ -113,7 +113,7 @@ def with_ranks(settings: Settings) -> Settings:
 @pytest.mark.parametrize(
     ("family", "tiers", "more"),
     [
-        ("llama", BOTH, {"refresh_every": 5}),
+        pytest.param("llama", BOTH, {"refresh_every": 5}, marks=pytest.mark.ci),
         pytest.param("qwen2", ("target",), {}, marks=pytest.mark.slow),
         pytest.param("qwen3", ("retrieval",), {"refresh_every": 5}, marks=pytest.mark.slow),
         pytest.param("mistral", BOTH, {}, marks=pytest.mark.slow),

@@ -52,8 +52,8 @@ def test_a_seed_gives_the_same_text_alone_and_among_others(server: Server, sourc
     assert together == alone
 
 
-def test_one_request_too_many_is_told_when_to_come_back(server: Server, client: TriForceClient) -> None:
-    with ExitStack() as stack:
+def test_one_request_too_many_is_told_when_to_come_back(server: Server) -> None:
+    with ExitStack() as stack, TriForceClient(server.grpc_address, timeout_s=120, retries=1) as client:
         for index in range(MAX_SEQUENCES + MAX_QUEUED):
             stack.enter_context(silent_client(server, stream=index % 2 == 0))
         wait_until_live(server, gateway=MAX_SEQUENCES + MAX_QUEUED, target=MAX_SEQUENCES + MAX_QUEUED)

@@ -167,6 +167,7 @@ def test_passes_that_are_not_captured(device: Device, graphs: str) -> None:
     assert len(made.rounds) > 3
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("selector", ["mean_key", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_an_offloaded_shard_of_two_4090s(device: Device, selector: str) -> None:
     """A rank's share of Llama2-7B over two GPUs of 24 GB, its KV in host memory but for one layer."""

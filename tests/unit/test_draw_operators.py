@@ -268,6 +268,7 @@ FUSED = load_settings(dtype="float32", compile="on")
 
 
 @needs_a_compiler
+@pytest.mark.ci
 def test_compiled_it_draws_the_same_and_is_compiled_twice() -> None:
     """For one row, and once for all other numbers of rows."""
     torch._dynamo.reset()

@@ -320,6 +320,7 @@ SCHEMA = {
 TINY = ("--documents", "2", "--context", "256", "--lengths", "512", "--budgets", "64,20%", "--probes", "1")
 
 
+@pytest.mark.ci
 @pytest.mark.usefixtures("_threads")
 def test_the_command_measures_and_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path

@@ -44,8 +44,9 @@ LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others. A
-# plain round, relative to its prediction, counts as no longer than `SLOWEST` times the median, which includes one round
-# that took as long as predicted; other rounds count as no further from their correction than by the factor `MOST_NEW`.
+# plain round, relative to its prediction, counts as no longer than `SLOWEST` times the median of these ratios and a 1,
+# as if one more round had taken as long as predicted; other rounds count as no further from their correction than by
+# the factor `MOST_NEW`.
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"

@@ -314,7 +314,7 @@ class Engine:
             sequence.stated = len(sequence.tokens) if proposal.missing_from is None else proposal.missing_from
         if sequence.has_output:
             stats.decoded += 0 if prefilling else len(proposal.tokens)  # a preempted request was prefilled again
-        elif not sequence.request.resume:  # it was counted when it first came
+        elif not sequence.request.resume:  # a request that goes on was counted when it first came
             self.totals.read(stats.cached_tokens, sequence.given - stats.cached_tokens)
         sequence.tokens += proposal.tokens
         sequence.prefilled = len(sequence.tokens) - 1

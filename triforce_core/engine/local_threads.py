@@ -20,7 +20,8 @@ def choose_threads(engine: Engine, settings: Settings, report: Callable[[str], N
     """
     if not settings.chooses_threads or ALL_THREADS == 1:
         return
-    # Kept as what a server with this placement measures: its tiers never compete for cores, unlike those of processes.
+    # Kept under the settings of a server with `colocate: all`: there, too, the tiers take turns in one process, while
+    # tiers in processes of their own compete for cores.
     settings = settings.model_copy(update={"placement": settings.placement.model_copy(update={"colocate": "all"})})
     runners = {tier.name.lower(): runner for tier, runner in runners_of(engine).items()}
     kept = {tier: kept_threads(settings, tier) for tier in runners}

@@ -74,8 +74,8 @@ class Scheduler:
     priority. It waits until its greatest length fits, so that it is preempted once at most.
 
     While a waiting request does not fit, later ones that fit may go live before it, until they have reserved as many
-    slots as it needs. In the same way, shorter prompts are prefilled before a long one, until as many prompt tokens as
-    it has have been handed out since it went live.
+    slots as it needs. In the same way, shorter prompts are prefilled before a long one, but no longer than until the
+    prompt tokens handed out since the long one went live equal its length.
 
     A request whose text begins like a prompt that is being read waits until their common beginning has been read, which
     it then shares.
@@ -97,8 +97,9 @@ class Scheduler:
 
         `longest_block`: most tokens that requests without lookaheads of their own may get to verify at once.
         `max_stall_s`: most seconds of prompt chunks during any round of decoding, by `costs`, which are those of the
-        target's passes. Rounds that take longer than twice that have chunks of half their own time, so that prompts do
-        not starve under load. No chunk is so small that more than half of its pass is fixed cost.
+        target's passes. In a round that takes longer than 2 × `max_stall_s`, chunks may take half of its time, so that
+        prompts do not starve under load. Unless less is left of a prompt, no chunk is so small that more than half of
+        its pass is fixed cost.
         """
         self.kv, self.max_sequences, self.prefill_chunk = kv, max_sequences, prefill_chunk
         self.scored_chunk = scored_chunk or prefill_chunk
@@ -266,7 +267,9 @@ class Scheduler:
 
     @property
     def asked_tokens(self) -> int:
-        """Upper bound on the tokens of the target's next pass: all new tokens in its unanswered work."""
+        """About the most tokens of the target's next pass: all new tokens in its unanswered work. A block that was
+        begun under an earlier, longer plan may have more.
+        """
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
         return sum(w.span.end - prefilled + sum(w.lookaheads[1:]) for w, prefilled in asked)
 

@@ -152,7 +152,8 @@ class Sequence:
     shadow: Shadow | None = None  # scores prompt lookup; made at the first round without the draft tier
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    apart_s: float = 0.0  # seconds since its last tokens for snapshots, and shadows far behind, of any request
+    # Seconds, since its last tokens, in which the engine cut snapshots and let shadows read prompts, of any request.
+    apart_s: float = 0.0
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)
     stats: Stats = field(default_factory=Stats)

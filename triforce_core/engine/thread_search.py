@@ -1,7 +1,7 @@
 """A search for the best number of CPU threads for each tier, one arrangement after another while a request is decoded.
 
 The gain from more threads depends on model, context and machine, and on the load of the other tiers on the same cores.
-So whole rounds are timed, with all tiers at work.
+So whole rounds are timed: plain ones for the target, and for the drafting tiers rounds in which all tiers work.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind.
 
 The first pass of a kind is slow: memory is touched for the first time, and libraries make kernels for its shape. The
-tiers' CPU threads are chosen while long requests are decoded: those of the target while it decodes alone, which takes
-longer the longer the context is, then those of the drafting tiers while all tiers work. (With drafts alone to judge by,
-the target would get too few threads: a text whose drafts are nearly all accepted hardly needs it.)
+tiers' CPU threads are chosen while long requests are decoded: those of the target during plain decoding, then those of
+the drafting tiers while all tiers work. (During speculation the target would get too few threads: nearly all drafts of
+the warm-up text are accepted, so the target's passes hardly count.)
 """
 
 from __future__ import annotations
@@ -32,9 +32,7 @@ class WarmUp:
     """Yields the requests to decode one after another, and decides after each round whether to go on."""
 
     def __init__(self, settings: Settings, limits: Limits, most_threads: Mapping[str, int]) -> None:
-        """`most_threads`: the available threads of each tier to search; tiers whose best threads are known are left
-        out.
-        """
+        """`most_threads`: the most threads of each tier whose number is searched. Where it is empty, nothing is."""
         self.settings, self.limits = settings, limits
         self.search = ThreadSearch(most_threads, ())
         self.enough = 0  # output tokens after which the present request may end
