@@ -272,8 +272,8 @@ class SpeculationSettings(Strict):
     )
     controller: bool = Field(
         True,
-        description="choose whether, how and how far to draft, by what passes take and what is accepted, again every 24"
-        " tokens or 5 rounds, whichever takes longer, and when the load changes; off: always draft as far as the"
+        description="choose whether, how and how far to draft, by what passes take and what is accepted, again after 8"
+        " rounds or 60 ms, whichever takes longer, and when the load changes; off: always draft as far as the"
         " lookaheads say",
     )
     micro_batches: int | None = Field(

@@ -55,7 +55,7 @@ class Block:
     # This tier's model holds the text at least up to here, the start of the proposal that was verified last; None: that
     # is not known, so the whole work is stated.
     model_holds: int | None = None
-    # The same for the level below; if that has said that it lacks text, the position from which it does.
+    # The same for the level below; if that level has said that it lacks text, where the missing text begins.
     below_holds: int | None = None
 
     @property
@@ -81,8 +81,9 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. It states the text from `model_holds` or `settled` on, whichever is earlier:
-        what the level above has not decided is stated again.
+        """The claim for this tier's model. It states the text from `model_holds` or `settled` on, whichever is earlier,
+        so that the text before a claim is always final, which the protocol tests check. The model itself would need no
+        text again.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)

@@ -93,7 +93,7 @@ class Costs(NamedTuple):
             tiers.append(expected.passes * self.retrieval(1 + expected.verified))
         if expected.steps:
             tiers.append(expected.steps * self.draft(1))
-        if self.overlapping:  # the tiers are busy with other groups meanwhile; the slowest sets the pace
+        if self.overlapping:  # tiers work on other groups meanwhile: the slowest may set the pace
             return max(sum(tiers), self.groups * max(tiers))
         return self.groups * sum(tiers)
 

@@ -80,7 +80,7 @@ class Drafted:
     acceptances: Acceptances = field(default_factory=Acceptances)
     choice: Choice = UNDECIDED  # the latest
     trial: int = 0  # plain rounds that are still to be run, to measure them
-    chosen_at: int = 0  # tokens of the text when `choice` was made
+    chosen_at: float | None = None  # seconds of decoding before `choice` was made; None: it was not made yet
     load: int = -1  # the class of loads for which `choice` was made
     rounds: int = 1 << 30  # since `choice` was made
     kind: str = ""  # of the plan of the latest round

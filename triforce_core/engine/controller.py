@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from math import ceil, isnan
+from math import ceil, inf, isnan
 from statistics import fmean, median_low
 from typing import NamedTuple
 
@@ -32,7 +32,8 @@ FADING = 0.9995  # factor by which each committed token reduces the weight of wh
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
-REPLAN, REPLAN_ROUNDS = 24, 5  # a plan is chosen again after so many tokens and so many rounds
+# A plan is chosen again after so many rounds and so many seconds. Choosing takes 1 to 2 ms of the engine's thread.
+REPLAN_ROUNDS, REPLAN_S = 8, 0.06
 HORIZON = 256  # tokens over which a first snapshot must pay
 PAID_OVER = 128  # tokens over which the cost of starting to speculate is subtracted from the savings
 CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not make up for later losses
@@ -43,10 +44,9 @@ LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 # twice as long as the present plan, after `TRIAL_EVERY` tokens of each request. For other gains the interval is longer
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
-# Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others. A
-# plain round, relative to its prediction, counts as no longer than `SLOWEST` times the median of these ratios and a 1,
-# as if one more round had taken as long as predicted; other rounds count as no further from their correction than by
-# the factor `MOST_NEW`.
+# Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others.
+# The ratio of a plain round to its prediction is capped at `SLOWEST` times the median of all such ratios, among which
+# one extra 1 is counted. Other rounds count as no further from their correction than by the factor `MOST_NEW`.
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
@@ -220,7 +220,9 @@ class Controller:
                 self.plain_at[self.load.kind] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
-        """The passes of a round: of the lower tiers, by its tallies; of the target, its latest, over all requests."""
+        """The passes of a round: those of the lower tiers from its tallies; of the target's, the tokens that its latest
+        pass verified of each request, on average.
+        """
         _, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         verified = below.proposed / below.rounds if below.rounds else 0.0
         return Round(
@@ -257,10 +259,12 @@ class Controller:
     def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
         """The plan of this request's next round."""
         drafted, length = sequence.drafted, len(sequence.tokens)
-        new = not drafted.chosen_at
+        new = drafted.chosen_at is None
         if new:
             self._join(sequence, decoding)
-        recent = length - drafted.chosen_at < REPLAN or drafted.rounds < REPLAN_ROUNDS
+        choices = len(decoding) if self.tiers.overlapping else 1  # made by this thread for those that decode together
+        age_s = inf if drafted.chosen_at is None else sequence.stats.decode_s - drafted.chosen_at
+        recent = age_s < choices * REPLAN_S or drafted.rounds < REPLAN_ROUNDS
         # A choice without a price of plain decoding, as in a new process, is made again as soon as there is one.
         unpriced = not drafted.choice.plain_s and self.target.few.known
         settled = drafted.trial or (recent and not unpriced)
@@ -272,7 +276,7 @@ class Controller:
         if drafted.trial:
             drafted.trial -= 1
             if not drafted.trial:
-                drafted.chosen_at, drafted.rounds = -REPLAN, REPLAN_ROUNDS  # a plan is chosen after the last of these
+                drafted.chosen_at, drafted.rounds = -inf, REPLAN_ROUNDS  # a plan is chosen after the last of these
             return PLAIN
         held_back = plan.speculates and lost_too_much(self._together(sequence, decoding))
         if held_back and not drafted.said_held_back:
@@ -286,9 +290,9 @@ class Controller:
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
         """Take over the plan of the requests that are planned together with this one."""
         for other in self._together(sequence, decoding):
-            if other is not sequence and other.drafted.chosen_at:
+            if other is not sequence and other.drafted.chosen_at is not None:
                 sequence.drafted.choice = other.drafted.choice
-                sequence.drafted.chosen_at, sequence.drafted.rounds = len(sequence.tokens), 0
+                sequence.drafted.chosen_at, sequence.drafted.rounds = sequence.stats.decode_s, 0
                 sequence.drafted.load = other.drafted.load
                 sequence.drafted.trial = other.drafted.trial  # plain decoding is measured only if all decode plainly
                 return
@@ -305,7 +309,7 @@ class Controller:
             each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
-            each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = len(each.tokens), 0, load.kind
+            each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = each.stats.decode_s, 0, load.kind
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         self.chosen_for, self.held_back = sequence.request_id, False
         if choice.plan.kind != before.kind:

@@ -152,7 +152,7 @@ class Sequence:
     shadow: Shadow | None = None  # scores prompt lookup; made at the first round without the draft tier
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    # Seconds, since its last tokens, in which the engine cut snapshots and let shadows read prompts, of any request.
+    # Seconds since its last tokens that the engine spent on snapshots and on reading for shadows, for any request.
     apart_s: float = 0.0
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)
@@ -174,7 +174,7 @@ class Sequence:
         It has another id, so that nothing that the tiers still hold or send for the old one is taken for the new one.
         """
         self.stats.preempted += 1
-        self.drafted.chosen_at = self.drafted.trial = 0  # it gets the plan of those that it joins
+        self.drafted.chosen_at, self.drafted.trial = None, 0  # it gets the plan of those that it joins
         return Sequence(
             sequence_id,
             self.request,

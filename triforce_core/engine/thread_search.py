@@ -13,8 +13,8 @@ Arrangement = dict[str, int]  # CPU threads of a decoding pass, by tier
 Round = tuple[float, int]  # seconds, and tokens committed
 
 ROUNDS, TURNS = 4, 3  # four rounds with the best arrangement and four with its challenger, three times
-# More threads are kept only if the time per token with them is below this share of that with fewer: measurements err by
-# less.
+# More threads are kept only if the time per token with them is below this share of that with fewer: a smaller
+# difference may be an error of measurement.
 TIE = 0.9
 
 

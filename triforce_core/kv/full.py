@@ -145,8 +145,8 @@ class FullKV(KVCache):
         tokens; None if there is no room.
 
         A sequence may have at most `MOST_RANGES` ranges, and needs some of them for growth: matched KV beyond the first
-        `SHARED_RANGES` is copied into the sequence's own slots. A match may take more room than none, because matched
-        KV cannot be dropped; so less is matched in a full pool.
+        `SHARED_RANGES` is copied into the sequence's own slots. Matching may leave too little room where not
+        matching would leave enough, because matched KV cannot be dropped; so less is matched in a full pool.
         """
         matched = self.tree.advance(cursor) if cursor else 0
         there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []
@@ -328,8 +328,8 @@ class FullKV(KVCache):
         held.queries.take(layer, queries, together)
 
     def _count(self, layer: int, held: FullHeld, queries: Tensor) -> None:
-        """Add the attention of the settled ones among these queries, which are the last ones of the text, and of those
-        of earlier passes that still wait for it.
+        """`queries` are those of the text's last tokens. Add the attention of the settled ones, and of the queries of
+        earlier passes that are not counted yet.
         """
         counted = held.mass[layer].shape[1]
         if counted == held.count_to:

@@ -3,8 +3,8 @@ the most attention, the heavy hitters, and the latest tokens. Memory is fixed; w
 
 A sequence evicts at fixed positions of its text, every `slack` tokens, and no pass forwards settled tokens on both
 sides of such a position. So what it keeps is a function of its text, not of how the text was chunked. At each of these
-positions all queries since the previous position are counted at once, from a buffer, in which a token that was taken
-back is overwritten by the one that replaces it: drafts leave no trace.
+positions all queries since the previous position are counted at once, from a buffer in which the query of a token that
+was taken back is overwritten by that of its replacement: drafts leave no trace.
 
 Keys stay rotated to their positions in the text, as in the full cache. docs/decisions/0023-heavy-hitters.md
 """

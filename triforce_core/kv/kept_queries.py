@@ -33,8 +33,9 @@ class KeptQueries:
         self.passes: deque[Pass] = deque()
 
     def expect(self, first: int, keep: int, end: int, earliest: int | None = None) -> None:
-        """The next pass computes those of tokens `keep` to `end`, which replace what is kept from `keep` on. After it
-        those from `first` on are kept. `earliest`: the first that is read during the pass, if that is an earlier one.
+        """The next pass computes the queries of tokens `keep` to `end`, which replace the kept ones from `keep` on.
+        After it the queries from `first` on are kept. `earliest`: where reading during the pass begins, if before
+        `first`.
         """
         while self.passes and self.passes[-1].start >= keep:
             self.passes.pop()
@@ -46,7 +47,7 @@ class KeptQueries:
         self.positions = range(first, end)
 
     def take(self, layer: int, queries: Tensor, together: int) -> None:
-        """Keep what is wanted of these, which are those of the last tokens of the expected pass.
+        """Keep the wanted ones of `queries`, which are those of the last tokens of the expected pass.
 
         queries: [heads, tokens, head_dim], not written again. `together`: tokens of all texts in the pass, whose
         queries share their memory. If only some of these queries are wanted, they are copied, because a view would keep

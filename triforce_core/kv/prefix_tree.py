@@ -20,8 +20,8 @@ Key = tuple[int, ...] | str  # the first chunk of a node's tokens; of a node dir
 
 @dataclass(eq=False, slots=True)
 class Node:
-    """The KV of `tokens`, which follow the text of the nodes above. The nodes below the root stand for the salts of
-    requests and hold no tokens.
+    """The KV of `tokens`, which follow the text of the nodes above. The nodes directly below the root stand for the
+    salts of requests and hold no tokens.
     """
 
     parent: Node | None

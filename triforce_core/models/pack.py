@@ -1,7 +1,7 @@
 """Weights of linear layers in oneDNN's own layout, on the CPUs where that is faster.
 
-Drafts and the passes that verify them have few tokens, so their products take as long as reading the weights. PyTorch's
-ordinary product may take several times as long; oneDNN's, with a weight that it rearranged once, does not.
+Drafts and the passes that verify them have few tokens, so their products need take no longer than reading the weights.
+PyTorch's ordinary product may take several times as long; oneDNN's, with a weight that it rearranged once, does not.
 docs/decisions/0028-small-tiers.md
 """
 
