@@ -267,23 +267,60 @@ def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
     assert (other.drafted.chosen_at is None) is overlapping
 
 
-@pytest.mark.parametrize("overlapping", [False, True])
-def test_choosing_takes_a_small_share_of_the_time(overlapping: bool) -> None:
-    """Rounds of 1 ms and of 20 ms: a plan stays for 60 ms, and for 8 rounds. Where each request gets its own, twice as
-    long beside another request.
-    """
-    for round_s, rounds in ((1e-3, 120 if overlapping else 60), (20e-3, 8)):
-        controller = Controller(replace(TIERS, overlapping=overlapping))
-        one, other = two_requests(controller)
-        controller.plan(one, [one, other], REFRESH)
-        one.drafted.trial, seen = 0, 0
-        one.drafted.choice = choice = Choice(PLAIN, 0.01, 0.01)
-        while one.drafted.choice is choice:
-            seen += 1
-            one.drafted.rounds += 1
-            one.stats.decode_s += round_s
-            controller.plan(one, [one, other], REFRESH)
+def rounds_with_a_plan(
+    controller: Controller, one: Sequence, beside: list[Sequence], round_s: float, tokens: int
+) -> int:
+    """The rounds until another plan is chosen for the request."""
+    choice = one.drafted.choice
+    for rounds in range(1, 1000):
+        one.drafted.rounds += 1
+        one.stats.decode_s += round_s
+        one.tokens += [1] * tokens
+        one.drafted.trial = 0
+        controller.plan(one, [one, *beside], REFRESH)
+        if one.drafted.choice is not choice:
+            return rounds
+    raise AssertionError("no other plan was chosen")
+
+
+@pytest.mark.parametrize(
+    ("round_s", "tokens", "rounds"), [(2e-3, 12, 30), (20e-3, 12, 5), (20e-3, 1, 24), (2e-3, 1, 30)]
+)
+def test_a_plan_stays_for_24_tokens_5_rounds_and_60_ms(round_s: float, tokens: int, rounds: int) -> None:
+    """So that choosing takes a small share of the time."""
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    other.drafted.rounds, other.stats.decode_s = 100, 5.0  # each request has its own clock
+    controller.plan(one, [one, other], REFRESH)
+    for each, beside in ((one, other), (other, one)):
+        seen = rounds_with_a_plan(controller, each, [beside], round_s, tokens)
         assert seen == pytest.approx(rounds, abs=1)
+
+
+def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> None:
+    """One thread chooses for all; but not for those that set their lookaheads."""
+    controller = Controller(replace(TIERS, overlapping=True))
+    one, other = two_requests(controller)
+    pinned = replace(other, request=replace(other.request, lookaheads=(0, 0)))
+    for beside, rounds in (([other], 60), ([pinned], 30), ([other, pinned], 60)):
+        controller.plan(one, [one, *beside], REFRESH)
+        rounds_with_a_plan(controller, one, beside, 2e-3, 12)  # of a choice for another load
+        assert rounds_with_a_plan(controller, one, beside, 2e-3, 12) == pytest.approx(rounds, abs=1)
+
+
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_a_preempted_request_joins_the_others_or_chooses(overlapping: bool) -> None:
+    controller = Controller(replace(TIERS, overlapping=overlapping))
+    one, other = two_requests(controller)
+    other.drafted.rounds, other.stats.decode_s = 100, 5.0
+    for each in (one, other):
+        controller.plan(each, [one, other], REFRESH)
+    other.drafted.choice, again = Choice(PLAIN, 0.0, 0.01), one.again(3)
+    before = again.drafted.choice
+    controller.plan(again, [again, other], REFRESH)
+    assert again.drafted.choice is not before
+    assert (again.drafted.choice is other.drafted.choice) is not overlapping
+    assert rounds_with_a_plan(controller, again, [other], 20e-3, 1) == pytest.approx(24, abs=1)
 
 
 @pytest.mark.parametrize("requests", [1, 2])

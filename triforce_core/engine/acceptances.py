@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from math import inf
+from typing import NamedTuple
 
 from triforce_core.messages import Tally
 from triforce_core.ngram import SCORED
@@ -73,6 +75,17 @@ class Acceptances:
         return Acceptance(*(self.chances[name].given(getattr(before, name)) for name in Acceptance._fields))
 
 
+class Moment(NamedTuple):
+    """A moment of one request."""
+
+    tokens: float  # of its text
+    rounds: float  # so far
+    decode_s: float  # seconds of decoding
+
+
+LONG_AGO = Moment(-inf, -inf, -inf)
+
+
 @dataclass(slots=True)
 class Drafted:
     """What the controller knows of one request."""
@@ -80,9 +93,9 @@ class Drafted:
     acceptances: Acceptances = field(default_factory=Acceptances)
     choice: Choice = UNDECIDED  # the latest
     trial: int = 0  # plain rounds that are still to be run, to measure them
-    chosen_at: float | None = None  # seconds of decoding before `choice` was made; None: it was not made yet
+    chosen_at: Moment | None = None  # when this request got `choice`; None: it is to join others, or choose
     load: int = -1  # the class of loads for which `choice` was made
-    rounds: int = 1 << 30  # since `choice` was made
+    rounds: int = 0  # so far
     kind: str = ""  # of the plan of the latest round
     said_held_back: bool = False  # whether the log says that speculation has cost it too much
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`

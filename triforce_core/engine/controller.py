@@ -14,12 +14,12 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from math import ceil, inf, isnan
+from math import ceil, isnan
 from statistics import fmean, median_low
 from typing import NamedTuple
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
-from triforce_core.engine.acceptances import UNKNOWN, Acceptances, Drafted
+from triforce_core.engine.acceptances import LONG_AGO, UNKNOWN, Acceptances, Drafted, Moment
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
@@ -32,8 +32,9 @@ FADING = 0.9995  # factor by which each committed token reduces the weight of wh
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
-# A plan is chosen again after so many rounds and so many seconds. Choosing takes 1 to 2 ms of the engine's thread.
-REPLAN_ROUNDS, REPLAN_S = 8, 0.06
+# A plan is chosen again after so many tokens, rounds and seconds, whichever takes longest. Choosing takes the engine's
+# thread 1 to 2 ms: without the bound in seconds, up to a tenth of the time where decoding is fastest.
+REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.06
 HORIZON = 256  # tokens over which a first snapshot must pay
 PAID_OVER = 128  # tokens over which the cost of starting to speculate is subtracted from the savings
 CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not make up for later losses
@@ -262,9 +263,7 @@ class Controller:
         new = drafted.chosen_at is None
         if new:
             self._join(sequence, decoding)
-        choices = len(decoding) if self.tiers.overlapping else 1  # made by this thread for those that decode together
-        age_s = inf if drafted.chosen_at is None else sequence.stats.decode_s - drafted.chosen_at
-        recent = age_s < choices * REPLAN_S or drafted.rounds < REPLAN_ROUNDS
+        recent = self._recent(sequence, decoding)
         # A choice without a price of plain decoding, as in a new process, is made again as soon as there is one.
         unpriced = not drafted.choice.plain_s and self.target.few.known
         settled = drafted.trial or (recent and not unpriced)
@@ -276,7 +275,7 @@ class Controller:
         if drafted.trial:
             drafted.trial -= 1
             if not drafted.trial:
-                drafted.chosen_at, drafted.rounds = -inf, REPLAN_ROUNDS  # a plan is chosen after the last of these
+                drafted.chosen_at = LONG_AGO  # a plan is chosen after the last of these
             return PLAIN
         held_back = plan.speculates and lost_too_much(self._together(sequence, decoding))
         if held_back and not drafted.said_held_back:
@@ -287,12 +286,22 @@ class Controller:
             self.held_back = held_back
         return PLAIN if held_back else plan
 
+    def _recent(self, sequence: Sequence, decoding: Several[Sequence]) -> bool:
+        """Whether this request has a plan that is too new for another choice."""
+        chosen_at = sequence.drafted.chosen_at
+        if chosen_at is None:
+            return False
+        # Where tiers have devices of their own, each planned request has a choice of its own.
+        choices = load_of(decoding).planned if self.tiers.overlapping else 1
+        least = Moment(REPLAN, REPLAN_ROUNDS, choices * REPLAN_S)
+        return any(now - then < by for now, then, by in zip(now_of(sequence), chosen_at, least, strict=True))
+
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
         """Take over the plan of the requests that are planned together with this one."""
         for other in self._together(sequence, decoding):
             if other is not sequence and other.drafted.chosen_at is not None:
                 sequence.drafted.choice = other.drafted.choice
-                sequence.drafted.chosen_at, sequence.drafted.rounds = sequence.stats.decode_s, 0
+                sequence.drafted.chosen_at = now_of(sequence)
                 sequence.drafted.load = other.drafted.load
                 sequence.drafted.trial = other.drafted.trial  # plain decoding is measured only if all decode plainly
                 return
@@ -309,7 +318,7 @@ class Controller:
             each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
-            each.drafted.chosen_at, each.drafted.rounds, each.drafted.load = each.stats.decode_s, 0, load.kind
+            each.drafted.chosen_at, each.drafted.load = now_of(each), load.kind
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         self.chosen_for, self.held_back = sequence.request_id, False
         if choice.plan.kind != before.kind:
@@ -438,6 +447,10 @@ def plan_of(work: Work) -> Plan:
     """The plan of a round of decoding."""
     _, retrieval, draft = work.lookaheads if len(work.lookaheads) == 3 else (1, 0, 0)
     return Plan(retrieval, draft, work.drafting)
+
+
+def now_of(sequence: Sequence) -> Moment:
+    return Moment(len(sequence.tokens), sequence.drafted.rounds, sequence.stats.decode_s)
 
 
 def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
