@@ -15,6 +15,7 @@ from triforce_core.engine.controller import (
     Tiers,
     load_of,
     lost_too_much,
+    now_of,
 )
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
@@ -262,7 +263,7 @@ def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
     controller = Controller(replace(TIERS, micro_batches=3, overlapping=overlapping))
     one, other = two_requests(controller)
     controller.plan(one, [one, other], REFRESH)
-    assert one.drafted.chosen_at is not None
+    assert one.drafted.chosen_at == now_of(one)
     assert (other.drafted.choice is one.drafted.choice) is not overlapping
     assert (other.drafted.chosen_at is None) is overlapping
 
