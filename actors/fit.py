@@ -65,8 +65,8 @@ def can_lay_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequ
     beside = np.full([count + 1 for count in wanted], NONE, dtype=np.int32)
     beside[(0,) * len(wanted)] = 0
     for node, room in zip(nodes, rooms, strict=True):
-        # The padding makes an index below 0 read entry 0, so a node's load may exceed the number of bundles still
-        # needed.
+        # A node may take more bundles of a kind than are still wanted. Then the count before it would be below 0, and
+        # the padding has the value of count 0 there.
         before = np.pad(beside, [(count, 0) for count in room[:-1]], mode="edge") if wanted else beside.copy()
         for load, last in loads(kinds, node, room, most):
             left = tuple(slice(r - n, r - n + w + 1) for r, n, w in zip(room, load, wanted, strict=False))

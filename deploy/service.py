@@ -55,7 +55,7 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
 MANY_CHARACTERS = 8  # per token: a text with more than so many for each token of the context rarely fits the context
-# The beginning of a text, encoded alone, has fewer than so many tokens more than the whole text.
+# Where a text is cut, its encoding changes: the beginning alone has fewer than so many tokens more than the whole text.
 CUT_TOKENS = 64
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens

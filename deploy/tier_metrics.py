@@ -84,7 +84,7 @@ FIGURES = (
     Figure(
         GAUGE,
         "kv_cache_used_tokens",
-        "Tokens of the target's KV pool that requests own.",
+        "Tokens of the target's KV pool that requests use, alone or together with others.",
         (),
         of_target(lambda status: status.kv_tokens),
     ),
@@ -98,7 +98,7 @@ FIGURES = (
     Figure(
         GAUGE,
         "kv_cache_kept_tokens",
-        "Tokens of the target's KV pool that no request owns: kept for requests with the same prefix while there is"
+        "Tokens of the target's KV pool that no request uses: kept for requests with the same prefix while there is"
         " room.",
         (),
         of_target(lambda status: status.kept_tokens),

@@ -421,7 +421,12 @@ class ServerSettings(Strict):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 accepts other machines")
     port: int = Field(8000, ge=1, le=65535, description="port of the HTTP API")
     grpc_port: int = Field(9000, ge=1, le=65535, description="port of the gRPC API")
-    max_queued: int = Field(64, ge=1, description="requests that may wait; further ones get status 429")
+    max_queued: int = Field(
+        64,
+        ge=1,
+        description="requests that may wait, besides as many as all replicas can decode at once; further ones get"
+        " status 429",
+    )
     request_timeout_s: float = Field(600.0, gt=0, description="most seconds that a request may take, waiting included")
     drain_timeout_s: float | None = Field(
         None,

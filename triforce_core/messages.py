@@ -250,7 +250,9 @@ class Proposer(Protocol):
     def submit(self, work: list[Work]) -> None: ...
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Return any proposals that are ready, in any order; block up to `timeout_s` seconds if none is."""
+        """Return any proposals that are ready, in any order. If none is, a proposer that waits for others may
+        block for up to `timeout_s` seconds; one that drafts with a single micro-batch drafts, however long that takes.
+        """
         ...
 
     def release(self, sequence_ids: list[int]) -> None:

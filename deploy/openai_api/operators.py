@@ -87,7 +87,7 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
 
 
 def kv_status(status: pb.TierStatus) -> dict[str, Any]:
-    """The target's pool: tokens that requests own, and what is kept for later requests with the same prefix."""
+    """The target's pool: tokens that requests use, and what is kept for later requests with the same prefix."""
     prefixes = {
         "hit_tokens": status.totals.prefix_hit_tokens,
         "miss_tokens": status.totals.prefix_miss_tokens,

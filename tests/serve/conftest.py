@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import subprocess
@@ -61,6 +62,11 @@ class Server:
         assert answer.status_code == 200, answer.text
         found: dict[str, Any] = answer.json()
         return found
+
+    def tiers_with_passes(self) -> set[str]:
+        """The tiers whose models have computed something."""
+        metrics = requests.get(f"{self.url}/metrics", timeout=10).text
+        return set(re.findall(r'^triforce_tier_passes_total\{.*tier="(\w+)".*\}', metrics, re.MULTILINE))
 
     def live(self) -> dict[str, int]:
         """Requests at the gateway, and sequences that each tier holds."""
@@ -138,6 +144,7 @@ def server(tmp_path_factory: pytest.TempPathFactory, local_ray: LocalRay) -> Ite
         f"server: {{port: {port}, grpc_port: {grpc_port}, max_queued: {MAX_QUEUED}}}\n"
     )
     running = Server(port, grpc_port, tried_twice(lambda: start(config, log)))
+    assert running.tiers_with_passes() == {"draft", "retrieval", "target"}, "a server that says it is ready is warm"
     yield running
     stop(running, log)
     said = log.read_text()

@@ -36,7 +36,7 @@ FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the ga
 # thread 1 to 2 ms: without the bound in seconds, up to a tenth of the time where decoding is fastest.
 REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.06
 HORIZON = 256  # tokens over which a first snapshot must pay
-PAID_OVER = 128  # tokens over which the cost of starting to speculate is subtracted from the savings
+PAID_OVER = 128  # each token charges one part in so many of what is left of the cost of starting to speculate
 CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not make up for later losses
 MOST_LOST = 3  # in the same unit: a round counts as no greater loss than this, because any plan has slow moments
 # Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens.
@@ -46,8 +46,8 @@ LOSS_SHARE, LOSS_TOKENS = 0.02, 4
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others.
-# The ratio of a plain round to its prediction is capped at `SLOWEST` times the median of all such ratios, among which
-# one extra 1 is counted. Other rounds count as no further from their correction than by the factor `MOST_NEW`.
+# The ratio of a plain round to its prediction is capped at `SLOWEST` times the median of these ratios and a 1 (of two
+# middle ones the lower). Other rounds count as no further from their correction than by the factor `MOST_NEW`.
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
@@ -199,7 +199,7 @@ class Controller:
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
         """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
         has the score of prompt lookup, even if nothing was drafted. `round_s`: the seconds that the round took, without
-        those of snapshot cuts; NaN if prompt chunks delayed it.
+        those of snapshot cuts and of reading long texts to score prompt lookup; NaN if prompt chunks delayed it.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count

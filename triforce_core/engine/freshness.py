@@ -15,7 +15,7 @@ CLEAR_FALL, LEAST_JUDGED = 2.5, 16
 
 @dataclass(slots=True)
 class SinceCut:
-    """What the target made of one request's drafts since its latest snapshot was cut."""
+    """What the target made of one request's drafts since its latest snapshot arrived at the retrieval tier."""
 
     first: Tally = field(default_factory=Tally)  # of the first tokens
     later: Tally = field(default_factory=Tally)  # of those after them

@@ -70,8 +70,8 @@ class Scheduler:
     """Serves requests by priority, then in the order of their arrival.
 
     A request goes live when the target's pool has room for its prompt and a step ahead; it grows as it is decoded. When
-    the pool is full, a request is preempted: of those that were not preempted before, the youngest of the lowest
-    priority. It waits until its greatest length fits, so that it is preempted once at most.
+    the pool is full, a request is preempted: of those that were not preempted before, the youngest of the least
+    urgent. It waits until its greatest length fits, so that it is preempted once at most.
 
     While a waiting request does not fit, later ones that fit may go live before it, until they have reserved as many
     slots as it needs. In the same way, shorter prompts are prefilled before a long one, but no longer than until the

@@ -136,7 +136,9 @@ class KVCache(ABC):
         self.keys = [pool[0] for pool in pools]  # per layer: [kv_heads, pool_tokens, head_dim]
         self.values = [pool[1] for pool in pools]
         self.geometry, self.kernel = geometry, kernel
-        self.dump_slot = pool_tokens  # padding tokens of a pass are written to it (shaped.py); it is never read
+        # The first slot behind the pool, where the pools made here have one: padding tokens of a pass are written to it
+        # (shaped.py), and it is never read.
+        self.dump_slot = pool_tokens
         self.allocator = RangeAllocator(pool_tokens)
         self.held: dict[int, Held] = {}
 

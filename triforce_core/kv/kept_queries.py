@@ -34,8 +34,8 @@ class KeptQueries:
 
     def expect(self, first: int, keep: int, end: int, earliest: int | None = None) -> None:
         """The next pass computes the queries of tokens `keep` to `end`, which replace the kept ones from `keep` on.
-        After it the queries from `first` on are kept. `earliest`: where reading during the pass begins, if before
-        `first`.
+        After it the queries from `first` on are kept. `earliest`: if before `first`, the queries from there on are
+        still there during the pass, for who counts attention in it.
         """
         while self.passes and self.passes[-1].start >= keep:
             self.passes.pop()

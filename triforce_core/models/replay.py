@@ -1,5 +1,5 @@
-"""Replay: the followers of a tier repeat, on their KV caches and in order, every call that the leader makes on its own
-cache.
+"""Replay: the followers of a tier repeat, on their KV caches and in order, every call by which the leader changes its
+own cache.
 
 The bookkeeping of a cache depends only on the calls made on it, so the ranks need to exchange nothing but the calls.
 The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; its `prepare`
