@@ -53,7 +53,8 @@ class Acceptance(NamedTuple):
     retrieval: float  # a token of the retrieval tier, by the target
     model: float  # a token of the drafting model, by the target
     model_below: float  # the same, by the retrieval tier
-    lookup: float  # a token of prompt lookup, by either
+    lookup_first: float  # the first token of a draft of prompt lookup, by either
+    lookup: float  # a later one
     found: float  # the share of drafts for which prompt lookup finds something
 
 
@@ -125,7 +126,9 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     model = acceptance.model_below if plan.retrieval else acceptance.model
     # Rounded, so that `expected_draft` and `expected_passes` find most results in their caches.
     draft = expected_draft(
-        plan.draft, plan.drafting, *(round(x, 2) for x in (model, acceptance.lookup, acceptance.found))
+        plan.draft,
+        plan.drafting,
+        *(round(x, 2) for x in (model, acceptance.lookup_first, acceptance.lookup, acceptance.found)),
     )
     if not plan.retrieval:
         return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
@@ -144,11 +147,13 @@ class Draft(NamedTuple):
 
 
 @lru_cache(maxsize=4096)
-def expected_draft(count: int, drafting: Drafting, model: float, lookup: float, found: float) -> Draft:
+def expected_draft(
+    count: int, drafting: Drafting, model: float, lookup_first: float, lookup: float, found: float
+) -> Draft:
     """The draft of up to `count` tokens, of which each is accepted with the chance of who drafted it."""
     found = {Drafting.MODEL: 0.0, Drafting.LOOKUP: found, Drafting.BOTH: found}[drafting]
     modelled = 0.0 if drafting is Drafting.LOOKUP else 1 - found
-    accepted = tuple(found * lookup**n + modelled * model**n for n in range(1, count + 1))
+    accepted = tuple(found * lookup_first * lookup ** (n - 1) + modelled * model**n for n in range(1, count + 1))
     chance = (found + modelled) * (count > 0)
     return Draft(accepted, chance * count, modelled * count, chance)
 

@@ -110,7 +110,7 @@ def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool) -> None
     assert set(it.controller.rounds) == {"plain"}
     chances = it.controller.known[0].chances
     assert chances["found"].times == pytest.approx((MOST - 1) // SCORED * looks_up, abs=2 * looks_up)
-    assert (chances["lookup"].times > 0) is looks_up
+    assert (chances["lookup_first"].times > 0) is looks_up
 
 
 def test_reading_a_prompt_for_prompt_lookup_is_no_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -161,7 +161,7 @@ def test_the_controller_says_what_it_planned(server: Server) -> None:
     assert controller["plain_ms_per_token"] > 0
     [target] = [tier for tier in server.status()["tiers"] if tier["tier"] == "target"]
     assert target["controller"]["latest"]
-    assert {"temperature", "retrieval", "model", "model_below", "lookup", "found"} == set(
+    assert {"temperature", "retrieval", "model", "model_below", "lookup_first", "lookup", "found"} == set(
         target["controller"]["acceptance"][0]
     )
 

@@ -198,12 +198,17 @@ def test_an_unlucky_beginning_is_cut_short() -> None:
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
     """Speculation has used up what it may cost this request; what it promises now is seen in its plain rounds."""
     one, _ = two_requests(Controller(TIERS))
-    one.stats.decode_s, one.drafted.saved_s = 1.0, -0.08  # allowed: four tokens of 10 ms, and 2% of a second
-    for plan, tried in ((Plan(0, 8, Drafting.LOOKUP), True), (Plan(0, 8), False)):
-        one.drafted.choice = Choice(plan, 0.002, 0.01)
-        assert lost_too_much([one]) is not tried
-    one.drafted.choice = Choice(Plan(0, 8, Drafting.LOOKUP), 0.009, 0.01)
-    assert lost_too_much([one]), "this promises too little"
+    one.stats.decode_s = 1.0  # allowed: four tokens of 10 ms and 2% of a second, and more by what lookup alone promises
+    for plan, promised, allowed_s in (
+        (Plan(0, 8, Drafting.LOOKUP), 5.0, 0.18),
+        (Plan(0, 8, Drafting.LOOKUP), 1.2, 0.072),
+        (Plan(0, 8), 5.0, 0.06),
+        (Plan(8, 3, Drafting.LOOKUP), 5.0, 0.06),
+    ):
+        one.drafted.choice = Choice(plan, 0.01 / promised, 0.01)
+        for saved_s, too_much in ((-0.99 * allowed_s, False), (-1.01 * allowed_s, True)):
+            one.drafted.saved_s = saved_s
+            assert lost_too_much([one]) is too_much, (plan, promised)
 
 
 def test_a_request_that_is_held_back_says_so(caplog: pytest.LogCaptureFixture) -> None:

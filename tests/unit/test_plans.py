@@ -23,7 +23,7 @@ from triforce_core.plans import (
     plans,
 )
 
-ACCEPTANCE = Acceptance(retrieval=0.9, model=0.5, model_below=0.6, lookup=0.8, found=0.4)
+ACCEPTANCE = Acceptance(retrieval=0.9, model=0.5, model_below=0.6, lookup_first=0.5, lookup=0.8, found=0.4)
 PLANS = [PLAIN, Plan(0, 3), Plan(0, 8, Drafting.LOOKUP), Plan(0, 2, Drafting.BOTH), Plan(8, 0), Plan(1, 1)]
 PLANS += [Plan(8, 3, drafting) for drafting in Drafting]
 
@@ -39,7 +39,8 @@ def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
         """Accepted and proposed tokens, and the model's steps."""
         found = plan.drafting is not Drafting.MODEL and rng.random() < ACCEPTANCE.found
         if found:
-            return accepted(rng, ACCEPTANCE.lookup, plan.draft), plan.draft, 0
+            first = accepted(rng, ACCEPTANCE.lookup_first, 1)
+            return first and 1 + accepted(rng, ACCEPTANCE.lookup, plan.draft - 1), plan.draft, 0
         if plan.drafting is Drafting.LOOKUP:
             return 0, 0, 0
         return accepted(rng, model, plan.draft), plan.draft, plan.draft
@@ -80,7 +81,7 @@ def test_a_draft_that_finds_nothing_leaves_a_pass_over_one_token() -> None:
 
 
 def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> None:
-    expected = expected_round(Plan(4, 0), Acceptance(1, 0, 0, 0, 0))  # four passes of 4, then one over five tokens
+    expected = expected_round(Plan(4, 0), Acceptance(1, 0, 0, 0, 0, 0))  # four passes of 4, then one over five tokens
     assert costs().round_s(expected) == 4 * 4 + 18
     assert costs(groups=3).round_s(expected) == 3 * (4 * 4 + 18), "groups take turns on the same cores"
     assert costs(groups=3, overlapping=True).round_s(expected) == 3 * 18, "the target is never idle"
@@ -93,7 +94,7 @@ chances = st.floats(0, 1)
 
 @settings(deadline=None, max_examples=60)
 @given(
-    st.builds(Acceptance, chances, chances, chances, chances, chances),
+    st.builds(Acceptance, *[chances] * len(Acceptance._fields)),
     st.floats(1e-3, 1),
     st.floats(0, 0.2),
     st.floats(1e-3, 1),
@@ -116,7 +117,7 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
 
 def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:
     candidates = [PLAIN, Plan(8, 0)]
-    acceptance, corrections = Acceptance(0.95, 0, 0, 0, 0), {"plain": 1.0, "retrieval": 1.0}
+    acceptance, corrections = Acceptance(0.95, 0, 0, 0, 0, 0), {"plain": 1.0, "retrieval": 1.0}
     cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
 
     def plan(cut_s: float, remaining: int) -> Plan:

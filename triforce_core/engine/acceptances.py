@@ -10,7 +10,8 @@ from triforce_core.messages import Tally
 from triforce_core.ngram import SCORED
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 
-UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup=0.6, found=0.3)  # before anything is learned
+# Before anything is learned.
+UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, found=0.3)
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 TRUST = 10.0  # tokens: the weight of what was known before, beside what is learned
 
@@ -57,9 +58,18 @@ class Acceptances:
             self._add_model("model_below", below, memory)
         else:
             self._add_model("model", target, memory)
-        self.chances["lookup"].add(leaf.accepted, leaf.rejected, memory)
-        found = min(leaf.rounds, leaf.proposed / SCORED)
-        self.chances["found"].add(found, leaf.rounds - found, memory)
+        self._add_lookup(leaf, memory)
+
+    def _add_lookup(self, tally: Tally, memory: float) -> None:
+        """Add the guesses of prompt lookup that were scored. Where lookup finds something, either its first token is
+        wrong, or most of what follows is right; so the first token has a chance of its own.
+        """
+        found = min(tally.rounds, tally.proposed / SCORED)
+        right = max(0.0, found - tally.rejected)  # guesses of which all tokens were right
+        begun = min(found, right + min(tally.rejected, tally.accepted - SCORED * right))  # of which the first one was
+        self.chances["found"].add(found, tally.rounds - found, memory)
+        self.chances["lookup_first"].add(begun, found - begun, memory)
+        self.chances["lookup"].add(tally.accepted - begun, tally.rejected - (found - begun), memory)
 
     def _add_model(self, name: str, tally: Tally, memory: float) -> None:
         accepted, rejected = tally.accepted - tally.lookup_accepted, tally.rejected - tally.lookup_rejected

@@ -39,8 +39,9 @@ HORIZON = 256  # tokens over which a first snapshot must pay
 PAID_OVER = 128  # each token charges one part in so many of what is left of the cost of starting to speculate
 CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not make up for later losses
 MOST_LOST = 3  # in the same unit: a round counts as no greater loss than this, because any plan has slow moments
-# Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens.
-LOSS_SHARE, LOSS_TOKENS = 0.02, 4
+# Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens. For
+# a plan of prompt lookup alone both are multiplied by the gain that it promises, the tokens by `LOOKUP_TOKENS` at most.
+LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.02, 4, 2.0
 # Plain decoding is measured again for `TRIAL` rounds, one more for each group of requests but the first: where it takes
 # twice as long as the present plan, after `TRIAL_EVERY` tokens of each request. For other gains the interval is longer
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
@@ -461,13 +462,14 @@ def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
 
 def lost_too_much(together: Several[Sequence]) -> bool:
     """Whether speculation has cost these requests more than it may. A plan of prompt lookup alone may cost more, in
-    proportion to the gain that it promises: lookup is scored in plain rounds too, so a promised gain means that the
-    text has begun to repeat itself.
+    proportion to the gain that it promises: lookup is scored in every round, so the promise falls soon where the text
+    does not repeat itself.
     """
     choice = together[0].drafted.choice
     by_lookup = choice.plan.drafting is Drafting.LOOKUP and not choice.plan.retrieval
-    share = LOSS_SHARE * (choice.gain if by_lookup else 1)
-    allowed = sum(share * s.stats.decode_s + LOSS_TOKENS * s.drafted.choice.plain_s for s in together)
+    promised = choice.gain if by_lookup else 1.0
+    share, tokens = LOSS_SHARE * promised, LOSS_TOKENS * min(promised, LOOKUP_TOKENS)
+    allowed = sum(share * s.stats.decode_s + tokens * s.drafted.choice.plain_s for s in together)
     return sum(s.drafted.saved_s for s in together) < -allowed
 
 

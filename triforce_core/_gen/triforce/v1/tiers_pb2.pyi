@@ -100,8 +100,7 @@ class Tally(_message.Message):
     def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ..., lookup_accepted: _Optional[int] = ..., lookup_rejected: _Optional[int] = ..., passes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "cache_salt", "fingerprint")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "cache_salt", "fingerprint")
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     RESUME_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
@@ -118,7 +117,6 @@ class DecodeRequest(_message.Message):
     SELECTOR_FIELD_NUMBER: _ClassVar[int]
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     FINGERPRINT_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     resume_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: _generation_pb2.Sampling
@@ -135,7 +133,7 @@ class DecodeRequest(_message.Message):
     selector: str
     cache_salt: str
     fingerprint: str
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ..., selector: _Optional[str] = ..., cache_salt: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
+    def __init__(self, prompt_token_ids: _Optional[_Iterable[int]] = ..., resume_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[_generation_pb2.Sampling, _Mapping]] = ..., seed: _Optional[int] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., lookaheads: _Optional[_Union[_generation_pb2.Lookaheads, _Mapping]] = ..., grammar: _Optional[str] = ..., logprobs: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ..., priority: _Optional[int] = ..., timeout_s: _Optional[float] = ..., drafting: _Optional[int] = ..., selector: _Optional[str] = ..., cache_salt: _Optional[str] = ..., fingerprint: _Optional[str] = ...) -> None: ...
 
 class DecodeEvent(_message.Message):
     __slots__ = ("token_ids", "origins", "finish_reason", "stats", "logprobs", "prompt_logprobs", "no_token", "entered", "fingerprint")
@@ -321,20 +319,22 @@ class ControllerStatus(_message.Message):
     def __init__(self, latest: _Optional[str] = ..., plans: _Optional[_Mapping[str, int]] = ..., corrections: _Optional[_Mapping[str, float]] = ..., acceptance: _Optional[_Iterable[_Union[KnownAcceptance, _Mapping]]] = ...) -> None: ...
 
 class KnownAcceptance(_message.Message):
-    __slots__ = ("temperature", "retrieval", "model", "model_below", "lookup", "found")
+    __slots__ = ("temperature", "retrieval", "model", "model_below", "lookup", "found", "lookup_first")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     RETRIEVAL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     MODEL_BELOW_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_FIRST_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     retrieval: float
     model: float
     model_below: float
     lookup: float
     found: float
-    def __init__(self, temperature: _Optional[float] = ..., retrieval: _Optional[float] = ..., model: _Optional[float] = ..., model_below: _Optional[float] = ..., lookup: _Optional[float] = ..., found: _Optional[float] = ...) -> None: ...
+    lookup_first: float
+    def __init__(self, temperature: _Optional[float] = ..., retrieval: _Optional[float] = ..., model: _Optional[float] = ..., model_below: _Optional[float] = ..., lookup: _Optional[float] = ..., found: _Optional[float] = ..., lookup_first: _Optional[float] = ...) -> None: ...
 
 class Audit(_message.Message):
     __slots__ = ("rounding", "blocks", "tokens", "ties", "mismatches", "skipped", "largest_difference")

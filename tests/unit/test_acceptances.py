@@ -1,0 +1,59 @@
+"""What scored guesses of prompt lookup tell of their first token and of the later ones."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from triforce_core.engine.acceptances import UNKNOWN, Acceptances
+from triforce_core.messages import Tally
+from triforce_core.ngram import SCORED
+from triforce_core.plans import PLAIN
+
+
+def guess(right: int) -> Tally:
+    """A guess that found something, of which so many tokens are right."""
+    return Tally(rounds=1, proposed=SCORED, accepted=right, rejected=int(right < SCORED))
+
+
+def learned(*tallies: Tally) -> dict[str, tuple[float, float]]:
+    """By chance, how often it happened and how often it could have, where nothing is forgotten."""
+    known = Acceptances()
+    for tally in tallies:
+        known.add(PLAIN, (Tally(), Tally(), tally), memory=1.0)
+    return {name: (known.chances[name].happened, known.chances[name].times) for name in ("lookup_first", "lookup")}
+
+
+@pytest.mark.parametrize(
+    ("right", "first", "later"),
+    [(0, (0, 1), (0, 0)), (1, (1, 1), (0, 1)), (3, (1, 1), (2, 3)), (SCORED, (1, 1), (3, 3))],
+)
+def test_a_guess(right: int, first: tuple[int, int], later: tuple[int, int]) -> None:
+    assert learned(guess(right)) == {"lookup_first": first, "lookup": later}
+
+
+def test_a_guess_that_found_nothing_says_nothing_of_tokens() -> None:
+    assert learned(Tally(rounds=1)) == {"lookup_first": (0, 0), "lookup": (0, 0)}
+
+
+@pytest.mark.parametrize("right", [0, 1, 3])
+def test_guesses_that_come_together_count_as_those_that_come_apart(right: int) -> None:
+    """A round with a retrieval tier sends the sum of several guesses; it is unambiguous if at most one is wrong."""
+    apart = [guess(SCORED), guess(right), guess(SCORED)]
+    assert learned(apart[0] + apart[1] + apart[2]) == learned(*apart)
+
+
+def test_of_several_wrong_guesses_as_many_as_possible_are_taken_to_have_begun_well() -> None:
+    assert learned(guess(2) + guess(0)) == {"lookup_first": (2, 2), "lookup": (0, 2)}
+    assert learned(guess(0) + guess(0)) == {"lookup_first": (0, 2), "lookup": (0, 0)}
+
+
+def test_drafts_that_are_all_wrong_or_all_right_promise_long_ones() -> None:
+    """One chance for all tokens would be .67 here: a draft of eleven would be worth little more than one of three."""
+    known, rng = Acceptances(), random.Random(0)
+    for _ in range(400):
+        known.add(PLAIN, (Tally(), Tally(), guess(rng.choice([0, SCORED]))), memory=1.0)
+    given = known.given(UNKNOWN)
+    assert given.lookup_first == pytest.approx(0.5, abs=0.06)
+    assert given.lookup > 0.99
