@@ -44,13 +44,28 @@ def test_guesses_that_come_together_count_as_those_that_come_apart(right: int) -
     assert learned(apart[0] + apart[1] + apart[2]) == learned(*apart)
 
 
-def test_of_several_wrong_guesses_as_many_as_possible_are_taken_to_have_begun_well() -> None:
-    assert learned(guess(2) + guess(0)) == {"lookup_first": (2, 2), "lookup": (0, 2)}
+def test_several_wrong_guesses_are_taken_to_have_two_right_tokens_each_if_they_began_well() -> None:
     assert learned(guess(0) + guess(0)) == {"lookup_first": (0, 2), "lookup": (0, 0)}
+    assert learned(guess(1) + guess(0)) == {"lookup_first": (1, 2), "lookup": (0, 1)}
+    assert learned(guess(2) + guess(2)) == {"lookup_first": (2, 2), "lookup": (2, 4)}
+    assert learned(guess(3) + guess(3) + guess(0)) == {"lookup_first": (3, 3), "lookup": (3, 6)}
+
+
+@pytest.mark.parametrize(("length", "right"), [(1, 0), (2, 0), (2, 1)])
+def test_a_wrong_guess_that_a_stop_token_ends_early_counts_as_a_whole_one(length: int, right: int) -> None:
+    short = guess(right)._replace(proposed=length)
+    assert learned(short) == learned(guess(right))
+    assert learned(guess(SCORED), short) == learned(guess(SCORED) + short)
+
+
+def test_counts_that_no_guess_gives_take_nothing_away() -> None:
+    for tally in (Tally(1, 8), Tally(2, 3, 9, 1), Tally(0, 4, 4, 0)):
+        for happened, times in learned(tally).values():
+            assert 0 <= happened <= times
 
 
 def test_drafts_that_are_all_wrong_or_all_right_promise_long_ones() -> None:
-    """One chance for all tokens would be .67 here: a draft of eleven would be worth little more than one of three."""
+    """One chance for all tokens would be .8 here: a draft of eleven would be worth 3.7 tokens, and is worth 5.5."""
     known, rng = Acceptances(), random.Random(0)
     for _ in range(400):
         known.add(PLAIN, (Tally(), Tally(), guess(rng.choice([0, SCORED]))), memory=1.0)

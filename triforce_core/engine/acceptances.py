@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import inf
+from math import ceil, inf
 from typing import NamedTuple
 
 from triforce_core.messages import Tally
@@ -13,7 +13,7 @@ from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 # Before anything is learned.
 UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, found=0.3)
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
-TRUST = 10.0  # tokens: the weight of what was known before, beside what is learned
+TRUST = 10.0  # tokens or guesses: the weight of what was known before, beside what is learned
 
 
 @dataclass(slots=True)
@@ -64,12 +64,15 @@ class Acceptances:
         """Add the guesses of prompt lookup that were scored. Where lookup finds something, either its first token is
         wrong, or most of what follows is right; so the first token has a chance of its own.
         """
-        found = min(tally.rounds, tally.proposed / SCORED)
-        right = max(0.0, found - tally.rejected)  # guesses of which all tokens were right
-        begun = min(found, right + min(tally.rejected, tally.accepted - SCORED * right))  # of which the first one was
+        # A stop token ends a guess early; a short one that is right ends the text, so those that are scored are wrong.
+        found = min(tally.rounds, max(tally.rejected, ceil(tally.proposed / SCORED)))
+        right = found - tally.rejected  # guesses of which all tokens were right
+        others = max(0, tally.accepted - SCORED * right)  # right tokens of guesses that ended with a wrong one
+        # Such a guess has 1 to 3 right tokens if its first one is, on average about 2.
+        begun = right + min(tally.rejected, max(ceil(others / (SCORED - 1)), others / 2))
         self.chances["found"].add(found, tally.rounds - found, memory)
         self.chances["lookup_first"].add(begun, found - begun, memory)
-        self.chances["lookup"].add(tally.accepted - begun, tally.rejected - (found - begun), memory)
+        self.chances["lookup"].add(max(0, tally.accepted - begun), tally.rejected - (found - begun), memory)
 
     def _add_model(self, name: str, tally: Tally, memory: float) -> None:
         accepted, rejected = tally.accepted - tally.lookup_accepted, tally.rejected - tally.lookup_rejected

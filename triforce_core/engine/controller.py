@@ -462,8 +462,8 @@ def recent_cut(sequence: Sequence, refresh_every: int) -> bool:
 
 def lost_too_much(together: Several[Sequence]) -> bool:
     """Whether speculation has cost these requests more than it may. A plan of prompt lookup alone may cost more, in
-    proportion to the gain that it promises: lookup is scored in every round, so the promise falls soon where the text
-    does not repeat itself.
+    proportion to the gain that it promises: lookup is scored in plain rounds too, so a promised gain means that texts
+    repeat themselves.
     """
     choice = together[0].drafted.choice
     by_lookup = choice.plan.drafting is Drafting.LOOKUP and not choice.plan.retrieval
