@@ -192,7 +192,7 @@ class TierServer(TierServicer):
                 self._take_messages()
                 if self.can_run_ahead() or not all(served.answered for served in self.served.values()):
                     self._send(self.proposer.collect(POLL_S))
-                    failures = 0  # reset only after a round: an idle turn is no success
+                    failures = 0  # reset only after a turn with work: an idle turn is no success
                 else:
                     self.doorbell.wait(POLL_S)
             except Exception:

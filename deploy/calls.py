@@ -1,5 +1,5 @@
 """What is known of a client's call: its id, its key's name and how it ended. Each is one line of the log, except
-checks of health that succeed and the calls of gRPC's own health service."""
+checks of health that succeed, and `Check` and `List` of gRPC's health service."""
 
 from __future__ import annotations
 

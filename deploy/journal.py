@@ -190,8 +190,8 @@ class Journal:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
-        """Count a failed attempt. The death of an engine counts against the request only if the engine died in a pass
-        over this request. A replica that has lost its target knows whether that is so.
+        """Count a failed attempt. The death of an engine counts against the request only if the engine died while
+        it worked on this request. A replica that has lost its target knows whether that is so.
 
         If the whole replica has died, nobody knows, because the engine may have died before it could report that the
         pass began. So the death then counts if the engine had reported a pass over this request, or if the request had

@@ -40,8 +40,8 @@ class Meters:
         self.requests = self._counter(
             "requests",
             "Completions that ended, by finish reason; requests that failed, once each, by the code in the error's"
-            " body, or `cancelled` where the client went away. Requests refused before any completion is tried count"
-            " as calls only.",
+            " body, or `cancelled` where the client went away. Requests that are refused before the service gets them"
+            " (form, API key, size) count as calls only.",
             "status",
         )
         self.calls = self._counter(

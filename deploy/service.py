@@ -197,7 +197,8 @@ class Service:
 
         A completion goes on where an engine dies (`deploy.journal`). Raises `InvalidValueError` or a subclass,
         `OverloadedError`, `DeadlineError`, `UnavailableError`, `EngineCrashError` or `FingerprintError`. Errors in the
-        request itself are raised before the first part, but for parameters that in the end exclude every token.
+        request itself are raised before the first part, but for one: parameters that exclude every token in the middle
+        of the output are reported when that happens.
         """
         return self.meters.watched(len(requests), requests[0].n, self.unmetered(*requests))
 

@@ -81,9 +81,9 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. It states the text from `model_holds` or `settled` on, whichever is earlier,
-        so that the text before a claim is always final, which the protocol tests check. The model itself would need no
-        text again.
+        """The claim for this tier's model. It states the text from `model_holds` or `settled` on, whichever is earlier.
+        The model would not need the text between the two again; it is stated so that the text before a claim is always
+        final, which the protocol tests check.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)

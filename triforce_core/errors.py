@@ -45,7 +45,7 @@ class UnavailableError(TriForceError):
     """A peer that is needed is dead, hung or not ready yet; the caller may try again."""
 
     def __init__(self, message: str, *, suspect: bool | None = None) -> None:
-        """`suspect`: whether the request's work was in the pass in which the peer died; None if that is not known."""
+        """`suspect`: whether the peer died while it worked on the request; None if that is not known."""
         super().__init__(message)
         self.suspect = suspect
 

@@ -34,7 +34,7 @@ class Origin(IntEnum):
 
 
 class Drafting(IntEnum):
-    """How the lowest tier drafts. These values are used on the wire. Without a model it always looks up."""
+    """How the lowest tier drafts. These values are used on the wire. A `Leaf` without a model always looks up."""
 
     MODEL = 0  # its model drafts
     LOOKUP = 1  # prompt lookup drafts; where it finds nothing, nothing is drafted
@@ -251,7 +251,8 @@ class Proposer(Protocol):
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """Return any proposals that are ready, in any order. If none is, a proposer that waits for others may
-        block for up to `timeout_s` seconds; one that drafts with a single micro-batch drafts, however long that takes.
+        block for up to `timeout_s` seconds; a model drafts, and a decoder with one micro-batch waits for all its
+        proposals, however long that takes.
         """
         ...
 

@@ -11,10 +11,11 @@ from triforce_core.messages import Proposal, Work
 class RunAhead:
     """A decoder that continues after it has handed up a block, as if the level above accepted the whole block.
 
-    Such a continuation is called a guess. Its first token is the one that the level above would add to the block. If
-    the next work agrees with the guess, its block starts with the guessed tokens that follow; otherwise the guess is
-    dropped. Guesses advance by one round per call and only while no work waits, so work waits for at most one round.
-    They also advance only while this tier knows fewer than `fewer_than` sequences, because more keep every tier busy.
+    Such a continuation is called a guess. Its first token is this tier's own, and stands for the one that the level
+    above adds to the block. If the next work agrees with the guess, its block starts with the guessed tokens that
+    follow; otherwise the guess is dropped. Guesses advance by one round per call and only while no work waits, so work
+    waits for at most one round. They also advance only while this tier knows fewer than `fewer_than` sequences, because
+    more keep every tier busy.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, fewer_than: int) -> None:

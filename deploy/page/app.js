@@ -75,7 +75,7 @@ function asked() {
     prompt: document + between + continuation,
     max_tokens: get("max-tokens").valueAsNumber,
     temperature: get("temperature").valueAsNumber,
-    // Drawn here and not by the server, whose seeds have more digits than a JavaScript number keeps.
+    // Drawn here, so that the repetition without speculation has the same one.
     seed: seed === "" ? crypto.getRandomValues(new Uint32Array(1))[0] : Number(seed),
   };
 }

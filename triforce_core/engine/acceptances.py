@@ -64,7 +64,8 @@ class Acceptances:
         """Add the guesses of prompt lookup that were scored. Where lookup finds something, either its first token is
         wrong, or most of what follows is right; so the first token has a chance of its own.
         """
-        # A stop token ends a guess early; a short one that is right ends the text, so those that are scored are wrong.
+        # A stop token ends a guess early. If such a short guess is right, the text is over before it is scored; so a
+        # short guess that is scored is wrong.
         found = min(tally.rounds, max(tally.rejected, ceil(tally.proposed / SCORED)))
         right = found - tally.rejected  # guesses of which all tokens were right
         others = max(0, tally.accepted - SCORED * right)  # right tokens of guesses that ended with a wrong one

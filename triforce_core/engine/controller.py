@@ -47,8 +47,8 @@ LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.02, 4, 2.0
 # or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others.
-# The ratio of a plain round to its prediction is capped at `SLOWEST` times the median of these ratios and a 1 (of two
-# middle ones the lower). Other rounds count as no further from their correction than by the factor `MOST_NEW`.
+# The ratio of a plain round to its prediction is capped at `SLOWEST` times the median of these ratios with a 1 added
+# (of two middle ones the lower). Other rounds count as no further from their correction than by the factor `MOST_NEW`.
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
