@@ -144,9 +144,10 @@ def server(tmp_path_factory: pytest.TempPathFactory, local_ray: LocalRay) -> Ite
         f"server: {{port: {port}, grpc_port: {grpc_port}, max_queued: {MAX_QUEUED}}}\n"
     )
     running = Server(port, grpc_port, tried_twice(lambda: start(config, log)))
-    assert running.tiers_with_passes() == {"draft", "retrieval", "target"}, "a server that says it is ready is warm"
+    warm = running.tiers_with_passes()
     yield running
     stop(running, log)
+    assert warm == {"draft", "retrieval", "target"}, "a server that says it is ready is warm"
     said = log.read_text()
     assert "Traceback" not in said, said
 
