@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 import sys
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ import pytest
 from tests.command_line import run
 from tests.generation import Failure, Generation, Served, interrupt, origin_at, text_at, token_at
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client import retry
+from triforce_core.client import Chunk, ChunkStream, retry
 
 CODES = {0: "32", 1: "36", 2: "39", 3: "33"}  # of ANSI, for the origins' colours
 
@@ -108,6 +109,23 @@ def test_an_interrupt_stops_the_answer_only(
     second = answer_to(("user", "one"), ("assistant", part), ("user", "two"))
     assert capsys.readouterr().out == f"{part} [stopped]\n{second}\n"
     assert sent(generation.requests[1]) == [("user", "one"), ("assistant", part), ("user", "two")]
+
+
+def test_an_interrupt_never_meets_grpc_s_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], served: Served
+) -> None:
+    """Raised inside it, an interrupt can leave one of gRPC's locks taken: the next answer then never came."""
+    readers, read = [], ChunkStream.__next__
+
+    def recorded(stream: ChunkStream) -> Chunk:
+        readers.append(threading.current_thread())
+        return read(stream)
+
+    monkeypatch.setattr(ChunkStream, "__next__", recorded)
+    assert chat(monkeypatch, served, "one\n") == 0
+    assert capsys.readouterr().out == answer_to(("user", "one")) + "\n"
+    assert len(readers) == 7, "six chunks and the end"
+    assert threading.main_thread() not in readers
 
 
 def test_an_answer_goes_on_after_its_server_s_death(

@@ -6,6 +6,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import fields
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -122,7 +124,7 @@ class Conversation:
         text, last = "", None
         try:
             with self.client.stream_chat(messages, **self.asked) as stream:
-                for chunk in stream:
+                for chunk in read_apart(stream):
                     text, last = text + chunk.text, chunk
                     show(self.console, by_token(chunk))
         except KeyboardInterrupt:
@@ -132,6 +134,29 @@ class Conversation:
         if last is not None and last.stats is not None and self.console.is_terminal:
             self.console.print(legend(last.stats, self.place))
         return text
+
+
+def read_apart(stream: Iterable[Chunk]) -> Iterator[Chunk]:
+    """The chunks of a stream that another thread reads.
+
+    An interrupt is raised in the main thread, wherever that is. Inside gRPC's code it can leave a lock taken for good;
+    the next call would then hang.
+    """
+    arrived: SimpleQueue[Chunk | Exception | None] = SimpleQueue()
+
+    def read() -> None:
+        try:
+            for chunk in stream:
+                arrived.put(chunk)
+            arrived.put(None)
+        except Exception as error:
+            arrived.put(error)
+
+    Thread(target=read, name="read-answer", daemon=True).start()
+    while (each := arrived.get()) is not None:
+        if isinstance(each, Exception):
+            raise each
+        yield each
 
 
 def by_token(chunk: Chunk) -> Iterable[TextDelta]:
