@@ -146,8 +146,9 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
-            # Lost work is listed first, then `arrived` is emptied. A stream that ended by itself has put all its
-            # answers there by then; one that was closed from here may still send some, but nobody waits for them.
+            # Lost work is listed before `arrived` is emptied, not after: a stream that ends by itself has put all its
+            # answers into `arrived`, so work that is answered there is not given up. A stream that was closed from here
+            # may still send answers, which nobody waits for.
             lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())

@@ -55,7 +55,8 @@ class Block:
     # This tier's model holds the text at least up to here, the start of the proposal that was verified last; None: that
     # is not known, so the whole work is stated.
     model_holds: int | None = None
-    # The same for the level below; if that level has said that it lacks text, where the missing text begins.
+    # The level below holds the text at least up to here; None: that is not known. If that level has said that it lacks
+    # text, this is where the missing text begins.
     below_holds: int | None = None
 
     @property
@@ -81,9 +82,9 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. It states the text from `model_holds` or `settled` on, whichever is earlier.
-        The model would not need the text between the two again; it is stated so that the text before a claim is always
-        final, which the protocol tests check.
+        """The claim for this tier's model. It states the text from `model_holds` on, or from `settled` on if that is
+        earlier. All text before a claim is then final, which the protocol tests check; the model itself would not need
+        the text from `settled` to `model_holds` again.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
@@ -222,8 +223,8 @@ class SpeculativeDecoder:
         """The block to hand up before it is long enough, or None.
 
         It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless the
-        level above waits for the blocks of all sequences that this level knows: a level that has a block to verify is
-        not idle. A single sequence is never handed up early: a short block would only delay its next one.
+        level above is idle, that is, waits for the blocks of all sequences that this level knows. A single sequence is
+        never handed up early: a short block would only delay its next one.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]

@@ -23,8 +23,8 @@ class Tier(IntEnum):
 
 
 class Origin(IntEnum):
-    """Where a token of the text comes from: the tier that drew it, or prompt lookup. These values are used on the wire
-    and in `Proposal.origins`.
+    """Where a token of the text comes from: the lowest tier that drew it, or prompt lookup. These values are used on the
+    wire and in `Proposal.origins`.
     """
 
     DRAFT = 0
@@ -238,7 +238,7 @@ class Proposal:
     missing_from: int | None = None  # the tier lacks tokens of this sequence: state it again from here
     snapshot_wanted: bool = False  # the tier lacks the sparse KV of this sequence and needs a snapshot
     tallies: tuple[Tally, ...] = ()  # of this proposal: the answering level first, then the levels below
-    # The target alone fills the fields below, which never cross a link.
+    # The fields below never cross a link. The target alone fills in logprobs.
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens that the work's span stated
     no_token: bool = False  # the parameters exclude every token that could follow

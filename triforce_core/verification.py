@@ -74,8 +74,8 @@ class ModelVerifier:
         return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim, its proposed tokens cut where the cache or `max_length` ends, and before the first that is outside
-        the vocabulary.
+        """The claim with only those proposed tokens that fit into the cache and into `max_length`, and of them only
+        those before the first that is outside the vocabulary.
         """
         held, spec = self.runner.kv.held.get(claim.span.sequence_id), claim.span.spec
         longest = self.runner.kv.room(held) if held is not None else spec.max_length if spec is not None else 0

@@ -241,14 +241,15 @@ def test_mass_counts_settled_queries_only_and_few_wait(pair: Pair) -> None:
     assert len(counted) > 1, "some were counted in rounds of decoding"
 
 
-def test_only_a_request_for_h2o_keeps_mass_and_only_some_keep_many_queries(pair: Pair) -> None:
+def test_only_selectors_of_all_queries_keep_mass_and_many_queries(pair: Pair) -> None:
     text = random_tokens(LENGTH, seed=5)
     for name in SELECTORS:
         runner = full_runner(pair, LENGTH)
         read_prompt(runner, text, 2048, name)
         held = full_kv(runner).held[1]
-        assert bool(held.mass) == (name == "h2o")
-        assert len(held.queries.positions) <= {"snapkv": WINDOW, "h2o": 64}.get(name, RECENT)
+        wanted = SELECTORS[name]().num_queries
+        assert bool(held.mass) == (wanted is None)
+        assert len(held.queries.positions) <= (64 if wanted is None else max(wanted, RECENT))
 
 
 def test_a_prompt_with_logprobs_counts_every_query_once(pair: Pair) -> None:

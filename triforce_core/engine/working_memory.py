@@ -32,7 +32,7 @@ WIDE = 4 + 8 + 8 + 8  # bytes of a logit while tokens are drawn: float32, float6
 class Beside:
     """Bytes beside a pool."""
 
-    landmarks: int = 0  # what the selector keeps of all tokens of the pool; it lies where their KV lies
+    landmarks: int = 0  # what the selector keeps of all tokens of the pool; counted where their KV lies
     fixed: int = 0  # on the device: snapshots on their way, kept queries, graphs and what libraries take
     passing: int = 0  # on the device, for a moment: the largest of a pass, a cut and a draw
 

@@ -1,8 +1,8 @@
 """What the full cache keeps of a sequence beside its KV, so that chunks can be selected.
 
-The queries and the attention mass belong to the request. Landmarks belong to the chunks, because they depend on keys
-alone: those of the configured selector are shared in the pool (kv/landmarks.py), and only those of other selectors are
-kept here.
+The queries and the attention mass belong to the request. Landmarks depend on the keys of their chunk alone, so requests
+can share them: if the configured selector has an entry in `LANDMARKS`, its landmarks are in the pool (kv/landmarks.py).
+All other landmarks are kept here.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Landmark
 
 RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
-# The tokens of the longest block, the token before it, and one to spare. More are sampled where a prompt's logprobs are
-# asked for.
+# The tokens of the longest block (both lookaheads together), the token before it, and one to spare. More are sampled
+# where a prompt's logprobs are asked for.
 MOST_QUERIES = 2 * MAX_LOOKAHEAD + 2
 COUNTED_TOGETHER = 64  # settled queries that wait until their attention is counted: each time, all keys are read
 

@@ -1,7 +1,7 @@
 """The landmarks of all chunks in the pool, by slot. Sequences that share slots share their landmarks.
 
-They are computed as prompts are read, so that the first cut need not read all keys of a long prompt. What is missing is
-computed when it is read. docs/selectors.md#what-is-kept-per-request
+They are computed during prefill, so that the first cut need not read all keys of a long prompt. A cut computes those
+that are missing. docs/selectors.md#what-is-kept-per-request
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from triforce_core.kv.selectors.quest import Quest, bounds
 from triforce_core.kv.selectors.snapkv import SnapKV
 from triforce_core.kv.selectors.streaming import Streaming
 
-RECENT = 8  # latest queries for `mean_key_recent`; the mean of more finds less of what stands far back in the text
+RECENT = 8  # latest queries of `mean_key_recent`; averaging more of them finds fewer relevant chunks far back
 
 SELECTORS: dict[str, Callable[[], Selector]] = {
     "mean_key": MeanKey,
@@ -24,7 +24,7 @@ SELECTORS: dict[str, Callable[[], Selector]] = {
     "streaming": Streaming,
 }
 
-# Where such a selector is the setting, the target keeps these landmarks of all chunks in its pool (kv/landmarks.py).
+# If one of these selectors is the setting, the target keeps its landmarks of all chunks in a pool (kv/landmarks.py).
 LANDMARKS: dict[str, Landmark] = {"mean_key": mean_keys, "mean_key_recent": mean_keys, "quest": bounds}
 
 __all__ = [
