@@ -33,7 +33,9 @@ COLOCATED = {
 # The keys of `kv.selectors.SELECTORS`.
 SelectorName = Literal["mean_key", "mean_key_recent", "quest", "snapkv", "h2o", "streaming"]
 SELECTOR_NAMES: tuple[str, ...] = get_args(SelectorName)
-MAX_LOOKAHEAD = 64  # greatest lookahead of a tier; where the retrieval tier is left out, the draft tier may draft twice as many
+# Greatest lookahead of a tier in settings and requests. A plan without the retrieval tier
+# may give both lookaheads to the draft tier.
+MAX_LOOKAHEAD = 64
 Lookahead = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_LOOKAHEAD})]
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With offload, copying KV dominates the cost of a pass: large prefill chunks and long blocks need fewer passes.

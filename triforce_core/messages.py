@@ -23,8 +23,8 @@ class Tier(IntEnum):
 
 
 class Origin(IntEnum):
-    """Where a token of the text comes from: the lowest tier that drew it, or prompt lookup. These values are used on the
-    wire and in `Proposal.origins`.
+    """Where a token of the text comes from: the lowest tier that drew it, or prompt lookup. These values are used on
+    the wire and in `Proposal.origins`.
     """
 
     DRAFT = 0

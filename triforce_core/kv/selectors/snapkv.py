@@ -41,9 +41,9 @@ class SnapKV:
                 tokens = torch.arange(start, start + logits.shape[-1], device=logits.device)
                 future = (tokens > positions[:, None]).repeat(own.shape[1] // rows, 1)
                 logits.masked_fill_(future, -torch.inf)
-            # One peak for all chunks of the piece, because `logsumexp` of few numbers is slow. A query that sees nothing
-            # here would have the peak -inf, and -inf minus -inf is NaN; with a finite peak its sum is log(0) = -inf,
-            # which is no weight.
+            # One peak for all chunks of the piece, because `logsumexp` of few numbers is slow. The peak of a query that
+            # sees nothing here would be -inf, and -inf minus -inf is NaN; with a finite peak the query's sum becomes
+            # log(0) = -inf, which is no weight.
             peak = logits.amax(-1, keepdim=True).clamp_min(torch.finfo(logits.dtype).min)
             sums.append(logits.sub_(peak).exp_().unflatten(-1, (-1, size)).sum(-1).log_().add_(peak))
         return torch.cat(sums, dim=-1).softmax(-1)[..., : chunks.count].mean(1)
