@@ -82,7 +82,7 @@ class UnansweredWork(NamedTuple):
 
 
 class RemoteProposer:
-    """A Proposer over a link. One thread uses it; a background thread keeps the stream open and rings the doorbell.
+    """A Proposer over a link. One thread uses it; background threads keep the stream open and ring the doorbell.
 
     `resolve` returns the peer's address. It is called whenever a stream is opened, because a restarted tier has another
     port. A peer that does not answer within `timeout_s` seconds is taken for dead. `peer` is the tier's name for the
@@ -146,9 +146,8 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
-            # Lost work is listed before `arrived` is emptied, not after: a stream that ends by itself has put all its
-            # answers into `arrived`, so work that is answered there is not given up. A stream that was closed from here
-            # may still send answers, which nobody waits for.
+            # Lost work is listed before `arrived` is emptied. The other way round, an answer could arrive and its
+            # stream end in between, and answered work would be given up.
             lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())
@@ -261,7 +260,8 @@ class RemoteProposer:
             patience.cancel()
         if stream.call.is_active():
             self.stream = stream
-            if self.retry_s == RETRY_S:  # else the peer has left work unanswered, and only an answer ends its silence
+            # A longer `retry_s` says that the peer left work unanswered: then only an answer ends its silence.
+            if self.retry_s == RETRY_S:
                 self.silent_since = None
             self.ready.set()
         if self.closed.is_set():  # `close` ran before there was a stream to close

@@ -52,11 +52,10 @@ class Block:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     no_token: bool = False  # no token can follow
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of the levels below
-    # This tier's model holds the text at least up to here, the start of the proposal that was verified last; None: that
-    # is not known, so the whole work is stated.
+    # Where the proposal that was verified last began: this tier's model holds the text before it. None: not known, so
+    # the whole work is stated.
     model_holds: int | None = None
-    # The level below holds the text at least up to here; None: that is not known. If that level has said that it lacks
-    # text, this is where the missing text begins.
+    # The level below holds the text before this position. None: not known.
     below_holds: int | None = None
 
     @property
@@ -83,8 +82,7 @@ class Block:
 
     def claim(self, proposal: Proposal) -> Claim:
         """The claim for this tier's model. It states the text from `model_holds` on, or from `settled` on if that is
-        earlier. All text before a claim is then final, which the protocol tests check; the model itself would not need
-        the text from `settled` to `model_holds` again.
+        smaller, so that the level above will not replace text before a claim. The protocol tests check this.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
@@ -105,7 +103,7 @@ class Block:
 
     def answer(self) -> Proposal:
         end = self.work.span.end
-        # The text from `end` on is this block, which the level above will state next in any case.
+        # Missing text that begins in this block is not mentioned: the level above states the block next in any case.
         missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
             sequence_id=self.sequence_id,
@@ -126,7 +124,7 @@ class Block:
         whole = bool(self.tokens) and lookahead > 0 and not self.ended and self.missing_from is None
         text = Span(given.sequence_id, given.end, self.tokens)
         return Block(
-            # One more: the token that the level above adds.
+            # The level above adds a token to an accepted block. The guess includes it, so it is longer by one.
             Work(text, (lookahead + 1, *below), self.work.sample, self.work.drafting),
             owed=False,
             state=State.TO_ASK if whole else State.DONE,
@@ -136,7 +134,7 @@ class Block:
 
 
 class SpeculativeDecoder:
-    """Collects proposals of the level below, verifies them, and asks again until a block is long enough to hand up.
+    """Collects proposals of the level below, verifies them, and asks again until a block can be handed up.
 
     With one micro-batch, a round waits for all requested proposals and verifies them together (sequential mode).
     With more, a round verifies at most one micro-batch of the proposals that have arrived, oldest first; meanwhile the
@@ -223,7 +221,7 @@ class SpeculativeDecoder:
         """The block to hand up before it is long enough, or None.
 
         It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless the
-        level above is idle, that is, waits for the blocks of all sequences that this level knows. A single sequence is
+        level above has nothing to do, because it waits for the blocks of all its sequences. A single sequence is
         never handed up early: a short block would only delay its next one.
         """
         blocks = self.blocks.values()

@@ -87,7 +87,7 @@ class Leaf:
         return Proposal(span.sequence_id, span.end, tokens, bytes([Origin.LOOKUP]) * len(tokens), tallies=(score,))
 
     def _count(self, work: Work) -> int:
-        """The most tokens to draft. None for the text's last position: the verifying pass adds a token to any draft."""
+        """The most tokens to draft: one less than the text has room for, because the verifying pass adds one."""
         room = self.held[work.span.sequence_id].text.spec.max_length - 1 - work.span.end
         return max(0, min(work.lookaheads[0], room))
 

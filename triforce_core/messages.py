@@ -168,8 +168,8 @@ class Work:
     The level that gets this work hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most
     so many. For the target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for
     the levels below. A level whose number is 0 is skipped. A block may exceed its number, because all tokens of its
-    last round are kept. It may fall short of it: if the text ends, if a tier lacks text, a snapshot or room, or if the
-    level above is idle.
+    last round are kept. It may fall short of it: if the text ends, if a tier lacks text, a snapshot or room, or if it
+    is handed up early, because the level above has nothing to do.
     """
 
     span: Span
@@ -250,9 +250,9 @@ class Proposer(Protocol):
     def submit(self, work: list[Work]) -> None: ...
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Return any proposals that are ready, in any order. If none is, a proposer that waits for others may
-        block for up to `timeout_s` seconds; a model drafts, and a decoder with one micro-batch waits for all its
-        proposals, however long that takes.
+        """Return the proposals that are ready, in any order. If none is ready, this may block: a remote tier for up to
+        `timeout_s` seconds, a model until it has drafted, a decoder with one micro-batch until it has all its
+        proposals.
         """
         ...
 

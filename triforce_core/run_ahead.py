@@ -11,7 +11,7 @@ from triforce_core.messages import Proposal, Work
 class RunAhead:
     """A decoder that continues after it has handed up a block, as if the level above accepted the whole block.
 
-    Such a continuation is called a guess. Its first token is this tier's own, and stands for the one that the level
+    Such a continuation is called a guess. Its first token, drawn by this tier, stands for the token that the level
     above adds to the block. If the next work agrees with the guess, its block starts with the guessed tokens that
     follow; otherwise the guess is dropped. Guesses advance by one round per call and only while no work waits, so work
     waits for at most one round. They also advance only while this tier knows fewer than `fewer_than` sequences, because

@@ -111,7 +111,7 @@ def test_a_request_that_never_gets_a_snapshot_keeps_nothing_for_one() -> None:
 
 
 def test_an_unknown_selector_is_refused() -> None:
-    names = "must be one of mean_key, mean_key_recent, quest, snapkv, h2o, streaming"
+    names = "must be one of " + ", ".join(SELECTORS)
     with pytest.raises(InvalidValueError, match=f"selector.*best.*{names}"):
         engine(settings()).submit(request(0.0, "best"))
     with pytest.raises(InvalidValueError, match=r"retrieval\.selector.*best"):

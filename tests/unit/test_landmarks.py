@@ -118,7 +118,7 @@ def test_who_shares_slots_shares_their_landmarks(pair: Pair, monkeypatch: pytest
     assert torch.equal(found, expected)
 
 
-@pytest.mark.parametrize("name", [name for name in SELECTORS if name != "h2o"])  # its requests say so from the start
+@pytest.mark.parametrize("name", [name for name, made in SELECTORS.items() if made().num_queries is not None])
 def test_a_request_with_another_selector_is_cut_as_without_a_pool(pair: Pair, name: str) -> None:
     runner, text = with_pool(pair, "mean_key", None), random_tokens(200, seed=2)
     plain = ModelRunner(pair.ours, FullKV(geometry(pair), LENGTH, KERNELS["cpu_flash"]))

@@ -119,8 +119,8 @@ class Engine:
         doorbell: Doorbell | None = None,
         controller: Controller | None = None,
     ) -> None:
-        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly. Where the settings
-        turn it off, there are no such requests: the target server gives all of them lookaheads.
+        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly. If the settings
+        turn the controller off, the target server sets the lookaheads of every request.
         """
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
         self.controller = controller
@@ -229,7 +229,7 @@ class Engine:
 
     def _take_messages(self) -> list[Output]:
         outputs = []
-        # Taken before the arrivals: a request is submitted before it is cancelled, so the arrivals then have it.
+        # Cancellations are taken first: then the arrivals below have every request that is cancelled here.
         cancelled = [self.cancelled.popleft() for _ in range(len(self.cancelled))]
         while self.arrivals:
             sequence = self.arrivals.popleft()

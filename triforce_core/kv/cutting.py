@@ -174,7 +174,7 @@ class LayerChunks:
         if pool is not None and (pool.landmark, pool.chunk) == (landmark, chunk):
             ranges = sliced(self.held.ranges, 0, self.count * chunk)
             kept = pool.read(self.layer, self.cutter.pools.keys[self.layer], ranges)
-            # The host need not wait for this copy: it changes no landmark before the device has read them.
+            # The copy may be asynchronous: the host changes landmarks only after the chunks are chosen.
             return kept.to(self.queries.device, non_blocking=True)
         known = self.held.landmarks_of(landmark, chunk)
         found = known[self.layer]

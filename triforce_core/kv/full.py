@@ -93,9 +93,9 @@ class FullKV(KVCache):
     def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
         """A cursor over the part of this text that may be matched; None if nothing may.
 
-        The last tokens are never matched: their queries, which choose the first snapshot's chunks, are computed anew,
-        so that it is the snapshot that an empty pool would give. A selector that counts attention from the beginning
-        needs all queries, and the logprobs of a prompt need all logits.
+        The last tokens are never matched, because their queries choose the first snapshot's chunks and must be
+        computed. So the snapshot is the one that an empty pool would give. A selector that counts attention from the
+        beginning needs all queries, and the logprobs of a prompt need all logits.
         """
         num_queries = SELECTORS[spec.selector]().num_queries
         if not self.shares or num_queries is None or spec.prompt_logprobs is not None:

@@ -53,8 +53,8 @@ class FullHeld(Held):
 
     num_queries: int | None = 1  # that the request's selector needs
     queries: KeptQueries = field(default_factory=lambda: KeptQueries(0))
-    # Where `num_queries` is None, per layer, [kv_heads, n] float32, where the first n tokens are settled: the attention
-    # that each of these n tokens has received from the queries of these n tokens. Later queries are not counted yet.
+    # Attention mass, only if `num_queries` is None: [kv_heads, n] float32 per layer. It covers the first n tokens,
+    # which are settled: what each of them got from the queries of all of them. Later queries are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
 

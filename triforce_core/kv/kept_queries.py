@@ -34,8 +34,8 @@ class KeptQueries:
 
     def expect(self, first: int, keep: int, end: int, earliest: int | None = None) -> None:
         """The next pass computes the queries of tokens `keep` to `end`, which replace the kept ones from `keep` on.
-        After it the queries from `first` on are kept. `earliest`: if before `first`, the queries from there on are
-        still there during the pass, for a cache that counts attention in it.
+        After it the queries from `first` on are kept. Those from `earliest` on, if that is smaller, are kept until
+        then: some caches count their attention during the pass.
         """
         while self.passes and self.passes[-1].start >= keep:
             self.passes.pop()

@@ -24,7 +24,7 @@ SELECTORS: dict[str, Callable[[], Selector]] = {
     "streaming": Streaming,
 }
 
-# If one of these selectors is the setting, the target keeps its landmarks of all chunks in a pool (kv/landmarks.py).
+# The target keeps these landmarks of all chunks in a pool, for the selector of the settings (kv/landmarks.py).
 LANDMARKS: dict[str, Landmark] = {"mean_key": mean_keys, "mean_key_recent": mean_keys, "quest": bounds}
 
 __all__ = [

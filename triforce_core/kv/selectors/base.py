@@ -19,7 +19,7 @@ class Chunks(Protocol):
 
     count: int
     kv_heads: int
-    queries: Tensor  # [heads, rows, head_dim], of the last tokens before the cut, at most `num_queries`
+    queries: Tensor  # [heads, rows, head_dim], of the last tokens before the cut: `num_queries`, or fewer, or 1 if None
 
     def landmarks(self, landmark: Landmark) -> Tensor:
         """The landmarks of the chunks, [kv_heads, count, …]; they are kept from one cut to the next."""
