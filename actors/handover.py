@@ -76,9 +76,9 @@ class Piece:
 
 
 def checksum(data: NDArray[np.uint8] | Tensor, about: tuple[object, ...]) -> int:
-    """CRC-32 of `about` and of sums of the bytes of `data`, which are several times as fast as a CRC of the bytes. On
-    the host, the sums are those of the rows and columns of a table of 64-bit words, so that a single word that has
-    changed or moved is noticed. On a GPU, the GPU computes the sums.
+    """CRC-32 of `about` and of sums over `data`, which are several times as fast to compute as a CRC of the bytes. On
+    the host, the data is arranged as a table of 64-bit words, and each row and each column has a sum. So a single word
+    that has changed or moved is noticed. On a GPU, the GPU computes the sums.
     """
     crc = zlib.crc32(repr(about).encode())
     if isinstance(data, Tensor):
@@ -98,8 +98,10 @@ def checksum(data: NDArray[np.uint8] | Tensor, about: tuple[object, ...]) -> int
 def cut_pieces(
     snapshot: Snapshot, piece_bytes: int, staging: PinnedStaging | None = None, *, on_device: bool = False
 ) -> Generator[Piece]:
-    """Yields the snapshot in pieces of at most `piece_bytes`, each brought to the host first unless `on_device`. Those
-    from a GPU pass through `staging`, whose buffers are as large: such a piece is good until the next is asked for.
+    """Yields the snapshot in pieces of at most `piece_bytes`. Unless `on_device`, each piece is brought to the host.
+
+    A piece from a GPU is brought there through `staging`, whose buffers must hold `piece_bytes`. Such a piece is valid
+    only until the next piece is asked for, because its buffer is used again.
     """
     tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in snapshot.tensors]
     spans = [(i, first) for i, tensor in enumerate(tensors) for first in range(0, len(tensor), piece_bytes)] or [(0, 0)]
@@ -200,8 +202,8 @@ class SnapshotReceiver:
     def __init__(
         self, taker: SnapshotTaker, device: str, max_sequences: int, linked: Callable[[], bool] = lambda: True
     ) -> None:
-        """`linked`: whether a link to the tier above is open. Without one all is refused: what comes is of a target
-        that has died, and nobody would release it.
+        """`linked`: whether a link to the tier above is open. Without a link all pieces are refused: they come from a
+        target that has died, and nobody would release their snapshots.
         """
         self.taker, self.device, self.max_sequences, self.linked = taker, device, max_sequences, linked
         self.staging = PinnedStaging(torch.device(device))
@@ -246,8 +248,9 @@ class SnapshotReceiver:
         """Drop the snapshots, whole or in part, of sequences that are not stated. Called when no link is left, by the
         thread that states sequences.
 
-        When a target dies, only the sequences that it stated are released, so other snapshots of it would stay. If a
-        new target has sent a snapshot of a sequence before stating it, this one is dropped, too, and is sent again.
+        When a target dies, only the sequences that it stated are released, so its snapshots of other sequences would
+        stay. A new target may have sent a snapshot before it stated the sequence. That snapshot is dropped, too, and is
+        sent again.
         """
         with self.lock:
             self.taker.drop_unstated()
@@ -324,7 +327,7 @@ class RaySink(ABC):
 
     @abstractmethod
     def pieces(self, snapshot: Snapshot) -> Generator[Piece]:
-        """The pieces, each good until the next is asked for."""
+        """The pieces, each valid until the next piece is asked for."""
 
     @abstractmethod
     def put(self, piece: Piece) -> Any:

@@ -93,7 +93,7 @@ class Pipeline:
             raise
 
     async def _wait(self, request: pb.DecodeRequest) -> bytes:
-        """Wait until the target serves. Returns the request, whose deadline is nearer by the time that this took."""
+        """Wait until the target serves. Returns the request, its `timeout_s` reduced by the time spent waiting."""
         if not self.patient:
             raise UnavailableError("the target tier is being replaced; try again", suspect=False)
         began, limit_s = time.monotonic(), request.timeout_s if request.HasField("timeout_s") else None

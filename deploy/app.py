@@ -142,8 +142,8 @@ def replicas(settings: Settings) -> dict[str, Any]:
 
 
 def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
-    """The router, which sends a request to the replica that was sent most of its prefix, unless that one is much
-    busier.
+    """The router, which sends a request to the replica that was sent most of its prefix, unless that replica is much
+    busier than others.
     """
     from ray.serve.config import RequestRouterConfig
 
@@ -170,7 +170,7 @@ def run(settings: Settings) -> None:
     settings = resolved(settings)
     began = time.monotonic()
     if request := keep_awake(settings.placement.cpu_latency_us):
-        request.close()  # this only checked that the request is permitted; the tiers make it again
+        request.close()  # only a check that this machine permits the request; each tier makes its own later
     check_ports(settings)
     torch_device(settings.device)  # can be checked early because the tiers run on this machine
     offload_directory(settings.target.offload_path)

@@ -1,4 +1,4 @@
-"""A client's request, in the form common to all APIs, and those checks of its fields that need no model."""
+"""A client's request, in the form common to all APIs, and the checks of its fields that need no model."""
 
 from __future__ import annotations
 
@@ -40,18 +40,19 @@ class ClientRequest:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     every_prompt_logprobs: bool = False  # prompt logprobs come with each of the `n` completions, not the first alone
-    prompt_scores: int = 0  # how many logprobs an answer has for each prompt token; 0 stands for 1 + `prompt_logprobs`
-    truncate_prompt_tokens: int | None = None  # only so many of the prompt's last tokens are read
+    # How many logprobs an answer has for each prompt token. 0: the usual number, 1 + `prompt_logprobs`.
+    prompt_scores: int = 0
+    truncate_prompt_tokens: int | None = None  # only this number of the prompt's last tokens is read
     echo: bool = False  # the text begins with the prompt's
     shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's
     # A key of DRAFTINGS. None: the target decides, or the model drafts where `lookaheads` are given.
     drafter: str | None = None
     selector: str | None = None  # a key of kv.selectors.SELECTORS; None: the settings'
     cache_salt: str = ""  # KV is shared with requests of the same API key and salt
-    priority: int = 0  # of the requests that wait, those with a lower number are served earlier
+    priority: int = 0  # waiting requests with a lower number are served earlier
     fingerprint: str = ""  # of the target whose output goes on here; empty: of any
-    # Makes the final request where that takes time, such as for rendering a chat. It runs once the request has its
-    # places, within its deadline, and leaves the number of places, the deadline and the model unchanged.
+    # Makes the final request, if this takes time: for example, if a chat must be rendered. It runs after the request
+    # got its places, within its deadline. It leaves the number of places, the deadline and the model unchanged.
     prepare: Callable[[], Awaitable[ClientRequest]] | None = None
 
     @property
@@ -71,7 +72,7 @@ def check_places(prompts: int, n: int, room: int) -> int:
 
 
 def check_prompt_logprobs(asked: ClientRequest, prompt_tokens: int) -> None:
-    """Raise `InvalidValueError` if an answer with so many prompt tokens would have too many logprobs of them."""
+    """Raise `InvalidValueError` if an answer with `prompt_tokens` prompt tokens would have too many prompt logprobs."""
     if asked.prompt_logprobs is None:
         return
     answers = asked.n if asked.every_prompt_logprobs else 1

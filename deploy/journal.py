@@ -1,4 +1,4 @@
-"""A completion that outlives the engines that decode it: what was received is kept, and asked to be continued.
+"""A completion that outlives the engines that decode it. Its tokens so far are kept, and another engine continues them.
 
 The output is a function of the request, its seed and the target. So a request with the tokens received so far as
 `resume` gets, from any replica with the same fingerprint, exactly the tokens that would have followed.
@@ -23,10 +23,10 @@ from triforce_core.errors import FingerprintError, TriForceError, UnavailableErr
 
 log = logging.getLogger("ray.serve")
 
-MAX_DEATHS = 3  # of engines under one request, which is then taken to be the cause
+MAX_DEATHS = 3  # after this number of deaths of engines during one request, the request counts as their cause
 PROVEN_TOKENS = 16  # new tokens of one attempt after which a request is no suspect any more
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
-TURN_S = 30.0  # for which others wait once the suspect whose turn it is has reached a target
+TURN_S = 30.0  # how long the other suspects wait after the suspect whose turn it is has reached a target
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
 
 
@@ -46,8 +46,8 @@ class Turns:
         self.reached_at: float | None = None  # when the one whose turn it is reached a target
 
     async def take(self) -> bool:
-        """Wait for the turn. False if another has had it for `TURN_S` seconds at a target: that one is slow, not
-        deadly. While no target serves, all wait.
+        """Wait for the turn. False if another request has had the turn for `TURN_S` seconds since it reached a target:
+        that request is slow, and does not kill engines. While no target serves, all wait.
         """
         now = asyncio.get_running_loop().time
         while True:
@@ -103,7 +103,8 @@ class Journal:
         self.received: list[int] = []
         self.num_scores = 0  # prompt tokens whose logprobs the reader has
         self.stats = pb.DecodeStats()  # of the attempts before the present one
-        self.deaths = 0  # under this request since it was last proven
+        # Deaths of engines that count against this request, since an attempt last brought `PROVEN_TOKENS` tokens.
+        self.deaths = 0
         self.unseen_deaths = 0  # deaths in a row of targets that had the request and sent no `entered`
         self.failures = 0  # since the last event
         self.again = False  # whether there was an attempt before the present one
@@ -190,13 +191,15 @@ class Journal:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
-        """Count a failed attempt. The death of an engine counts against the request only if the engine died while
-        it worked on this request. A replica that has lost its target knows whether that is so.
+        """Count a failed attempt. The death of an engine counts against the request only if the engine died while it
+        worked on this request. If only the target has died, its replica knows this, and `error.suspect` says it.
 
-        If the whole replica has died, nobody knows, because the engine may have died before it could report that the
-        pass began. So the death then counts if the engine had reported a pass over this request, or if the request had
-        reached the engine during its turn as a suspect. Two deaths in a row without such a report, but after the
-        request had reached the engine, make the request a suspect.
+        If the whole replica has died, nobody knows this: the engine may have died before it could report that a pass
+        over the request began (`attempt.entered`). Then the death counts in two cases: if the engine had reported such
+        a pass, or if the request had reached the engine and had the suspects' turn.
+
+        If the request had reached the engine and the engine had reported no pass over it, `unseen_deaths` counts the
+        death. Two such deaths in a row make the request a suspect.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.again = True
@@ -225,14 +228,14 @@ class Journal:
 
     def refused(self, error: FingerprintError) -> None:
         """Count a refusal: a replica would continue the output differently. Other replicas are asked until the
-        deadline, those included that start in the meantime.
+        deadline, including replicas that start in the meantime.
         """
         self.again = True
         self.failures += 1
         self.blocked = FingerprintError(
             f"no replica continues this output, because the model or its settings have changed ({error}); ask anew"
         )
-        if not self.fingerprint:  # nobody here has seen a target as the client claims it
+        if not self.fingerprint:  # no target with the fingerprint that the client claims was reached
             self.deadline = min(self.deadline, self.began + CLAIM_S)
 
     async def wait(self) -> None:
@@ -254,7 +257,7 @@ class Journal:
 
     @asynccontextmanager
     async def in_time(self) -> AsyncGenerator[None, None]:
-        """Like `asyncio.timeout_at` the deadline, but raises `blocked` in place of `TimeoutError` if that is set."""
+        """Like `asyncio.timeout_at` the deadline. If `blocked` is set, it is raised in place of `TimeoutError`."""
         try:
             async with asyncio.timeout_at(self.deadline):
                 yield

@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 BLOCK = 64  # tokens
 KEY_BYTES = 8
-# An assumption, not measured: so many matched tokens are worth waiting behind one more request.
+# For this number of matched tokens, a prompt may wait behind one more request. The number is assumed, not measured.
 TOKENS_PER_REQUEST = 256
 MARGIN = 2  # blocks: a replica does not find the last tokens of a prompt, whose queries its selector needs
 ReplicaId = TypeVar("ReplicaId", bound=Hashable)
@@ -112,8 +112,8 @@ def split(keys: bytes) -> Iterable[bytes]:
 def preferred(
     matches: Mapping[ReplicaId, int], blocks: int, ongoing: Mapping[ReplicaId, int], busier_by: int
 ) -> list[ReplicaId]:
-    """The replicas that a prompt should go to because of its match: those that hold the most of its `blocks`, unless
-    they are too busy for what the match saves.
+    """The replicas that a prompt should go to because of its match: the replicas that hold the most of its `blocks`,
+    except replicas that are too busy for what the match saves.
 
     The match must be `TOKENS_PER_REQUEST` tokens and half of the prompt. For every `TOKENS_PER_REQUEST` matched tokens
     a replica may have one request more than the least busy one, but at most `busier_by` more.

@@ -54,8 +54,9 @@ from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellin
 
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
-MANY_CHARACTERS = 8  # per token: a text with more than so many for each token of the context rarely fits the context
-# Where a text is cut, its encoding changes: the beginning alone has fewer than so many tokens more than the whole text.
+MANY_CHARACTERS = 8  # per token: a text with more characters than this per token of the context rarely fits the context
+# Cutting a text changes its encoding near the cut. So the beginning alone may have more tokens than the whole text, but
+# the difference is below this number.
 CUT_TOKENS = 64
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
@@ -244,7 +245,7 @@ class Service:
 
     @contextmanager
     def placed(self, places: int = 1) -> Iterator[None]:
-        """Hold so many places for the current call while the block runs. Raises `UnavailableError` or
+        """Hold `places` places for the current call while the block runs. Raises `UnavailableError` or
         `OverloadedError`.
         """
         if self.draining:

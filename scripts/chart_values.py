@@ -153,8 +153,9 @@ class NetworkPolicy(Values):
     clients: Objects = Field([], description="who may reach HTTP and gRPC, as peers of a NetworkPolicy; empty: anyone")
     scrapers: Objects = Field(
         [],
-        description="where podMonitor is enabled, who may reach Ray's metrics, and the server's on the HTTP API's port;"
-        " empty: any pod of the cluster reaches Ray's, and `clients` reach the server's",
+        description="used only where podMonitor is enabled: the peers that may reach Ray's metrics and, on the port of"
+        " the HTTP API, the server's metrics; if empty, every pod of the cluster may reach Ray's metrics, and `clients`"
+        " may reach the server's",
     )
 
 

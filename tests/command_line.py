@@ -10,7 +10,7 @@ from triforce_core.cli import main
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """`triforce` with these arguments: its exit code."""
+    """Run `triforce` with these arguments, and return its exit code."""
     monkeypatch.setattr(sys, "argv", ["triforce", *arguments])
     try:
         main()
@@ -20,13 +20,13 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 
 
 class Refusals:
-    """What users do wrong is said in one line, with exit code 2."""
+    """Checks that a mistake of a user is told in one line, with exit code 2."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         self.monkeypatch, self.capsys = monkeypatch, capsys
 
     def check(self, named: list[str], *arguments: str) -> None:
-        """`triforce` with these arguments refuses them, and its line has all of `named`."""
+        """Check that `triforce` refuses these arguments, in a line that has all of `named`."""
         assert run(self.monkeypatch, *arguments) == 2
         captured = self.capsys.readouterr()
         assert captured.out == ""

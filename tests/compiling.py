@@ -24,6 +24,6 @@ needs_a_compiler = pytest.mark.skipif(not has_a_compiler(), reason="torch.compil
 
 @contextmanager
 def nothing_compiles() -> Iterator[None]:
-    """Compiling anything is an error."""
+    """In the body, compiling anything is an error."""
     with torch.compiler.set_stance("fail_on_recompile"):
         yield

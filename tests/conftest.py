@@ -30,7 +30,7 @@ HeldOut = Callable[[str, int], tuple[int, ...]]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first, so that no worker is left alone with it."""
+    """Tests that need Ray take longest. They come first, so that no worker is left alone with them at the end."""
     items.sort(key=lambda item: not needs_ray(item.nodeid))
 
 
@@ -40,8 +40,8 @@ def needs_ray(test: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Where tests run side by side (`-n 2`), a file's stay together, for what they share, and so do all with Ray: two
-    Rays at work on two cores would keep each other waiting.
+    """With `-n 2`, the tests of a file run on one worker, because they share fixtures. All tests that need Ray run on
+    one worker, too: two Rays at work on two cores would keep each other waiting.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -49,7 +49,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return "ray" if needs_ray(nodeid) else nodeid.partition("::")[0]
 
-    config.option.loadscopereorder = False  # by the number of tests: the longest have few
+    # Otherwise xdist would start with the groups that have most tests; the groups that take longest have few.
+    config.option.loadscopereorder = False
     return Groups(config, log)
 
 

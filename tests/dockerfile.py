@@ -1,5 +1,5 @@
-"""deploy/Dockerfile and .dockerignore as an engine reads them: the files that it is sent, an image's steps and its
-configuration. It knows the instructions that occur there.
+"""deploy/Dockerfile and .dockerignore as an engine reads them: the files that the engine is sent, and an image's steps
+and configuration. Only the instructions that occur there are known here.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Step:
 
     @property
     def options(self) -> dict[str, str]:
-        """Those before its arguments, such as `--from=stage`."""
+        """The options before the instruction's arguments, such as `--from=stage`."""
         return dict(re.findall(r"--([\w-]+)=(\S+)", self.text[: len(self.text) - len(self.rest)]))
 
     @property
@@ -59,8 +59,9 @@ def read_steps() -> list[Step]:
 
 
 def image(variant: str, stage: str = "") -> Image:
-    """The image that the file gives for this VARIANT, or the one of a stage within."""
-    everywhere: dict[str, str] = {}  # arguments before the first stage: for FROM, and where a stage names them again
+    """The image that the file gives for this VARIANT, or the image of one of its stages."""
+    # The ARGs before the first stage. FROM lines can use them, and so can each stage that names them again.
+    everywhere: dict[str, str] = {}
     stages: dict[str, Image] = {}
     name = ""
     for step in read_steps():
@@ -108,7 +109,7 @@ def pairs(text: str) -> dict[str, str]:
 
 
 def in_context(path: str) -> bool:
-    """Whether .dockerignore leaves a file or a folder in what is sent to the engine: the last line that names it, or a
+    """Whether .dockerignore lets a file or a folder be sent to the engine. The last line that names the path, or a
     folder above it, decides.
     """
     sent = True
@@ -123,7 +124,9 @@ def in_context(path: str) -> bool:
 
 
 def context(folder: Path = REPOSITORY) -> list[str]:
-    """All files that are sent. A folder that is not sent holds none: what is sent after all is at the top."""
+    """The paths of all files that are sent to the engine. Folders that are not sent are not searched, because
+    .dockerignore sends no file from within them.
+    """
     found = []
     for each in sorted(folder.iterdir()):
         path = str(each.relative_to(REPOSITORY))

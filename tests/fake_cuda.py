@@ -1,8 +1,9 @@
 """A GPU that computes no numbers: PyTorch's fake tensors, with what they leave out of CUDA filled in.
 
-Every operator gives a tensor of the right shape, dtype and device, and raises where devices are mixed. Counted besides:
-the memory of the device, at any moment and at most; what makes the host wait for the device; what crosses the link
-between them, and how much of it from memory that is not pinned, which the copying stream cannot do by itself.
+Every operator gives a tensor of the right shape, dtype and device, and raises where devices are mixed. `Device` also
+counts the memory of the device, now and at most; what makes the host wait for the device; and the bytes that cross the
+link between them. It counts separately the bytes from or to memory that is not pinned, because the copying stream
+cannot copy these by itself.
 """
 
 from __future__ import annotations
@@ -84,7 +85,8 @@ class Device(TorchDispatchMode):
         super().__init__()
         self.total, self.live, self.peak = total, 0, 0
         self.syncs: Counter[str] = Counter()  # by what made the host wait
-        self.to_host = self.to_device = self.pageable = 0  # bytes over the link; the last: of either, from such memory
+        # Bytes over the link. `pageable` counts, for both directions, the bytes whose host memory is not pinned.
+        self.to_host = self.to_device = self.pageable = 0
         self.replays = 0
         self.largest_pinned = 0  # bytes of a piece that torch pins, which it rounds up to a power of two
         self.calls: Counter[str] = Counter()
@@ -125,7 +127,9 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def most(self) -> Iterator[SimpleNamespace]:
-        """`bytes`: the most that is allocated in the body beyond what was before."""
+        """Yield an object whose `bytes`, after the body, are the most that the body has allocated beyond what was there
+        before.
+        """
         before, self.peak = self.live, self.live
         found = SimpleNamespace(bytes=0)
         yield found
@@ -133,7 +137,7 @@ class Device(TorchDispatchMode):
 
     @contextmanager
     def counted(self) -> Iterator[Counter[str]]:
-        """The syncs in the body."""
+        """Yield a counter that, after the body, holds the times that the host waited in the body."""
         before = Counter(self.syncs)
         found: Counter[str] = Counter()
         yield found
@@ -195,7 +199,7 @@ class Device(TorchDispatchMode):
         return self.made(args[0].new_empty(self.true_values(mask), *args[0].shape[mask.dim() :]))
 
     def crossing(self, source: Tensor, into: Tensor, *, waits: bool) -> None:
-        """A copy, which may be one between host and device."""
+        """Count a copy if it goes between host and device."""
         if source.device.type == into.device.type:
             return
         back = into.device.type == "cpu"
@@ -211,7 +215,7 @@ class Device(TorchDispatchMode):
 
 
 def listed(tensor: Any) -> Any:
-    """As `tolist`, of zeros, or of the values that an operator has left."""
+    """Replace `tolist`: return zeros, or the values that an operator has left with the tensor."""
     if tensor.device.type == "cuda":
         Device.now.sync("tolist")
     values = getattr(tensor, "values", None)
@@ -253,7 +257,9 @@ class Indexing(TorchFunctionMode):
 
 
 def viewed(tensor: Tensor, index: Any) -> tuple[Tensor, list[Tensor | None]]:
-    """The view that the plain part of an index gives, and the tensors among the index, by the view's dimensions."""
+    """Divide an index. Its slices, numbers and None give the returned view. Its tensors are returned as `aten.index`
+    takes them: a list with None for each dimension of the view that no tensor indexes.
+    """
     parts = list(index) if isinstance(index, tuple) else [index]
     taken = sum(each.dim() if isinstance(each, Tensor) and each.dtype is torch.bool else 1 for each in parts)
     for place, part in enumerate(parts):
@@ -302,8 +308,8 @@ real_tensor = torch.tensor
 
 
 def tensor(data: Any, *, pin_memory: bool = False, device: Any = None, **given: Any) -> Tensor:
-    """As `torch.tensor`, whose own check for a GPU comes before the fake tensors; a copy, because they know the numbers
-    of the original and would compute with them.
+    """Replace `torch.tensor`, which looks for a GPU before the fake tensors can answer. The result is an empty copy,
+    because fake tensors know the numbers of the original and would compute with them.
     """
     known = real_tensor(data, **given)
     made = torch.empty(known.shape, dtype=known.dtype)

@@ -35,7 +35,7 @@ def token_at(prompt: str, seed: int, index: int) -> int:
 
 
 def text_at(token: int, index: int) -> str:
-    """Every third token has no text of its own: that comes with the next one."""
+    """The text of a token. Every third token has no text of its own: its text comes with the next token."""
     return "" if index % 3 == 1 else f"<{token}>"
 
 
@@ -44,8 +44,8 @@ def origin_at(index: int) -> int:
 
 
 class Generation(GenerationServicer):
-    """One token a chunk, with the finish in the last. Of `n` completions, one follows the other, with seeds that count
-    up. `failures` says how the next calls fail, in order.
+    """Each chunk has one token, and the last chunk has the finish. Several completions come one after another, with
+    seeds that count up. `failures` says how the next calls fail, in order.
     """
 
     def __init__(self, *failures: Failure, keys: tuple[str, ...] = ()) -> None:
@@ -131,7 +131,7 @@ class Generation(GenerationServicer):
 
 
 def interrupt() -> None:
-    """Ctrl-C, for this process."""
+    """Send this process what Ctrl-C sends."""
     os.kill(os.getpid(), signal.SIGINT)
 
 
@@ -170,7 +170,7 @@ class Served:
         self.server.stop(grace=None).wait()
 
     def die_and_come_back(self) -> None:
-        """From a thread of its own, because it ends the call that asks for it."""
+        """Restart on a separate thread, because the restart ends the call that asks for it."""
 
         def restart() -> None:
             self.die()

@@ -83,7 +83,7 @@ class LossyLink:
         return [self._give_up(o) for o in list(self.owed.values())]
 
     def _give_up(self, owed: Owed) -> Proposal:
-        """An empty answer, which says that this statement may not have been heard."""
+        """Return an empty answer, which says that the tier below may not have heard this statement."""
         self.events["link: gave up waiting"] += 1
         span = owed.work.span
         del self.owed[span.sequence_id]

@@ -37,7 +37,7 @@ FROM_OUTSIDE = ("PIP_", "UV_", "SSL_CERT_", "http_proxy", "https_proxy", "no_pro
 
 
 def can_run() -> bool:
-    """Whether this machine lets namespaces and overlays be made."""
+    """Whether namespaces and overlays can be made on this machine."""
     tried = "mount -t tmpfs tmpfs /mnt && mkdir /mnt/{a,b,c} && mount -t overlay -o "
     tried += "lowerdir=/,upperdir=/mnt/a,workdir=/mnt/b overlay /mnt/c"
     command = ["unshare", "--mount", "--pid", "--fork", "bash", "-ec", tried]
@@ -48,7 +48,7 @@ def can_run() -> bool:
 
 @dataclass(frozen=True)
 class Built:
-    """What the steps of an image have written, in a folder on a file system that can be the upper one of an overlay."""
+    """What the steps of an image have written. `folder` is on a file system that can be the upper one of an overlay."""
 
     folder: Path
     image: Image
@@ -61,7 +61,7 @@ class Built:
             (self.folder / "sent" / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(REPOSITORY / path, self.folder / "sent" / path)
         bare = "/opt/bare"  # an environment without packages, in place of the Python of the image
-        # Others than root cannot enter its home, where Python may be installed; in an image it never is.
+        # This machine's Python may be in root's home, which no other user can enter. An image's Python never is.
         python = shlex.quote(str(Path(sys.executable).resolve()))
         lines = [f"chmod o+x /root && {python} -m venv {bare}"]
         for stage in stages:
@@ -87,13 +87,15 @@ class Built:
         assert done.returncode == 0, done.stdout + done.stderr
 
     def command(self, script: str, *arguments: str) -> list[str]:
-        """To run a script in namespaces of its own. It ends with its first process, and that one with whoever waits."""
+        """The command that runs a script in namespaces of its own. They end with the first process in them. This
+        process is killed when `unshare` ends, unless it has changed its user.
+        """
         namespaces = ["unshare", "--mount", "--pid", "--fork", "--kill-child"]
         return [*namespaces, "bash", "-euc", f"root={self.folder}/root\n{script}", "bash", *arguments]
 
     def running(self, arguments: list[str], settings: Path = NO_SETTINGS) -> list[str]:
-        """To run this in the image as a container does: as the image's user without privileges, nothing but /tmp and
-        the home can be written, and the file of settings is where the image expects it.
+        """The command that runs `arguments` in the image as a container does. They run as the image's user and without
+        privileges. Only /tmp and the home can be written. The file of settings is where the image expects it.
         """
         user, group = self.image.user.split(":")
         home = self.image.env["HOME"]
@@ -110,13 +112,17 @@ class Built:
         return self.command(script, *arguments)
 
     def start_command(self) -> list[str]:
-        """What the image runs: without tini, of Debian's packages, where this machine has none."""
+        """What the image runs. Its entrypoint, tini, is a package of Debian, and is left out if this machine
+        lacks it.
+        """
         entrypoint = self.image.entrypoint
         return [*(entrypoint if shutil.which(entrypoint[0]) else []), *self.image.cmd]
 
     @contextmanager
     def started(self, arguments: list[str], log: Path, settings: Path = NO_SETTINGS) -> Iterator[subprocess.Popen[str]]:
-        """This running in the image, with what it prints in `log`. What is left of it at the end is killed."""
+        """Run `arguments` in the image, and write what they print to `log`. Whatever still runs at the end is
+        killed.
+        """
         with log.open("w") as output:
             process = subprocess.Popen(
                 self.running(arguments, settings), stdout=output, stderr=subprocess.STDOUT, text=True
@@ -139,7 +145,7 @@ class Built:
         return done.stdout
 
     def packages(self) -> dict[str, str]:
-        """Versions by canonical name."""
+        """The versions of the image's Python packages, by canonical name."""
         code = "import json; from importlib.metadata import distributions as d"
         code += "; print(json.dumps({each.name: each.version for each in d()}))"
         found: dict[str, str] = json.loads(self.output("python", "-c", code))
@@ -147,7 +153,7 @@ class Built:
 
 
 def first_processes(unshare: subprocess.Popen[str]) -> list[psutil.Process]:
-    """The one that `unshare` has started, or none if it has ended."""
+    """The first process in the namespaces that `unshare` has made; none if `unshare` has ended."""
     if unshare.poll() is not None:
         return []
     found: list[psutil.Process] = psutil.Process(unshare.pid).children()
@@ -155,7 +161,9 @@ def first_processes(unshare: subprocess.Popen[str]) -> list[psutil.Process]:
 
 
 def copying(step: Step, workdir: str) -> str:
-    """Files go into a folder that is named with a slash at the end, else they get the name; of a folder its content."""
+    """The shell commands for a COPY step. If the target ends with a slash, it is the folder that the files go into.
+    Otherwise it is the new name of the file, or the folder that gets the content of the source folder.
+    """
     *sources, target = step.rest.split()
     at = os.path.join(workdir, target)
     if target.endswith("/"):
@@ -167,7 +175,7 @@ def copying(step: Step, workdir: str) -> str:
 
 
 def package_settings() -> dict[str, str]:
-    """Environment variables by which pip and uv find packages here."""
+    """The environment variables that tell pip and uv where to find packages from here."""
     ours = {
         name: value
         for name, value in os.environ.items()

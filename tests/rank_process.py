@@ -1,4 +1,4 @@
-"""A process that is rank 1 of one group after another: starting one for every group would cost seconds each."""
+"""A process that is rank 1 of one group after another. Starting a process for every group would cost seconds each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from triforce_core.models.rank_group import Leader, Rendezvous
 
 
 class RankProcess:
-    """Ends when it is closed, and with the process that made it."""
+    """The process ends when this object is closed, or when the process that made it ends."""
 
     def __init__(self) -> None:
         self.start()
@@ -26,7 +26,9 @@ class RankProcess:
 
     @contextmanager
     def lead(self, settings: Settings, tiers: tuple[str, ...]) -> Iterator[Leader]:
-        """This process as rank 0 of a process with these tiers."""
+        """Lead a group of two ranks that hold these tiers: this process is rank 0, and the started process is
+        rank 1.
+        """
         if not self.process.is_alive():  # a test before this one has failed
             self.start()
         rendezvous = Rendezvous(2)

@@ -17,7 +17,9 @@ PLACES = list(PLACEMENTS)
 
 
 def data_of(row: str, **changed: Any) -> dict[str, Any]:
-    """A row as a scenario, whose tiers are 0.2 ms apart; `users` is short for a closed loop."""
+    """A row as a scenario whose tiers are 0.2 ms apart. `users` requests are decoded at once, and each is followed by
+    another.
+    """
     given = ROWS[row] | changed
     alpha_draft, alpha_retrieval = given.pop("alphas")
     stages = {tier.name.lower(): [{"ms": ms}] for tier, ms in zip(Tier, given.pop("ms"), strict=True)}

@@ -15,7 +15,9 @@ ENDS_WITHIN_S = 15.0
 
 
 def children() -> set[psutil.Process]:
-    """All below this one but multiprocessing's resource tracker, which Python starts when it likes and ends with us."""
+    """All processes below this one, except multiprocessing's resource tracker: Python starts it when it likes and ends
+    it with us.
+    """
     tracker = resource_tracker._resource_tracker._pid  # type: ignore[attr-defined]  # has no public name
     return {child for child in psutil.Process().children(recursive=True) if child.pid != tracker}
 
@@ -49,7 +51,7 @@ def check_ended_since(before: set[psutil.Process]) -> None:
 
 @contextmanager
 def nothing_left() -> Iterator[None]:
-    """Whatever is started within ends within."""
+    """Check that every process that is started in the body has ended after it."""
     before = children()
     yield
     check_ended_since(before)
@@ -57,7 +59,7 @@ def nothing_left() -> Iterator[None]:
 
 @contextmanager
 def fake_nodes(nodes: list[dict[str, Any]]) -> Iterator[None]:
-    """Connected to a cluster within this machine: a head without a GPU, and these nodes, of one CPU each."""
+    """Connect to a cluster within this machine. It has a head without a GPU, and these nodes, each with one CPU."""
     from deploy.app import APPLICATION, prepare_environment
 
     prepare_environment()
@@ -82,7 +84,7 @@ def fake_nodes(nodes: list[dict[str, Any]]) -> Iterator[None]:
 
 
 class LocalRay:
-    """One Ray for all modules that need no nodes of their own. Whoever starts another ends this one first."""
+    """One Ray for all modules that need no nodes of their own. A module that starts another Ray ends this one first."""
 
     def __init__(self) -> None:
         self.running = False

@@ -1,4 +1,4 @@
-"""Stating sequences to a runner, as the tiers above it would: what the tests of the KV policies have in common."""
+"""How tests of the KV policies state sequences to a runner, as the tiers above it would."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ def fragment(kv: KVCache, hole: int, max_length: int) -> None:
 
 
 def assert_logits(found: Tensor | Lack, expected: Tensor) -> None:
-    """Equal up to float32 rounding; the logits of the random models have a spread of about 1."""
+    """Check that logits are equal up to float32 rounding. The logits of the random models have a spread of about 1."""
     assert isinstance(found, Tensor), f"lacking: {found}"
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
 
 def num_bytes(snapshot: Snapshot) -> int:
-    """Of all that a hand-over carries of it."""
+    """The bytes of all tensors of a snapshot, as a hand-over carries them."""
     return sum(tensor.nbytes for tensor in snapshot.tensors)

@@ -1,7 +1,4 @@
-"""Tiers whose models are tables: they keep the protocol's rules, and see to it that the others do.
-
-A descendant of the design's protocol_toy.py.
-"""
+"""Tiers whose models are tables. They keep the protocol's rules, and check that the other tiers keep them."""
 
 from __future__ import annotations
 
@@ -30,7 +27,9 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Law:
-    """A model: weights of the next token, given the whole text before it. A share of the target's makes a drafter."""
+    """A model: the weights of the next token, given the whole text before it. A drafter's weights are mixed with the
+    target's, which have this `share`.
+    """
 
     seed: int
     target: Law | None = None
@@ -58,7 +57,7 @@ class Law:
         return max(range(VOCAB), key=perturbed)
 
     def plain(self, text: Tokens, spec: SequenceSpec) -> Tokens:
-        """Plain decoding, the text that every request must get."""
+        """Decode plainly: this is the text that every request must get."""
         while len(text) < spec.max_length:
             text += (self.draw(text, spec),)
             if text[-1] in spec.stop_token_ids:
@@ -67,7 +66,9 @@ class Law:
 
 
 class Settled:
-    """What each sequence will be in the end. A tier that believes anything else of its settled part is in error."""
+    """The final text of each sequence. A tier that holds anything else in the settled part of a sequence is in
+    error.
+    """
 
     def __init__(self) -> None:
         self.text: dict[int, Tokens] = {}
@@ -77,7 +78,7 @@ class Settled:
 
 
 class ToyTier:
-    """A Verifier over a table; holds sequences as last stated, by the align rule."""
+    """A Verifier over a table. It holds sequences as they were last stated, by the align rule."""
 
     def __init__(self, law: Law, tier: Tier, settled: Settled) -> None:
         self.law, self.tier, self.settled = law, tier, settled
@@ -85,7 +86,7 @@ class ToyTier:
         self.specs: dict[int, SequenceSpec] = {}
 
     def align(self, span: Span) -> int | None:
-        """None, or from where the sequence is missing."""
+        """Take a span. Return None, or the position from which the sequence is missing."""
         if span.start == 0:
             assert span.spec is not None, "a span from 0 carries the spec"
             self.specs[span.sequence_id] = span.spec
@@ -124,7 +125,7 @@ class ToyTier:
 
 
 class ToyTarget(ToyTier):
-    """Also the engine's pool, from which snapshots are cut."""
+    """The target, which is also the engine's pool, from which snapshots are cut."""
 
     def __init__(self, law: Law, settled: Settled, num_slots: int) -> None:
         super().__init__(law, Tier.TARGET, settled)
@@ -139,7 +140,7 @@ class ToyTarget(ToyTier):
         return self.allocator.num_slots - self.allocator.num_free
 
     def look(self, spec: SequenceSpec, text: list[int]) -> None:
-        """It shares nothing."""
+        """This pool shares nothing."""
 
     def matched(self, cursor: Cursor) -> int:
         raise AssertionError("nothing was looked for")
@@ -179,7 +180,7 @@ class ToyTarget(ToyTier):
 
 
 class ToyRetrieval(ToyTier):
-    """Works only with a snapshot, and only `tail` tokens beyond it."""
+    """The retrieval tier. It works only with a snapshot, and at most `tail` tokens beyond it."""
 
     def __init__(self, law: Law, settled: Settled, tail: int, events: Counter[str]) -> None:
         super().__init__(law, Tier.RETRIEVAL, settled)

@@ -68,9 +68,9 @@ class DraftSettings(Strict):
     )
     cache: Literal["streaming", "heavy_hitter"] = Field(
         "streaming",
-        description="what a draft model sees: the first 4 tokens and the window, or as many tokens of which half are"
-        " those with the most attention (H2O) and half the latest; heavy_hitter needs a drafter with as many positions"
-        " as the text has tokens",
+        description="tokens that a draft model sees; streaming: the first 4 tokens and the window; heavy_hitter (H2O):"
+        " the same number of tokens, half of them the tokens with the most attention and half the latest tokens;"
+        " heavy_hitter needs a drafter with at least as many positions as the text has tokens",
     )
 
     @property
@@ -170,8 +170,8 @@ class TargetSettings(Strict):
     eviction: Literal["none", "heavy_hitter", "streaming"] = Field(
         "none",
         description="LOSSY unless none: each request keeps kv_budget tokens of KV and forgets the others, so its tokens"
-        " are not those of the model; heavy_hitter (H2O) keeps those with the most attention and the latest, streaming"
-        " (StreamingLLM) the first 4 and the latest; without speculation",
+        " are not those of the model; heavy_hitter (H2O) keeps the tokens with the most attention and the latest"
+        " tokens, streaming (StreamingLLM) the first 4 and the latest tokens; without speculation",
     )
     kv_budget: int | None = Field(
         None, ge=16, description="with eviction, tokens of KV that each request keeps; by default 1024"
@@ -195,7 +195,7 @@ class TargetSettings(Strict):
         allow_inf_nan=False,
         description="most milliseconds by which prompts of other requests delay the next tokens of a request, or half"
         " of the time that these tokens take by themselves if that is more; a smaller number makes prompts slower;"
-        " off: each pass takes prefill_chunk tokens of them",
+        " off: no limit, so that a pass takes up to prefill_chunk prompt tokens",
     )
     audit: float = Field(
         0.0,
@@ -265,7 +265,7 @@ class SpeculationSettings(Strict):
 
     tiers: TierSet = Field(
         "draft,retrieval,target",
-        description="tiers that take part; omit those that cost more than they gain; `target` alone is plain decoding",
+        description="tiers that take part; omit tiers that cost more than they gain; `target` alone is plain decoding",
     )
     lookaheads: tuple[Lookahead, Lookahead] = Field(
         (8, 3),
@@ -426,8 +426,8 @@ class ServerSettings(Strict):
     max_queued: int = Field(
         64,
         ge=1,
-        description="requests that may wait, besides as many as all replicas can decode at once; further ones get"
-        " status 429",
+        description="requests that may wait, in addition to the requests that all replicas can decode at once; further"
+        " requests get status 429",
     )
     request_timeout_s: float = Field(600.0, gt=0, description="most seconds that a request may take, waiting included")
     drain_timeout_s: float | None = Field(
@@ -502,9 +502,8 @@ class Settings(Strict):
     server: ServerSettings = ServerSettings()
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="precision of weights, KV and arithmetic; auto is bfloat16 on CUDA and on CPUs with bfloat16"
-        " instructions, else float32; all replicas use the same, in which every node that may hold a target computes"
-        " fast",
+        description="precision of weights, KV and arithmetic, the same for all replicas; auto is bfloat16 on CUDA; on"
+        " CPUs it is bfloat16 if every node that may hold a target has bfloat16 instructions, else float32",
     )
     device: str = Field(
         "cpu", description="cpu, cuda or cuda:N", json_schema_extra={"pattern": f"^({DEVICE.pattern})$"}

@@ -5,9 +5,11 @@ reads, something for each pair of a query and a key, and something if it is over
 multiplied by matrices in place of vectors. The six prices are fitted to the passes so far by least squares over
 relative errors, in which older passes count less and less. An error is relative to the geometric mean of the measured
 and the predicted time, so that neither a single slow pass nor fast passes of the past weigh too much. No price is
-negative. Where passes do not tell two prices apart, the one with the weaker pull towards 0 is preferred: by default
-(`DOUBT`) the price of tokens, so that nothing is taken for a fixed cost without evidence; for the controller
-(`DOUBT_OF_TOKENS`) the fixed price of a pass.
+negative.
+
+Each price is pulled towards 0. Where the passes do not show which of two prices a cost belongs to, it goes to the price
+with the weaker pull. With `DOUBT`, the default, that is the price of tokens, so no cost counts as fixed without
+evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed price of a pass.
 """
 
 from __future__ import annotations
@@ -19,13 +21,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-MANY_TOKENS = 64  # a CPU may run passes over so many tokens on another number of threads: they have other prices
+# Passes over this number of tokens or more have prices of their own, because a CPU may run them on another number of
+# threads.
+MANY_TOKENS = 64
 # In `Fit.ever`, the weight of a pass relative to the one after it; and how much `ever` counts beside `lately`.
 LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005
 MOST_WAITING = 16  # passes that are not fitted yet
 REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one after it
-# How strongly each price is pulled towards 0 (ridge regression). Where passes do not tell two prices apart, the one
-# with the weaker pull is preferred.
+# How strongly each price is pulled towards 0 (ridge regression), in the order of `size_of`.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
 DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-3, 1e-4, 1e-2, 6e-2])
 PRICES = len(DOUBT)
@@ -36,12 +39,15 @@ class Part(NamedTuple):
 
     tokens: float  # a mean, where a pass stands for several
     before: float  # earlier keys, which all of its tokens see
-    read: float = 1.0  # the share of these that the pass reads for it: keys that several sequences see are read once
+    read: float = 1.0  # the share of `before` that the pass reads for it: keys that several sequences see are read once
 
 
 def size_of(parts: Sequence[Part]) -> NDArray[np.float64]:
-    """The size of a pass, [6]: itself, its sequences, their tokens, the keys read, the pairs of query and key, and 1 if
-    it is over few tokens, but more than one. For a mean between one token and two it is between 0 and 1.
+    """The size of a pass, [6]: 1 for the pass itself, its sequences, their tokens, the keys read, the pairs of query
+    and key, and 1 if the pass is over several tokens.
+
+    The last number is 0 for a single token, and for `MANY_TOKENS` or more, which have prices of their own. If the
+    number of tokens is a mean between 1 and 2, the last number lies between 0 and 1.
     """
     size = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     for tokens, before, read in parts:
@@ -62,7 +68,7 @@ class Fit:
     """
 
     # [6, 7] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Passes of long ago may have shown prices that
-    # the latest ones do not show, such as those of a long context.
+    # the latest passes do not show, such as the prices of a long context.
     lately: NDArray[np.float64] = field(default_factory=lambda: np.zeros((PRICES, PRICES + 1)))
     ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((PRICES, PRICES + 1)))
     prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(PRICES))
@@ -109,7 +115,7 @@ class PassCosts:
         self.few, self.many = Fit(doubt=doubt), Fit(doubt=doubt)
 
     def add(self, parts: list[Part], seconds: float) -> None:
-        """A pass over these parts has taken so many seconds."""
+        """A pass over these parts has taken `seconds`."""
         if seconds > 0:
             self._of(parts).add(parts, seconds)
 
@@ -128,9 +134,10 @@ class PassCosts:
         self.many.fitted()
 
     def alike(self, batch: int, before: float, read: float = 1.0) -> Callable[[float], float]:
-        """A function from a number of tokens to the seconds of a pass over `batch` sequences with so many tokens each,
-        after `before` others, of which it reads the share `read`. It uses the prices of the last `fit`; 0 before the
-        first pass.
+        """A function from the number of tokens of each sequence to the seconds of a pass over `batch` sequences.
+
+        In each sequence `before` other tokens precede these tokens, and the pass reads the share `read` of their keys.
+        The function uses the prices of the last `fit`. It returns 0 before the first pass.
         """
         few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 

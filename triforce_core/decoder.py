@@ -52,8 +52,8 @@ class Block:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     no_token: bool = False  # no token can follow
     tallies: list[Tally] = field(default_factory=list)  # of this level, then of the levels below
-    # Where the proposal that was verified last began: this tier's model holds the text before it. None: not known, so
-    # the whole work is stated.
+    # The position at which the last verified proposal began: this tier's model holds the text before that position.
+    # None: not known, so the whole work is stated.
     model_holds: int | None = None
     # The level below holds the text before this position. None: not known.
     below_holds: int | None = None
@@ -81,14 +81,16 @@ class Block:
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
-        """The claim for this tier's model. It states the text from `model_holds` on, or from `settled` on if that is
-        smaller, so that the level above will not replace text before a claim. The protocol tests check this.
+        """The claim for this tier's model.
+
+        It states the text from `model_holds` on, or from `settled` on if `settled` is smaller. So all text before the
+        claim is settled: the level above will not replace it. The protocol tests check this.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
 
     def statement(self, held: int | None) -> Span:
-        """The text of the work and this block from `held` on, without earlier text: that may be a long prompt."""
+        """The text of the work and this block from `held` on, without the earlier text, which may be a long prompt."""
         given = self.work.span
         if held is None or held <= given.start:
             return given.extended(self.tokens)
@@ -124,7 +126,7 @@ class Block:
         whole = bool(self.tokens) and lookahead > 0 and not self.ended and self.missing_from is None
         text = Span(given.sequence_id, given.end, self.tokens)
         return Block(
-            # The level above adds a token to an accepted block. The guess includes it, so it is longer by one.
+            # The level above adds one token to an accepted block. The guess includes this token, so one more is asked.
             Work(text, (lookahead + 1, *below), self.work.sample, self.work.drafting),
             owed=False,
             state=State.TO_ASK if whole else State.DONE,
@@ -178,8 +180,8 @@ class SpeculativeDecoder:
         return [self._hand_up(block) for block in owed if block.state is State.DONE]
 
     def advance(self, blocks: list[Block], timeout_s: float) -> None:
-        """Run one round over the ready ones of `blocks`. With one micro-batch it waits for all proposals, otherwise
-        at most `timeout_s` seconds.
+        """Run one round over those of `blocks` that are ready. With one micro-batch the round waits for all proposals,
+        otherwise at most `timeout_s` seconds.
         """
         self._ask(blocks)
         self._take_arrivals(blocks, timeout_s)
@@ -220,9 +222,9 @@ class SpeculativeDecoder:
     def _early(self) -> Block | None:
         """The block to hand up before it is long enough, or None.
 
-        It is the longest block that has just grown, if it has at least half of the tokens asked for. None unless the
-        level above has nothing to do, because it waits for the blocks of all its sequences. A single sequence is
-        never handed up early: a short block would only delay its next one.
+        It is the longest block that has just grown, if it has at least half of the tokens asked for. Blocks are handed
+        up early only while the level above waits for the blocks of all its sequences and so has nothing to do. The
+        block of a single sequence is never handed up early: a short block would only delay the next block.
         """
         blocks = self.blocks.values()
         grown = [block for block in blocks if block.owed and block.state is State.TO_ASK]
@@ -245,8 +247,8 @@ class SpeculativeDecoder:
     def _next_round(self, blocks: list[Block]) -> list[tuple[Block, Proposal]]:
         """The blocks of this round with their proposals, oldest proposal first.
 
-        Blocks that skip this level or ask nothing of the level below are all taken; of the others at most one
-        micro-batch.
+        Blocks that skip this level or ask nothing of the level below are all taken. Of the other blocks, at most one
+        micro-batch is taken.
         """
         room = ceil(sum(block.asks_below for block in self.blocks.values()) / self.micro_batches)
         taken = []
@@ -267,7 +269,7 @@ class SpeculativeDecoder:
         block.add_tallies([Tally(), *proposal.tallies])
 
     def _extend(self, block: Block, proposal: Proposal, verdict: Verdict, seconds: float) -> None:
-        """Add the tokens and tallies of one verified round, which took so many seconds, to the block."""
+        """Add the tokens and tallies of one verified round, which took `seconds`, to the block."""
         own = bytes([self.verifier.tier]) * (len(verdict.tokens) - verdict.num_accepted)
         block.tokens += verdict.tokens
         block.origins += proposal.origins[: verdict.num_accepted] + own
@@ -282,7 +284,8 @@ class SpeculativeDecoder:
         block.no_token |= verdict.no_token
         rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
         looked_up = bool(proposal.origins) and set(proposal.origins) == {Origin.LOOKUP}
-        # A sequence that lacks tokens or a snapshot is in no pass; the seconds are those of others, or next to none.
+        # A sequence that lacks tokens or a snapshot takes part in no pass. Then `seconds` is the time of a pass over
+        # other sequences, or nearly 0.
         took_part = bool(verdict.tokens) or verdict.no_token or not block.work.sample
         tally = Tally(
             int(block.work.sample),

@@ -14,9 +14,10 @@ from triforce_core.messages import SequenceSpec, Tally
 
 LONGEST = 3  # three repeated tokens predict well what follows; longer runs are seldom repeated
 SHORTEST = 2  # a single token is repeated too often to predict what follows
-# Of a prompt, a `Shadow` reads so many tokens at the end, and so many at a time: 1.5 µs and 200 bytes for each.
+# A `Shadow` reads only the last `SHADOWED` tokens of a prompt, and at most `AT_ONCE` tokens in one call. Each token
+# takes 1.5 µs and 200 bytes.
 SHADOWED, AT_ONCE = 16_384, 1024
-MUCH = 16  # reading more tokens than this takes time that should not count as that of a round
+MUCH = 16  # if a `Shadow` has more tokens than this to read, the time for it does not count as part of a round
 SCORED = 4  # tokens of a guess that is scored: about as many as the draft tier is asked for
 
 
@@ -30,7 +31,7 @@ class Occurrences:
     def __init__(self, n: int) -> None:
         self.n = n
         self.latest: dict[int, int] = {}  # by hash of a run: the position after its latest occurrence
-        self.earlier = array("i", [0] * n)  # by end position: where the same run ended before; 0: nowhere
+        self.earlier = array("i", [0] * n)  # by end position: the end of the run's previous occurrence; 0: none
 
     def grow(self, tokens: list[int]) -> None:
         """Add the runs that end in the new part of `tokens`."""
@@ -49,7 +50,9 @@ class Occurrences:
                 del self.latest[run]
 
     def before_last(self) -> int:
-        """Where the text's last run ended before; 0: this run is new, or the text is shorter than a run."""
+        """The position after the previous occurrence of the text's last run. 0: there is none, or the text is shorter
+        than a run.
+        """
         return self.earlier[-1]
 
 
@@ -92,12 +95,13 @@ class Text:
 class Trial:
     """Scores prompt lookup on a text that grows, whether or not lookup drafts it.
 
-    Lookup guesses the `SCORED` tokens after the end of the text. When the text has grown by that many, the guess is
-    compared with them, and the next guess is made from the end that the text has then. A guess that found nothing, or
-    is already known to be wrong, waits as long as any other. So no kind of guess is made more often than another.
+    Lookup guesses the `SCORED` tokens after the end of the text. When the text has grown by `SCORED` tokens, the guess
+    is compared with them, and the next guess is made from the text's new end. A guess that found nothing, or is already
+    known to be wrong, is replaced no earlier than others. So no kind of guess is made more often than another.
 
-    A guess is compared with the text as it is stated at that moment. Its last tokens may be the retrieval tier's own,
-    which the target may still replace; but drafts are judged on the same text.
+    A guess is compared with the text that is stated at that moment. The last tokens of this text may be the retrieval
+    tier's own, and the target may still replace them. The score is fair all the same: real drafts are accepted or
+    rejected by comparison with the same text.
     """
 
     def __init__(self) -> None:
@@ -105,8 +109,8 @@ class Trial:
         self.guess: tuple[int, ...] | None = None  # empty: lookup found nothing; None: no guess was made yet
 
     def score(self, text: Text, unchanged: int) -> Tally:
-        """Counts the guess if `text` now covers it. Call this after each `Text.state`, with what that returned as
-        `unchanged`.
+        """Counts the guess if `text` now covers it. Call this after each `Text.state`. `unchanged`: what `Text.state`
+        returned.
         """
         tally = Tally()
         # If the text before the guess was replaced, nothing can be said of the guess, and another takes its place.
@@ -120,8 +124,8 @@ class Trial:
 
 
 class Shadow:
-    """Scores prompt lookup on a text that the lowest tier is not told because it drafts nothing. It knows the end of
-    the prompt (`SHADOWED` tokens) and all that was decoded since.
+    """Scores prompt lookup on a text that the lowest tier is not told, because that tier drafts nothing. A shadow knows
+    the end of the prompt (`SHADOWED` tokens) and all tokens decoded since.
     """
 
     def __init__(self, spec: SequenceSpec, tokens: int) -> None:
@@ -134,8 +138,8 @@ class Shadow:
         return len(tokens) - self.first - len(self.text.tokens)
 
     def score(self, tokens: list[int]) -> Tally:
-        """Counts the guess if `tokens`, the same text as before and more, now covers it. Of a long prompt, each call
-        reads a part: the engine's thread must not stand still for all of it.
+        """Counts the guess if `tokens`, the same text as before and more, now covers it. Each call reads at most
+        `AT_ONCE` tokens, because the engine's thread must not stand still until a long prompt is read.
         """
         complete, held = self.behind(tokens) <= AT_ONCE, len(self.text.tokens)
         more = tokens[self.first + held : self.first + held + AT_ONCE]

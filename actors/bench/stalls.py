@@ -34,9 +34,9 @@ HEAD_START_S = 1.0  # for which the stream runs alone
 
 @dataclass(frozen=True)
 class StallWorkload:
-    """A running stream, beside which two long prompts arrive, and a short one behind them."""
+    """A running stream. While it runs, two long prompts arrive, then a short prompt."""
 
-    context: int  # prompt tokens of the long ones
+    context: int  # tokens of each long prompt
     output: int  # tokens of the stream
 
 
@@ -62,7 +62,9 @@ class Stalls:
 
     @property
     def tokens_per_s(self) -> float:
-        """Prompt and output tokens of all requests but the stream's prompt, from the stream's first text to the end."""
+        """Tokens per second from the stream's first text to the end. All prompt and output tokens count, except the
+        prompt of the stream.
+        """
         every = [self.stream, *self.others]
         seconds = max(d.arrivals[-1][0] for d in every) - self.stream.arrivals[0][0]
         return (sum(d.prompt_tokens for d in self.others) + sum(len(d.tokens) for d in every)) / seconds

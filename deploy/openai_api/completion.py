@@ -83,7 +83,7 @@ def whole_choice(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 class Completions:
-    """The completions that one body asks for: of each of the requests made from it, its `n`."""
+    """The completions that one body asks for. Each prompt of the body is a request of its own, with `n` completions."""
 
     def __init__(
         self, service: Service, body: CompletionRequest, strings: TokenStrings, asked: Sequence[ClientRequest]

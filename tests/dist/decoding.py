@@ -32,7 +32,7 @@ class Tiers:
         self.pipeline, self.run = pipeline, run
 
     def decode(self, *requests: pb.DecodeRequest) -> list[Decoded]:
-        """All of them at once."""
+        """Decode all requests at once."""
 
         async def every() -> list[Decoded]:
             return await asyncio.gather(*(self.collect(request) for request in requests))

@@ -88,7 +88,7 @@ def plain(request: Request) -> tuple[int, ...]:
 
 
 def decode(engine: Engine, requests: list[Request]) -> tuple[list[tuple[int, ...]], int]:
-    """Each request's tokens, and how many were proposed to the target."""
+    """The tokens of each request, and how many tokens were proposed to the target."""
     ids = [engine.submit(request) for request in requests]
     tokens: dict[int, tuple[int, ...]] = dict.fromkeys(ids, ())
     unfinished, proposed = set(ids), 0

@@ -77,7 +77,7 @@ def not_ready(runner: asyncio.Runner, tiers: Pipeline) -> set[str]:
 
 @pytest.mark.ci
 def test_a_tier_that_is_dead_or_loads_is_said_not_to_be_ready(running: Running) -> None:
-    """It is said soon, and of that tier alone."""
+    """The status says so soon, and only of this tier."""
     runner, tiers = running
     assert not_ready(runner, tiers) == set()
     os.kill(pid_of(tiers, Tier.RETRIEVAL), signal.SIGKILL)

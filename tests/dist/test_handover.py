@@ -26,7 +26,7 @@ from triforce_core.messages import SamplingParams, Tier
 
 
 def settings(**retrieval: Any) -> Settings:
-    """Many snapshots."""
+    """With these settings many snapshots are sent."""
     own = {"budget": 256, "refresh_every": 8}
     return load_settings(dtype="float32", max_sequences=2, retrieval=own | retrieval)
 
@@ -51,12 +51,12 @@ def on(tiers: Tiers, tier: Tier, call: Callable[[Any], Any]) -> Any:
 
 
 def cut_small(actor: Any) -> None:
-    """Pieces so small that a whole snapshot has eight or so."""
+    """Let pieces be so small that a whole snapshot has eight or so."""
     actor.sink.piece_bytes = 2**19
 
 
 def record_answers(actor: Any) -> None:
-    """The retrieval tier's, to each piece that it is given."""
+    """Record what the retrieval tier answers to each piece that it is given."""
     take = actor.snapshots.take_piece
     actor.answers = []
 
@@ -75,7 +75,7 @@ class Sent(NamedTuple):
 
 
 def sent(tiers: Tiers) -> Sent:
-    """Since the last call, as the retrieval tier saw it."""
+    """What was sent since the last call, as the retrieval tier saw it."""
 
     def take(actor: Any) -> list[tuple[int, int, bool | None]]:
         taken: list[tuple[int, int, bool | None]] = actor.answers[:]
@@ -90,7 +90,7 @@ def sent(tiers: Tiers) -> Sent:
 
 
 def damage_pieces(actor: Any) -> None:
-    """Every eleventh piece has one bit wrong."""
+    """Change one bit of every eleventh piece."""
     put, turns = actor.sink.put, itertools.count(1)
 
     def put_damaged(piece: Piece) -> Any:
@@ -104,7 +104,7 @@ def damage_pieces(actor: Any) -> None:
 
 
 def lose_pieces(actor: Any) -> None:
-    """Of every third snapshot the second piece is never sent, or the only one."""
+    """Never send the second piece of every third snapshot."""
     pieces, turns = actor.sink.pieces, itertools.count(1)
 
     def fewer(snapshot: Snapshot) -> Iterator[Piece]:
@@ -146,7 +146,9 @@ def test_damaged_and_lost_pieces_change_no_token(start_pipeline: StartPipeline, 
 
 
 def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
-    """Of a sequence that it had not stated yet one snapshot is there, and of others some pieces, or none so far."""
+    """When the target ends, it has stated none of three sequences. The retrieval tier has a whole snapshot of the
+    first, one piece of a snapshot of the second, and nothing of the third.
+    """
     actor = RetrievalActor(settings())
     actor.start()
     link = again = other = None
@@ -191,7 +193,7 @@ def test_nothing_is_left_of_a_target_that_ends_while_it_sends() -> None:
 
 
 def test_ray_direct_transport(start_pipeline: StartPipeline, held_out: HeldOut) -> None:
-    """By NIXL, which also moves host memory; a retrieval tier that dies takes nobody with it."""
+    """Pieces travel by NIXL, which can move host memory, too. If the retrieval tier dies, the target lives on."""
     pytest.importorskip("nixl", reason="NIXL is not installed")
     import ray
 

@@ -68,7 +68,7 @@ def test_a_link_that_is_closed_while_it_looks_for_its_peer_ends() -> None:
 
 
 def test_a_ring_ends_the_wait_even_when_what_came_is_of_no_use() -> None:
-    """The ring may have been for another inbox as well."""
+    """The doorbell may have rung for another inbox as well."""
     bell = Doorbell()
     link = RemoteProposer(lambda: NOBODY, timeout_s=1.0, doorbell=bell)
     assert not link.wait_ready(0.1)
@@ -127,7 +127,7 @@ def process(code: str, *arguments: str) -> Iterator[tuple[subprocess.Popen[str],
 
 
 def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
-    """For how long it had to be waited for."""
+    """Wait, and return how many seconds it took."""
     begin = time.monotonic()
     while not condition():
         assert time.monotonic() - begin < timeout_s, f"not within {timeout_s} s"
@@ -136,12 +136,12 @@ def wait_until(condition: Callable[[], bool], timeout_s: float = 10.0) -> float:
 
 
 def with_pings_every(milliseconds: int) -> list[tuple[str, int]]:
-    """The options of a connection, with everything about pings so much shorter."""
+    """The options of a connection, with `milliseconds` in place of the ten seconds of its pings."""
     return [(name, milliseconds if value == 10_000 else value) for name, value in CHANNEL_OPTIONS]
 
 
 def test_a_tier_process_exits_though_a_link_is_open() -> None:
-    """Else Ray starts its successor while it goes on serving."""
+    """If the process went on serving, Ray would start its successor beside it."""
     with process(SERVE_UNTIL_TOLD) as (server, address):
         link = RemoteProposer(lambda: address, timeout_s=5.0)
         assert link.wait_ready(10.0)
@@ -151,7 +151,7 @@ def test_a_tier_process_exits_though_a_link_is_open() -> None:
 
 
 def test_a_peer_that_takes_the_connection_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And tried again: what serves at its address by then may be another process."""
+    """The link asks for the address again: by then another process may serve in the peer's place."""
     monkeypatch.setattr(links, "OPEN_S", 0.3)
     tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
     server = LinkServer("127.0.0.1", tier)
@@ -204,7 +204,9 @@ def test_a_link_can_be_closed_while_its_address_does_not_come() -> None:
 
 
 def test_a_hung_peer_is_noticed_though_nobody_asks_it_anything(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its system takes what is sent and answers nothing, as where a node vanishes. A later one is found."""
+    """The peer's system takes what is sent and answers nothing, as where a node vanishes. The link is back when the
+    peer goes on.
+    """
     monkeypatch.setattr(links, "CHANNEL_OPTIONS", with_pings_every(200))
     monkeypatch.setattr(links, "OPEN_S", 0.3)
     with process(SERVE_UNTIL_TOLD) as (server, address):
@@ -222,7 +224,7 @@ def test_a_hung_peer_is_noticed_though_nobody_asks_it_anything(monkeypatch: pyte
 
 @pytest.mark.slow
 def test_an_idle_link_stays_up_through_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One a second, for gRPC sends no more; by default the fifth is one too many."""
+    """gRPC sends at most one ping a second. By default a server would close this link after a few of them."""
     monkeypatch.setattr(links, "CHANNEL_OPTIONS", with_pings_every(50))
     tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
     server = LinkServer("127.0.0.1", tier)
@@ -266,7 +268,7 @@ def test_a_tier_forgets_what_a_hung_tier_above_had_it_hold(monkeypatch: pytest.M
 
 
 class Quiet(NoProposer):
-    """Answers when told to."""
+    """A tier that answers only when it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +293,7 @@ def linked(proposer: Any, **options: Any) -> Iterator[tuple[RemoteProposer, Link
 
 
 def test_what_was_asked_over_a_lost_link_is_answered_at_once() -> None:
-    """Not at the deadline, which is a minute away."""
+    """The answer does not wait for the deadline, which is a minute away."""
     with linked(Quiet(), timeout_s=60.0) as (link, server, _):
         link.submit([work(3, 7, 8)])
         threading.Timer(0.1, server.stop, (0.0,)).start()
@@ -303,7 +305,7 @@ def test_what_was_asked_over_a_lost_link_is_answered_at_once() -> None:
 
 
 def test_an_answer_that_came_before_its_link_ended_is_taken() -> None:
-    """Also when both happen between two looks of the thread that collects."""
+    """The answer and the end of the link may both come between two looks of the thread that collects."""
     with linked(Quiet(), timeout_s=60.0) as (link, *_):
         link.submit([work(0, 7, 8)])
         stream, answer = link.stream, Proposal(1, 2, (9,), b"\0")
@@ -423,7 +425,7 @@ class Broken(NoProposer):
 def test_a_round_that_fails_is_answered_empty_at_once_and_forgets_what_was_held(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nobody waits for the deadline, a minute away."""
+    """The answer does not wait for the deadline, which is a minute away."""
     monkeypatch.setattr("actors.serving.os._exit", lambda code: None)
     broken = Broken()
     with linked(broken, timeout_s=60.0) as (link, *_):
@@ -457,7 +459,9 @@ time.sleep(60)
 
 @pytest.mark.parametrize(("broken", "rounds"), [("collect", 5), ("release", 1)])
 def test_a_tier_whose_rounds_all_fail_ends_its_process(broken: str, rounds: int) -> None:
-    """For Ray to start another: after five failures in a row, or at once where it cannot give up what it holds."""
+    """Ray then starts another process. It ends after five failures in a row, or at once if it cannot give up what it
+    holds.
+    """
     with process(SERVE_BROKEN, broken) as (server, address):
         link = RemoteProposer(lambda: address, timeout_s=60.0)
         assert link.wait_ready(10.0)
@@ -493,7 +497,7 @@ def test_failures_are_counted_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_another_link_has_taken_over_is_not_released_with_the_first() -> None:
-    """A tier above that was started anew states its sequences over a new link before the old one has ended."""
+    """A tier above that is started anew states its sequences over a new link before its old link has ended."""
     proposer = Broken()
     proposer.collect = lambda timeout_s: []  # type: ignore[method-assign]
     with linked(proposer, timeout_s=60.0) as (old, server, tier):

@@ -1,4 +1,4 @@
-"""Tiers on nodes with addresses of their own: they find one another, and one that is not found is told of."""
+"""Tiers on nodes with addresses of their own. They find one another, and an error tells of a tier that is not found."""
 
 from __future__ import annotations
 
@@ -105,7 +105,7 @@ def test_tiers_on_one_node_are_reached_from_there_alone(strategy: str, colocate:
 
 
 class LostDraftActor(DraftActor):
-    """Tells an address at which nobody is."""
+    """This actor tells an address at which nobody is."""
 
     def serve(self, host: str) -> LinkServer:
         server = super().serve(host)

@@ -111,7 +111,7 @@ def test_three_actors_give_the_tokens_of_one_process(
 
 
 def test_requests_decoded_together_are_decoded_as_alone(tiers: Tiers, engine: Engine, held_out: HeldOut) -> None:
-    """More than fit at once, of unequal lengths, with mixed lookaheads."""
+    """There are more requests than fit at once, of unequal lengths, with mixed lookaheads."""
     asked = [
         request(held_out("turtle.py", 30 + 350 * n), seed=n, temperature=0.3 * n, lookaheads=lookaheads)
         for n, lookaheads in enumerate([(8, 3), (0, 0), (4, 2), (8, 0), (2, 6)])
@@ -199,7 +199,7 @@ def test_messages_are_passed_on_unparsed(tiers: Tiers) -> None:
     events = [pb.DecodeEvent.FromString(event) for event in tiers.run(relayed(asked.SerializeToString()))]
     assert [token for event in events for token in event.token_ids] == tiers.decode(asked)[0].tokens
     assert events[-1].finish_reason == gen.FINISH_REASON_LENGTH
-    with pytest.raises(UnavailableError):  # of the target, which cannot read it: nobody on the way has tried
+    with pytest.raises(UnavailableError):  # only the target tries to read the message, and it cannot
         tiers.run(relayed(b"\xff"))
 
 
@@ -236,8 +236,8 @@ def test_a_bad_request_is_refused_by_name(
 
 @pytest.mark.ci
 def test_a_full_pool_preempts_and_changes_no_token(tiers: Tiers, held_out: HeldOut) -> None:
-    """Three requests live at their present lengths, and outgrow the pool: one is taken back at every tier, and goes on
-    when there is room for all of it.
+    """Three requests go live, because there is room for their present lengths. Then they outgrow the pool. One is taken
+    back at every tier, and goes on when there is room for all of it.
     """
     asked = [request(held_out(name, 2700), max_tokens=450, seed=n) for n, name in enumerate(HELD_OUT_FILES)]
     alone = [tiers.decode(each)[0] for each in asked]

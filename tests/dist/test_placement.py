@@ -50,7 +50,9 @@ def cluster(local_ray: LocalRay) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def all_is_free(cluster: None) -> None:
-    """A group that was removed gives back what it held a little later; Ray spreads over what is free."""
+    """Wait until everything is free. A group that was removed gives back what it held a little later, and Ray places
+    actors on what is free.
+    """
     import ray
 
     def free() -> bool:
@@ -76,7 +78,7 @@ class Landed:
 
 
 def where(_: Any) -> Landed:
-    """In an actor."""
+    """Where this actor is; runs in an actor."""
     import ray
 
     context = ray.get_runtime_context()
@@ -262,7 +264,7 @@ def test_every_arrangement_gives_the_tokens_of_one_process(colocate: str, held_o
 
 
 def shares_weights(actor: Any) -> bool:
-    """In an actor that holds all tiers."""
+    """Whether retrieval and target share one model; runs in an actor that holds all tiers."""
     target = actor.target_server.engine_thread.engine.decoder
     retrieval = target.proposer
     return retrieval.verifier.runner.model is target.verifier.runner.model

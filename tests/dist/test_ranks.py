@@ -47,7 +47,7 @@ def pid(actor: ActorHandle[Any]) -> int:
 
 
 def plain(prompt: tuple[int, ...], seed: int, temperature: float, count: int) -> list[int]:
-    """In this process, with no tier but the target."""
+    """The tokens that the target alone gives in this process."""
     asked = Request(prompt, count, SamplingParams(temperature, top_p=0.95 if seed % 2 else 1.0), seed, (0, 0))
     return [
         token for output in run_to_end(load_local_engine(WHOLE, drafting=False), [asked]) for token in output.tokens
@@ -125,7 +125,7 @@ def test_a_target_that_loses_a_rank_is_replaced_with_all_its_ranks(
 
 
 class Ended(Exception):
-    """In place of this process's end."""
+    """Raised where this process would end."""
 
 
 @pytest.mark.parametrize("gathered", [False, True], ids=["in a pass", "for a snapshot"])

@@ -1,4 +1,4 @@
-"""Tier actors that cannot start: nothing of them stays, and they can be started again."""
+"""Tier actors that cannot start. Nothing stays behind, and the actors can be started again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def settings(colocate: str, host: str | None = None) -> Settings:
 
 def loaded_models() -> int:
     gc.collect()
-    with warnings.catch_warnings(action="ignore"):  # torch's, of what is only looked at
+    with warnings.catch_warnings(action="ignore"):  # torch warns even if its objects are only looked at
         return sum(isinstance(each, PreTrainedModel) for each in gc.get_objects())
 
 

@@ -52,7 +52,7 @@ class Kept(Tiers):
     async def stream(
         self, request: pb.DecodeRequest, fault: Callable[[], None] | None = None, after: int = 10
     ) -> list[int]:
-        """The tokens; once there are `after` of them the fault happens. Raises `Cut`."""
+        """Return the tokens. The fault happens once there are `after` of them; then `Cut` is raised."""
         tokens: list[int] = []
         try:
             async for event in self.pipeline.decode(request):
@@ -65,8 +65,8 @@ class Kept(Tiers):
         return tokens
 
     async def survived(self, request: pb.DecodeRequest, fault: Callable[[], None]) -> tuple[list[int], float]:
-        """All tokens of a request in whose midst the fault happens, resumed as often as needed, and the longest time
-        without a token.
+        """Send a request, let the fault happen in its midst, and resume it as often as needed. Return all its tokens,
+        and the longest time without a token.
         """
         tokens: list[int] = []
         gap = 0.0
@@ -125,7 +125,7 @@ def test_a_killed_and_a_stopped_target_come_back_under_the_same_drafting_tiers(
             before = tiers.target_pid
 
             async def both(fault: signal.Signals = fault, temperature: float = temperature) -> None:
-                """One request is in flight as it happens, and another comes meanwhile and waits."""
+                """One request is in flight when the fault happens. Another comes meanwhile and waits."""
                 began = time.monotonic()
                 survivor = asyncio.create_task(tiers.survived(asked(prompt, temperature), lambda: tiers.kill(fault)))
                 while tiers.pipeline.serving.is_set():

@@ -1,4 +1,4 @@
-"""The thread that runs the engine: whether it is said to be ready, over gRPC as its pipeline asks."""
+"""The thread that runs the engine: whether it is said to be ready when its pipeline asks over gRPC."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from triforce_core.messages import GREEDY, Claim, Proposer, Tally, Tier, Verdict
 
 
 class Hanging(Counting):
-    """A target whose passes end only while they may."""
+    """A target whose passes end only while `may_end` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,10 +50,10 @@ class NoSnapshots:
     selector = "streaming"
 
     def update(self, sequence: object, *, wanted: bool) -> None:
-        """None is ever due."""
+        """No snapshot is ever due."""
 
     def saw(self, sequence: object, tally: Tally) -> None:
-        """Nothing depends on it."""
+        """Nothing depends on the tally."""
 
 
 @contextmanager
@@ -73,7 +73,7 @@ def served(
 
 
 def check(address: str, timeout_s: float = 5.0) -> None:
-    """As the owner of a pipeline does."""
+    """Check the target as the owner of a pipeline does."""
 
     async def connected() -> None:
         target = RunningTarget(address, os.getpid(), None)
@@ -86,7 +86,7 @@ def check(address: str, timeout_s: float = 5.0) -> None:
 
 
 def decode(target: TargetServer, max_tokens: int, lookaheads: tuple[int, int] = (0, 0)) -> threading.Event:
-    """Set at the end of the request."""
+    """Submit a request, and return an event that is set at its end."""
     done = threading.Event()
 
     def deliver(output: Output | None) -> None:
@@ -118,7 +118,7 @@ def test_a_hung_pass_is_not_ready_until_it_ends(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_waiting_for_the_tier_below_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """That one may hang as long as its link has patience."""
+    """The tier below may hang for as long as the link to it has patience."""
     monkeypatch.setattr(pass_times, "LEAST_S", 0.3)
     bell = Doorbell()
     tier = TierServer(Quiet(), Tier.RETRIEVAL, Tier.TARGET)
@@ -141,7 +141,7 @@ def test_waiting_for_the_tier_below_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
 
 
 def stream(address: str, **fields: Any) -> list[pb.DecodeEvent]:
-    """A request as the owner of a pipeline sends it."""
+    """Send a request as the owner of a pipeline does, and return its events."""
 
     async def events() -> list[pb.DecodeEvent]:
         request = pb.DecodeRequest(prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), **fields)
@@ -179,7 +179,7 @@ def test_a_deadline_in_the_past_and_a_priority_out_of_range_are_refused(fields: 
 
 
 def test_a_target_that_reports_too_late_is_unavailable() -> None:
-    """Its check has a deadline too, but that is no request's."""
+    """A check has a deadline, but no request has missed one: the error is `UnavailableError`."""
 
     with served(NoProposer(), Counting()) as (_, server):
         check(server.address)
@@ -202,7 +202,9 @@ def test_a_failed_engine_is_not_ready() -> None:
 
 
 def test_an_engine_knows_how_large_its_next_pass_is_at_most() -> None:
-    """Prompt chunks, and rounds of decoding with all that may be drafted for them; nothing that it holds already."""
+    """The engine counts prompt chunks, and rounds of decoding with all that may be drafted for them. It does not count
+    tokens that the target holds already.
+    """
     seen: list[tuple[int, int]] = []
 
     class Looking(Counting):

@@ -125,7 +125,7 @@ class Outcome:
     events: Counter[str] = field(default_factory=Counter)
 
     def acceptances(self, level: Tier) -> list[float]:
-        """Of each request for which the level judged at least ten tokens."""
+        """The acceptance of each request for which the level judged at least ten tokens."""
         found = [levels[Tier.TARGET - level] for levels in self.tallies]
         return [t.acceptance for t in found if t.acceptance is not None and t.accepted + t.rejected >= 10]
 
@@ -210,7 +210,7 @@ def finish(engine: Engine, requests: list[Request]) -> Outcome:
 
 
 def speculate(case: Case, num_tokens: int, prompts: Tokens, graphs: str = "off") -> Outcome:
-    """The case's requests in one batch, through all tiers."""
+    """Run the case's requests in one batch, through all tiers."""
     events: Counter[str] = Counter()
     requests = case.requests(num_tokens, prompts)
     outcome = finish(engine_for(case, events, requests, graphs), requests)
@@ -219,15 +219,15 @@ def speculate(case: Case, num_tokens: int, prompts: Tokens, graphs: str = "off")
 
 
 def decode_plainly(case: Case, num_tokens: int, prompts: Tokens) -> list[Tokens]:
-    """The same requests, each alone, with no tier but the target taking part."""
+    """Run the same requests, each alone, with no tier but the target."""
     plain = [Request(r.prompt, r.max_tokens, r.sampling, r.seed, (0, 0)) for r in case.requests(num_tokens, prompts)]
     engine = engine_for(case, Counter(), plain)
     return [finish(engine, [request]).tokens[0] for request in plain]
 
 
 def mixed_requests(temperature: float, longer: int, more: int) -> list[Request]:
-    """Ten, for batches in which sequences come and go: prompts of four lengths, from 3 tokens on in steps of `longer`,
-    outputs from `more` tokens on, and all kinds of lookaheads.
+    """Ten requests for batches in which sequences come and go. Prompts have four lengths, from 3 tokens on in steps of
+    `longer`; outputs have `more` tokens or some more; and there are all kinds of lookaheads.
     """
     sampling = SamplingParams(temperature) if temperature else GREEDY
     lookaheads = [(8, 3), (4, 1), (3, 0), (0, 2), (6, 12)]

@@ -34,7 +34,7 @@ def memory(field: str) -> int:
 
 
 def caches(decoder: SpeculativeDecoder) -> list[KVCache]:
-    """Those of all tiers, from the top."""
+    """The caches of all tiers, from the top."""
     assert isinstance(decoder.verifier, ModelVerifier)
     below = decoder.proposer
     if isinstance(below, SpeculativeDecoder):

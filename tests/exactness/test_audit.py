@@ -126,7 +126,9 @@ def test_thousands_of_honest_blocks_do_not_differ() -> None:
     ids=["top_k", "top_p", "cold", "greedy"],
 )
 def test_rounding_in_16_bits_is_no_defect(sampling: SamplingParams) -> None:
-    """Not even where it moves a token over the edge of top-k or top-p, or a low temperature makes gaps large."""
+    """The audit reports none even if rounding moves a token over the edge of top-k or top-p, or if a low temperature
+    makes gaps large.
+    """
     settings = Settings.model_validate({"dtype": "bfloat16", "max_sequences": 4, "target": {"audit": 1}})
     target = random_model().bfloat16()
     target.set_attn_implementation(ATTENTION)
@@ -140,7 +142,7 @@ def test_rounding_in_16_bits_is_no_defect(sampling: SamplingParams) -> None:
 
 
 class DefectiveRunner(ModelRunner):
-    """Passes over several tokens of a sequence lose the sight of the text's first half."""
+    """In passes over several tokens of a sequence, this runner does not see the first half of the text."""
 
     def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
         place = self.kv.place  # type: ignore[attr-defined]
@@ -173,14 +175,14 @@ def test_a_defect_of_the_verifying_pass_is_found(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_tie_is_told_from_a_defect(caplog: pytest.LogCaptureFixture) -> None:
-    """Where two candidates are as good as equal, tokens differ and logits do not."""
+    """Where two candidates are as good as equal, tokens differ, and logits do not."""
     it = engine(1)
     audit = it.decoder.verifier.audit  # type: ignore[attr-defined]
     perturbed = audit.drawer.perturbed
     noise = torch.Generator().manual_seed(0)
 
     def tied(logits: dict[int, Tensor]) -> Tensor:
-        """The two best candidates of each row, brought within 2e-5 of each other, in either order."""
+        """Bring the two best candidates of each row within 2e-5 of each other, in either order."""
         values = perturbed(logits)
         best = values.topk(2).indices
         rows = torch.arange(len(values))

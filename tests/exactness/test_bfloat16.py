@@ -94,7 +94,7 @@ def recorded(engine: Engine) -> RecordingRunner:
 
 
 def gaps(models: Models, outputs: list[Tokens], params: SamplingParams) -> Tensor:
-    """How far below the best perturbed float32 logit each emitted token is, [tokens]."""
+    """How far each emitted token's perturbed float32 logit is below the best one, [tokens]."""
     found = []
     for seed, (prompt, output) in enumerate(zip(models.prompts, outputs, strict=True), SEED):
         logits = plain_logits(models.exact, prompt + output)[len(prompt) - 1 : -1]
@@ -105,7 +105,9 @@ def gaps(models: Models, outputs: list[Tokens], params: SamplingParams) -> Tenso
 
 
 def errors(models: Models, outputs: list[Tokens], runner: RecordingRunner, temperature: float) -> Tensor:
-    """The largest error of each row of logits that plain decoding drew from, up to what a softmax ignores, [tokens]."""
+    """The largest error of each row of logits that plain decoding drew from, [tokens]. A constant that is added to a
+    whole row is no error, because softmax ignores it.
+    """
     found = []
     for sequence_id, (prompt, output) in enumerate(zip(models.prompts, outputs, strict=True), 1):
         exact = plain_logits(models.exact, prompt + output)[len(prompt) - 1 : -1]
@@ -157,8 +159,8 @@ def test_tokens_are_within_the_error_of_plain_decoding(models: Models, temperatu
     assert rates["plain"] < 0.05, "or plain decoding is itself wrong, and the bound that it sets says nothing"
 
     def allowed(rate: float, deviations: float = 3 * 2**0.5) -> float:
-        """Three standard deviations above. Both rates are of so many tokens, so the variance of their difference is
-        twice that of one.
+        """The rate plus three standard deviations. Both rates are measured on `count` tokens, so the variance of their
+        difference is twice the variance of one.
         """
         return rate + deviations * (max(rate, 0.005) / count) ** 0.5
 

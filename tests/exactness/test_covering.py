@@ -72,7 +72,7 @@ def test_speculation_changes_no_token(case: Case, num_tokens: int, prompts: Prom
 @pytest.mark.ci
 @pytest.mark.parametrize("num_tokens", LENGTHS)
 def test_everything_that_can_happen_happened(num_tokens: int, prompts: Prompts) -> None:
-    """Each kind of event at least 20 times at each level, and acceptance from 0.2 or less to nearly always."""
+    """Each kind of event happens at least 20 times. At each level acceptance ranges from below 0.2 to nearly 1."""
     outcomes = [speculated(case, num_tokens, prompts(case)) for case in CASES]
     events = sum((o.events for o in outcomes), Counter[str]())
     print(f"\n{num_tokens} output tokens:", *(f"{events[name]:7d}  {name}" for name in EVENTS), sep="\n")
@@ -92,14 +92,14 @@ def test_the_set_covers_every_pair() -> None:
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(0.0, 1.0), (1.0, 1.0), (1.0, 0.9)])
 def test_drafters_that_are_the_target_and_see_everything_are_always_accepted(temperature: float, top_p: float) -> None:
-    """Nothing but a tier's cache could then make it differ, or a tier that draws by other rules: through snapshots,
-    refreshes and growth, none does.
+    """Proposals could be rejected only if the KV of a tier were wrong, or if a tier drew by other rules. Snapshots,
+    refreshes and growth must cause neither.
     """
     case = replace(PERFECT, temperature=temperature, top_p=top_p)
     outcome = speculate(case, 200, random_prompts(case))
     for request, levels in zip(case.requests(200, random_prompts(case)), outcome.tallies, strict=True):
         if len(request.prompt) + 200 <= case.budget:
-            for level in levels[: sum(map(bool, request.lookaheads))]:  # those that judge proposals of the one below
+            for level in levels[: sum(map(bool, request.lookaheads))]:  # the levels that judge proposals from below
                 assert level.rejected == 0
                 assert level.accepted > 50
     assert outcome.events["RETRIEVAL: refresh in mid-stream"] > 20

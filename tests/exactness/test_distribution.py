@@ -30,7 +30,9 @@ LIKELY, IMPOSSIBLE = 1e-3, 1e-12  # p-values above and below which a sample is t
 
 
 def p_value(samples: Sequence[Tokens], probabilities: Mapping[Tokens, float]) -> float:
-    """Of the chi-square test of `samples`; outcomes that are expected less than 5 times are one cell."""
+    """The p-value of the chi-square test of `samples`. Outcomes that are expected less than 5 times count as
+    one cell.
+    """
     counts = Counter(samples)
     assert set(counts) <= {outcome for outcome, p in probabilities.items() if p > 0}, "something impossible was drawn"
     common = [outcome for outcome, p in probabilities.items() if p * len(samples) >= 5]
@@ -57,7 +59,7 @@ SLOW = [pytest.param(lookaheads, marks=pytest.mark.slow, id=str(lookaheads)) for
 def test_the_engines_samples_follow_the_targets_distribution(
     params: SamplingParams, lookaheads: tuple[int, int]
 ) -> None:
-    """Three tokens, thousands of seeds in large batches, drafters that are often wrong."""
+    """The samples are three tokens long, from thousands of seeds in large batches. The drafters are often wrong."""
     target, theirs = random_pair(vocab_size=VOCAB, num_hidden_layers=1, seed=3)
     probabilities = {(): 1.0}
     for _ in range(3):
@@ -102,10 +104,10 @@ def residual(own: Probabilities, proposed_by: Probabilities) -> Probabilities:
 def hierarchical(
     target: Probabilities, middle: Probabilities, draft: Probabilities, *, defect: bool, rng: random.Random
 ) -> int:
-    """One token by two levels of classical speculative sampling.
+    """Draw one token by two levels of classical speculative sampling.
 
-    With the defect the inner correction is drawn from the middle tier's own distribution in place of the residual, as
-    the published code does: the middle then proposes by another distribution than the outer test takes it to.
+    With the defect, the inner correction is drawn from the middle tier's own distribution in place of the residual, as
+    in the published code. The middle tier then proposes by another distribution than the outer test assumes.
     """
     first = rng.choices(range(len(draft)), draft)[0]
     inner = middle if defect else residual(middle, draft)
@@ -140,7 +142,7 @@ class TableTier:
         self.specs: dict[int, SequenceSpec] = {}
 
     def draw(self, spans: list[Span], counts: list[int]) -> list[list[int]]:
-        """For each span its next tokens, `counts` of them."""
+        """For each span, draw its next tokens, as many as `counts` says."""
         self.specs.update({span.sequence_id: span.spec for span in spans if span.spec is not None})
         specs = [self.specs[span.sequence_id] for span in spans]
         draws = [
@@ -167,12 +169,14 @@ class TableTier:
         ]
 
     def release(self, sequence_ids: list[int]) -> None:
-        """Holds nothing."""
+        """This tier holds nothing."""
 
 
 @pytest.mark.parametrize("middle", [TARGET, (0.25, 0.45, 0.3)], ids=["middle=target", "middle between"])
 def test_our_two_levels_pass_it(middle: Probabilities) -> None:
-    """The same three distributions in the real decoders: the first token, and the first two of a block together."""
+    """The real decoders have the same three distributions. Tested are the first token of each block, and the first two
+    together.
+    """
     drafts = TableTier(DRAFT, Tier.DRAFT)
     chain = SpeculativeDecoder(
         SpeculativeDecoder(drafts, TableTier(middle, Tier.RETRIEVAL)), TableTier(TARGET, Tier.TARGET)

@@ -65,7 +65,7 @@ def engine(tokenizer: Path) -> Engine:
 
 
 def distribution(logits: Tensor, output: Tokens, params: SamplingParams) -> list[float]:
-    """Of the token after `output`, by the definitions of all parameters."""
+    """The distribution of the token after `output`, by the definitions of all parameters."""
     text = torch.tensor([[*PROMPT, *output]])
     row = RepetitionPenaltyLogitsProcessor(params.repetition_penalty)(text, logits[None].clone())[0]
     for token in range(VOCAB):
@@ -121,7 +121,9 @@ def test_samples_follow_the_edited_distribution(
 
 @pytest.mark.parametrize("temperature", [0.6, 1.0])
 def test_the_published_inner_correction_fails_it(temperature: float) -> None:
-    """The first token by classical speculative sampling over the three edited distributions of these models."""
+    """The first token is drawn by classical speculative sampling over the three edited distributions of these
+    models.
+    """
     params, rng = sampling(temperature), random.Random(0)
     target, middle, draft = (
         tuple(distribution(plain_logits(model, PROMPT)[-1], (), params))
@@ -144,7 +146,7 @@ def test_the_published_inner_correction_fails_it(temperature: float) -> None:
 def test_noise_of_a_position_too_early_fails_it(
     tokenizer: Path, temperature: float, lookaheads: tuple[int, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A verifier that draws the token after an accepted one with that one's noise."""
+    """The verifier draws each token with the noise of the token before it."""
     own: Callable[[Drawer, LogitsOf], list[Draw]] = Drawer._draws
 
     def early(drawer: Drawer, logits: LogitsOf) -> list[Draw]:

@@ -48,7 +48,9 @@ def assert_exact(engine: Engine, requests: list[Request]) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("graphs", ["off", "eager"])
 def test_of_random_models(graphs: str, temperature: float) -> None:
-    """More requests than there is room for, of all lengths and lookaheads, on models with grouped query heads."""
+    """There are more requests than there is room for, of all lengths and lookaheads. The models have grouped query
+    heads.
+    """
     target, _ = random_pair(num_attention_heads=8, num_key_value_heads=2)
     engine = local_engine(target, with_noise(target, 0.1), settings_with(graphs))
     assert_exact(engine, mixed_requests(temperature, longer=57, more=10))

@@ -90,7 +90,7 @@ def test_masks_in_all_tiers_raise_acceptance_and_change_no_token() -> None:
 
 
 def test_a_form_that_admits_no_token_ends_the_request() -> None:
-    """Its stop token comes too early for `min_tokens`, and nothing else may follow; others go on."""
+    """The form's stop token comes too early for `min_tokens`, and no other token may follow. Other requests go on."""
     grammar = Guide("choice", ["return None"]).grammar()
     stuck = Request(PROMPT, 50, SamplingParams(min_tokens=30), 1, (6, 2), stop_token_ids("demo"), grammar=grammar)
     free = Request(PROMPT, 50, SamplingParams(), 1, (6, 2))

@@ -1,4 +1,4 @@
-"""Snapshots of changes change no token; where they are exact, they reject none either."""
+"""Snapshots that carry only changes alter no token. Where they are exact, no proposal is rejected because of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ CASES = [case for case in COVERING if case.budget < 1024][::6]
 @pytest.mark.parametrize("refresh_every", [None, 1, 5])
 @pytest.mark.parametrize("case", [*CASES, pytest.param(PERFECT, marks=pytest.mark.ci)], ids=str)
 def test_hand_overs_change_no_token(case: Case, refresh_every: int | None) -> None:
-    """As often as the case says, and more often."""
+    """Snapshots are cut as often as the case says, or more often."""
     if refresh_every is not None:
         case = replace(case, refresh=(refresh_every, case.refresh[1]))
     text = random_prompts(case)
@@ -55,7 +55,9 @@ def test_hand_overs_change_no_token(case: Case, refresh_every: int | None) -> No
 
 @pytest.mark.parametrize("refresh_every", [1, 5])
 def test_snapshots_of_everything_are_the_targets_kv(refresh_every: int) -> None:
-    """Drafters that are the target, and see everything, are always accepted: what was sent is in its place."""
+    """The drafters are the target and see everything. All their proposals are accepted if what was sent is in its
+    place.
+    """
     case = replace(PERFECT, refresh=(refresh_every, 600))
     text = random_prompts(case)
     events: Counter[str] = Counter()

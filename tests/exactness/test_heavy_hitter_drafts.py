@@ -29,7 +29,9 @@ SETTINGS = Settings.model_validate(
 
 
 def evictions_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
-    """A list that grows by the new position of each eviction at the draft tier, and by 0 where it began anew."""
+    """A list that grows with each eviction at the draft tier. It notes the sequence and its new start, which is 0 if
+    the cache began anew.
+    """
     kv = runners_of(engine)[Tier.DRAFT].kv
     assert isinstance(kv, HeavyHitterKV)
     place, found = kv.place, list[tuple[int, int]]()
@@ -73,7 +75,7 @@ def test_the_demo_pair(held_out: HeldOut, temperature: float, monkeypatch: pytes
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 0.8])
 def test_drafters_of_any_quality_in_batches_that_change(temperature: float) -> None:
-    """Drafts that are taken back, whole blocks at a time; texts beyond the drafter's positions are decoded too."""
+    """Drafts are taken back, also whole blocks of them. Texts beyond the drafter's positions are decoded, too."""
     for noise, positions in ((0.1, 8192), (0.4, 120)):
         target = random_model()
         target.set_attn_implementation(ATTENTION)
@@ -100,7 +102,7 @@ def test_longer_texts_than_the_drafter_has_positions_are_not_drafted() -> None:
 
 
 def test_its_memory_is_checked() -> None:
-    """As many tokens as sinks and window, and room for a block and its drafts."""
+    """The cache holds as many tokens as sinks and window together, and has room for a block and its drafts."""
     runner = draft_proposer(random_model(), SETTINGS).runner
     assert runner is not None
     assert isinstance(runner.kv, HeavyHitterKV)

@@ -31,7 +31,7 @@ def engine() -> Engine:
 
 
 def check(found: list[TokenLogprobs], text: tuple[int, ...], first: int) -> None:
-    """`found` are those of the tokens of `text` from `first` on."""
+    """Check that `found` are the logprobs of the tokens of `text` from `first` on."""
     expected = plain_logits(PAIR.theirs, text).log_softmax(-1)
     assert len(found) == len(text) - first
     for position, each in enumerate(found, start=first):
@@ -56,7 +56,9 @@ def whole(outputs: list[Output]) -> tuple[tuple[int, ...], list[TokenLogprobs], 
 @pytest.mark.parametrize("lookaheads", [(6, 2), (0, 3), (0, 0)], ids=str)
 @pytest.mark.parametrize("sampling", [GREEDY, STRANGE], ids=["greedy", "strange"])
 def test_logprobs_are_those_of_one_pass(sampling: SamplingParams, lookaheads: tuple[int, int]) -> None:
-    """Before any parameter: those of STRANGE change the tokens and not their logprobs. Another asks for none."""
+    """Logprobs are taken before any parameter applies: the parameters of STRANGE change the tokens, and not their
+    logprobs. A second request, beside the first, asks for no logprobs.
+    """
     scored = Request(PROMPT, 60, sampling, 5, lookaheads, logprobs=TOP)
     plain = Request(PROMPT, 60, sampling, 5, lookaheads)
     first, second = outputs_of(engine(), [scored, plain])
@@ -88,7 +90,9 @@ def test_a_resumed_request_has_the_logprobs_of_the_rest() -> None:
 
 
 def test_logits_of_a_whole_prompt_are_never_held() -> None:
-    """A pass over chunks whose tokens are scored has few rows where the vocabulary is large."""
+    """A row of logits is as long as the vocabulary. Where the vocabulary is large, a pass therefore scores few tokens
+    of prompts.
+    """
     it = engine()
     it.scheduler.scored_chunk = 32
     rows: list[int] = []

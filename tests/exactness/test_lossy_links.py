@@ -99,7 +99,7 @@ class LossyChain:
         self.on_the_way[snapshot.sequence_id] = self.rng.choice([0, 0, 2, 6]), snapshot
 
     def busy(self, sequence_id: int) -> bool:
-        """Asked once a round for each request, so this is also the clock."""
+        """The engine asks this once a round for each request, so this is also the clock."""
         turns, snapshot = self.on_the_way.pop(sequence_id, (0, None))
         if turns and snapshot:
             self.on_the_way[sequence_id] = turns - 1, snapshot
@@ -168,7 +168,7 @@ def test_faults_change_no_token(target: PreTrainedModel, micro_batches: int) -> 
 
 @pytest.mark.ci
 def test_faults_change_no_token_of_prompt_lookup() -> None:
-    """Over five tokens, of which any text repeats itself."""
+    """The vocabulary has five tokens, so every text repeats itself."""
     target = one_layer(vocab_size=5)
     events: Counter[str] = Counter()
     drafted = 0
@@ -214,13 +214,13 @@ class Liar:
         self.waiting = [w for w in self.waiting if w.span.sequence_id not in sequence_ids]
 
     def deliver(self, snapshot: Snapshot) -> None:
-        """Of no interest."""
+        """Snapshots are ignored."""
 
     def busy(self, sequence_id: int) -> bool:
         return False
 
     def confirmed(self, sequence_id: int) -> int:
-        """Any version, also of snapshots that were never cut."""
+        """Return any version, also of snapshots that were never cut."""
         return self.rng.randrange(5)
 
 

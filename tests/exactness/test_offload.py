@@ -54,7 +54,7 @@ def models(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def decode(name: str, requests: list[Request], **target: Any) -> Outcome:
-    """Through all three tiers. The pool holds two or three requests at a time, so that slots are used again."""
+    """Decode through all three tiers. The pool holds two or three requests at a time, so that slots are used again."""
     selector = "snapkv" if name == "demo" else "mean_key"  # the defaults in memory and with offload
     settings = load_settings(
         dtype="float32",

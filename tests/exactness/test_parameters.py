@@ -90,7 +90,7 @@ def text_of(case: random.Random) -> tuple[int, ...]:
 
 
 def drawn_request(case: random.Random) -> Request:
-    """Each parameter is off half of the time."""
+    """Draw a request. Each parameter is off half of the time."""
 
     def maybe(off: Any, *values: Any) -> Any:
         return case.choice(values) if case.random() < 0.5 else off
@@ -117,7 +117,7 @@ def drawn_request(case: random.Random) -> Request:
         logprobs=maybe(None, 0, 3),
         prompt_logprobs=maybe(None, 1),
     )
-    # What is about single tokens is about tokens that would come without it, or else it would hardly ever matter.
+    # Parameters about single tokens name tokens that come without these parameters. Others would hardly ever matter.
     coming = tokens_of(outputs_of(engine("demo"), [plain(request)])[0])[3:] or (5,)
     at = case.randrange(len(coming))
     sampling = replace(
@@ -146,7 +146,7 @@ def plain(request: Request) -> Request:
 
 
 def check(count: int, seed: int, least: int = 20) -> None:
-    """`least`: how often each event must happen; 0: in too few combinations to tell."""
+    """`least` is how often each event must happen. It is 0 if there are too few combinations to tell."""
     events: Counter[str] = Counter()
     for drafter in ("demo", "ngram"):
         decoder = engine(drafter).decoder

@@ -96,7 +96,9 @@ def test_a_request_may_pin_its_plan(engines: tuple[Engine, Engine, Engine]) -> N
 
 @pytest.mark.parametrize("looks_up", [True, False])
 def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool) -> None:
-    """Nothing is drafted, and the controller knows what lookup would have found, if there is a tier that looks up."""
+    """Nothing is drafted. Still, the controller knows what lookup would have found, if there is a tier that
+    looks up.
+    """
 
     class AlwaysPlain(Controller):
         def plan(self, *_: object) -> Plan:

@@ -41,7 +41,7 @@ def engine(pool_tokens: int, max_sequences: int) -> Engine:
 
 
 def run(it: Engine, asked: list[Request]) -> tuple[list[list[Output]], int]:
-    """The outputs of each request, and how many lived at once."""
+    """The outputs of each request, and the most requests that lived at once."""
     outputs: dict[int, list[Output]] = {it.submit(request): [] for request in asked}
     most = 0
     while not it.idle:
@@ -70,7 +70,8 @@ def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, in
     assert max(preempted) == 1
     for outputs in found:
         stats = outputs[-1].stats
-        # One that is preempted while it is decoded is prefilled again, and the token of the last chunk is of no round.
+        # A request that is preempted while it is decoded is prefilled again. The token that the last chunk of a prefill
+        # gives belongs to no round.
         assert stats.decoded == len(tokens_of(outputs)) - 1 - stats.preempted
         assert stats.decoded == stats.tallies[0].rounds or any(lookaheads), "one a round without drafts"
         assert stats.queued_s >= 0
@@ -83,7 +84,7 @@ def test_a_pool_of_half_the_size_gives_the_same_tokens(lookaheads: tuple[int, in
 
 @pytest.mark.ci
 def test_prompt_logprobs_of_a_preempted_request_come_once() -> None:
-    """It is preempted while its prompt is read, and again when it is decoded."""
+    """The request is preempted while its prompt is read, and again while it is decoded."""
     [first, second, *_] = requests((4, 2), prompt_logprobs=2, logprobs=1)
     it = engine(8192, 2)
     expected, _ = run(it, [first, second])

@@ -46,7 +46,7 @@ def test_quantisation_changes_no_token(kind: str, temperature: float, held_out: 
 
 @pytest.mark.parametrize("kind", ["int8", pytest.param("fp8", marks=pytest.mark.ci)])
 def test_the_target_s_own_passes_are_untouched(kind: str, held_out: HeldOut) -> None:
-    """In bfloat16 too, where only passes of the same width are comparable: test_bfloat16.py judges the others."""
+    """In bfloat16 only passes of the same width are comparable; test_bfloat16.py judges the others."""
     plain, beside = (decoded(settings_for(k, "bfloat16"), held_out, (0, 0)) for k in (None, kind))
     assert beside.tokens == plain.tokens
 

@@ -42,7 +42,9 @@ def rank() -> Iterator[RankProcess]:
 
 
 def saved(folder: Path, family: str) -> dict[str, str]:
-    """Directories of a random target, of the same with noise for the retrieval tier, and with more of it as drafter."""
+    """The folders of three saved models: a random target, and copies of it with noise for the retrieval tier and with
+    more noise for the drafter.
+    """
     target = random_model(family, num_attention_heads=8, num_key_value_heads=4, head_dim=8, seed=3)
     models = {"target": target, "retrieval": with_noise(target, 0.1, seed=1), "draft": with_noise(target, 0.2, seed=2)}
     for name, model in models.items():
@@ -62,7 +64,9 @@ def settings_for(models: dict[str, str], **more: object) -> Settings:
 
 
 def requests(vocab: int) -> list[Request]:
-    """Greedy and sampled, with mixed lookaheads; some prompts are longer than the budget, more than can be live."""
+    """The requests are greedy and sampled, with mixed lookaheads. Some prompts are longer than the budget, and there
+    are more requests than can be live.
+    """
     return [
         Request(random_tokens(length, seed=length, vocab=vocab), NUM_TOKENS, SamplingParams(temperature), i, lookaheads)
         for i, (length, temperature, lookaheads) in enumerate(
@@ -77,7 +81,7 @@ def plainly(engine: Engine, asked: list[Request]) -> list[tuple[int, ...]]:
 
 
 def divided(settings: Settings, ranks: Leader, tiers: tuple[str, ...]) -> Engine:
-    """The chain in this process, of which these tiers are divided."""
+    """The chain in this process, with these tiers divided over the ranks."""
     own, dtype = settings.retrieval.model, settings.dtype
     if tiers == BOTH:
         return load_local_engine(settings, ranks=ranks)
@@ -146,7 +150,9 @@ def test_two_ranks_give_the_tokens_of_one_process(
 def test_the_demo_pair_divided_gives_its_tokens(
     rank: RankProcess, held_out: HeldOut, offload: str, graphs: str
 ) -> None:
-    """Eight KV heads, weights that both tiers share; wherever the KV lies, and in passes of constant shape, too."""
+    """The models have eight KV heads, and target and retrieval share their weights. The KV lies in memory or on the
+    host, and some passes have a constant shape.
+    """
     settings = load_settings(
         dtype="float32",
         max_sequences=2,

@@ -1,6 +1,6 @@
-"""Passes of constant shape, which are what a GPU captures, against ordinary ones: the same proposals, the same tokens.
+"""Passes of constant shape, which a GPU captures, give the same proposals and the same tokens as ordinary passes.
 
-Not the tokens alone are compared, but what each tier proposed, and what became of it, in each request.
+Not only tokens are compared, but also what each tier proposed for each request, and what became of it.
 """
 
 from __future__ import annotations
@@ -76,7 +76,9 @@ def test_all_that_is_proposed_is_the_same(case: Case, passes: Counter[str], held
 
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 1.0])
 def test_sequences_that_come_and_go(temperature: float, passes: Counter[str]) -> None:
-    """More requests than there is room for, of all lengths and lookaheads, on models with grouped query heads."""
+    """There are more requests than there is room for, of all lengths and lookaheads. The models have grouped query
+    heads.
+    """
     target, _ = random_pair(num_attention_heads=8, num_key_value_heads=2)
     drafter = with_noise(target, 0.2)
     requests = mixed_requests(temperature, longer=45, more=5)

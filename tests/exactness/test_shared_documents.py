@@ -82,7 +82,9 @@ def alone(cold: Engine, asked: list[Request]) -> list[Tokens]:
 
 @pytest.mark.parametrize("lookaheads", [(4, 2), (0, 0), (0, 2)], ids=str)
 def test_one_after_another(cold: Engine, lookaheads: tuple[int, int]) -> None:
-    """The first is cold, the same again is a whole hit, and a document that goes on differently a partial one."""
+    """The first request finds nothing. If it is repeated, its whole prompt is found. A request whose document goes on
+    differently finds a part.
+    """
     first, other = question(0, lookaheads=lookaheads), question(1, lookaheads=lookaheads)
     partial = question(2, (*DOCUMENT[:301], *random_tokens(200, seed=5)), lookaheads)
     asked = [first, other, first, partial, question(3, partial.prompt, lookaheads), other]
@@ -103,7 +105,7 @@ def test_one_after_another(cold: Engine, lookaheads: tuple[int, int]) -> None:
 
 @pytest.mark.parametrize("lookaheads", [(4, 2), (0, 0)], ids=str)
 def test_all_at_once(cold: Engine, lookaheads: tuple[int, int]) -> None:
-    """Whichever has the shortest prompt, one reads the document and the others wait for it."""
+    """One request reads the document and the others wait for it, whichever has the shortest prompt."""
     asked = [question(n, lookaheads=lookaheads) for n in (3, 0, 1, 5, 2, 4, 7, 6)]
     it = engine()
     tokens, stats = run(it, asked)
@@ -125,7 +127,7 @@ def test_the_pool_holds_a_shared_document_once() -> None:
 
 
 def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
-    """The drafting tiers need nothing stored: they draft the same tokens, and the same are accepted."""
+    """The drafting tiers need nothing that is stored. They draft the same tokens, and the same tokens are accepted."""
     it = engine()
     asked = [replace(question(n), max_tokens=50) for n in range(3)]
     run(it, asked[:1])
@@ -148,7 +150,9 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
     ],
 )
 def test_landmarks_of_a_shared_document_choose_as_those_of_a_cold_run(selector: str, offload: str) -> None:
-    """They lie in the pool beside its KV, and a pool of half the need uses its slots anew."""
+    """Landmarks lie in the pool beside the KV of their document. The pool has half of the room that is needed, so its
+    slots are used again.
+    """
     asked = [replace(question(n, random_tokens(600, seed=n % 3)), max_tokens=60) for n in (0, 3, 1, 4, 2, 0)]
     it = engine(1000, selector, offload=offload)
     assert full_kv(it).landmarks is not None
@@ -174,7 +178,7 @@ def test_completions_of_one_prompt_share_it(cold: Engine) -> None:
 
 
 def test_what_must_be_read_anew(cold: Engine) -> None:
-    """Logprobs of a prompt need all its logits, `h2o` all its queries; and salts keep texts apart."""
+    """Logprobs of a prompt need all its logits, and `h2o` needs all its queries. Salts keep texts apart."""
     it = engine()
     run(it, [question(0), question(0, cache_salt="a")])
     asked = [
@@ -278,7 +282,7 @@ def rank() -> Iterator[RankProcess]:
 
 @pytest.mark.ci
 def test_two_ranks_share_alike(rank: RankProcess, tmp_path: Path) -> None:
-    """In a pool in which texts are dropped: a rank that dropped another one would give other tokens."""
+    """The pool is so small that texts are dropped. If the two ranks dropped different texts, tokens would change."""
     settings = settings_for(saved(tmp_path, "llama"))
     settings = settings.model_copy(
         update={"target": settings.target.model_copy(update={"kv_pool_tokens": 1600}), "max_sequences": 4}

@@ -49,7 +49,7 @@ def test_a_kernel_is_the_reference(
 
 @pytest.mark.parametrize("kernel", [KERNELS[name] for name in INSTALLED], ids=INSTALLED)
 def test_one_query_over_128k_keys(kernel: Kernel) -> None:
-    """Where the library splits the keys by itself."""
+    """With so many keys the library splits them by itself."""
     query, pool = normal(32, 1, 128, seed=2), normal(2, 8, 131_072, 128, seed=3)
     part = kernel(query, pool[0], pool[1], 128**-0.5, False)
     expected = blocked(query.float(), pool[0].float(), pool[1].float(), 128**-0.5, False)
@@ -63,7 +63,9 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, group: int, head_dim: int) -> None:
-    """In any order, empty ones among them, in a pool of which all else is NaN; and with the pass's own tokens."""
+    """The ranges are in any order, and some are empty. All else in the pool is NaN. The pass has tokens of its own,
+    too.
+    """
     kv_heads, longest = 2, 5000
     starts, lengths = [20_000, 5, 12_000, 0], [5000, 0, 4097, 1]
     pool = pool_of(kv_heads, 30_000, head_dim, torch.bfloat16)

@@ -38,7 +38,7 @@ def test_tokens_are_those_of_the_cpu(rows: int, *, fused: bool) -> None:
 
 
 def test_the_noise_is_that_of_the_cpu() -> None:
-    """Up to the last bits of the two logarithms."""
+    """The noise is equal up to the last bits of its two logarithms."""
     logits, draws = torch.randn(5, VOCAB), draws_of(SamplingParams(), 5)
     found, expected = perturbed_logits(logits.cuda(), draws), perturbed_logits(logits, draws)
     torch.testing.assert_close(found.cpu(), expected, atol=1e-12, rtol=0)

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
 
 
 def logits_of(model: PreTrainedModel, settings: Settings, length: int) -> torch.Tensor:
-    """Of all tokens of a text of this length, in one pass."""
+    """The logits of all tokens of a text of this length, from one pass."""
     geometry = kv_geometry(model)
     kv = StreamingKV(geometry, 1, WindowSettings(4, 200, 40), kernel_for(settings, geometry.head_dim))
     span = Span(1, 0, random_tokens(length, seed=length), spec(length))
@@ -39,7 +39,7 @@ def logits_of(model: PreTrainedModel, settings: Settings, length: int) -> torch.
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_logits_are_as_near_to_exact_ones_as_without(family: str, dtype: str) -> None:
-    """In 16 bits fused kernels round less often: they are held to the error of the ordinary ones."""
+    """In 16 bits fused kernels round less often. Their error may be at most twice that of ordinary kernels."""
     exact = random_pair(family).ours.to("cuda")
     settings = Settings.model_validate({"device": "cuda", "dtype": dtype, "compile": "on"})
     plain = copy.deepcopy(exact).to(getattr(torch, dtype))
@@ -53,7 +53,7 @@ def test_logits_are_as_near_to_exact_ones_as_without(family: str, dtype: str) ->
 
 
 def decoded(dtype: str, lookaheads: tuple[int, int], temperature: float, compile: str) -> Outcome:
-    """More requests than there is room for, of all lengths, through tiers whose passes are captured."""
+    """Decode more requests than there is room for, of all lengths, through tiers whose passes are captured."""
     target = random_pair(num_attention_heads=8, num_key_value_heads=2).ours.to("cuda", getattr(torch, dtype))
     settings = Settings.model_validate(
         {
@@ -87,6 +87,8 @@ def test_captured_they_give_the_tokens_of_plain_decoding(temperature: float) -> 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_in_16_bits_they_run_captured(dtype: str) -> None:
-    """Passes of different widths need not agree on tokens there; proposals that are accepted show they are sane."""
+    """In 16 bits, passes of different widths may differ in their tokens. That proposals are accepted shows that the
+    passes are sane.
+    """
     found = decoded(dtype, (8, 3), 0.0, "on")
     assert sum(levels[0].accepted for levels in found.tallies) > 50

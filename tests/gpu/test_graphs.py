@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 
 
 def decoded(dtype: str, graphs: str, temperature: float) -> Outcome:
-    """More requests than there is room for, of all lengths, through three tiers on the GPU."""
+    """Decode more requests than there is room for, of all lengths, through three tiers on the GPU."""
     target = random_pair(num_attention_heads=8, num_key_value_heads=2).ours.to("cuda", getattr(torch, dtype))
     settings = Settings.model_validate(
         {

@@ -34,7 +34,7 @@ def model() -> PreTrainedModel:
 
 
 def runners(model: PreTrainedModel, offload: Offload) -> tuple[ModelRunner, ModelRunner]:
-    """In memory, and offloaded."""
+    """Two runners: one has its KV in memory, the other is offloaded."""
     geometry, kernel = kv_geometry(model), KERNELS[default_kernel("cuda", "float32")]
     memory, offloaded = FullKV(geometry, POOL, kernel), OffloadedKV(geometry, POOL, kernel, offload)
     return ModelRunner(model, memory), ModelRunner(model, offloaded)

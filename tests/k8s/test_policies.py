@@ -118,7 +118,7 @@ def test_the_http_api_is_open_to_clients_and_named_scrapers_alone(scraped: bool,
 
 
 def test_one_pod_is_scraped_for_the_server_s_metrics_and_each_for_ray_s() -> None:
-    """Every proxy would answer with the figures of the one gateway."""
+    """If every proxy were scraped, each would answer with the figures of the one gateway."""
     objects = rendered(ALL)
     scraped = {}
     for monitor in of_kind(objects, "PodMonitor"):

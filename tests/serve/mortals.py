@@ -35,7 +35,7 @@ Body = dict[str, Any]
 
 @contextmanager
 def mortal(folder: Path, environment: dict[str, str] | None = None, **server: Any) -> Iterator[Server]:
-    """A server of its own. In the end it is told to stop, and nothing of it may be left."""
+    """A server of its own. At the end it is told to stop, and nothing of it may be left."""
     config, log = folder / "config.yaml", folder / "log.txt"
     port, grpc_port = free_ports(2)
     settings = {
@@ -68,7 +68,7 @@ def mortal(folder: Path, environment: dict[str, str] | None = None, **server: An
 
 
 def process_of(server: Server, victim: str) -> psutil.Process | None:
-    """The process that is called so now; None while there is none."""
+    """The process that now has the title of this victim; None if there is none."""
     for each in psutil.Process(server.process.pid).children(recursive=True):
         with suppress(psutil.Error):
             if each.status() != psutil.STATUS_ZOMBIE and TITLES[victim] in " ".join(each.cmdline()):
@@ -77,7 +77,7 @@ def process_of(server: Server, victim: str) -> psutil.Process | None:
 
 
 def send(server: Server, victim: str, with_signal: signal.Signals = signal.SIGKILL) -> bool:
-    """Whether there was such a process to send the signal to."""
+    """Send the signal. Return whether there was a process to send it to."""
     process = process_of(server, victim)
     if process is None:
         return False
@@ -101,7 +101,7 @@ class Streamed:
         return self.texts, self.tokens, self.reasons, self.usage
 
     def equals(self, other: Streamed) -> bool:
-        """Whether it is what the other is, times aside."""
+        """Whether both streams gave the same, apart from times."""
         pairs = [
             abs(one - two)
             for choice, logprobs in self.logprobs.items()
@@ -155,7 +155,7 @@ def take(found: Streamed, choice: dict[str, Any]) -> int:
 
 
 def over_grpc(server: Server, body: Body, watch: Watch = lambda count: None) -> Streamed:
-    """The same by the SDK, of one choice."""
+    """Read a stream by the SDK. It has one choice."""
     found, moment = Streamed({0: ""}, {0: []}, {0: []}), time.monotonic()
     began = moment
     with TriForceClient(server.grpc_address, timeout_s=600, retries=100) as client:
@@ -196,7 +196,7 @@ def together(
 
 
 def target_status(server: Server) -> dict[str, Any] | None:
-    """What the only target says of itself; None if nobody answers."""
+    """What the only target says about itself; None if nobody answers."""
     with suppress(requests.RequestException, AssertionError):
         for tier in server.status()["tiers"]:
             if tier["tier"] == "target":
@@ -206,7 +206,7 @@ def target_status(server: Server) -> dict[str, Any] | None:
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 300.0) -> float:
-    """Seconds until the condition held."""
+    """Wait until the condition holds, and return the seconds that it took."""
     began = time.monotonic()
     while not condition():
         assert time.monotonic() - began < timeout_s, what

@@ -79,7 +79,9 @@ def test_a_replica_that_hangs_takes_no_answer_of_the_others_with_it(asking: Any)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, *replicas: Any) -> RemotePipelines:
-    """What asks these replicas, of which Serve chooses one that hangs."""
+    """A `RemotePipelines` over these replicas, of which None is one that hangs. Whichever replica Serve chooses for a
+    ping hangs, too.
+    """
 
     async def silent() -> None:
         await asyncio.sleep(60)
@@ -93,7 +95,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, *replicas: Any) -> RemotePipelines:
 
 
 async def well() -> None:
-    """Ping has no result."""
+    """A replica that is well: a ping has no result."""
 
 
 async def gone() -> None:

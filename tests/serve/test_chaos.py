@@ -38,7 +38,7 @@ REQUESTS = [
 
 
 def figures(server: Server) -> dict[str, tuple[int, int, int]]:
-    """By process: its memory, descriptors and threads."""
+    """The memory, descriptors and threads of each process."""
     found = {}
     for victim in TITLES:
         if process := process_of(server, victim):
@@ -51,7 +51,7 @@ def bodies(text: tuple[int, ...]) -> list[Body]:
 
 
 def client(server: Server, index: int, asked: list[Body], expected: list[Streamed], until: float) -> int:
-    """One request after another; how many there were. Each is whole and right."""
+    """Send one request after another; each answer must be whole and right. Return how many there were."""
     count = 0
     while time.monotonic() < until:
         which = (index + count) % len(asked)
@@ -106,7 +106,7 @@ def test_random_kills_lose_no_request_and_change_no_token(
 def test_a_request_that_kills_the_target_each_time_ends_alone(
     tmp_path: Path, local_ray: LocalRay, held_out: HeldOut
 ) -> None:
-    """After three tries. Others that were in its passes finish as if it had not been."""
+    """It ends after three tries. Other requests that were in its passes finish as if it had never come."""
     local_ray.end()
     poison = Path(__file__).parent / "poison"
     paths = [str(poison), *filter(None, [os.environ.get("PYTHONPATH")])]

@@ -86,7 +86,7 @@ class Answering:
         return {}
 
     async def check(self) -> None:
-        """It can serve."""
+        """The pipeline can serve."""
 
 
 def service_of(family: str, pipelines: Answering) -> Service:
@@ -232,7 +232,7 @@ def test_hints_about_caches_are_ignored() -> None:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The conversations that have begun to be rendered, which takes two seconds."""
+    """The conversations whose rendering has begun. Rendering takes two seconds here."""
     begun: list[Any] = []
 
     async def render(self: ChatTemplate, messages: Any, *_: Any, **__: Any) -> tuple[int, ...]:

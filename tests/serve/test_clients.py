@@ -116,7 +116,7 @@ def near(one: Any, other: Any) -> bool:
 
 
 def check(answers: dict[str, Any]) -> dict[str, Any]:
-    """What the answers say; a stream says the same as the whole answer."""
+    """Return what the answers say. A stream must say the same as the whole answer."""
     found = {}
     for name, answer in answers.items():
         whole = [said(choice) for choice in answer["whole"]["choices"]]
@@ -138,8 +138,8 @@ def check(answers: dict[str, Any]) -> dict[str, Any]:
 def test_every_field_through_openai_s_clients(
     server: Server, client: TriForceClient, oldest: Path, node: Path, tmp_path: Path
 ) -> None:
-    """The same from the locked openai-python, the oldest that is supported and openai-node; streamed and whole; with
-    speculation and without; and what the SDK and the command line give.
+    """Answers are the same from the locked openai-python, the oldest that is supported, and openai-node; streamed and
+    whole; with and without speculation. The SDK and the command line give the same, too.
     """
     answers = check(ask_python(sys.executable, server))
     assert near(check(ask_python(sys.executable, server, **PLAIN)), answers)
@@ -171,7 +171,9 @@ def test_every_field_through_openai_s_clients(
 
 @pytest.fixture(scope="module")
 def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model whose template has tools: with random weights, which no call depends on that is forced."""
+    """A server of a model whose template has tools. Its weights are random, but no call that is forced depends on
+    weights.
+    """
     folder = tmp_path_factory.mktemp("tools")
     words = tokenizer("qwen")
     target = random_model("qwen3", vocab_size=len(words), eos_token_id=words.eos_token_id)

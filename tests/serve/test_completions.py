@@ -59,7 +59,9 @@ def refused(**fields: Any) -> dict[str, Any]:
 
 
 def prompt_scores(text: str) -> pb.DecodeEvent:
-    """An event with the prompt's logprobs, which tell the tokens; the best alternative is the token after it."""
+    """An event with the prompt's logprobs. Each logprob tells its token, and the best alternative is the number after
+    it.
+    """
     made = event([])
     for place, token in enumerate(ids(text)):
         given = {"logprob": -token, "top_ids": [token + 1, token], "top_logprobs": [-0.5, -token]} if place else {}
@@ -91,7 +93,7 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
 
 
 def test_cached_tokens_are_those_that_the_first_completion_of_each_prompt_found() -> None:
-    """The others may have found what the first one left: as with `prompt_tokens`, a prompt counts once."""
+    """The other completions may have found what the first one left. A prompt counts once, as in `prompt_tokens`."""
     script = (found(ids("a"), 3), found(ids(" c"), 3, LENGTH))
     fields: dict[str, Any] = {"prompt": [ids("def f"), ids("import os")], "n": 2}
     usage = answered(script, **fields)[0]["usage"]
@@ -210,7 +212,9 @@ def test_each_of_several_choices_has_the_prompt_s_logprobs() -> None:
 
 
 def test_the_logprobs_of_prompts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the product of prompt tokens, alternatives and the choices that get them, for all prompts together."""
+    """The bound is for the product of prompt tokens, alternatives and the choices that get them, over all prompts
+    together.
+    """
     asked: dict[str, Any] = {"prompt": [ids("def f")] * 2, "prompt_logprobs": 2, "n": 2}
     tokens = 2 * len(ids("def f"))
     script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
@@ -237,7 +241,7 @@ def test_a_prompt_that_fills_a_context_of_128k_may_be_scored_with_all_alternativ
 
 
 def test_a_prompt_is_scored_without_an_output() -> None:
-    """As lm_eval asks. The engine draws one token, which nobody sees."""
+    """This is how lm_eval asks. The engine draws one token, which nobody sees."""
     script = (prompt_scores("def f"), scored(ids(" a"), LENGTH))
     fields: dict[str, Any] = {"prompt": "def f", "echo": True, "logprobs": 1, "max_tokens": 0}
     answer, pipelines = answered(script, **fields)
@@ -479,7 +483,7 @@ UNKNOWN: dict[str, Any] = dict.fromkeys(map(str, range(MANY)), "")
 def test_a_body_with_many_errors_is_refused_at_one_of_the_first(
     made: type[Body], fields: dict[str, Any], place: str
 ) -> None:
-    """The first error is told. Errors take much more memory than the body."""
+    """The answer tells the first error only. The errors of a body take much more memory than the body."""
     needed: dict[str, Any] = {CompletionRequest: {"prompt": "a"}, ChatRequest: {"messages": []}}.get(made, {})
     with pytest.raises(ValidationError) as caught:
         made.model_validate(needed | fields)
@@ -500,7 +504,9 @@ def test_a_body_with_many_errors_is_refused_at_one_of_the_first(
     ids=["floats", "mixed", "list", "lists", "stop", "content"],
 )
 def test_the_errors_of_a_union_s_members_are_as_few(field: Any, value: Any) -> None:
-    """They are not told, and yet made: those of the other members even where the value is right."""
+    """Pydantic makes errors for all members of a union, also for those that the value was not meant for. No answer
+    tells them.
+    """
     union = get_args(field)[0] if get_origin(field) is Annotated else field
     with pytest.raises(ValidationError) as caught:
         TypeAdapter(union, config=ConfigDict(strict=True)).validate_python(value)

@@ -20,7 +20,7 @@ LOGS = Path("/tmp/ray/session/logs")
 
 
 def tiers(**threads: int) -> list[dict[str, Any]]:
-    """As /status reports them."""
+    """The tiers as /status reports them."""
     return [{"tier": tier, "threads": number} for tier, number in threads.items()]
 
 

@@ -44,7 +44,9 @@ MENDED: dict[str, Any] = {"model": "", "text": "def main():", "sampling": None, 
 
 @st.composite
 def requests(draw: st.DrawFn) -> tuple[str, Any]:
-    """A method and its request, some of whose fields are sound: otherwise hardly one would be sound as a whole."""
+    """A method and a request for it. Some fields are sound, because otherwise hardly any request would be sound as a
+    whole.
+    """
     name = draw(st.sampled_from(sorted(METHODS)))
     request: Any = draw(messages(METHODS[name].input_type))
     for field, value in MENDED.items():
@@ -80,7 +82,7 @@ class Context:
 
 
 class Up(Scripted):
-    """As a target does, it refuses fingerprints other than its own."""
+    """This pipeline refuses fingerprints other than its own, as a target does."""
 
     async def decode(self, request: tiers_pb.DecodeRequest) -> AsyncGenerator[tiers_pb.DecodeEvent, None]:
         if request.fingerprint:
@@ -109,7 +111,7 @@ def gateway() -> Gateway:
 
 
 async def status_of(gateway: Gateway, name: str, request: Any) -> str:
-    """The status with which the method answers; of a watch, after its first message."""
+    """The status with which the method answers. A watch is left after its first message."""
     context, method = Context(), getattr(gateway, name)
     answer = method(request.SerializeToString(), context)
     if METHODS[name].server_streaming:
@@ -137,7 +139,7 @@ def test_no_message_leads_to_an_unknown_error(gateway: Gateway, asked: tuple[str
 
 
 def test_the_messages_reached_what_lies_behind_the_checks() -> None:
-    """Otherwise the test above would show little."""
+    """If they did not, the test above would show little."""
     if not SEEN:
         pytest.skip("run together with the test above")
     assert SEEN["GenerateStream", "OK"] > 20
@@ -163,7 +165,7 @@ def test_bytes_that_are_no_message_are_refused(gateway: Gateway, name: str) -> N
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_the_live_server_survives_them_too(server: Server, client: TriForceClient) -> None:
-    """And bytes that are no message."""
+    """It also gets bytes that are no message."""
     seen: Counter[str] = Counter()
     with grpc.insecure_channel(server.grpc_address) as channel:
 

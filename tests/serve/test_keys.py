@@ -56,7 +56,7 @@ def file(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The file is read at every request."""
+    """The file of keys is read at every request."""
     monkeypatch.setattr(keys_module, "MOST_AGE_S", 0.0)
 
 
@@ -284,7 +284,9 @@ def test_the_page_loads_with_a_key_and_nothing_beside_it(file: Path) -> None:
 
 
 def test_another_site_cannot_use_the_key_that_a_browser_keeps(file: Path) -> None:
-    """Browsers send a kept password with requests from any site's page, but let it choose only among these types."""
+    """Browsers send a kept password with requests from any site's page. But such a page can choose only among these
+    content types.
+    """
     client = http(gateway(file))
     client.headers.update(basic("alice-key"))
     assert client.post("/v1/completions", json={"prompt": PROMPT}).status_code == 200
@@ -359,7 +361,7 @@ def test_an_id_that_is_not_sound_is_refused(given: str) -> None:
 
 
 def test_what_serve_cannot_decode_reaches_the_gateway() -> None:
-    """Serve applies the middlewares that a variable names; then its proxy decodes headers as UTF-8."""
+    """Serve applies the middlewares that an environment variable names. Then its proxy decodes headers as UTF-8."""
     app = gateway(None).__serve_build_asgi_app__()
 
     async def proxy(scope: Scope, receive: Receive, send: Send) -> None:
@@ -371,7 +373,9 @@ def test_what_serve_cannot_decode_reaches_the_gateway() -> None:
     served = _apply_middlewares(proxy, named())
 
     def answer(**headers: bytes) -> tuple[int, bytes]:
-        """Without a client of tests: none of them reads a header that is not ASCII, as Serve returns the id."""
+        """Call the app directly: no client for tests reads a header that is not ASCII, as the id is that Serve
+        returns.
+        """
         given = [(name.replace("_", "-").encode(), value) for name, value in headers.items()]
         scope = {"type": "http", "method": "GET", "path": "/v1/models", "query_string": b"", "headers": given}
         sent: list[Any] = []
@@ -413,7 +417,7 @@ def test_a_body_above_the_limit_is_refused_before_it_is_parsed(monkeypatch: pyte
 
 
 def taken(made: Gateway, path: str, pieces: int = 64, **headers: str) -> tuple[int, int]:
-    """The status, and how many pieces of 1000 bytes were taken, of a body that is sent in that many."""
+    """Send a body in `pieces` of 1000 bytes. Return the status, and how many pieces were taken."""
     given = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": given}
     count, status = 0, 0
@@ -532,7 +536,7 @@ def test_an_unforeseen_error_of_any_route_is_logged_without_its_message(
 
 
 def test_an_error_that_is_its_own_cause_is_logged() -> None:
-    """As Serve's handles may raise them again."""
+    """Serve's handles may raise an error again in this way."""
     error = ValueError(PROMPT)
     error.__cause__ = error
     assert traced(error).count("builtins.ValueError") == 1
@@ -593,7 +597,7 @@ def test_no_grpc_method_answers_without_a_key(file: Path, method: str, caplog: p
 
 @pytest.mark.parametrize("given", ["x" * 6000, "caf\xe9", "", "two\nlines"])
 def test_serves_id_is_taken_where_it_is_sound(caplog: pytest.LogCaptureFixture, given: str) -> None:
-    """Serve takes the client's metadata `request_id` for it, and returns that itself."""
+    """Serve takes the client's metadata `request_id` as its id, and returns it by itself."""
     with caplog.at_level(logging.INFO, "ray.serve"):
         for wished in (given, "mine"):
             called(gateway(None), "ListModels", Context(request_id=wished))
@@ -682,7 +686,7 @@ def test_a_key_alone_may_hold_all_places_and_shares_them_with_others() -> None:
 
 
 def test_a_request_above_the_share_leaves_others_theirs() -> None:
-    """It cannot be served while another key has requests, so that nothing is kept free for it."""
+    """It cannot be served while another key has requests. So no room is kept free for it."""
     shares = Shares(8)
     for _ in range(8):
         shares.take("a", 1)
@@ -701,7 +705,7 @@ def test_a_request_above_the_share_leaves_others_theirs() -> None:
 
 
 def test_a_request_above_the_share_is_told_so(file: Path) -> None:
-    """At a full server too, over gRPC."""
+    """A full server tells this, too, here over gRPC."""
 
     async def run() -> tuple[grpc.StatusCode, str] | None:
         made = gateway(file, event(ids("a")), 0.2, event(ids(" b"), gen.FINISH_REASON_LENGTH), max_queued=1)
@@ -814,7 +818,7 @@ def test_the_servers_own_probe_belongs_to_no_key(file: Path) -> None:
 
 
 class Loads(HTMLParser):
-    """Whatever a page names that a browser would load, and all tags."""
+    """Collects whatever a browser would load for a page, and all tags."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,7 @@ LABELS = {"zone": "tiers"}
 
 @pytest.fixture
 def port(local_ray: LocalRay) -> Iterator[int]:
-    """Of an application on one of two nodes; the head runs nothing."""
+    """The port of an application on one of two nodes. The head runs no part of it."""
     local_ray.end()
     port, grpc_port = free_ports(2)
     tiers = {tier: {"labels": LABELS} for tier in ("target", "retrieval", "draft")}
@@ -75,7 +75,7 @@ def test_requests_finish_on_a_node_that_ends(port: int, monkeypatch: pytest.Monk
 
 
 def node_of_the_pipeline() -> tuple[str, set[int]]:
-    """The node, and the pids of all replicas on it: perhaps the gateway is there too."""
+    """The pipeline's node, and the pids of all replicas on it. The gateway may be among them."""
     from ray._private import state
 
     alive = [each for each in state.actors().values() if each["State"] == "ALIVE"]

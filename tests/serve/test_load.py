@@ -1,4 +1,4 @@
-"""Many at once, too many at once, and clients that go away."""
+"""Many requests at once, too many at once, and clients that go away."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LONG = {"prompt": "def main():", "max_tokens": 6000, "temperature": 0.0}  # runs
 
 @contextmanager
 def silent_client(server: Server, **fields: Any) -> Iterator[None]:
-    """One that sends a request and reads nothing; it hangs up at the end of the context."""
+    """A client that sends a request and reads nothing. It hangs up at the end of the context."""
     body = json.dumps({**LONG, **fields}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.url}\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
@@ -96,7 +96,7 @@ def test_a_grpc_stream_that_is_closed_half_way_stops(server: Server, client: Tri
 
 
 def test_the_deadline_of_a_grpc_call_stops_its_request(server: Server) -> None:
-    """Though the request itself has no `timeout_s`: for the proxy it is cancelled."""
+    """The request itself has no `timeout_s`. The proxy cancels it at the deadline of the call."""
     request = pb.GenerateRequest(text="def main():", max_tokens=6000)
     with grpc.insecure_channel(server.grpc_address) as channel:
         stub = GenerationStub(channel)

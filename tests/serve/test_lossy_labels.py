@@ -47,7 +47,7 @@ class Local:
         return {}
 
     async def check(self) -> None:
-        """It can serve."""
+        """The pipeline can serve."""
 
 
 def service_of(settings: Settings) -> Service:

@@ -32,7 +32,9 @@ Series = dict[tuple[str, ...], float]
 
 
 def scraped(text: str) -> dict[str, Series]:
-    """By the name of a sample without `triforce_`, the values by those of its labels: the replica, then its own."""
+    """The values by the name of the sample without `triforce_`, and then by the sample's labels: the replica, if it has
+    one, and its others.
+    """
     found: dict[str, Series] = {}
     for family in text_string_to_metric_families(text):
         assert family.type != "unknown", family.name
@@ -118,7 +120,7 @@ def test_what_its_client_leaves_is_cancelled_and_its_tokens_count() -> None:
 
 
 def test_who_takes_the_last_part_and_nothing_more_has_finished() -> None:
-    """As the stream of events does, which closes its source then."""
+    """The stream of events does so: it closes its source after the last part."""
 
     async def taken() -> dict[str, Series]:
         _, service, _ = served(event(ids("a"), LENGTH))
@@ -242,7 +244,7 @@ class Tiers(Scripted):
         return self.statuses
 
     async def check(self) -> None:
-        """One can serve."""
+        """A replica can serve."""
 
 
 def tiers(

@@ -26,7 +26,7 @@ def chunks_of(response: requests.Response) -> list[dict[str, Any]]:
 
 
 def counts(usage: CompletionUsage) -> dict[str, Any]:
-    """Its tokens, wherever their KV came from."""
+    """The token counts of a usage, without where the KV came from."""
     return usage.model_dump(exclude={"prompt_tokens_details"})
 
 
@@ -51,7 +51,7 @@ def test_a_long_document_is_continued_the_same_streamed_and_whole(openai: OpenAI
 
 
 def test_a_document_that_was_read_is_not_read_again(openai: OpenAI, source: str) -> None:
-    """For requests of one salt; `prompt_tokens_details` tells the official client."""
+    """This holds for requests of one salt. `prompt_tokens_details` tells it to the official client."""
     questions = [f"{source[:12_000]}\n# {question}\n" for question in ("What is it?", "Who calls it?")]
 
     def asked(prompt: str, salt: str) -> tuple[str, int, int]:
@@ -190,7 +190,9 @@ def test_a_prompt_may_be_text_or_tokens_alone_or_in_a_list(server: Server) -> No
 
 
 def test_the_output_ends_before_a_stop_string_wherever_it_falls(server: Server) -> None:
-    """Inside a run of accepted tokens, across two, at the very beginning; streamed and whole; tokens cut alike."""
+    """The stop string falls inside a run of accepted tokens, across two runs, and at the very beginning. The text and
+    the tokens are cut alike.
+    """
     asked = {"max_tokens": 60, "temperature": 0.9, "seed": 21, "return_token_ids": True}
     chunks = [chunk["choices"][0] for chunk in chunks_of(server.stream(**asked))]
     full = "".join(chunk["text"] for chunk in chunks)

@@ -54,7 +54,7 @@ class Opened:
         expect(self.page.locator("#model")).to_contain_text("demo · context of 16,384 tokens")
 
     def paste(self, text: str) -> None:
-        """As the clipboard does it."""
+        """Paste the text as the clipboard does it."""
         self.page.get_by_label("Document", exact=True).evaluate(
             """(field, text) => {
                 const clipboardData = new DataTransfer();
@@ -71,7 +71,9 @@ class Opened:
         self.page.get_by_role("button", name="Start").click()
 
     def status(self, starts: str) -> None:
-        """Wait until the status has begun so, after those that were waited for before. It may have gone on since."""
+        """Wait until a status begins with `starts`, after the statuses that were waited for before. The page may show a
+        later one by now.
+        """
         until = time.monotonic() + ANSWER_MS / 1000
         while not self.page.evaluate(TAKE_STATUS, f"^{starts}"):
             assert time.monotonic() < until, self.page.get_by_role("status").text_content()

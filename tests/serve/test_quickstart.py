@@ -80,8 +80,8 @@ def runs(expected: str) -> Handler:
 
 
 def is_what_the_tests_serve(block: Block, server: Server, folder: Path) -> None:
-    """`make serve` installs and then runs what the tests' server runs; `make test` runs this. The slow test below runs
-    `make serve` itself.
+    """`make serve` installs, and then runs what the tests' server runs. `make test` runs the tests. The slow test below
+    runs `make serve` itself.
     """
     recipes = (REPOSITORY / "Makefile").read_text()
     assert {line.split()[1] for line in block.text.splitlines()} <= {"serve", "test"}
@@ -90,7 +90,7 @@ def is_what_the_tests_serve(block: Block, server: Server, folder: Path) -> None:
 
 
 def needs_a_gpu(block: Block, server: Server, folder: Path) -> None:
-    """This machine lacks one, so the block is not run; the settings files that it names are checked."""
+    """The block is not run, because this machine has no GPU. The settings files that it names are checked."""
     files = [word for word in block.text.split() if word.endswith(".yaml")]
     assert files
     for file in files:
@@ -143,7 +143,7 @@ def as_grpcurl(expected: str) -> Handler:
 
 
 def constructs(block: Block, server: Server, folder: Path) -> None:
-    """There is no server at that address, but the client can be made."""
+    """The client can be made, though there is no server at this address."""
     done = subprocess.run([sys.executable, "-c", block.text], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -264,7 +264,7 @@ def make_serve(clone: Path, log: Path) -> Iterator[None]:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_from_clone_to_the_first_answer(tmp_path: Path) -> None:
-    """With a warm cache of packages, as on a machine that has installed them before."""
+    """The cache of packages is warm, as on a machine that has installed them before."""
     if not (free(8000) and free(9000)):
         pytest.skip("ports 8000 and 9000, which `make serve` uses, are taken")
     busy = os.getloadavg()[0] > 2 * (os.cpu_count() or 1)

@@ -113,7 +113,7 @@ def test_requests_go_where_their_prefix_is(replicas: Server) -> None:
 
 
 def found(server: Server, tokens: list[int]) -> float:
-    """Which part of a prompt's KV a short request finds."""
+    """The share of a prompt's KV that a short request finds."""
     usage = server.complete(tokens, max_tokens=4, temperature=0).json()["usage"]
     return float(usage["prompt_tokens_details"]["cached_tokens"] / usage["prompt_tokens"])
 
@@ -151,7 +151,7 @@ def test_a_common_system_prompt_keeps_both_busy(replicas: Server) -> None:
 
 @contextmanager
 def watched(server: Server) -> Iterator[None]:
-    """Somebody asks for the status all the time."""
+    """In the body, several threads ask for the status all the time."""
     enough = threading.Event()
 
     def watch() -> None:

@@ -22,7 +22,7 @@ def test_models(client: TriForceClient) -> None:
 
 
 def counts(usage: Usage | pb.Usage) -> tuple[int, int]:
-    """Its tokens, wherever their KV came from."""
+    """The token counts of a usage, without where the KV came from."""
     return usage.prompt_tokens, usage.completion_tokens
 
 

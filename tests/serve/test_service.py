@@ -155,11 +155,11 @@ class WithoutTiers(Scripted):
         return {}
 
     async def check(self) -> None:
-        """One can serve."""
+        """A replica can serve."""
 
 
 def test_a_server_that_shuts_down_is_not_healthy() -> None:
-    """Though its replicas are: whoever sends requests here must stop."""
+    """Its replicas are still healthy, but whoever sends requests here must stop."""
     service = Service(load_settings(), model(), WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH)))
     client = TestClient(http_app(service))
     assert client.get("/health").status_code == 200
@@ -169,7 +169,7 @@ def test_a_server_that_shuts_down_is_not_healthy() -> None:
 
 
 def test_the_first_answer_of_health_has_decoded_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a request meets for the first time, no user should."""
+    """The first request to a server may meet failures and delays. It should be no user's request."""
     pipelines = WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH))
     client = TestClient(http_app(Service(load_settings(), model(), pipelines)))
     for _ in range(3):
@@ -281,7 +281,7 @@ def test_the_pipeline_gets_the_tokens_of_the_text(repeats: int) -> None:
 
 
 def test_a_short_prompt_does_not_wait_for_long_ones() -> None:
-    """Nor does the event loop, which all streams share."""
+    """Neither does the event loop, which all streams share."""
     long, short = "import os\n" * 100_000, "import os\n" * 50
 
     async def order() -> tuple[list[str], float, float]:
@@ -363,13 +363,13 @@ ENDED = event(ids("a"), gen.FINISH_REASON_LENGTH)
 
 
 def generated(service: Service, **fields: Any) -> gen.GenerateResponse:
-    """What the gRPC door answers."""
+    """What the service answers over gRPC."""
     return asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**{"text": "def", **fields})))
 
 
 def test_a_whole_grpc_answer_takes_memory_in_proportion_to_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of several choices, one of which is empty. A message keeps what its fields had before, so that text set anew for
-    each chunk would take 400 MB here.
+    """The answer has several choices, one of them empty. A message keeps what its fields had before, so 400 MB would be
+    taken here if the text were set anew for each chunk.
     """
     text, origins = "x" * 100, bytes(100)
 

@@ -121,7 +121,7 @@ class Alone:
         return tuple(token for output in run_to_end(self.engine, [self.request(body)]) for token in output.tokens)
 
     def gap(self, body: dict[str, Any], found: Tokens, expected: Tokens) -> float:
-        """Of the perturbed logits of the two tokens where the outputs part."""
+        """The difference of the perturbed logits of the two tokens at which the outputs part."""
         at = next(i for i, (a, b) in enumerate(zip((*found, -1), (*expected, -1), strict=False)) if a != b)
         if at >= min(len(found), len(expected)):
             return float("inf")
@@ -160,7 +160,7 @@ def test_64_streams_for_five_minutes(tmp_path: Path, held_out: HeldOut) -> None:
 
 
 def test_a_pool_of_half_of_what_is_needed(tmp_path: Path, held_out: HeldOut) -> None:
-    """As many live at once as fit at their present lengths; those that are preempted end with the same tokens."""
+    """As many requests live at once as fit at their present lengths. Preempted requests end with the same tokens."""
     text = held_out("turtle.py", 6000)
     bodies = [
         {
@@ -212,7 +212,7 @@ def use(server: Server) -> tuple[int, int]:
 
 
 def test_clients_that_go_away_leave_nothing(tmp_path: Path) -> None:
-    """A hundred streams that are dropped after their first text."""
+    """A hundred streams are dropped after their first text."""
     body = {"prompt": "def main():", "max_tokens": 6000, "temperature": 0.0}
 
     def drop() -> None:
@@ -234,7 +234,9 @@ def test_clients_that_go_away_leave_nothing(tmp_path: Path) -> None:
 
 
 def test_ten_times_too_many_are_refused_and_do_not_slow_the_others(tmp_path: Path) -> None:
-    """Users as many as there are places, and then ten times as many; those that are refused come back as told."""
+    """First there are as many users as places, then ten times as many. Refused users come back when they were
+    told to.
+    """
     places = 4 + 4
     body = {"prompt": "def main():", "max_tokens": 64, "temperature": 0.0}
 

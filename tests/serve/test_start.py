@@ -70,7 +70,7 @@ def test_a_device_that_is_not_here(tmp_path: Path) -> None:
 
 
 def test_heads_that_flash_attention_does_not_take(tmp_path: Path) -> None:
-    """Known from the configuration, before any weights are loaded."""
+    """The configuration tells this before any weights are loaded."""
     random_model(hidden_size=80, head_dim=20).save_pretrained(tmp_path / "odd")
     settings = Settings(target={"model": str(tmp_path / "odd")}, draft={"model": str(tmp_path / "odd")}, device="cuda")
     with pytest.raises(InvalidValueError, match=r"heads of a multiple of 8 .* have 20: set attention: blocked"):

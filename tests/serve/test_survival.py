@@ -49,7 +49,7 @@ def mortal(tmp_path_factory: pytest.TempPathFactory, local_ray: LocalRay) -> Ite
 
 
 def process_of(server: Server, title: str) -> psutil.Process:
-    """The process with this in its title, such as Ray gives to those of its actors."""
+    """The process that has `title` in its title. Ray gives such titles to the processes of its actors."""
     found = [
         each
         for each in psutil.Process(server.process.pid).children(recursive=True)

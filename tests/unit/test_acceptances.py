@@ -18,7 +18,9 @@ def guess(right: int) -> Tally:
 
 
 def learned(*tallies: Tally) -> dict[str, tuple[float, float]]:
-    """By chance, how often it happened and how often it could have, where nothing is forgotten."""
+    """By the name of a chance: how often it happened, and how often it could have happened. Nothing is
+    forgotten here.
+    """
     known = Acceptances()
     for tally in tallies:
         known.add(PLAIN, (Tally(), Tally(), tally), memory=1.0)

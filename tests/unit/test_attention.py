@@ -46,7 +46,7 @@ def pool_views(kv_heads: int, count: int, dtype: torch.dtype, seed: int) -> tupl
 @pytest.mark.parametrize("slow", [False, True])
 @pytest.mark.parametrize("count", [1, 700, 1030])
 def test_one_bfloat16_query_may_be_passed_twice(monkeypatch: pytest.MonkeyPatch, slow: bool, count: int) -> None:
-    """On CPUs whose operator is slow for one query. The second result is dropped."""
+    """Some CPUs' operator is slow for one query. There the query is passed twice, and the second result is dropped."""
     module = import_module("triforce_core.attention.cpu_flash")
     monkeypatch.setattr(module, "one_query_is_slow", lambda: slow)
     query = torch.randn(4, 1, HEAD_DIM, generator=torch.Generator().manual_seed(0)).bfloat16()
@@ -107,7 +107,7 @@ def test_past_and_own_tokens_causally(
 @kernels
 @pytest.mark.parametrize("past", [0, 4000, 5000])
 def test_many_queries_over_many_keys(kernel: Kernel, past: int) -> None:
-    """More of both than a block has, where a kernel works in blocks."""
+    """Kernels that work in blocks get more queries and more keys than a block has."""
     query = torch.randn(2, 600, HEAD_DIM, generator=torch.Generator().manual_seed(6))
     keys, values = pool_views(1, past + 600, torch.float32, seed=7)
     for causal in (False, True):

@@ -38,7 +38,9 @@ def test_the_items_are_the_whole_range(workers: int) -> None:
 
 
 def test_both_contexts_are_measured_with_one_range_of_true_length() -> None:
-    """And a short text in a pass with room for a long one, whose splits may go by the room."""
+    """There is also a short text in a pass with room for a long one, because the number of splits may depend on the
+    room.
+    """
     assert {(case.keys, case.longest) for case in CASES} == {
         (4_096, 4_096),
         (124_928, 124_928),
@@ -49,7 +51,7 @@ def test_both_contexts_are_measured_with_one_range_of_true_length() -> None:
 
 
 def test_the_target_s_cases_have_the_items_of_its_passes() -> None:
-    """A pass of the target has at least four for each sequence, whichever way attends to them."""
+    """A pass of the target has at least four items for each sequence, whichever way attends to them."""
     target, retrieval = ([case for case in CASES if (case.longest > 4_096) == long] for long in (True, False))
     for case in target:
         assert items_of(Way(gathered, 1), case, CPU).splits == VerifyBatch.LEAST_SPLITS == 4

@@ -37,7 +37,7 @@ NAMED = "llama2-7b-128k"
 
 @pytest.fixture(autouse=True)
 def _threads() -> object:
-    """Runners set the number of threads: put it back."""
+    """Runners set the number of threads. This restores it."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -91,7 +91,7 @@ def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     "rates", [SyntheticAcceptance(0.92, 0.6), SyntheticAcceptance(0.3, 0.95), SyntheticAcceptance(1.0, 0.0)], ids=str
 )
 def test_tokens_are_accepted_as_often_as_asked(shape: str, rates: SyntheticAcceptance) -> None:
-    """Within four standard errors."""
+    """The rate is within four standard errors."""
     stats = measured(shape, rates, seed=5, output=600).stats
     for tally, rate in zip(stats.tallies[:2], (rates.retrieval, rates.draft), strict=True):
         judged = tally.accepted + tally.rejected
@@ -113,7 +113,7 @@ def small(**more: Any) -> DeviceWorkload:
 
 
 def test_what_was_measured_before_a_run_is_cut_off_remains(shape: str) -> None:
-    """The figures are told from the peaks on, stages before whole runs, each as soon as it is there."""
+    """Each figure is reported as soon as it is there: first the peaks, then the stages, then the whole runs."""
     told: list[str] = []
 
     class CutOffError(Exception):
@@ -135,7 +135,9 @@ def test_what_was_measured_before_a_run_is_cut_off_remains(shape: str) -> None:
 
 
 def test_several_requests_are_measured_while_all_of_them_decode(shape: str) -> None:
-    """A pass reads the weights once and the KV of each; and what is accepted differs from request to request."""
+    """A pass reads the weights once, and the KV of each request. Which tokens are accepted differs from request to
+    request.
+    """
     requests, report = 3, list[str]()
     found = bench_device(SETTINGS, geometry_of(shape, shape), small(requests=requests), report.append)
     one = bench_device(SETTINGS, geometry_of(shape, shape), small(), report.append)
@@ -166,7 +168,7 @@ def test_requests_that_are_not_decoded_together_are_refused(shape: str) -> None:
 
 @pytest.mark.parametrize("resident", [0, 1])
 def test_offloaded_a_pass_is_held_against_the_link(shape: str, resident: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the KV that it sees, what lies on the host: that of the layers which are not resident."""
+    """What crosses the link is the KV that the pass sees in the layers that are not resident."""
     monkeypatch.setattr(device, "measure_peaks", lambda *_: Peaks(10.0, 2.0, 1.0))
     target = TargetSettings(offload="host", resident_layers=resident)
     settings = SETTINGS.model_copy(update={"target": target})
@@ -181,7 +183,7 @@ def test_offloaded_a_pass_is_held_against_the_link(shape: str, resident: int, mo
 
 @pytest.mark.parametrize("fill", [True, False])
 def test_the_models_run_every_pass(shape: str, fill: bool) -> None:
-    """Filled prompts are the one thing that they are spared, up to the chunk that gives the first token."""
+    """There is one exception: filled prompts need no passes up to the chunk that gives the first token."""
     load = DeviceWorkload(len(PROMPT), 100, 50, SyntheticAcceptance(0.9, 0.6), 0, repeats=1, fill=fill)
     settings = SETTINGS.model_copy(update={"target": TargetSettings(prefill_chunk=len(PROMPT) // 4)})
     engine = synthetic_engine(settings, geometry_of(shape, shape), load)
@@ -220,7 +222,9 @@ def test_flops_of_a_prefill(shape: str) -> None:
 
 
 def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the default geometry, a GPU of 141 GB has room for the longest; one of 80 GB for a shorter one."""
+    """With the default geometry, a GPU of 141 GB has room for the longest context, and a GPU of 80 GB for a shorter
+    one.
+    """
     settings, shapes = load_settings(dtype="bfloat16", max_sequences=1, retrieval={"budget": 4096}), geometry_of(NAMED)
     found = {}
     for gib in (140, 79, 24):

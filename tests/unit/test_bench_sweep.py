@@ -330,7 +330,7 @@ def test_a_line_goes_through_its_points() -> None:
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
-    """Runners set the number of threads: put it back."""
+    """Runners set the number of threads. This restores it."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

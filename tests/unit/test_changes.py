@@ -32,7 +32,9 @@ CHUNKS = [
 
 
 class Writer:
-    """A full cache whose KV is random numbers, the first of which tells the position; its text grows as told."""
+    """A full cache whose KV is random, but the first number of each key tells its position. Its text grows by
+    `grow`.
+    """
 
     def __init__(self, kv_heads: int, seed: int = 0) -> None:
         self.generator = torch.Generator().manual_seed(seed)
@@ -55,7 +57,7 @@ class Writer:
         return [s for a, b in self.held.ranges for s in range(a, b)][:LENGTH]
 
     def grow(self, position: int, *, drift: float) -> None:
-        """The text is settled up to `position`; the queries there are those of before, and some noise."""
+        """Settle the text up to `position`. The queries there are the queries of before with some noise."""
         self.held.cached = position
         kept = self.held.queries
         before = [kept.of(layer) for layer in range(LAYERS)] if kept.positions else None
@@ -95,7 +97,7 @@ def assert_same(found: Contents, expected: Contents) -> None:
 @pytest.mark.parametrize("chunks", CHUNKS, ids=str)
 @pytest.mark.parametrize("seed", range(4))
 def test_changes_give_what_a_whole_snapshot_gives(chunks: ChunkSettings, kv_heads: int, seed: int) -> None:
-    """Some lost on the way, to a receiver that is restarted now and then."""
+    """Some snapshots are lost on the way, and the receiver is restarted now and then."""
     rng = random.Random(seed)
     writer = Writer(kv_heads, seed)
     receiver = reader(writer, chunks.budget, pieces=bool(seed % 2))
@@ -125,7 +127,9 @@ def test_changes_give_what_a_whole_snapshot_gives(chunks: ChunkSettings, kv_head
 
 @pytest.mark.parametrize("chunks", CHUNKS[:4], ids=str)
 def test_a_snapshot_of_changes_carries_little_else(chunks: ChunkSettings) -> None:
-    """With the queries of before, only what was decoded since, and the chunks that leave the end of the budget."""
+    """If the queries are those of before, it carries only what was decoded since, and the chunks that leave the end of
+    the budget.
+    """
     writer = Writer(2)
     writer.grow(500, drift=0)
     first = writer.kv.cut(1, 500, chunks, MeanKey())
@@ -142,7 +146,7 @@ def test_a_snapshot_of_changes_carries_little_else(chunks: ChunkSettings) -> Non
 
 def test_queries_that_turn_elsewhere_change_more() -> None:
     def size(drift: float, seed: int) -> float:
-        """Of the changes, in whole snapshots."""
+        """The size of the changes, in whole snapshots."""
         writer, chunks = Writer(2, seed), CHUNKS[0]
         writer.grow(500, drift=0)
         base = writer.kv.cut(1, 500, chunks, MeanKey())
@@ -186,7 +190,7 @@ def test_what_lacks_its_base_is_refused_and_changes_nothing() -> None:
 
 
 def test_what_waits_is_bounded() -> None:
-    """Changes that nobody installs, and more tokens than the budget."""
+    """Changes that nobody installs are refused at some point, and so are snapshots of more tokens than the budget."""
     writer, chunks = Writer(2), CHUNKS[0]
     kv = reader(writer, chunks.budget)
     taken = []

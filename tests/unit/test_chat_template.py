@@ -132,7 +132,7 @@ def test_what_is_refused(chat: list[Any], options: dict[str, Any], message: str)
 
 @pytest.mark.parametrize("arguments", ["[1]", '{"city": "Par', "3"])
 def test_arguments_that_are_no_object_stay_a_text(arguments: str) -> None:
-    """Or the conversation could not go on after an answer that ended within a call."""
+    """Otherwise a conversation could not go on after an answer that ended within a call."""
     call = {**CALLS[0], "function": {"name": "f", "arguments": arguments}}
     chat = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}, ROUND[2]]
     assert f'"arguments": {json.dumps(arguments)}' in text("qwen", *chat)

@@ -32,7 +32,7 @@ from triforce_core.models.precision import machine_dtype
 
 @pytest.fixture(autouse=True)
 def _threads() -> object:
-    """Commands set the number of threads: put it back."""
+    """Commands set the number of threads. This restores it."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -305,7 +305,7 @@ def test_an_argument_that_there_is_not_is_refused(client: TriForceClient) -> Non
 
 
 def test_what_is_left_out_stays_unset(client: TriForceClient, servicer: ScriptedGeneration) -> None:
-    """But for the seed, which the client draws, so that it can repeat the call."""
+    """The seed is the exception: the client draws it, so that it can repeat the call."""
     seeds = set()
     for _ in range(4):
         client.generate("abc")

@@ -211,7 +211,7 @@ def by_completion(chunks: list[Chunk]) -> dict[int, tuple[Any, ...]]:
 
 @pytest.mark.parametrize("n", [1, pytest.param(3, marks=pytest.mark.ci)])
 def test_streams_that_break_anywhere_more_than_once_lose_and_repeat_nothing(kind: str, n: int) -> None:
-    """With several completions, an echoed prompt and its logprobs."""
+    """The streams have several completions, an echoed prompt and its logprobs."""
     asked = {"max_tokens": 4, "seed": 5, "n": n, "echo": True, "prompt_logprobs": 0}
     with serving(Generation()) as served:
         whole = by_completion(call(kind, served.address, "stream", "abc", **asked))
@@ -226,7 +226,7 @@ def test_streams_that_break_anywhere_more_than_once_lose_and_repeat_nothing(kind
 
 
 def test_a_stream_that_just_ends_goes_on(kind: str) -> None:
-    """As where a proxy takes the death of what is behind it for the end."""
+    """A proxy may take the death of the server behind it for the end of the stream."""
     with serving(Generation(Failure(grpc.StatusCode.OK, 2), Failure(grpc.StatusCode.OK, 3))) as served:
         chunks = call(kind, served.address, "stream", "abc", max_tokens=9, seed=5)
         assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 9)
@@ -237,7 +237,7 @@ def test_a_stream_that_just_ends_goes_on(kind: str) -> None:
 
 
 def test_a_stream_that_gets_on_is_tried_as_often_as_it_needs(kind: str) -> None:
-    """Not so one that breaks off after each few tokens: it may be the cause."""
+    """A stream that breaks off after few tokens each time is given up, because it may be the cause."""
     with serving(Generation(*[Failure(UNAVAILABLE, 16)] * 5)) as served:
         chunks = call(kind, served.address, "stream", "abc", max_tokens=99, seed=5, client={"retries": 1})
         assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 99)

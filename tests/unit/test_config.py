@@ -99,7 +99,7 @@ def test_a_bad_file_is_refused_by_field_value_and_rule(
 
 
 def missing(path: Path) -> None:
-    """No such file."""
+    """Leaves the file out."""
 
 
 def directory(path: Path) -> None:
@@ -161,7 +161,7 @@ def test_tiers_that_do_not_take_part_look_ahead_by_0(tiers: str, effective: tupl
 def test_an_offloaded_target_looks_further_ahead_unless_told(
     settings: dict[str, Any], lookaheads: tuple[int, int], prefill_chunk: int
 ) -> None:
-    """And its defaults are settings like others: printed, they are read back."""
+    """The defaults of an offloaded target can be printed and read back, like other settings."""
     loaded = load_settings(**settings)
     for each in (loaded, Settings.model_validate(loaded.model_dump(mode="json"))):
         assert (each.speculation.lookaheads, each.target.prefill_chunk) == (lookaheads, prefill_chunk)

@@ -39,7 +39,9 @@ def process(root: Path, *lines: str) -> Path:
 
 
 def test_version_2(tmp_path: Path) -> None:
-    """As in most containers, whose own group is the root of what they see. Cached files can be dropped."""
+    """Most containers are like this: their own group is the root of what they see. Cached files count as free, because
+    they can be dropped.
+    """
     at = process(tmp_path, "0::/")
     v2(at, 8 * GIB, 5 * GIB, inactive_file=2 * GIB, active_file=GIB, shmem=GIB)
     assert container_free(tmp_path) == 6 * GIB
@@ -57,7 +59,9 @@ def test_the_narrowest_of_all_levels_counts(tmp_path: Path) -> None:
 
 
 def test_version_1(tmp_path: Path) -> None:
-    """With a controller a folder, some of which share one; the path is that of the machine, the mount the group's."""
+    """Each controller has a folder, or shares one with others. A process is told its path on the machine, while what is
+    mounted may be its own group.
+    """
     at = process(tmp_path, "5:cpu,cpuacct:/docker/1f", "4:hugetlb,memory:/docker/1f", "0::/docker/1f") / "memory"
     v1(at, 8 * GIB, 7 * GIB, inactive_file=5, total_inactive_file=GIB, total_active_file=2 * GIB)
     assert container_free(tmp_path) == 4 * GIB
@@ -84,7 +88,7 @@ def test_more_than_there_may_be_is_nothing_free(tmp_path: Path) -> None:
 
 
 def test_a_pool_beyond_the_limit_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Which the machine itself would have room for; the kernel would kill the process as it fills the pool."""
+    """The machine itself has room for the pool. But the kernel would kill the process as it fills the pool."""
     v2(process(tmp_path, "0::/"), 300 * 2**20, 200 * 2**20)
     monkeypatch.setattr(memory, "container_free", lambda: container_free(tmp_path))
     assert free_bytes(HOST) == 100 * 2**20

@@ -113,8 +113,8 @@ class Decoding:
         return accepted + 1, (target, below, leaf), seconds + pass_s + machine.round_s + machine.speculative_s
 
     def request(self, output: int, fixed: Plan | None = None, turns: Machine | None = None) -> tuple[float, Trace]:
-        """The seconds that a request takes, planned by the controller or with a fixed plan, and its plans by tokens of
-        output. In the middle the machine becomes `turns`.
+        """Run a request whose plans are the controller's, or one fixed plan. Return its seconds, and its plans by
+        tokens of output. In the middle the machine becomes `turns`.
         """
         self.ids += 1
         request = Request((1,) * PROMPT, output, SamplingParams(1.0), 0, fixed.lookaheads if fixed else None)
@@ -175,7 +175,7 @@ MACHINES = {
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_speculation_pays_or_is_off(name: str) -> None:
-    """Close to the best plan there is, which may be plain decoding, when a few requests have shown what to expect."""
+    """After a few requests, decoding is nearly as fast as with the best fixed plan, which may be plain decoding."""
     machine = MACHINES[name]
     servers = [Decoding(machine, rng=random.Random(i)) for i in range(3)]
     took = [[server.request(256)[0] for _ in range(10)][2:] for server in servers]
@@ -189,7 +189,9 @@ def test_speculation_pays_or_is_off(name: str) -> None:
 
 
 def test_a_new_process_decodes_few_rounds_plainly() -> None:
-    """One without a price, and those of a trial: then it knows what plain decoding costs, and tries what may gain."""
+    """The first round is plain because plain decoding has no price yet, and three more rounds measure it. Then the
+    controller tries what may gain.
+    """
     trace = Decoding(MACHINES["repetitive"]).request(24)[1]
     assert [plan.speculates for _, plan in trace[:5]] == [False] * 4 + [True]
 
@@ -203,7 +205,9 @@ def test_an_unlucky_beginning_is_cut_short() -> None:
 
 @pytest.mark.parametrize(("output", "least"), [(64, 0.75), (256, 0.9)])
 def test_a_surprise_costs_no_more_than_it_may(output: int, least: float) -> None:
-    """After texts that repeat themselves comes one in which prompt lookup finds much, and is always wrong at once."""
+    """First come texts that repeat themselves. In the next text prompt lookup finds much, and is always wrong
+    at once.
+    """
     server = Decoding(MACHINES["repetitive"])
     for _ in range(4):
         server.request(256)
@@ -213,7 +217,7 @@ def test_a_surprise_costs_no_more_than_it_may(output: int, least: float) -> None
 
 
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
-    """Speculation has used up what it may cost this request; what it promises now is seen in its plain rounds."""
+    """Speculation has used up what it may cost this request. But plain rounds show what lookup promises by now."""
     one, _ = two_requests(Controller(TIERS))
     one.stats.decode_s = 1.0  # allowed: four tokens of 10 ms and 2% of a second, and more by what lookup alone promises
     for plan, promised, allowed_s in (
@@ -229,7 +233,7 @@ def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itsel
 
 
 def test_a_request_that_is_held_back_says_so(caplog: pytest.LogCaptureFixture) -> None:
-    """Once, in the log; and its expectation is that of plain decoding, which its plan is."""
+    """The log says so once. The request's plan is plain decoding, and its expectation is that of plain decoding."""
     server = Decoding(MACHINES["repetitive"])
     server.request(256)
     controller, (one, _) = server.controller, two_requests(server.controller)
@@ -259,7 +263,9 @@ def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
 
 
 def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
-    """From 64 tokens on, decoding takes about as long as plain decoding: on average, since drafts may be lucky."""
+    """From 64 tokens after the change on, decoding takes about as long as plain decoding. This is an average, because
+    drafts may be lucky.
+    """
 
     def relative(seed: int) -> float:
         server = Decoding(MACHINES["repetitive"], rng=random.Random(seed))
@@ -310,7 +316,7 @@ def rounds_with_a_plan(
     ("round_s", "tokens", "rounds"), [(2e-3, 12, 30), (20e-3, 12, 5), (20e-3, 1, 24), (2e-3, 1, 30)]
 )
 def test_a_plan_stays_for_24_tokens_5_rounds_and_60_ms(round_s: float, tokens: int, rounds: int) -> None:
-    """So that choosing takes a small share of the time."""
+    """Choosing must take a small share of the time."""
     controller = Controller(TIERS)
     one, other = two_requests(controller)
     other.drafted.rounds, other.stats.decode_s = 100, 5.0  # each request has its own clock
@@ -321,7 +327,9 @@ def test_a_plan_stays_for_24_tokens_5_rounds_and_60_ms(round_s: float, tokens: i
 
 
 def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> None:
-    """One thread chooses for all; but not for those that set their lookaheads."""
+    """One thread chooses for all requests. Requests that set their lookaheads do not count, because nothing is chosen
+    for them.
+    """
     controller = Controller(replace(TIERS, overlapping=True))
     one, other = two_requests(controller)
     pinned = replace(other, request=replace(other.request, lookaheads=(0, 0)))
@@ -368,7 +376,9 @@ def test_unlucky_drafts_are_no_overhead_of_their_plan(requests: int) -> None:
 
 
 def test_a_lacking_round_makes_no_pass_larger() -> None:
-    """Two rounds below with three proposed tokens each, one of them without a pass: the pass was over three."""
+    """Below the target there were two rounds of three proposed tokens each. One of them lacked something and had no
+    pass, so the one pass was over three tokens.
+    """
     tallies = (Tally(1, 4, 4, passes=1), Tally(2, 6, 3, passes=1), Tally())
     passes = Controller(TIERS)._round(Proposal(1, PROMPT, (1,) * 5, b"", tallies=tallies), Plan(8, 3))
     assert (passes.passes, passes.verified) == (1, 3)
@@ -376,7 +386,7 @@ def test_a_lacking_round_makes_no_pass_larger() -> None:
 
 @pytest.mark.parametrize("beside", [Plan(0, 2), Plan(8, 3), PLAIN], ids=str)
 def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> None:
-    """A plain round is longer beside one that drafts."""
+    """The reason is that a plain round takes longer beside a round that drafts."""
     controller = Controller(TIERS)
     one, other = sequences = two_requests(controller)
     for each, plan in ((one, Plan(0, 3)), (other, beside)):
@@ -391,7 +401,7 @@ def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> Non
 
 
 def test_a_new_load_gets_a_new_plan() -> None:
-    """At once: what paid for one request may cost several."""
+    """The plan is chosen at once, because what paid for one request may cost several."""
     controller = Controller(TIERS)
     one, other = two_requests(controller)
     controller.plan(one, [one], REFRESH)
@@ -409,7 +419,9 @@ def test_a_new_load_gets_a_new_plan() -> None:
 def rounds(
     controller: Controller, decoding: list[Sequence], planned: int, took: list[float], plan: Plan = PLAIN
 ) -> None:
-    """Rounds of one plan, one after another, whose passes take 10 ms. The first requests are planned here."""
+    """Run rounds of one plan one after another, whose passes take 10 ms. The first `planned` requests are
+    planned here.
+    """
     for round_s in took:
         answers = []
         for each in decoding:
@@ -424,7 +436,7 @@ def rounds(
 
 @pytest.mark.parametrize(("planned", "pinned"), [(1, 0), (2, 0), (1, 1)])
 def test_a_round_corrects_the_same_however_many_requests_share_it(planned: int, pinned: int) -> None:
-    """Ten slow rounds after many that took as long as their passes should."""
+    """Ten slow rounds follow many rounds that took as long as their passes should."""
     controller = Controller(TIERS)
     decoding = two_requests(controller)[: planned + pinned]
     for each in decoding[planned:]:
@@ -502,7 +514,9 @@ def test_plain_decoding_is_measured_again_soon_while_little_is_known_of_it(known
 
 
 def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
-    """Plain decoding was slow for a while, so that speculation seems to pay; it is measured again, and believed."""
+    """Plain decoding was slow for a while, so speculation seems to pay. When plain decoding is measured again, the new
+    figures count.
+    """
     machine = replace(MACHINES["unpredictable"], model=0.15)  # with 0.35, drafts of one token would break even
     server = Decoding(machine)
     for _ in range(4):
@@ -533,7 +547,7 @@ def test_a_pass_that_reads_a_prompt_teaches_nothing() -> None:
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("shared", [0.0, 0.3, 0.6])
 def test_keys_that_requests_share_are_expected_to_be_read_once(micro_batches: int, shared: float) -> None:
-    """In a pass of all requests for a plain round, and of a micro-batch of them for a speculative one."""
+    """A plain round reads them once for all requests, and a speculative round once for each micro-batch."""
     latest = 1.0
     controller = Controller(replace(TIERS, micro_batches=micro_batches), lambda: latest)
     sequences = [each for _ in range(3) for each in two_requests(controller)]

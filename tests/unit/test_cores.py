@@ -70,7 +70,7 @@ def test_a_tier_asks_when_it_starts(device: Path) -> None:
 @pytest.mark.skipif(not os.access(CPU_LATENCY, os.R_OK | os.W_OK), reason="only root may ask, on Linux")
 def test_the_request_holds_until_it_is_closed() -> None:
     def longest() -> int:
-        """Of what everybody on this machine asks for."""
+        """The longest latency that everybody on this machine together allows."""
         return int(struct.unpack("i", CPU_LATENCY.read_bytes())[0])
 
     before = longest()
@@ -83,7 +83,7 @@ def test_the_request_holds_until_it_is_closed() -> None:
 
 
 def test_a_node_that_cannot_be_asked_is_named(device: Path) -> None:
-    """And where there is no such device, none is made."""
+    """Where the device does not exist, it is not created."""
     device.unlink()
     message = (
         f"placement.cpu_latency_us: 0 cannot be asked of its node: [Errno 2] No such file or directory: '{device}'"

@@ -44,7 +44,9 @@ def test_the_passes_of_a_warm_up_foretell_those_like_them() -> None:
 
 
 def test_passes_of_one_size_show_no_fixed_cost() -> None:
-    """Nothing tells it from a price of tokens: a chunk that is thought to be mostly fixed cost would stay large."""
+    """Such passes cannot tell a fixed cost from a price of tokens. If a chunk were taken for mostly fixed cost, it
+    would stay large.
+    """
     costs = costs_of([[Part(2048, 0)]] * 50)
     assert costs.seconds([Part(2048, 0)]) == pytest.approx(seconds_of([Part(2048, 0)]), rel=0.01)
     assert costs.least_chunk(0) < 100
@@ -76,7 +78,9 @@ def test_small_passes_have_prices_of_their_own() -> None:
 
 
 def test_passes_over_one_token_are_told_from_the_line_through_longer_ones() -> None:
-    """Also while speculation goes on, and only three in forty are over one token. The line would be 35% above."""
+    """They are told apart even while speculation goes on, when only three passes in forty are over one token. The line
+    would give 35% more.
+    """
 
     def seconds(tokens: int, before: int) -> float:
         return seconds_of([Part(tokens, before)]) + 3e-3 * (tokens > 1)
@@ -123,7 +127,7 @@ def test_nothing_is_known_before_the_first_large_pass() -> None:
 
 
 def test_one_slow_pass_does_not_weigh_too_much() -> None:
-    """Ten times as slow, as when another program takes the core."""
+    """The pass is ten times as slow, as when another program takes the core."""
     costs = costs_of(MIXED)
     costs.add(MIXED[-1], 10 * seconds_of(MIXED[-1]))
     assert costs.seconds(MIXED[-1]) < 1.15 * seconds_of(MIXED[-1])
@@ -135,7 +139,7 @@ def test_one_slow_pass_does_not_weigh_too_much() -> None:
 
 @pytest.mark.parametrize("seed", range(5))
 def test_no_price_is_negative(seed: int) -> None:
-    """Whatever the passes took: a longer chunk never costs less."""
+    """Whatever the passes took, a longer chunk never costs less."""
     rng, costs = random.Random(seed), PassCosts()
     for _ in range(30):
         parts = [Part(rng.randrange(64, 2048), rng.randrange(50_000)) for _ in range(rng.randint(1, 3))]

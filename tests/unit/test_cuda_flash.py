@@ -192,7 +192,7 @@ def test_the_package_is_taken_where_it_is_installed(machine: dict[str, Any]) -> 
 def test_a_package_of_that_name_without_the_function_is_not_taken(
     machine: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where flash-attn-4 alone is installed, or a build for another PyTorch."""
+    """flash-attn-4 may be installed alone, or in a build for another PyTorch."""
     machine["flash_attn"] = SimpleNamespace()
     assert kernel_for(Settings(device="cuda"), 64) is KERNELS["cuda_flash"]
     with pytest.raises(InvalidValueError, match="attention: 'flash_attn' is not installed with flash_attn_func"):

@@ -73,7 +73,9 @@ def run(device: Device, shape: Geometry, *requests: Request, together: bool = Fa
     layers, kv_heads = shape.target.num_hidden_layers, shape.target.num_key_value_heads
 
     def true_values(mask: torch.Tensor) -> int:
-        """Of the chunks of a text those of the snapshot; of a snapshot's chunks, the next replaces a tenth."""
+        """Of a text's chunks, the chunks of the snapshot are true. Of a snapshot's chunks, the next snapshot replaces a
+        tenth.
+        """
         return layers * kv_heads * lines if mask.shape[-1] > lines else -(-mask.numel() // 10)
 
     device.true_values = true_values
@@ -107,8 +109,8 @@ def request(sampling: SamplingParams = GREEDY, tokens: int = CONTEXT, **more: An
 
 
 def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[int, int]:
-    """The most that was held beside weights and caches, and what the room check asks for, without what it allows to
-    libraries, which fake tensors do not show.
+    """The most memory that was held beside weights and caches, and the memory that the room check reserves. The check's
+    share for libraries is left out, because fake tensors do not show it.
     """
     beside = beside_pool(shape.target, made.target.geometry, made.target.allocator.num_slots, made.settings)
     kept = beside.landmarks
@@ -146,7 +148,9 @@ def test_a_long_context_on_one_device(device: Device, name: str, selector: str) 
 
 @pytest.mark.ci
 def test_two_of_six_sequences_at_once(device: Device) -> None:
-    """The batch of docs/benchmarks/device.md: padding sequences, and a pool shared by several, in captured passes."""
+    """This is the batch of docs/benchmarks/device.md: captured passes with padding sequences, and a pool that several
+    sequences share.
+    """
     shape, prompt = geometry("llama2-7b-128k"), 19 * 1024
     first = replace(request(tokens=prompt), max_tokens=300)  # it decodes still when the other's prompt has been read
     made = run(device, shape, first, request(SAMPLED, prompt), together=True, max_sequences=6)
@@ -160,7 +164,7 @@ def test_two_of_six_sequences_at_once(device: Device) -> None:
 
 @pytest.mark.parametrize("graphs", ["eager", "off"])
 def test_passes_that_are_not_captured(device: Device, graphs: str) -> None:
-    """The same code as in a graph, which fake graphs do not replay; and ordinary passes."""
+    """These run the code that graphs hold, which fake graphs do not replay. Ordinary passes run, too."""
     made = run(device, geometry("llama-3.1-8b"), request(SAMPLED, 16_384), graphs=graphs)
     assert device.replays == 0
     assert device.pageable == 0

@@ -84,7 +84,7 @@ def test_a_pass_takes_its_share_of_what_is_ready_oldest_first(below: Below, veri
 def test_later_work_replaces_earlier_and_is_all_that_is_waited_for(
     decoder: SpeculativeDecoder, below: Below, lookaheads: Tokens
 ) -> None:
-    """Also when the later work skips the level that still owes an answer to the earlier."""
+    """This is so even if the later work skips the level that still owes an answer to the earlier work."""
     decoder.submit([work(lookaheads=(4, 2))])
     decoder.submit([work(tokens=(10, 11, 2), lookaheads=lookaheads)])
     below.answers = [[drafted(2, (7, 7))], [drafted(3, (3,))]] if lookaheads[1] else []
@@ -131,7 +131,7 @@ def test_a_skipped_level_passes_on_what_comes_from_below(
 def test_a_skipped_level_passes_on_what_is_lacking_below(
     said: Proposal, decoder: SpeculativeDecoder, below: Below
 ) -> None:
-    """Or else the level above would never state it again."""
+    """Otherwise the level above would never state it again."""
     decoder.submit([work(start=20, lookaheads=(0, 2))])
     below.answers = [[said]]
     (block,) = decoder.collect(1.0)
@@ -212,7 +212,9 @@ def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, bel
 
 
 def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, below: Below) -> None:
-    """A block's first statement may be a whole prompt: it is sent once, and again from where the level below asks."""
+    """A block's first statement may be a whole prompt. The prompt is sent once, and again from where the level below
+    asks for it.
+    """
     decoder.submit([work(tokens=(10, 11), lookaheads=(9, 1))])
     for start in (2, 4, 6):
         below.answers.append([drafted(start, (start,))])
@@ -232,7 +234,7 @@ def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, b
 def test_the_own_model_is_told_no_whole_prompt_again(
     decoder: SpeculativeDecoder, below: Below, verifier: Counting
 ) -> None:
-    """Only the text that the level above has not decided: this block."""
+    """It is told only the text that the level above has not decided, which is this block."""
     decoder.submit([work(tokens=(10, 11), lookaheads=(5, 1))])
     below.answers = [[drafted(2, (2,))], [drafted(4, (4,))], [drafted(6, (6,))]]
     assert [len(decoder.collect(1.0)) for _ in range(3)] == [0, 0, 1]
@@ -241,7 +243,9 @@ def test_the_own_model_is_told_no_whole_prompt_again(
 
 
 class TestEarly:
-    """Two sequences of which this level has one or both: whether the one above has something to judge."""
+    """Blocks are handed up early if the level above has nothing to judge. This level has one or both of two
+    sequences.
+    """
 
     @pytest.fixture
     def decoder(self, below: Below, verifier: Counting) -> SpeculativeDecoder:

@@ -39,7 +39,7 @@ TINY = Geometry(hidden_size=32, intermediate_size=32, layers=2, heads=2, head_di
 
 @pytest.fixture(scope="module")
 def settings(tmp_path_factory: pytest.TempPathFactory) -> DemoSettings:
-    """Of a run whose models know nothing."""
+    """The settings of a run whose models know nothing."""
     folder = tmp_path_factory.mktemp("demo")
     (folder / "a.py").write_text("a = 1\n")
     changes: dict[str, Any] = {"target": TINY, "drafter": TINY, "max_positions": 4096}

@@ -119,7 +119,7 @@ def test_a_mistake_fails_the_build(tmp_path: Path, change: Callable[[Path], None
 
 
 def words_of(page: str) -> list[str]:
-    """What the page has in backticks."""
+    """The words that the page has in backticks."""
     text = (DOCS / f"{page}.md").read_text()
     return re.findall(r"`([^`\n]+)`", re.sub(r"```.*?```", "", text, flags=re.DOTALL))
 

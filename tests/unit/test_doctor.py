@@ -45,7 +45,7 @@ def settings(**given: Any) -> Settings:
 
 
 def found_by(name: str, given: Settings) -> Finding:
-    """What the check of this name finds, as the command would show it."""
+    """The finding of the check of this name, as the command would show it."""
     [(_, finding)] = examine(given, {name: CHECKS[name]})
     return finding
 
@@ -77,7 +77,9 @@ def free_ports(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _collected() -> Iterator[None]:
-    """The command, which ends soon, exempts objects from garbage collection; this process goes on."""
+    """The command exempts objects from garbage collection, because it ends soon. This process goes on, so the exemption
+    is undone.
+    """
     yield
     gc.unfreeze()
 
@@ -86,7 +88,7 @@ def _collected() -> Iterator[None]:
 
 
 def test_this_machine_has_no_problem(free_ports: Path) -> None:
-    """The whole command, really: it starts nothing, and says something of everything."""
+    """The whole command runs. It starts nothing, and says something about everything."""
     command = [sys.executable, "-m", "triforce_core.cli", "doctor", "--json", "--config", str(free_ports)]
     with nothing_left():
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
@@ -170,7 +172,7 @@ def test_cores(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ("limit", "status"), [("150000 100000", "note"), ("max 100000", "ok"), ("400000 100000", "ok")]
 )
 def test_cores_of_a_container(limit: str, status: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The narrowest limit counts, whatever the group that states it."""
+    """The narrowest limit counts, whichever group states it."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1, 2, 3})
     for folder, text in (("proc/self", None), ("sys/fs/cgroup", "300000 100000"), ("sys/fs/cgroup/pod", limit)):
         (tmp_path / folder).mkdir(parents=True)
@@ -290,7 +292,7 @@ def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("soft", "hard", "status"), [(256, 1024, "note"), (256, 9000, "ok"), (1024, 1024, "note")])
 def test_open_files(soft: int, hard: int, status: str) -> None:
-    """Really limited, in another process; Ray raises the soft limit as far as the hard one allows."""
+    """The limit is really set, in another process. Ray raises the soft limit as far as the hard limit allows."""
     code = f"""
 import resource
 resource.setrlimit(resource.RLIMIT_NOFILE, ({soft}, {hard}))

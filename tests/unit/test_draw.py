@@ -86,7 +86,7 @@ def test_nothing_to_draw() -> None:
 
 
 def test_the_noise_is_that_of_the_draw_s_seed_and_position() -> None:
-    """Of each row that has any: every tier must add the same, whatever else is in its batch."""
+    """Every tier must add the same noise to a row, whatever else is in its batch. Greedy rows have no noise."""
     draws = [Draw(SamplingParams(), 5, 9), Draw(GREEDY, 1, 2), Draw(SamplingParams(), 2**62, 3)]
     found = perturbed_logits(torch.zeros(3, 4), draws)
     for row, draw in zip(found, draws, strict=True):

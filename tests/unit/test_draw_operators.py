@@ -113,7 +113,7 @@ def logits_of(rows: int, vocab: int, seed: int, step: float) -> Tensor:
 @example([Draw(SamplingParams(), 1, 2), Draw(GREEDY, 1, 3), Draw(SamplingParams(top_p=0.5), 1, 4)], 33, 0, 1.0)
 @example([Draw(SamplingParams(), 1, 2), Draw(SamplingParams(), 1, 3)], 33, 0, 1.0)
 def test_each_draw_is_that_of_the_first_release(draws: list[Draw], vocab: int, seed: int, step: float) -> None:
-    """Bit for bit, alone and in a batch, with excluded tokens and with ties."""
+    """Draws are equal bit for bit, alone and in a batch, with excluded tokens and with ties."""
     logits = logits_of(len(draws), vocab, seed, step)
     before, expected = logits.clone(), first_perturbed(logits, draws)
     assert torch.equal(warp(logits, [d.sampling for d in draws]), first_warp(logits, [d.sampling for d in draws]))
@@ -123,7 +123,7 @@ def test_each_draw_is_that_of_the_first_release(draws: list[Draw], vocab: int, s
 
 
 class Grammar:
-    """Of an output whose tokens are even, or where it says so impossible."""
+    """A grammar of outputs whose tokens are even. If it is not `possible`, it allows no token."""
 
     def __init__(self, *, possible: bool) -> None:
         self.possible = possible
@@ -133,7 +133,7 @@ class Grammar:
 
 
 def edited_drawer(sampling: SamplingParams, *, possible: bool = True, grammar: bool = True) -> Drawer:
-    """For a tier that holds sequence 1, whose parameters are these, and sequence 2, which is greedy."""
+    """The drawer of a tier that holds sequence 1, whose parameters are `sampling`, and sequence 2, which is greedy."""
     text = [3, 5, 5, 7, 30, 30, 2, 9]
     spec = SequenceSpec(sampling, 2**40 + 5, 3, 100, (0,), "any" if grammar else "")
     kv = SimpleNamespace(
@@ -165,7 +165,7 @@ edits = st.builds(
 def test_edited_logits_are_drawn_as_in_the_first_release(
     sampling: SamplingParams, grammar: bool, possible: bool, seed: int
 ) -> None:
-    """Penalties, biases, masks and excluded tokens, beside a greedy sequence without any."""
+    """Penalties, biases, masks and excluded tokens are beside a greedy sequence without any."""
     drawer = edited_drawer(sampling, possible=possible, grammar=grammar)
     logits = {1: logits_of(3, 40, seed, 1e-6), 2: logits_of(2, 40, seed + 1, 1.0)}
     edited, draws = drawer._edited(logits), drawer._draws(logits)
@@ -209,7 +209,7 @@ ALL = SamplingParams(0.6, top_k=20, top_p=0.9, min_p=0.05)
 )
 @pytest.mark.parametrize("rows", [1, 7])
 def test_a_draw_has_few_operators(sampling: SamplingParams, most: int, rows: int) -> None:
-    """On a GPU each is a kernel of its own, unless they are compiled; none has a size that depends on values."""
+    """On a GPU each operator is a kernel, unless operators are compiled. No operator's size depends on values."""
     with Operators() as operators:
         draw_tokens(torch.randn(rows, 300), [Draw(sampling, 1, position) for position in range(rows)])
     assert len(operators.called) <= most, operators.called
@@ -237,8 +237,8 @@ def test_the_host_waits_for_nothing_before_the_tokens(
 
 
 def test_a_tier_waits_once_a_draw(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where parameters edit the logits, and may exclude all tokens. On shapes without data, of which any value
-    that is asked for raises.
+    """It waits once even where parameters edit the logits and may exclude all tokens. The tensors have shapes and no
+    data, so any other question for a value raises.
     """
     waits, device = list[Tensor](), torch.device("meta")
 
@@ -270,7 +270,7 @@ FUSED = load_settings(dtype="float32", compile="on")
 @needs_a_compiler
 @pytest.mark.ci
 def test_compiled_it_draws_the_same_and_is_compiled_twice() -> None:
-    """For one row, and once for all other numbers of rows."""
+    """One compilation is for one row, the other for all other numbers of rows."""
     torch._dynamo.reset()
     counters.clear()
     fused = fused_noisiest(FUSED, 300, CPU)
@@ -300,7 +300,7 @@ def test_without_a_compiler_it_is_drawn_as_it_stands(monkeypatch: pytest.MonkeyP
 
 
 def test_keys_are_numbers_of_the_host() -> None:
-    """Two words below 2**32 for each row that has noise."""
+    """A key is two words below 2**32, for each row that has noise."""
     draws = [Draw(SamplingParams(), -1, 9), Draw(GREEDY, 1, 2), Draw(SamplingParams(), 7, 11)]
     keys = keys_of(draws, [0, 2], CPU)
     assert [f"{word:08x}" for word in keys[1].tolist()] == ["ef1a5131", "42f47b46"]  # as test_noise.py has them

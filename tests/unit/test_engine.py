@@ -21,10 +21,10 @@ class NoSnapshots:
     selector = "streaming"
 
     def update(self, sequence: object, *, wanted: bool) -> None:
-        """None is ever due."""
+        """No snapshot is ever due."""
 
     def saw(self, sequence: object, tally: Tally) -> None:
-        """Nothing depends on it."""
+        """Nothing depends on the tally."""
 
 
 @pytest.fixture
@@ -38,7 +38,9 @@ def request(max_tokens: int = 4) -> Request:
 
 
 def test_a_request_cancelled_before_the_loop_has_seen_it_ends_cancelled(engine: Engine, below: Below) -> None:
-    """Were cancellations looked at first, it would be unknown then, and run to its end for nobody."""
+    """If the loop looked at cancellations first, it would not know the request yet, and would run it to its end for
+    nobody.
+    """
     gone, stays = engine.submit(request()), engine.submit(request())
     engine.cancel(gone)
     below.answers = [[]]
@@ -49,7 +51,7 @@ def test_a_request_cancelled_before_the_loop_has_seen_it_ends_cancelled(engine: 
 
 
 class Late(deque[Sequence]):
-    """Arrivals of which one comes, and is cancelled, just when the loop has found none."""
+    """A queue of arrivals. A request comes, and is cancelled, just when the loop has found the queue empty."""
 
     def __bool__(self) -> bool:
         if len(self) or (late := self.late) is None:
@@ -95,7 +97,7 @@ def test_cancelling_what_is_unknown_or_over_is_nothing(engine: Engine, below: Be
 
 
 def test_a_request_whose_time_is_over_ends_wherever_it_is(engine: Engine, below: Below) -> None:
-    """Two live and one queued; the clock of each begins when it is submitted."""
+    """Two requests are live and one is queued. The clock of each begins when it is submitted."""
     ids = [engine.submit(replace(request(), timeout_s=seconds)) for seconds in (0.01, 60.0, 0.01)]
     below.answers = [[], []]
     time.sleep(0.02)
@@ -120,7 +122,7 @@ def test_a_request_without_end_has_time_without_end(engine: Engine, below: Below
 
 
 def test_what_is_cancelled_frees_its_slots_in_the_same_turn(engine: Engine, below: Below) -> None:
-    """So that a request that waited for them goes live in that turn."""
+    """A request that waited for these slots goes live in that turn."""
     slots = engine.scheduler.kv
     assert isinstance(slots, Slots)
     below.release = lambda ids: [slots.release(i) for i in ids]  # type: ignore[assignment]
@@ -135,7 +137,7 @@ def test_what_is_cancelled_frees_its_slots_in_the_same_turn(engine: Engine, belo
 
 
 def test_a_round_begins_with_no_stall_behind_it(engine: Engine, below: Below) -> None:
-    """And what the round took by itself is known then."""
+    """When a round begins, it is also known what the round before took by itself."""
     sequence_id = engine.submit(request(max_tokens=9))
     below.answers = [
         [Proposal(sequence_id, 2, (7,), b"\2")],

@@ -112,7 +112,9 @@ def test_selectors_see_one_token_more_than_the_snapshot_of_an_answer_holds(name:
 
 @pytest.mark.parametrize("name", CUT)
 def test_one_reading_serves_all_selectors(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each chooses what it would of a text that is read for it alone, also at a second cut, and with other passes."""
+    """Each selector chooses what it would choose from a text that is read for it alone. This also holds at a second
+    cut, and with other passes.
+    """
     together, alone = (Reading(MODEL, MODEL, TOKENS, 8, names) for names in ([*CUT], [name]))
     for start in (150, CONTEXT):
         stretch = Stretch(start, start + 10, seen=start)
@@ -270,7 +272,7 @@ def test_the_full_cache_is_always_measured() -> None:
 
 @pytest.fixture
 def _threads() -> Iterator[None]:
-    """Runners set the number of threads: put it back."""
+    """Runners set the number of threads. This restores it."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)

@@ -33,7 +33,7 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
 def defined_in(file: str) -> dict[str, Any]:
     """What the page's code for a new file defines."""
     [code] = [code for code in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if file in code]
-    names: dict[str, Any] = {"__name__": Path(file).stem}
+    names: dict[str, Any] = {"__name__": __name__}  # of a module that is loaded, as dataclasses need
     exec(code, names)
     return names
 

@@ -22,7 +22,7 @@ class Room:
     used_tokens = kept_tokens = dropped_tokens = 0
 
     def look(self, spec: SequenceSpec, text: list[int]) -> None:
-        """It shares nothing."""
+        """This pool shares nothing."""
 
     def matched(self, cursor: Cursor) -> int:
         raise AssertionError("nothing was looked for")
@@ -44,7 +44,7 @@ class Room:
 
 
 class Policy:
-    """Remembers for which sequences snapshots are due, and how long these are then."""
+    """Notes, at each update, how long the sequence is and whether a snapshot is wanted."""
 
     selector = "mean_key"
 
@@ -59,7 +59,7 @@ class Policy:
 
 
 def engine(lookaheads: tuple[int, int], chunk: int) -> tuple[Engine, Below, Policy]:
-    """With one request submitted; what the chain answers is the test's to say."""
+    """An engine with one request submitted. The test says what the chain answers."""
     chain, policy = Below(), Policy()
     made = Engine(chain, Scheduler(Room(), max_sequences=2, prefill_chunk=chunk), policy, LIMITS)  # type: ignore[arg-type]
     made.submit(Request(PROMPT, 8, GREEDY, 0, lookaheads))
@@ -72,7 +72,7 @@ def answer(start: int, *tokens: int, missing_from: int | None = None, wanted: bo
 
 
 def asked(chain: Below) -> tuple[int, int, tuple[int, ...], bool]:
-    """Of the latest work: where its span begins and ends, the lookaheads, and whether a token is wanted."""
+    """Of the latest work: where its span begins and ends, its lookaheads, and whether a token is wanted."""
     work: Work = chain.asked[-1]
     return work.span.start, work.span.end, work.lookaheads, work.sample
 

@@ -73,7 +73,9 @@ def test_every_pipeline_needs_its_own(copies: int, fits: bool) -> None:
 
 
 def tried(wanted: PlacementSettings, each: list[Bundle], nodes: Sequence[Node], chosen: tuple[int, ...] = ()) -> bool:
-    """Whether bundles after those for which a node is `chosen` find one: by trying every node for every bundle."""
+    """Whether the other bundles find nodes, if these nodes are `chosen` for the first bundles. It tries every node for
+    every bundle.
+    """
     if len(chosen) == len(each):
         return True
     groups = len(wanted.groups)
@@ -118,7 +120,7 @@ def test_what_fits_is_what_trying_everything_finds(
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize("strategy", ["PACK", "STRICT_SPREAD", "STRICT_PACK"])
 def test_hundreds_of_pipelines_on_a_hundred_nodes_are_laid_out_in_moments(strategy: str) -> None:
-    """To the last GPU, and not one more; bundles of three kinds."""
+    """They fit to the last GPU, and not one more fits. There are three kinds of bundles."""
     tiers = {"target": {"gpus": 1}, "retrieval": {"gpus": 0.75}, "draft": {"gpus": 0.25}}
     settings = load_settings(placement={"strategy": strategy, **tiers})
     nodes = [node(cpus=64, gpus=8)] * 100

@@ -124,8 +124,8 @@ POOL, HEADS, DIM = 20 * STEP, 4, 16
 def test_attention_is_the_same_as_where_each_row_reads_alone(
     visible: list[list[Range]], data: st.DataObject, kernel: str, kv_heads: int, seed: int
 ) -> None:
-    """Ragged rows with grouped heads, some of which see nothing yet; the new tokens' slots are in one piece or two, and
-    may continue what the row sees.
+    """Rows are ragged, heads are grouped, and some rows see nothing yet. The new tokens' slots are in one piece or two,
+    and may continue what the row sees.
     """
     shape = KVGeometry(1, kv_heads, DIM, torch.float32, torch.device("cpu"))
     generator = torch.Generator().manual_seed(seed)
@@ -177,7 +177,7 @@ def share(kv: KVCache, owner: int, sequence_id: int, tokens: tuple[int, ...]) ->
 
 
 def after(ranges: list[Range], tokens: int) -> list[Range]:
-    """The slots behind the first `tokens` ones."""
+    """The slots after the first `tokens` slots."""
     [(start, stop), *rest] = ranges
     assert stop - start >= tokens
     return [(start + tokens, stop), *rest]
@@ -195,7 +195,7 @@ def three_that_share(runner: ModelRunner) -> dict[int, tuple[int, ...]]:
 
 
 def decode(runner: ModelRunner, pair: Pair, texts: dict[int, tuple[int, ...]], steps: int = 4) -> None:
-    """Steps of 1 to 17 tokens in ragged rows, whose logits are those of the texts alone."""
+    """Take steps of 1 to 17 tokens in ragged rows. The logits must be those of the texts alone."""
     for step in range(steps):
         for i in texts:
             texts[i] += random_tokens((1, 3, 9, 17)[(step + i) % 4], seed=100 * step + i)
@@ -211,7 +211,7 @@ def test_sequences_that_share_slots_give_the_logits_of_their_texts(pair: Pair) -
 
 
 def test_passes_of_constant_shape_read_shared_slots_rightly_too(pair: Pair) -> None:
-    """They do not fold: each sequence's items read the slots that it sees."""
+    """These passes do not fold. The items of each sequence read all slots that it sees."""
     runner = full_runner(pair, 3000)
     kv = full_kv(runner)
     texts = three_that_share(runner)
@@ -227,7 +227,9 @@ def test_passes_of_constant_shape_read_shared_slots_rightly_too(pair: Pair) -> N
 
 
 def test_a_shared_document_is_read_once_a_pass(pair: Pair) -> None:
-    """Eight sequences of one document: per layer one call for it and one for each sequence's own tokens."""
+    """Eight sequences share one document. Each layer has one call for the document and one for each sequence's own
+    tokens.
+    """
     runner = full_runner(pair, 3000)
     kv = full_kv(runner)
     texts = {1: DOCUMENT}

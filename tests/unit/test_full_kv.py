@@ -24,7 +24,9 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 @pytest.mark.parametrize("kernel", [name for name in KERNELS if name not in ON_CUDA])
 @pytest.mark.parametrize("hole", [None, 15, 27], ids="hole={}".format)
 def test_any_history_gives_the_logits_of_the_text(pair: Pair, kernel: str, hole: int | None) -> None:
-    """Three sequences grow, are rolled back, restated and cut short at random, several a pass, in a pool in pieces."""
+    """Three sequences grow, are rolled back, restated and cut short at random, several in one pass. The free slots of
+    the pool are in pieces.
+    """
     rng = random.Random(f"{kernel} {hole}")
     runner = full_runner(pair, 500, kernel)
     if hole:
@@ -60,7 +62,7 @@ def test_prefill_in_chunks(pair: Pair, chunks: list[int]) -> None:
 
 
 def test_only_what_is_missing_is_forwarded(pair: Pair) -> None:
-    """The align rule, seen by what is laid out: the longest common prefix is kept."""
+    """By the align rule, the longest common prefix is kept. The positions that are laid out show it."""
     runner, text = full_runner(pair, 200), random_tokens(50, seed=2)
     ask(runner, Statement(1, text, 1))
 
@@ -152,7 +154,7 @@ def test_neighbours_leave_room_for_growth_while_they_can(pair: Pair) -> None:
 
 
 def test_a_new_range_is_not_small(pair: Pair) -> None:
-    """Or a nearly full pool would leave a sequence with its few ranges used up."""
+    """Otherwise a sequence in a nearly full pool would use up the few ranges that it may have."""
     kv = lone_kv(pair, 1000)
     kv.open(1, spec(900), 100)
     wall = kv.allocator.extend((99, 100), 860, 860)  # somebody else's, directly behind

@@ -42,7 +42,7 @@ LENGTHS = (1, 2, 7, 64, 130)  # of passes
 
 @pytest.fixture(autouse=True)
 def compiled_anew() -> Iterator[None]:
-    """Nothing of an earlier test counts."""
+    """Forget whatever earlier tests have compiled and logged."""
     torch._dynamo.reset()
     counters.clear()
     say.cache_clear()
@@ -55,7 +55,7 @@ def num_compiled() -> int:
 
 
 def ordinary_logits(model: PreTrainedModel, length: int) -> torch.Tensor:
-    """Of all tokens of a text of this length, in one pass of ours."""
+    """The logits of all tokens of a text of this length, from one pass of ours."""
     kv = StreamingKV(kv_geometry(model), 1, WindowSettings(4, 200, 40), KERNELS["reference"])
     span = Span(1, 0, random_tokens(length, seed=length), spec(length))
     logits, _ = ModelRunner(model, kv).forward([Forward(span, length)])
@@ -71,7 +71,7 @@ def fused_parts(model: PreTrainedModel) -> set[str]:
     "family", ["llama", *(pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES if family != "llama")]
 )
 def test_logits_are_the_same_and_each_function_is_compiled_twice(family: str) -> None:
-    """For one token and for more; whatever the layers and the lengths."""
+    """One compilation is for one token, the other for more tokens, whatever the layers and the lengths."""
     model = random_pair(family, num_hidden_layers=4).ours
     expected = {length: ordinary_logits(model, length) for length in LENGTHS}
     assert fuse(model, FUSED)
@@ -86,7 +86,9 @@ def test_logits_are_the_same_and_each_function_is_compiled_twice(family: str) ->
 @pytest.mark.slow
 @needs_a_compiler
 def test_passes_of_constant_shape_share_their_kernels() -> None:
-    """Sixteen shapes: attention to the pass's own tokens is compiled for one sequence and more, one token and more."""
+    """There are sixteen shapes. Attention to the pass's own tokens is compiled for one sequence and for more, and for
+    one token and for more.
+    """
     model = random_pair(num_hidden_layers=3).ours
     kv = StreamingKV(kv_geometry(model), 8, WindowSettings(4, 200, 40), KERNELS["reference"])
     settings = FUSED.model_copy(update={"graphs": "eager", "max_sequences": 8})
@@ -102,7 +104,7 @@ def test_passes_of_constant_shape_share_their_kernels() -> None:
 
 
 def test_a_rotation_that_is_a_kernel_already_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package `kernels` puts a module in the function's place."""
+    """The package `kernels` puts a module in the place of the function that rotates."""
     model = random_pair().ours
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", torch.nn.Identity())
     set_fused_forwards(model)
@@ -130,7 +132,7 @@ def turned(tensor: torch.Tensor) -> torch.Tensor:
 
 @needs_a_compiler
 def test_many_models_do_not_use_up_what_may_be_compiled() -> None:
-    """PyTorch compiles one function eight times at most; here nine stand for models."""
+    """PyTorch compiles one function at most eight times. Here nine calls stand for nine models."""
     for dimensions in range(1, 10):
         compiled(turned)(torch.zeros([2] * dimensions))
     assert num_compiled() == 9
@@ -142,7 +144,9 @@ def scaled(tensor: torch.Tensor, scale: float) -> torch.Tensor:
 
 @needs_a_compiler
 def test_a_scale_is_a_constant() -> None:
-    """For another there would be another kernel, where a tensor on the host would serve both but no graph."""
+    """Another scale needs another kernel. If the scale were a tensor on the host, one kernel would do, but no graph
+    could hold it.
+    """
     function, ones = compiled(scaled), torch.ones(3)
     with compiling():
         assert function(ones, 0.25).eq(0.25).all()
@@ -176,7 +180,7 @@ def said(caplog: pytest.LogCaptureFixture) -> list[str]:
 
 @pytest.mark.parametrize("mode", ["on", "auto"])
 def test_a_divided_model_is_left_alone(mode: str, caplog: pytest.LogCaptureFixture) -> None:
-    """Which is said where it was asked for, and once."""
+    """The log says so once, where `compile: on` asked for more."""
     model = random_model()
     model._tp_size = 2
     for _ in range(2):
@@ -198,7 +202,7 @@ def test_a_model_with_nothing_to_fuse_is_named(caplog: pytest.LogCaptureFixture)
 def test_no_memory_for_the_compiler_is_no_failing_compiler(
     mode: str, kind: type[Exception], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What is compiled runs at a time when all KV has its memory. What to lower is said."""
+    """Functions are compiled when all KV has its memory already. The error says what to lower."""
 
     def full(model: PreTrainedModel) -> None:
         raise kind("CUDA out of memory. Tried to allocate 20.00 MiB.\nSee the manual.")
@@ -234,7 +238,7 @@ def test_by_default_models_are_fused_on_cuda(values: dict[str, str], fused: bool
 
 
 def test_the_setting_is_read_as_it_is_written(tmp_path: Path) -> None:
-    """A bare on is true to YAML."""
+    """In YAML a bare `on` is true."""
     path = tmp_path / "settings.yaml"
     path.write_text("compile: on")
     assert load_settings(path).compile == "on"
@@ -255,7 +259,7 @@ def test_without_a_compiler_on_is_refused(no_compiler: None) -> None:
 
 
 def test_without_a_compiler_auto_does_without(no_compiler: None, caplog: pytest.LogCaptureFixture) -> None:
-    """The settings are those of a GPU, of which nothing but the default is of interest here."""
+    """The settings are those of a GPU. Only their default for `compile` matters here."""
     with caplog.at_level(logging.WARNING, logger="triforce_core"):
         for seed in range(2):
             model = random_pair(seed=seed).ours

@@ -11,7 +11,9 @@ from triforce_core.bench import generate
 
 
 def test_a_filled_cache_is_what_the_new_tokens_see() -> None:
-    """As if the context had been read: only its last token is forwarded, at its own position."""
+    """The cache stands for a context that was read. Only the last token of the context is forwarded, at its own
+    position.
+    """
     model, context = random_model(), 40
     cache = StaticCache(config=model.config, max_cache_len=64)
     torch.manual_seed(0)
@@ -30,7 +32,7 @@ def test_a_filled_cache_is_what_the_new_tokens_see() -> None:
 
 
 def test_the_time_is_that_of_the_tokens_after_a_few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many without that of a few, which is where a step is compiled and captured."""
+    """It is the time of many tokens less the time of the first few, during which a step is compiled and captured."""
     model, now = random_model(), [0.0]
     whole, slow = model.generate, iter([0, 0, 9.0, 0, 0])  # one run of a few tokens is slow, by accident
 

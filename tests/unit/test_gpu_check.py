@@ -29,14 +29,14 @@ cp "$SEEN/summary.json" "$SEEN/$(wc -l < "$CALLS").seen" 2> /dev/null || true
 
 
 def check(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Without a GPU, even where there is one."""
+    """Run the script without a GPU, even where there is one."""
     environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **variables}
     command = [str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)]
     return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
 
 
 def called(tmp_path: Path, steps: str, seconds: str = "100") -> tuple[list[str], dict[str, Any]]:
-    """What Python is called with for these steps, none of which runs, and the summary."""
+    """Run these steps with a stand-in for Python. Return what Python was called with, and the summary."""
     python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
     python.write_text(PYTHON)
     python.chmod(0o755)
@@ -48,7 +48,9 @@ def called(tmp_path: Path, steps: str, seconds: str = "100") -> tuple[list[str],
 
 @pytest.mark.ci
 def test_every_step_is_tried_and_reported(tmp_path: Path) -> None:
-    """Within a second each, also with wheels that do not install; paths may be relative to where it is called."""
+    """Each step is tried, although no wheel can be installed. Paths may be relative to the folder from which the script
+    is called.
+    """
     wheels, out = tmp_path / "wheels", tmp_path / "out"
     wheels.mkdir()
     for name in ("one-1.0-py3-none-any.whl", "other-2.0-py3-none-any.whl"):
@@ -92,7 +94,7 @@ def test_steps_that_are_named_share_the_time_and_one_alone_has_it_all(tmp_path: 
 
 
 def test_the_summary_is_there_after_every_step(tmp_path: Path) -> None:
-    """A command that is cut off leaves one of the steps before."""
+    """If the script is cut off, the summary of the steps before is left."""
     called(tmp_path, "versions link attention")
     steps = [len(json.loads(path.read_text())["steps"]) for path in sorted((tmp_path / "out").glob("*.seen"))]
     assert steps == [1, 2], "when the second and the third began"
@@ -132,7 +134,7 @@ def test_it_says_how_it_is_called(arguments: list[str]) -> None:
 
 
 def test_attention_is_measured_case_by_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rest is there where one fails."""
+    """If one case fails, the other cases are measured."""
     cases = (AttentionCase(4, 2, 3, 600, 700, head_dim=-1), AttentionCase(4, 2, 3, 600, 700, head_dim=16))
     monkeypatch.setattr(attention, "CASES", cases)
     found = gpu_check.attention(Namespace(device="cpu", out=tmp_path / "attention.json"))
@@ -144,7 +146,7 @@ def test_attention_is_measured_case_by_case(tmp_path: Path, monkeypatch: pytest.
 
 @pytest.fixture
 def arguments(tmp_path: Path) -> list[str]:
-    """Of a tiny model on this machine's CPU."""
+    """Arguments for a tiny model on this machine's CPU."""
     random_model(max_position_embeddings=8192).config.save_pretrained(tmp_path)
     shape = ["--device", "cpu", "--dtype", "float32", "--geometry", str(tmp_path / "config.json"), "--budget", "64"]
     return [str(tmp_path / "found.json"), *shape, "--output", "8", "--prefill", "64"]

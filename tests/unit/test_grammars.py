@@ -142,7 +142,7 @@ def compiled(guide: Guide) -> None:
     "regex", ["(a{1,1000}){1,1000}b", "((a|b)*a(a|b){300})", "(.*a){0,500}b", "(((a?){50}){50}){50}"]
 )
 def test_a_regex_that_explodes_ends_by_the_librarys_limits(regex: str) -> None:
-    """It is refused, which allows no token, or masked as any other."""
+    """The regex is refused, so that no token is allowed, or it is masked like any other."""
     masks = state(Guide("regex", regex)).masks([], encoded("a" * 40), 0, STOPS)
     assert masks.shape[1] == VOCAB
 
@@ -221,7 +221,7 @@ def test_a_tokenizer_that_fails_is_refused_by_name_and_tried_again() -> None:
 
 
 def test_a_text_that_does_not_fit_leaves_no_trace() -> None:
-    """What is drafted after it is not consumed in its place."""
+    """What is drafted after the text is not consumed in its place."""
     made, [r, x] = state(Guide("choice", CHOICES)), [encoded("ra")[0], encoded("else")[0]]
     made.masks([r, x], [r], 0, STOPS)
     assert not made.masks([r, x, r], [], 2, STOPS).any()

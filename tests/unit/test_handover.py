@@ -89,7 +89,7 @@ def assert_equal(found: Snapshot, expected: Snapshot) -> None:
 
 
 def damaged(piece: Piece, rng: random.Random) -> Piece:
-    """One bit of its bytes, or of what it says of them, is another."""
+    """The piece with one bit changed, with a wrong description, or without its last byte."""
     assert isinstance(piece.data, np.ndarray)
     kind = rng.choice(["bit", "index", "first", "version", "position", "short"])
     if kind == "bit":
@@ -168,7 +168,9 @@ def test_what_is_never_completed_does_not_pile_up(receiver: SnapshotReceiver) ->
 
 
 def test_what_is_there_of_a_sequence_that_is_over_goes(receiver: SnapshotReceiver, taker: Taker) -> None:
-    """Its sender has given it up, or sends it still: the first piece says that nobody wants it."""
+    """Its sender may have given it up, or may still send it. The answer to the first piece then says that nobody wants
+    it.
+    """
     over, other = (list(cut_pieces(snapshot_of(1, sequence_id=i), 100)) for i in (1, 2))
     assert receiver.take_piece(over[0]) is None
     taker.released.add(1)
@@ -181,7 +183,9 @@ def test_what_is_there_of_a_sequence_that_is_over_goes(receiver: SnapshotReceive
 
 
 def test_pieces_are_cut_one_at_a_time() -> None:
-    """A snapshot on a device is never copied to the host as a whole: no piece is made before the last is taken."""
+    """A snapshot on a device is never copied to the host as a whole: each piece is made only when the piece before it
+    has been taken.
+    """
     snapshot = snapshot_of(1)
     pieces: Iterator[Piece] = cut_pieces(snapshot, 100)
     next(pieces)
@@ -191,7 +195,7 @@ def test_pieces_are_cut_one_at_a_time() -> None:
 
 @pytest.mark.parametrize("size", [8, ROW_BYTES, 5 * ROW_BYTES, 5 * ROW_BYTES + 13])
 def test_a_checksum_knows_each_bit_and_each_place(size: int) -> None:
-    """Also of bytes that change places, within a row of its table or between rows."""
+    """It notices also if bytes change places, within a row of its table or between rows."""
     rng = random.Random(size)
     data = np.frombuffer(rng.randbytes(size), dtype=np.uint8)
     sound = checksum(data, (1,))
@@ -246,7 +250,7 @@ def test_only_so_many_snapshots_are_held_and_none_is_lost() -> None:
 
 @pytest.mark.parametrize("piece_bytes", [100, 10**6])
 def test_pieces_as_tensors(receiver: SnapshotReceiver, taker: Taker, piece_bytes: int) -> None:
-    """As RDT carries them, with the same check."""
+    """RDT carries pieces in this form. Their check is the same."""
     snapshot = snapshot_of(1)
     pieces = list(cut_pieces(snapshot, piece_bytes, on_device=True))
     wrong = replace(pieces[0], data=pieces[0].data ^ 1)  # type: ignore[operator]

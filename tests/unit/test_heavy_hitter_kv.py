@@ -217,7 +217,7 @@ def test_while_all_fits_it_is_the_full_cache(pair: Pair) -> None:
 
 @pytest.mark.parametrize("sampled", [1, 5, 100])
 def test_logits_do_not_depend_on_chunks(pair: Pair, sampled: int) -> None:
-    """Also those that several passes of one statement compute, as for the logprobs of a prompt."""
+    """This holds also for logits that several passes of one statement compute, as for the logprobs of a prompt."""
     text, sizes = random_tokens(150, seed=2), HeavyHitterSettings(24, 12, 8)
     stepwise, at_once, in_chunks = (runner_of(pair, sizes) for _ in range(3))
     steps = [ask(stepwise, Statement(1, text[: i + 1], 1, i))[1] for i in range(150)]
@@ -285,7 +285,7 @@ def test_drafts_leave_no_trace(pair: Pair, steps: list[tuple[int, int, int]], se
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 1000), back=st.lists(st.integers(0, 60), min_size=1, max_size=6))
 def test_text_that_is_taken_back_leaves_no_trace(pair: Pair, seed: int, back: list[int]) -> None:
-    """Whether it reaches below what was evicted or not: at worst all is forwarded again."""
+    """The text may reach below what was evicted, or not. At worst all of it is forwarded again."""
     fresh = iter(random_tokens(1000, seed=seed))
     runner, text = runner_of(pair), ()
     for each in back:

@@ -288,7 +288,7 @@ def test_compose_mounts_what_the_image_writes_and_models_and_settings_to_be_read
 
 @each_machine
 def test_compose_lets_ray_s_object_store_lie_in_shared_memory(variant: str, files: tuple[Path, ...]) -> None:
-    """However much memory the machine has: above this size Ray makes the store fit."""
+    """This holds however much memory the machine has: above this size Ray makes the store fit."""
     from ray._private.ray_constants import REQUIRE_SHM_SIZE_THRESHOLD
 
     gigabytes = composed(*files)["shm_size"].removesuffix("gb")

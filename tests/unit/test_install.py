@@ -17,7 +17,7 @@ from scripts.install import PIP, UvDoesNotDoError, output_of, pip_settings, torc
 
 @pytest.fixture(autouse=True)
 def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    """This machine's are not looked at."""
+    """This machine's settings of pip and uv do not apply."""
     for name in [name for name in os.environ if name.startswith(("PIP_", "UV_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
@@ -26,7 +26,7 @@ def no_settings(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_environment_goes_over_the_section_and_that_over_global(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As pip itself prints them."""
+    """pip itself prints settings in this order."""
     config = tmp_path / "pip.conf"
     config.write_text(
         "[global]\nindex-url = https://global/simple\nfind-links = /a\n  /b\ntimeout = 60\n"
@@ -113,7 +113,9 @@ def test_uv_is_asked_with_its_variables(tmp_path: Path) -> None:
 
 @pytest.fixture
 def calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """What was called to install; a uv that takes the CPU's build, and a pip that is offered only CUDA's or both."""
+    """The log of the calls that install. uv takes the CPU's build here, and pip is offered only CUDA's build or
+    both.
+    """
     log = tmp_path / "log"
     log.touch()
     executable(tmp_path / "uv", f'[ "$2" = install ] && echo "uv $*" >> {log} || echo torch==2.13.0+cpu')

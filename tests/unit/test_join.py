@@ -55,7 +55,7 @@ def logits_and_products(model: PreTrainedModel, length: int) -> tuple[Tensor, in
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 2, 70])
 def test_logits_are_the_same_from_three_products_less_a_layer(family: str, length: int) -> None:
-    """With grouped query heads, and with the biases of Qwen2."""
+    """Some models have grouped query heads, and Qwen2 has biases."""
     model = random_pair(family).ours
     expected, before = logits_and_products(model, length)
     stored, blocks = weight_bytes(model), model.config.num_hidden_layers
@@ -68,7 +68,7 @@ def test_logits_are_the_same_from_three_products_less_a_layer(family: str, lengt
 
 
 def test_a_second_call_changes_nothing() -> None:
-    """Tiers may share a model."""
+    """Two tiers may share a model, so it may be called twice."""
     model = random_model()
     join_projections(model)
     joined = [module for module in model.modules() if isinstance(module, Joined)]
@@ -78,7 +78,7 @@ def test_a_second_call_changes_nothing() -> None:
 
 
 def test_old_weights_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When a block's weights are joined, those of the blocks before it are gone."""
+    """When a block's weights are joined, the old weights of the blocks before it are gone."""
     model = random_model()
     names = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj")
     old = [
@@ -100,7 +100,7 @@ def test_old_weights_are_freed_block_by_block(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_parts_are_right_in_any_order_and_of_any_input() -> None:
-    """A part of another input than the latest is computed, whatever is left of the latest."""
+    """If a part gets another input than the latest, it is computed anew, whatever is left of the latest."""
     layers = [nn.Linear(6, size) for size in (4, 3, 5)]
     expected = copy.deepcopy(layers)
     parts = [Part(joined, i) for joined in [Joined(layers)] for i in range(3)]
@@ -110,7 +110,7 @@ def test_parts_are_right_in_any_order_and_of_any_input() -> None:
 
 
 def test_what_cannot_be_joined_stays() -> None:
-    """Quantised weights; layers of which some have a bias; and models divided over ranks."""
+    """These are quantised weights, layers of which only some have a bias, and models that are divided over ranks."""
     quantised = random_model(hidden_size=128, intermediate_size=128)
     quantize_weights(quantised, "int8")
     join_projections(quantised)
@@ -143,7 +143,7 @@ def test_without_memory_the_rest_stays(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_on_a_cpu_nothing_is_joined() -> None:
-    """There it would change the rounding, and gain nothing."""
+    """On a CPU, joining would change the rounding and gain nothing."""
     model, settings = random_model(), load_settings(dtype="float32", max_sequences=1, draft={"window": 20})
     runner_for(model, streaming_kv(model, settings), settings, 4)
     assert not any(isinstance(module, Joined) for module in model.modules())
@@ -151,7 +151,7 @@ def test_on_a_cpu_nothing_is_joined() -> None:
 
 @needs_a_compiler
 def test_compiled_blocks_take_joined_layers_too() -> None:
-    """With one product for both halves, and no compilation after the start."""
+    """One product gives both halves, and nothing is compiled after the start."""
     torch._dynamo.reset()
     counters.clear()
     model = random_pair(num_hidden_layers=3).ours

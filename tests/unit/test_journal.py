@@ -60,7 +60,7 @@ class Source:
         return {}
 
     async def check(self) -> None:
-        """One can serve."""
+        """A replica can serve."""
 
 
 class Mortal(Source):
@@ -113,7 +113,7 @@ async def parts_of(source: Any, *requests: ClientRequest, service: Service | Non
 
 
 def whole(source: Any, *requests: ClientRequest) -> dict[int, dict[str, Any]]:
-    """By completion, what its client has in the end."""
+    """What the client of each completion has in the end."""
     found: dict[int, dict[str, Any]] = {}
     for part in asyncio.run(parts_of(source, *requests)):
         made = found.setdefault(part.index, {"text": "", "tokens": (), "logprobs": (), "prompt": (), "lengths": ()})
@@ -128,7 +128,7 @@ def whole(source: Any, *requests: ClientRequest) -> dict[int, dict[str, Any]]:
 
 
 def scored(each: Any) -> Any:
-    """Logprobs up to the rounding of passes over other numbers of tokens."""
+    """Logprobs to compare. They are equal up to rounding, which differs between passes over other numbers of tokens."""
     rounded = [None if each.logprob is None else pytest.approx(each.logprob, abs=1e-3)]
     return [*rounded, [token for token, _ in each.top]]
 
@@ -260,7 +260,7 @@ def tokens_of(parts: list[Part]) -> list[int]:
 
 
 def test_a_request_that_kills_every_engine_ends_with_an_error() -> None:
-    """Though each attempt brings some tokens."""
+    """It ends although each attempt brings some tokens."""
     for count in (0, 1, PROVEN_TOKENS - 1):
         source = Counting(([REACHED, ENTERED], count, GONE))
         with pytest.raises(EngineCrashError, match=r"died 3 times while it decoded this request.*do not send it again"):
@@ -275,7 +275,7 @@ def test_a_request_that_gets_on_is_no_suspect() -> None:
 
 
 def test_a_request_that_only_waited_uses_up_no_attempt() -> None:
-    """Neither where no target had it, nor where the target that had it was killed by others."""
+    """It only waited if no target had it, or if the target that had it was killed by other requests."""
     source = Counting(*[([], 0, GONE)] * 20, ([REACHED, ENTERED], 100, None))
     assert len(tokens_of(asyncio.run(parts_of(source, asked())))) == MAX_TOKENS
     assert len(source.requests) == 21
@@ -291,7 +291,7 @@ def test_an_engine_that_dies_too_fast_to_tell_convicts_whoever_is_alone() -> Non
 
 
 def test_suspects_are_tried_one_at_a_time() -> None:
-    """Of eight requests that were in two passes that died, each is alone until it is proven; then the next comes."""
+    """Eight requests were in two passes that died. Each runs alone until it is proven; then the next one comes."""
 
     async def run() -> None:
         source = Counting(*[([REACHED, ENTERED], 2, GONE)] * 16, ([REACHED, ENTERED], 100, None), together=8)

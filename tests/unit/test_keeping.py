@@ -36,7 +36,9 @@ class Target:
     """A target that answers questions as it is told to; the last answer is repeated."""
 
     def __init__(self, pid: int, *answers: bool | None) -> None:
-        """`answers`: whether it is ready; None: it leaves the question unanswered."""
+        """Each of the `answers` says whether the target is ready. With None the target leaves the question
+        unanswered.
+        """
         self.pid, self.answers, self.process, self.asked = pid, list(answers or (True,)), Process(), 0
         self.may_yield = asyncio.Event()
         self.decoding = 0
@@ -148,7 +150,7 @@ def test_a_keeper_that_fails_stops_the_pipeline() -> None:
 
 
 def test_a_broken_connection_of_a_live_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It refuses at once, again and again, until it is made anew."""
+    """The connection refuses at once, again and again, until it is made anew."""
     monkeypatch.setattr(keeping, "ANSWER_S", 30.0)
 
     async def run() -> None:

@@ -44,7 +44,7 @@ def test_a_few_queries_of_a_long_pass_do_not_keep_the_memory_of_all() -> None:
 
 
 def test_rejected_drafts_take_no_memory() -> None:
-    """Of each pass over ten tokens one is accepted, and the queries of 64 tokens are kept."""
+    """Each pass is over ten tokens, of which one is accepted. The queries of 64 tokens are kept."""
     kept = KeptQueries(1)
     for position in range(200):
         kept.expect(max(0, position - 54), position, position + 10)

@@ -164,7 +164,9 @@ def test_the_model_is_told_of_changes_in_what_it_holds() -> None:
 
 
 def test_of_a_text_that_was_cut_the_model_keeps_what_is_left() -> None:
-    """It drafted 100, 101 after the end; that a shorter text is stated must not leave them in its text."""
+    """The model drafted 100 and 101 after the end. When a shorter text is stated, they must not stay in the model's
+    text.
+    """
     model = Model()
     leaf = Leaf(model)
     ask(leaf, work((1, 2, 3, 4)))
@@ -264,7 +266,7 @@ def test_the_model_always_continues_the_stated_text_and_is_told_no_more_than_it_
 
 
 def scores(leaf: Leaf, *stated: tuple[int, Tokens], drafting: Drafting = Drafting.MODEL) -> list[Tally]:
-    """What is scored after each statement of (start, tokens), without the passes of the model."""
+    """What is scored after each statement of (start, tokens). The model's passes are left out."""
     tallies = [ask(leaf, work(said, drafting, start=start))[0].tallies for start, said in stated]
     return [tally._replace(passes=0, busy_s=0.0) for (tally,) in tallies]
 
@@ -297,7 +299,9 @@ def test_lookup_is_scored_by_what_is_stated_next(
 @pytest.mark.parametrize("follows", [(1, 2, 3, 4), (7, 5, 5, 7)])
 @pytest.mark.parametrize("text", [CYCLE, NEW])
 def test_every_guess_waits_until_the_text_has_grown_by_as_many_tokens(text: Tokens, follows: Tokens) -> None:
-    """Also one that has found nothing or is wrong at once: else such guesses would be made more often."""
+    """A guess that found nothing, or is wrong at once, waits as well. Otherwise such guesses would be made more
+    often.
+    """
     at = len(text)
     found = scores(Leaf(Model()), (0, text), *[(at + i, (token,)) for i, token in enumerate(follows)])
     assert [tally.rounds for tally in found] == [0, 0, 0, 0, 1]
@@ -305,7 +309,7 @@ def test_every_guess_waits_until_the_text_has_grown_by_as_many_tokens(text: Toke
 
 
 def test_the_next_guess_is_made_from_the_end_of_the_text_that_scored_the_last() -> None:
-    """Of twelve tokens of the cycle, stated by three, the first three guesses are made after 0, 6 and 12."""
+    """The tokens of the cycle are stated by three. The first three guesses are made after 0, 6 and 12 of them."""
     pieces = [(8 + 3 * i, (CYCLE * 5)[3 * i : 3 * i + 3]) for i in range(6)]
     assert [tally.rounds for tally in scores(Leaf(), (0, CYCLE), *pieces)] == [0, 0, 1, 0, 1, 0, 1]
     assert sum(scores(Leaf(), (0, CYCLE), *pieces), Tally()) == Tally(3, 12, 12, 0)
@@ -317,7 +321,7 @@ def test_a_guess_is_compared_with_the_text_that_stands_when_it_is_covered() -> N
 
 
 def test_a_guess_whose_context_was_replaced_counts_for_nothing() -> None:
-    """Another is made from the end of the text that took its place."""
+    """Another guess is made from the end of the text that took its place."""
     leaf = Leaf()
     assert scores(leaf, (0, CYCLE), (7, (5, 6, 1, 2, 3)), (12, (5, 6, 7))) == [Tally()] * 3
     assert scores(leaf, (15, (7,))) == [Tally(1, 4, 2, 1)], "5, 6, 1, 2 was guessed"

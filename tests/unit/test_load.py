@@ -194,7 +194,7 @@ def test_a_drafter_with_another_vocabulary() -> None:
 
 
 def test_a_pair_with_other_vocabularies_is_refused_before_weights_are_loaded(tmp_path: Path) -> None:
-    """Padding of the embedding counts as tokens, for the target could draw them."""
+    """Padding of the embedding counts as tokens, because the target could draw them."""
     for name, size in (("target", 320), ("drafter", 300)):
         LlamaConfig(**TINY | {"vocab_size": size}).save_pretrained(tmp_path / name)
     with pytest.raises(
@@ -213,7 +213,7 @@ def test_the_demo_pair_where_its_weights_are_not_installed(monkeypatch: pytest.M
 
 
 def test_the_demo_pair() -> None:
-    """One vocabulary, and a tokenizer that gives text back."""
+    """The pair has one vocabulary, and a tokenizer that gives text back."""
     target, drafter = load_config("demo", "target"), load_config("demo", "drafter")
     check_same_vocabulary(target, drafter)
     tokenizer = load_tokenizer("demo")

@@ -70,7 +70,7 @@ def streaming_runner(pair: Pair) -> ModelRunner:
 
 @pytest.mark.parametrize("sampled", [1, 7, 80])
 def test_a_streaming_target_sees_sinks_and_a_window_that_moves_at_fixed_positions(pair: Pair, sampled: int) -> None:
-    """However the text was chunked, and also for several logits at once, as for the logprobs of a prompt."""
+    """It does so however the text was chunked, and also for several logits at once, as for the logprobs of a prompt."""
     text, expected = random_tokens(80, seed=1), []
     for end in range(1, 81):
         # The window starts as early as the capacity allows, and only at every sixth position.
@@ -110,7 +110,7 @@ def test_the_tokens_do_not_depend_on_chunks_or_on_other_requests(eviction: str) 
 
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_while_all_fits_nothing_is_lost(eviction: str) -> None:
-    """And beyond that it is lossy: tokens differ from those of the full cache."""
+    """Where not all fits, the mode is lossy: tokens differ from the tokens of the full cache."""
     full = engine_of(load_settings(dtype="float32", speculation={"tiers": "target"}))
     short, long = request(20, max_tokens=12), request(200, max_tokens=200)
     assert decode(engine_of(lossy(eviction)), short) == decode(full, short)
@@ -138,7 +138,7 @@ def test_only_the_target_is_there() -> None:
 
 @pytest.mark.parametrize("eviction", POLICIES)
 def test_the_logprobs_of_a_prompt(eviction: str) -> None:
-    """They come from several passes of a chunk, and are those of any other chunks."""
+    """The logprobs of a chunk come from several passes. They do not depend on how the prompt is cut into chunks."""
     found = []
     for chunk in (64, 2048):
         scores = [
@@ -220,7 +220,7 @@ def test_any_split_of_the_budget(share: float, heavy: int) -> None:
 
 @pytest.mark.parametrize("eviction", ["heavy_hitter", "streaming"])
 def test_chunks_are_sized_by_the_keys_that_are_held(eviction: str) -> None:
-    """Of a long text no token sees more keys than a sequence has slots."""
+    """In a long text, no token sees more keys than a sequence has slots."""
     kv = lossy_kv(random_model(), lossy(eviction))
     assert [kv.keys_after(tokens) for tokens in (0, 7, kv.slots_each, 100_000)] == [0, 7, kv.slots_each, kv.slots_each]
 

@@ -52,8 +52,8 @@ def poison_staging(kv: OffloadedKV) -> None:
 
 
 class Late(TorchDispatchMode):
-    """A copy stream that is as late as it may be: what is copied within `copying` waits until somebody waits for it.
-    Stands for a GPU's.
+    """Stands for a GPU's copy stream, as late as it may be. What is copied within `copying` waits until somebody waits
+    for it.
     """
 
     def __init__(self) -> None:
@@ -74,7 +74,7 @@ class Late(TorchDispatchMode):
         return len(self.due)
 
     def computed(self) -> None:
-        """On the CPU, at once."""
+        """Do nothing: a CPU has computed already."""
 
     def compute_after(self, mark: int) -> None:
         while self.done < mark:
@@ -93,7 +93,7 @@ def assert_same_snapshot(found: Snapshot, expected: Snapshot) -> None:
 
 
 def snapshot_of(kv: FullKV, rng: random.Random, sequence_id: int) -> Snapshot:
-    """Any that its text allows: whole, or as changes."""
+    """A random snapshot that the text allows: a whole one, or changes."""
     held = kv.held[sequence_id]
     position, base = rng.randint(1, held.cached), rng.choice([0, *held.layouts])
     return kv.cut(sequence_id, position, CHUNKS, MeanKey(), base)
@@ -160,7 +160,9 @@ def test_a_cut_waits_for_kv_on_its_way_to_the_host(pair: Pair, selector: Selecto
 
 
 def test_the_truth_is_on_the_host(pair: Pair) -> None:
-    """A single number spoiled there, in any layer, spoils the next pass; one that is not the sequence's does not."""
+    """If a single number of the sequence is spoiled there, in any layer, the next pass is wrong. A number outside the
+    sequence spoils nothing.
+    """
     text = random_tokens(50, seed=1)
     for layer in range(1, LAYERS):
         runner, kv = offloaded_runner(pair, Offload(1))
@@ -178,7 +180,9 @@ def test_the_truth_is_on_the_host(pair: Pair) -> None:
 
 @pytest.mark.parametrize("where", ["memory", "host", "disk"])
 def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: Path) -> None:
-    """For benchmarks: as spread as it says, in every layer, and no other sequence's is touched."""
+    """Benchmarks use it. The numbers are as spread as promised, in every layer, and no other sequence's slots are
+    touched.
+    """
     kv = full_kv(full_runner(pair, POOL))
     if where != "memory":
         _, kv = offloaded_runner(pair, Offload(1, tmp_path if where == "disk" else None))
@@ -196,7 +200,7 @@ def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: 
 
 
 class Drawn(TorchDispatchMode):
-    """How many random numbers are drawn."""
+    """Counts how many random numbers are drawn."""
 
     count = 0
 
@@ -208,7 +212,9 @@ class Drawn(TorchDispatchMode):
 
 
 def test_few_random_numbers_are_drawn(pair: Pair) -> None:
-    """Those of one head and of the queries: a CPU takes minutes to draw a long context for all heads and layers."""
+    """Random numbers are drawn for one head and for the queries. A CPU takes minutes to draw a long context for all
+    heads and layers.
+    """
     _, kv = offloaded_runner(pair, Offload(1))
     with Drawn() as drawn:
         kv.fill(Span(1, 0, random_tokens(300, seed=1), spec(300)))
@@ -218,7 +224,7 @@ def test_few_random_numbers_are_drawn(pair: Pair) -> None:
 
 
 class Tensors(TorchDispatchMode):
-    """What operators bring forth and copy, in bytes."""
+    """Counts the bytes that operators create and copy."""
 
     def __init__(self, host: Tensor | None = None) -> None:
         super().__init__()
@@ -281,7 +287,7 @@ def test_nothing_as_large_as_a_layer_is_made_to_cut() -> None:
 
 @pytest.mark.parametrize("chunk", [120, 40, 30])
 def test_a_prompt_crosses_the_bus_once_where_one_pass_takes_it(pair: Pair, chunk: int) -> None:
-    """What is fetched is what the passes before have left; docs/decisions/0013-offload.md counts on it."""
+    """A pass fetches only what the passes before it have left. docs/decisions/0013-offload.md relies on this."""
     prompt = 120
     runner, kv = offloaded_runner(pair, Offload(2))
     text = random_tokens(prompt, seed=3)

@@ -26,7 +26,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 @pytest.fixture
 def pays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Packs on any machine."""
+    """Packing pays on any machine."""
     monkeypatch.setattr(pack, "packing_pays", lambda dtype: True)
 
 
@@ -38,7 +38,7 @@ def packed_of(model: nn.Module) -> list[Packed]:
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("length", [1, 2, 9, 70])
 def test_logits_are_the_same(family: str, length: int, pays: None) -> None:
-    """With grouped query heads, and with the biases of Qwen2."""
+    """Some models have grouped query heads, and Qwen2 has biases."""
     model = random_pair(family).ours
     for module in model.modules():
         if isinstance(module, nn.Linear) and module.bias is not None:
@@ -57,7 +57,7 @@ def test_logits_are_the_same(family: str, length: int, pays: None) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("rows", [0, 1, 2, 9, 70])
 def test_products_are_the_same(rows: int, dtype: torch.dtype) -> None:
-    """Of no tokens too: no token of a prompt's chunk needs logits unless the prompt ends there."""
+    """There may be no tokens at all: no token of a prompt's chunk needs logits unless the prompt ends there."""
     if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("this CPU has no bfloat16 products")
     layer, hidden = nn.Linear(96, 160, dtype=dtype), torch.randn(1, rows, 96, dtype=dtype)
@@ -116,7 +116,7 @@ def test_old_weights_are_freed_one_after_another(pays: None, monkeypatch: pytest
 
 @needs_onednn
 def test_a_second_call_changes_nothing(pays: None) -> None:
-    """Tiers may share a model."""
+    """Two tiers may share a model, so it may be called twice."""
     model = random_model()
     pack_weights(model)
     packed = packed_of(model)

@@ -53,14 +53,16 @@ print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "numpy
 
 
 def test_the_sdk_loads_no_engine_where_there_is_one() -> None:
-    """Which would take seconds. In a plain install, an import that is tried and given up would not be seen."""
+    """Loading an engine would take seconds. In a plain install the test would miss an import that is tried and given
+    up.
+    """
     code = "import sys, triforce_core.client; print({'torch', 'transformers', 'ray', 'numpy'} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert (result.stdout, result.returncode) == ("set()\n", 0), result.stderr
 
 
 def test_a_gateway_loads_neither_a_compiler_nor_models() -> None:
-    """Which take twice as long to import as all the rest, at each start of a process."""
+    """At each start of a process, importing these would take twice as long as all other imports."""
     heavy = "{'torch._dynamo', 'transformers.modeling_utils'}"
     code = f"import sys, deploy.gateway; print({heavy} & sys.modules.keys())"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
@@ -181,7 +183,9 @@ def test_the_changelog_has_this_version() -> None:
 
 @pytest.mark.slow
 def test_the_client_alone_is_imported_at_once(built: Built, tmp_path: Path) -> None:
-    """Into an empty environment, from the wheel: no torch, and no more than .3 s, start of Python included."""
+    """The wheel is installed into an empty environment. There is no torch, and the import takes no more than .3 s, with
+    the start of Python.
+    """
     python = empty_environment(tmp_path, str(built.wheel))
     installed = subprocess.run(
         [python, "-c", "from importlib.metadata import distributions as d; print(*(each.name for each in d()))"],

@@ -31,7 +31,7 @@ def run(times: PassTimes, clock: Clock, tokens: int, seconds: float) -> None:
 
 
 def test_a_pass_of_a_new_size_may_take_a_minute(times: PassTimes, clock: Clock) -> None:
-    """In the first passes after a start kernels are loaded; but they do hang at some time."""
+    """In the first passes after a start, kernels are loaded. But a pass that takes longer than a minute hangs."""
     for size in (9, 100):
         times.begin()
         clock.now += 59.9

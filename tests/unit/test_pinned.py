@@ -30,7 +30,7 @@ class Link(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def run(self, until: int) -> None:
-        """The first copies, up to this number."""
+        """Run the first copies, up to the copy of this number."""
         for into, source in self.due[self.done : until]:
             torch.ops.aten.copy_.default(into, source)
             self.done += 1
@@ -53,7 +53,7 @@ class Late:
 
 @pytest.fixture
 def staging(monkeypatch: pytest.MonkeyPatch) -> PinnedStaging:
-    """With buffers of 64 bytes, on a link that is as late as it may be."""
+    """A staging with buffers of 64 bytes, on a link that is as late as it may be."""
     made = PinnedStaging(CPU, 64)
     monkeypatch.setattr(pinned.Buffer, "__init__", buffer_of_events)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
@@ -74,7 +74,7 @@ def test_what_is_gathered_is_what_indexing_gives(staging: PinnedStaging, rows: i
 
 
 def test_what_is_uploaded_is_the_same(staging: PinnedStaging) -> None:
-    """Also a part of a pool, of which each head is contiguous and the whole is not."""
+    """Here it is a part of a pool: each head is contiguous, and the whole is not."""
     pool = torch.randn(3, 40, 5)
     with Link() as Late.link:
         found = staging.upload(pool[:, 7:31].unflatten(1, (-1, 4)))
@@ -113,7 +113,7 @@ def test_pieces_come_one_by_one_and_are_good_until_the_next(staging: PinnedStagi
 
 
 def test_what_is_abandoned_gives_its_buffers_back(staging: PinnedStaging) -> None:
-    """The copy ahead must not run into what the next hand-over brings into the same buffer."""
+    """A copy that was started ahead must not meet what the next hand-over writes to the same buffer."""
     first, second = ([torch.full((64,), value + i, dtype=torch.uint8) for i in range(4)] for value in (10, 20))
     with Link() as Late.link:
         for taken in range(4):

@@ -69,7 +69,7 @@ def costs(*, groups: int = 1, overlapping: bool = False) -> Costs:
 
 
 def test_a_draft_that_finds_nothing_leaves_a_pass_over_one_token() -> None:
-    """Which takes less than the line through longer passes foretells."""
+    """Such a pass takes less time than the line through longer passes predicts."""
 
     def verify(tokens: float) -> float:
         return 10 + tokens + 8 * (tokens > 1)

@@ -48,7 +48,7 @@ def statement(sequence_id: int, start: int, text: list[int], drafted: int = 0) -
 
 
 def write(kv: FullKV, text: list[int], batch: Batch) -> list[int]:
-    """What a pass does; returns the positions that were forwarded."""
+    """Do what a pass does, and return the positions that were forwarded."""
     for row in batch.rows:
         for position, slot in zip(row.placed.positions, slots_of(row.placed.writes), strict=True):
             kv.keys[0][0, slot] = kv_of(text[: position + 1])
@@ -84,7 +84,7 @@ def random_text(count: int, seed: int) -> list[int]:
 
 
 class Wire:
-    """To a follower that reads later."""
+    """A wire to a follower that reads later."""
 
     world, rank = 2, 1
 
@@ -95,11 +95,11 @@ class Wire:
         self.commands.append(pickle.dumps(command))
 
     def expect(self, num_tokens: int) -> None:
-        """Nobody hangs."""
+        """No watch is needed: nobody hangs here."""
 
 
 class Passes:
-    """A follower's passes, of which it does what the host does."""
+    """A follower's passes. They do only what the host does in a pass."""
 
     def __init__(self, kv: FullKV) -> None:
         self.kv = kv
@@ -313,7 +313,7 @@ def test_kept_texts_are_dropped_before_the_pool_is_broken_up() -> None:
 
 
 def test_texts_are_not_dropped_for_one_range_where_two_do() -> None:
-    """Free are 160 slots at each of two places, and kept texts between them."""
+    """There are two places of 160 free slots, with kept texts between them."""
     kv = shared_kv(960, 8)
     for i in range(6):
         read(kv, i, random_text(160, i), room=0, cache_salt="" if i in (1, 2, 4, 5) else "gone")
@@ -369,7 +369,9 @@ def test_agreement_is_the_first_difference(one: list[int], at: int, first: int) 
 
 
 def test_questions_that_wait_for_a_document_are_compared_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not in every turn: sixty-four of them wait while it is read, and go live together when it has been."""
+    """They are not compared in every turn. Sixty-four questions wait while the document is read, and then go live
+    together.
+    """
     compared = 0
 
     def counted(one: list[int], first: int, other: list[int], second: int, most: int) -> int:

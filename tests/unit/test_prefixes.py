@@ -122,7 +122,7 @@ def test_a_match_that_is_shorter_by_less_than_the_margin_teaches_nothing(matched
 
 
 def test_what_is_still_being_read_is_not_missed() -> None:
-    """Two requests on a new document come together: the second may find nothing, and nothing was dropped."""
+    """Two requests on a new document come together. The second may find nothing, although nothing was dropped."""
     index: PrefixIndex[str] = PrefixIndex(1000)
     older, text = documents(2)
     index.add("a", older)
@@ -206,7 +206,7 @@ class Name(NamedTuple):
 
 
 def chosen(router: Any, route: Route) -> list[Name]:
-    """The first list that Serve is given."""
+    """The first list of replicas that Serve is given."""
     replicas = [SimpleNamespace(replica_id=Name(name)) for name in "abcd"]
     request = SimpleNamespace(kwargs={"route": route}, routing_context=SimpleNamespace())
     return [each.replica_id for each in asyncio.run(router.choose_replicas(replicas, request))[0]]

@@ -54,7 +54,9 @@ def test_weights_that_are_slower_here_are_named_with_their_times(caplog: pytest.
 
 
 def test_the_settings_of_the_process_stay() -> None:
-    """Those of torch's compiler, and how float32 products are rounded: the target's, too."""
+    """These are the settings of torch's compiler, and how float32 products are rounded, which concerns the
+    target, too.
+    """
     from torch._inductor import config as inductor
 
     before = inductor.coordinate_descent_tuning, torch.get_float32_matmul_precision()

@@ -76,7 +76,7 @@ def test_a_slice_of_a_path_is_the_slice_of_its_slots(pieces: list[Range], start:
 
 
 def test_wished_slots_are_given_last() -> None:
-    """An owner's wish moves with the end of its range, and ends with it."""
+    """An owner's wish moves with the end of its range, and ends when the range is freed."""
     allocator = RangeAllocator(100)
     [first] = allocator.allocate(10, wish=40) or []
     assert allocator.allocate(20) == [(50, 70)]

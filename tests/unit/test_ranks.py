@@ -67,7 +67,7 @@ def test_every_rank_makes_its_runners_in_the_same_order(monkeypatch: pytest.Monk
         return runner_for(model, kv, settings, few_tokens)
 
     class Alone:
-        """Of a group of one rank."""
+        """The leader of a group of one rank."""
 
         world = 1
 
@@ -97,7 +97,7 @@ def test_followers_that_do_not_come_are_not_waited_for_long() -> None:
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_rank_ends_with_the_other(victim: int) -> None:
-    """By SIGKILL, which no process can answer, while the other waits for nothing."""
+    """One rank is killed by SIGKILL, which no process can answer. The other rank waits for nothing."""
     context = multiprocessing.get_context("spawn")
     (to_leader, of_leader), (to_follower, of_follower) = context.Pipe(), context.Pipe()
     leader = context.Process(target=lead_for_ever, args=(of_leader,))

@@ -29,7 +29,7 @@ BUDGET, TAIL, MAX_LENGTH, SEQUENCES = 32, 40, 400, 3
 
 
 class Wire:
-    """Both ends: commands and contents wait until the follower catches up."""
+    """Both ends of the socket. Commands and contents wait until the follower catches up."""
 
     world, rank = 2, 1
 
@@ -41,7 +41,7 @@ class Wire:
         self.commands.append(pickle.dumps(command))
 
     def expect(self, num_tokens: int) -> None:
-        """Nobody hangs."""
+        """No watch is needed: nobody hangs here."""
 
     def scatter(self, parts: list[Snapshot]) -> None:
         self.contents.extend(parts)
@@ -54,7 +54,7 @@ class Wire:
 
 
 class Passes:
-    """A follower's runner that has no model: of a pass, it does what the host does."""
+    """A follower's runner that has no model. It does only what the host does in a pass."""
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv

@@ -46,7 +46,9 @@ def snapshot_of(pair: Pair, text: Tokens, chosen: list[int] | None = None, seque
 
 
 def sparse_logits(pair: Pair, text: Tokens, position: int, chosen: list[int]) -> Tensor:
-    """A plain pass in which tokens from `position` on see, of those before it, only the chosen."""
+    """The logits of a plain pass. In it, tokens from `position` on see only the chosen tokens before `position`, and
+    one another.
+    """
     count = len(text)
     visible = torch.ones(count, count).tril().bool()
     hidden = [t for t in range(position) if t not in chosen]
@@ -113,7 +115,9 @@ def test_a_full_tail_wants_a_snapshot_and_one_mends_it(pair: Pair) -> None:
 
 
 def test_a_lack_does_not_pretend_to_hold_what_was_stated(pair: Pair) -> None:
-    """Another text that did not fit was never forwarded: cut short, it is not mistaken for the text before it."""
+    """A text that did not fit was never forwarded. When it is cut short, its tokens are not taken for those of the text
+    before.
+    """
     runner, kv = retrieval_runner(pair)
     text, other = random_tokens(60, seed=10), random_tokens(60, seed=11)
     kv.deliver(snapshot_of(pair, text[:20]))
@@ -206,7 +210,9 @@ def test_what_is_over_is_not_remembered_for_ever(pair: Pair) -> None:
 
 
 def test_snapshots_that_nobody_installs_do_not_pile_up(pair: Pair) -> None:
-    """Those that arrive after their sequence was released; the latest, whose sequences are yet to be stated, stay."""
+    """They may arrive after their sequence was released. The latest snapshots stay, because their sequences may still
+    be stated.
+    """
     text = random_tokens(30, seed=9)
     snapshot = snapshot_of(pair, text[:20])
     runner, kv = retrieval_runner(pair, max_sequences=2)

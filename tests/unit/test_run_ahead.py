@@ -63,7 +63,7 @@ def test_a_guess_in_progress_is_gone_on_with(ahead: RunAhead, below: Below) -> N
 
 @pytest.mark.parametrize("settled", [(2, 3, 4, 99), (2, 99), (2, 3), (2, 3, 4, 5, 6, 7, 8)])
 def test_a_wrong_or_short_guess_is_dropped(ahead: RunAhead, below: Below, verifier: Counting, settled: Tokens) -> None:
-    """Also one that ends where the settled text does, and one of which less was settled than handed up."""
+    """A guess is also dropped if it is no longer than the settled text, or if less was settled than was handed up."""
     begin(ahead, below)
     assert answer(ahead, below, [drafted(5, (5,))]) == []
     ahead.submit([work(2, settled)])
@@ -119,7 +119,7 @@ def test_what_lacks_something_is_not_guessed_on(ahead: RunAhead, below: Below) -
 
 
 def test_a_guess_that_lacks_something_is_dropped(ahead: RunAhead, below: Below) -> None:
-    """Also where the next work agrees with it: only a statement from the level above can help."""
+    """It is dropped even if the next work agrees with it, because only a statement from the level above can help."""
     begin(ahead, below)
     assert answer(ahead, below, [Proposal(1, 5, (5, 6), bytes(2), missing_from=1)]) == []
     ahead.submit([work(2, (2, 3, 4, 5))])
@@ -207,7 +207,7 @@ class Requests:
         return [gone]
 
     def work(self) -> list[Work]:
-        """Of one that is judged."""
+        """New work for a sequence that has been judged."""
         due = [i for i, turn in self.judged.items() if turn <= self.turn]
         if not due:
             return []
@@ -226,12 +226,12 @@ class Requests:
 
 
 def guesses(ahead: RunAhead) -> set[int]:
-    """The sequences that nobody waits for, and for which something was found beyond what was handed up."""
+    """The sequences for which something was found beyond what was handed up, and that nobody waits for."""
     return {i for i, block in ahead.decoder.blocks.items() if block.tokens and not block.owed}
 
 
 def assert_in_step(ahead: RunAhead, drafter: Drafter) -> None:
-    """Whatever is in progress waits for something that will come."""
+    """Check that whatever is in progress waits for something that will come."""
     coming = {(w.span.sequence_id, w.span.end) for w in drafter.waiting.values()}
     coming |= {(p.sequence_id, p.start) for _, p in drafter.answers}
     for sequence_id, block in ahead.decoder.blocks.items():
@@ -246,8 +246,9 @@ def assert_in_step(ahead: RunAhead, drafter: Drafter) -> None:
     ("micro_batches", "delay"), [(1, 0), (3, 0), (3, 3)], ids=["one process", "one process, shares", "over a link"]
 )
 def test_guesses_may_be_paused_at_any_time(micro_batches: int, delay: int) -> None:
-    """And gone on with, used or dropped later; while work waits, a drafter in the same process does nothing for them.
-    A decoder over such a one has one micro-batch, however many the pipeline has.
+    """Later they go on, are used or are dropped. While work waits, a drafter in the same process does nothing for them.
+
+    A decoder over such a drafter has one micro-batch, however many the pipeline has.
     """
     paused = resumed = 0
     for seed in range(150):

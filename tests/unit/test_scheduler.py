@@ -65,26 +65,26 @@ def slots(scheduler: Scheduler) -> Slots:
 
 
 def end(scheduler: Scheduler, sequence_id: int) -> None:
-    """As by the engine, for a live request."""
+    """End a live request as the engine does."""
     scheduler.remove(scheduler.live[sequence_id])
     slots(scheduler).release(sequence_id)
 
 
 def answered(scheduler: Scheduler, work: list[Work]) -> None:
-    """As by the engine, for prompt chunks: the target holds what it was told."""
+    """Answer prompt chunks as the engine does: the target then holds what it was told."""
     for w in work:
         live = scheduler.live[w.span.sequence_id]
         live.work, live.prefilled = None, w.span.end
 
 
 def decode(sequence: Sequence, num_tokens: int = 1) -> None:
-    """The request's prompt is read, and it has so many tokens more."""
+    """Make this a request whose prompt is read, with `num_tokens` tokens more."""
     sequence.tokens += [7] * num_tokens
     sequence.prefilled, sequence.work = len(sequence.tokens) - 1, None
 
 
 def chunks_of(work: list[Work]) -> list[Work]:
-    """Of prompts: no tier below the target is asked anything."""
+    """The work for prompts, for which no tier below the target is asked anything."""
     return [w for w in work if not any(w.lookaheads[1:])]
 
 
@@ -96,7 +96,7 @@ def spans(work: list[Work]) -> list[tuple[int, int, int]]:
 
 
 def test_the_prompt_chunks_of_a_pass_share_one_budget() -> None:
-    """The shortest prompt comes first; a budget for each request would make a pass as long as there are requests."""
+    """The shortest prompt comes first. If each request had a budget, a pass would grow with the number of requests."""
     scheduler = scheduler_of(sequence(1, 20), sequence(2, 3), sequence(3, 9))
     expected = [
         [(2, 0, 3)],  # the next chunk, of 8 tokens, does not fit beside it
@@ -137,8 +137,8 @@ def test_every_prompt_is_told_once_and_in_order(lengths: list[tuple[int, int]]) 
 
 @given(st.integers(10, 60), st.lists(st.tuples(st.integers(0, 12), st.integers(1, 30)), max_size=12))
 def test_no_prompt_is_passed_for_ever(first: int, others: list[tuple[int, int]]) -> None:
-    """Others arrive while a prompt is read, each after so many passes. It waits only for shorter ones that went live
-    before as many tokens were handed out as it has.
+    """Other prompts arrive while the first one is read. The first waits for another prompt only under one condition:
+    the tokens handed out before the other went live, plus the other's own tokens, are at most the first's own tokens.
     """
     scheduler = scheduler_of(sequence(1, first), max_sequences=100)
     arrivals = sorted(others)
@@ -193,7 +193,7 @@ def test_a_request_that_waits_for_an_answer_is_asked_nothing() -> None:
 
 
 def costing(fixed_ms: float, token_ms: float, pair_us: float = 0.0) -> PassCosts:
-    """Passes of many sizes at these prices."""
+    """Costs that were learned from passes of many sizes at these prices."""
     costs = PassCosts()
     for tokens in (64, 128, 512, 2048):
         for before in (0, 1000, 8000, 32_000):
@@ -245,7 +245,9 @@ def test_before_the_first_pass_chunks_are_small_beside_decoding() -> None:
 
 
 def test_the_stall_is_that_of_a_round() -> None:
-    """A round of decoding may outlast several passes with chunks, which share its stall; the next has its own."""
+    """A round of decoding may outlast several passes with chunks, which share the round's stall. The next round has a
+    new stall.
+    """
     costs = costing(fixed_ms=5, token_ms=0.1)
     scheduler = scheduler_of(
         sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.105
@@ -266,7 +268,7 @@ def test_the_stall_is_that_of_a_round() -> None:
 
 
 def test_a_small_rest_of_the_stall_is_not_used() -> None:
-    """For a chunk that would be mostly fixed cost; 20 ms of a pass over 200 tokens."""
+    """A pass has 20 ms of fixed cost, as much as 200 tokens take. A smaller chunk would be mostly fixed cost."""
     costs = costing(fixed_ms=20, token_ms=0.1)
     scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.1)
     decode(scheduler.live[1])
@@ -328,14 +330,14 @@ def test_before_the_first_pass_prompts_share_a_small_chunk() -> None:
 
 
 def test_the_least_stall_is_told() -> None:
-    """In a context of 32,000 tokens a chunk of 64 takes 5 ms, and .42 for each token."""
+    """With 32,000 tokens before it, a chunk of 64 tokens takes 5 ms and .42 ms for each token."""
     scheduler = scheduler_of(costs=costing(fixed_ms=5, token_ms=0.1, pair_us=0.01))
     assert scheduler.least_stall_s(32_000) == pytest.approx(0.032, rel=0.1)
     assert scheduler_of().least_stall_s(32_000) == 0
 
 
 def test_prompts_get_a_share_of_long_rounds() -> None:
-    """Rounds that take a second by themselves have half a second of chunks, however short the stall may be."""
+    """If rounds take a second by themselves, chunks get half a second, however short the stall may be."""
     costs = costing(fixed_ms=5, token_ms=0.5)
     scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.1)
     decode(scheduler.live[1])
@@ -378,7 +380,7 @@ def test_requests_go_live_by_priority_and_then_in_turn() -> None:
 
 
 def test_smaller_requests_pass_one_that_does_not_fit_but_not_for_ever() -> None:
-    """Until as many tokens have passed as it has itself; then it is the next to go live."""
+    """They pass until they have as many tokens together as the waiting request. Then it is the next to go live."""
     scheduler = scheduler_of(sequence(1, 50), sequence(2, 58), free=100)
     assert list(scheduler.live) == [1]
     for small in range(3, 20):
@@ -405,7 +407,7 @@ def test_no_more_than_so_many_are_live() -> None:
 
 
 def test_a_request_can_be_taken_out_wherever_it_is() -> None:
-    """Once: what is gone, or was never there, is nobody's."""
+    """It can be taken out once: a request that is gone, or never was there, is not found."""
     scheduler = scheduler_of(sequence(1, 5), sequence(2, 5), sequence(3, 5), max_sequences=1)
     for request_id in (2, 1):
         found = scheduler.find(request_id)
@@ -422,7 +424,7 @@ def test_a_request_can_be_taken_out_wherever_it_is() -> None:
 
 
 def preempted(scheduler: Scheduler, new_id: int) -> Sequence | None:
-    """As by the engine: the request that has to go waits again."""
+    """Preempt as the engine does: the request that has to go waits again."""
     if (victim := scheduler.to_preempt()) is None:
         return None
     end(scheduler, victim.sequence_id)
@@ -494,7 +496,7 @@ def test_the_least_urgent_makes_room() -> None:
 
 
 def test_nobody_is_preempted_twice() -> None:
-    """An older request that needs the room of one that came back makes room itself."""
+    """If an older request needs the room of a request that came back, the older one is preempted itself."""
     scheduler = scheduler_of(sequence(1, 10, max_tokens=60), sequence(2, 10, max_tokens=10), free=80)
     decode(scheduler.live[2], 1)
     victim = scheduler.live[2]
@@ -510,7 +512,7 @@ def test_nobody_is_preempted_twice() -> None:
 
 
 def test_the_most_urgent_gets_what_is_left() -> None:
-    """Room for one more round: the request that arrived first has it, though the other went live first."""
+    """There is room for one more round. The request that arrived first gets it, although the other went live first."""
     scheduler = scheduler_of(sequence(2, 10, max_tokens=60), free=24)
     scheduler.add(sequence(1, 10, max_tokens=60, priority=-1))
     slots(scheduler).free = 12
@@ -546,7 +548,7 @@ def test_a_preempted_request_keeps_its_deadline_and_its_figures() -> None:
 
 
 def test_prompt_logprobs_reach_the_caller_once() -> None:
-    """Those of a prompt that is read again after a preemption are left out."""
+    """If a prompt is read again after a preemption, its logprobs are left out."""
     from triforce_core.messages import TokenLogprobs
 
     scores = tuple(TokenLogprobs(float(-i)) for i in range(10))

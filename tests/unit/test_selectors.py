@@ -56,8 +56,8 @@ def read_prompt(runner: ModelRunner, text: Tokens, chunk: int, selector: str) ->
 
 
 def decode(runner: ModelRunner, text: Tokens, selector: str) -> Iterator[int]:
-    """Rounds of up to nine tokens, of which the last are drafts that turn out wrong. After each, yield the position up
-    to which the text is settled and held.
+    """Run rounds of up to nine tokens, of which the last are drafts that turn out wrong. After each round, yield the
+    position up to which the text is settled and held.
     """
     settled, accepted = PROMPT, (0, 4, 8, 1, 7)
     while settled + 10 < LENGTH:
@@ -136,7 +136,7 @@ def test_all_selectors_have_a_reference() -> None:
 @pytest.mark.parametrize(("chunk", "in_pieces"), [(1, False), (64, False), (2048, False), (64, True)])
 @pytest.mark.parametrize("name", SELECTORS)
 def test_the_choice_is_that_of_dense_attention(pair: Pair, name: str, chunk: int, in_pieces: bool) -> None:
-    """However the prompt was chunked, and in every round of decoding, whose rejected drafts leave no trace."""
+    """It is so however the prompt was chunked, and in every round of decoding. Rejected drafts leave no trace."""
     text = random_tokens(LENGTH, seed=7)
     record, runner = recorded(pair, text), full_runner(pair, 3 * LENGTH)
     if in_pieces:
@@ -153,7 +153,7 @@ def test_the_choice_is_that_of_dense_attention(pair: Pair, name: str, chunk: int
 
 
 def test_the_selectors_choose_differently(pair: Pair) -> None:
-    """So that one cannot pass for another; and all but `streaming` choose by layer and head."""
+    """So no selector can pass for another. All but `streaming` choose by layer and head."""
     record = recorded(pair, random_tokens(LENGTH, seed=7))
     choices = {name: dense_choice(name, record, LENGTH) for name in SELECTORS}
     assert len({tuple(choice.flatten().tolist()) for choice in choices.values()}) == len(SELECTORS)
@@ -164,7 +164,7 @@ def test_the_selectors_choose_differently(pair: Pair) -> None:
 
 @pytest.mark.parametrize("name", ["mean_key", "quest"])
 def test_landmarks_do_not_depend_on_how_the_prompt_came(pair: Pair, name: str) -> None:
-    """Neither in passes of other lengths nor through cuts in between."""
+    """Neither passes of other lengths nor cuts in between change them."""
     text, found = random_tokens(LENGTH, seed=3), []
     for chunk in (1, 64, 2048):
         runner = full_runner(pair, LENGTH)
@@ -183,7 +183,7 @@ def test_landmarks_do_not_depend_on_how_the_prompt_came(pair: Pair, name: str) -
 
 @pytest.mark.parametrize("landmark", [mean_keys, bounds])
 def test_landmarks_are_made_chunk_by_chunk(landmark: Callable[[Tensor], Tensor]) -> None:
-    """So that those of a growing text can be kept: the landmarks of two halves are those of the whole."""
+    """The landmarks of two halves are the landmarks of the whole. So the landmarks of a growing text can be kept."""
     keys = torch.randn(2, 12, 8, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     assert torch.equal(torch.cat([landmark(keys[:, :5]), landmark(keys[:, 5:])], 1), landmark(keys))
 
@@ -201,7 +201,8 @@ def test_query_heads_of_a_group_share_their_vote(
     torch.testing.assert_close(shares(queries[[2, 0, 1, 3, 5, 4]], landmarks), scores)
     assert not torch.allclose(shares(queries[[3, 1, 2, 0, 4, 5]], landmarks), scores)
     louder = queries.clone()
-    louder[0] *= 1000  # of three heads that share a KV head: it can take its own third of the votes elsewhere, no more
+    # Three heads share a KV head. The loud one can move its own third of the votes to other chunks, and no more.
+    louder[0] *= 1000
     moved = (shares(louder, landmarks) - scores).abs().sum(1)
     assert 0.1 < moved[0] <= 2 / 3 + 1e-5
     assert moved[1] == 0
@@ -211,7 +212,7 @@ def test_query_heads_of_a_group_share_their_vote(
 
 
 def test_mass_is_that_of_dense_attention(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one piece and in many."""
+    """It is computed in one piece and in many."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(3, 40, 16, generator=generator), torch.randn(100, 16, generator=generator)
     logits = queries.double() @ keys.double().T / 4

@@ -104,7 +104,7 @@ class Both:
         self.fragmented = 0  # of these, the ones whose sequence lies in several ranges
 
     def state(self, passed: list[Statement]) -> None:
-        """One pass over these, in both."""
+        """Run one pass over these statements in both caches."""
         forwards = []
         for s in passed:
             if s.fresh:
@@ -136,7 +136,9 @@ class Both:
             kv.release(sequence)
 
     def attend(self, batch: Batch, fixed: Batch) -> None:
-        """Both attend to the same queries, keys and values; where the shape has tokens of its own, garbage."""
+        """Both caches attend to the same queries, keys and values. Where the shape has more tokens, these are
+        garbage.
+        """
         if not batch.rows:
             return
         fits = self.pass_.has_room(fixed)
@@ -193,7 +195,7 @@ class Both:
 @pytest.mark.parametrize("make", [streaming, retrieval, long_retrieval, full])
 @given(histories)
 def test_any_history(make: Callable[[], FixedKV | FullKV], history: list[list[Statement]]) -> None:
-    """Growth, rollback, moved windows, snapshots, sequences that come and go, in batches of any mixture."""
+    """Sequences grow, are rolled back, come and go; windows move and snapshots come. Batches are of any mixture."""
     both = Both(make)
     assert (both.pass_.splits > 1) == (make in (long_retrieval, full))
     for passed in history:

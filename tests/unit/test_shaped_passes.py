@@ -76,7 +76,9 @@ def test_a_batch_takes_the_smallest_shape_with_room(lengths: list[int], shape: t
 @pytest.mark.parametrize("ranged", [gathered, flash_ranged, flash_split])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_depends_on_no_value(family: str, ranged: Ranged) -> None:
-    """It runs on shapes alone, without data: nothing is asked of the device that the host would have to wait for."""
+    """The pass runs on shapes alone, without data: it asks the device for nothing that the host would have to
+    wait for.
+    """
     model = random_model(family).to("meta", torch.bfloat16)
     model.set_attn_implementation(ATTENTION)
     kv = StreamingKV(kv_geometry(model), 4, WindowSettings(4, 600, 40), KERNELS["reference"])
@@ -97,7 +99,7 @@ def test_a_pass_depends_on_no_value(family: str, ranged: Ranged) -> None:
     [("", "auto"), ("graphs: off", "off"), ("graphs: eager", "eager"), ("device: cuda:1\ngraphs: on", "on")],
 )
 def test_the_setting_is_read_as_it_is_written(text: str, mode: str, tmp_path: Path) -> None:
-    """A bare on is true to YAML."""
+    """In YAML a bare `on` is true."""
     path = tmp_path / "settings.yaml"
     path.write_text(text)
     assert load_settings(path).graphs == mode
@@ -113,7 +115,7 @@ def test_on_the_cpu_there_are_twins_where_they_are_asked_for(mode: str, shapes: 
 
 @pytest.mark.parametrize("mode", ["auto", "on"])
 def test_a_compiler_that_fails_with_attention_alone(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With auto the passes are as they are without a compiler, with on the setting is refused."""
+    """With `auto` the passes are the same as without a compiler. With `on` the setting is refused."""
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no such instruction")
@@ -150,7 +152,7 @@ class AnyKV(KVCache):
 
 
 def test_a_cache_that_cannot_have_any_is_named_where_graphs_are_asked_for(said: Callable[[], list[str]]) -> None:
-    """What is copied differs from pass to pass; what a policy of another kind does, nobody knows."""
+    """An offloaded cache copies other KV in each pass. What a policy of another kind does is not known."""
     model = random_model()
     geometry, kernel = kv_geometry(model), KERNELS["reference"]
     offloaded = OffloadedKV(geometry, 100, kernel, Offload())
@@ -176,7 +178,7 @@ def test_a_cache_that_cannot_have_any_is_named_where_graphs_are_asked_for(said: 
 
 
 def test_a_captured_target_needs_attention_that_copies_nothing(said: Callable[[], list[str]]) -> None:
-    """In float32 there is none on a GPU: its passes would copy every context at its greatest length."""
+    """In float32 a GPU has no such attention: passes would copy every context at its greatest length."""
     model = random_model()
     kv = FullKV(kv_geometry(model), 100, KERNELS["reference"])
     settings = load_settings(device="cuda:0", dtype="float32", max_sequences=3, graphs="on")
@@ -186,7 +188,7 @@ def test_a_captured_target_needs_attention_that_copies_nothing(said: Callable[[]
 
 
 def test_no_memory_for_the_twins_is_said() -> None:
-    """Really: such a batch has no room in any machine."""
+    """The memory is really asked for: no machine has room for such a batch."""
     model = random_model()
     kv = FullKV(kv_geometry(model), 100, KERNELS["reference"])
     settings = load_settings(dtype="float32", max_sequences=2**38, graphs="eager")
@@ -200,7 +202,9 @@ def test_no_memory_for_the_twins_is_said() -> None:
 def test_no_memory_for_graphs_is_said(
     mode: str, monkeypatch: pytest.MonkeyPatch, said: Callable[[], list[str]]
 ) -> None:
-    """There is a way without them, where they are a default. What is no lack of memory is passed on as it is."""
+    """Where graphs are only a default, the passes do without them. An error that is no lack of memory is passed on as
+    it is.
+    """
     errors: list[Exception] = [
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: device-side assert"),

@@ -39,7 +39,7 @@ class Rank:
                     pool[layer][local, :LENGTH] = torch.randn(LENGTH, DIM, generator=generator)
 
     def grow(self, position: int) -> None:
-        """Settled up to `position`; what the queries there look for is new."""
+        """Settle the text up to `position`, with new queries there."""
         self.held.cached = position
         self.held.queries.expect(position - 1, position - 1, position)
         for layer in range(LAYERS):
@@ -53,7 +53,7 @@ class Rank:
 
 
 def cuts(rank: Rank, chunks: ChunkSettings, seed: int) -> Iterator[Snapshot]:
-    """Whole ones, and changes to the latest or to its base, the same ones for every rank."""
+    """Cut whole snapshots, and changes to the latest snapshot or to its base. Every rank cuts the same ones."""
     rng = random.Random(seed)
     position = 20
     while position < LENGTH:

@@ -74,7 +74,9 @@ def test_micro_batches_keep_the_busiest_device_busy_where_rounds_do_not_vary(row
 
 @pytest.mark.parametrize("row", ["h200", *(pytest.param(row, marks=pytest.mark.slow) for row in ("a100", "offload"))])
 def test_run_ahead_of_one_request_is_its_formula(row: str) -> None:
-    """Which takes the mean for each block's rounds, and no round of a wrong guess to be in the way."""
+    """The formula gives every block the mean number of rounds. It also assumes that no round of a wrong guess delays
+    the next work.
+    """
     scenario = scenario_of(row, micro_batches=2, run_ahead=True)
     shares = [share_of_bound(scenario.model_copy(update={"seed": seed})) for seed in range(3)]
     assert sum(shares) / 3 == pytest.approx(1, rel=0.05)
@@ -263,7 +265,9 @@ def test_one_point_is_a_constant_and_contexts_are_interpolated() -> None:
 
 
 def test_a_target_that_idles_gets_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two requests and rounds that vary; a target that shares the device takes turns anyway."""
+    """There are two requests, and rounds vary. A target that shares its device with the drafting tiers gains nothing,
+    because they take turns.
+    """
     settings: dict[str, Any] = {"users": 2, "micro_batches": 2, "duration_s": 60}
     apart, together = (simulate(scenario_of("h200", **settings, colocate=c)) for c in ("none", "all"))
     monkeypatch.setattr(RetrievalStation, "early", lambda *_: [])

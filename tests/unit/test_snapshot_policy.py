@@ -37,7 +37,7 @@ class Recorder:
         self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100, selector="quest"), [1] * 100)
 
     def grow(self, count: int, *, wanted: bool = False) -> list[Sent]:
-        """Commit tokens; what was sent then."""
+        """Commit tokens, and return what was sent then."""
         self.sequence.tokens += [1] * count
         self.sent = []
         self.policy.update(self.sequence, wanted=wanted)
@@ -50,7 +50,9 @@ class Recorder:
         return Snapshot(7, self.version, position, none, none, changes)
 
     def round(self, accepted: int, rejected: int) -> list[Sent]:
-        """A round of the target commits the accepted tokens and one of its own; what was sent then."""
+        """Run a round of the target, which commits the accepted tokens and one of its own. Return what was sent
+        then.
+        """
         self.policy.saw(self.sequence, Tally(1, accepted + rejected, accepted, rejected))
         return self.grow(accepted + 1)
 

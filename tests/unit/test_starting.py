@@ -11,7 +11,7 @@ from tests.starting import LocalRay, nothing_left, tried_twice
 
 
 class Starts:
-    """Each leaves a process; as many as said then fail."""
+    """Each start leaves a process. The first `failures` starts then fail."""
 
     def __init__(self, failures: int) -> None:
         self.failures = failures

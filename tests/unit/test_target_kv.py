@@ -72,7 +72,7 @@ def test_a_pool_beyond_memory(target: dict[str, Any], layers: int, named: list[s
 
 
 def test_on_the_cpu_staging_and_the_offloaded_layers_share_the_memory() -> None:
-    """Four layers and two more: each by itself would fit."""
+    """There are four offloaded layers, and staging takes as much as two. Each part would fit by itself."""
     tokens = int(psutil.virtual_memory().available * 0.8) // TOKEN_BYTES
     settings = load_settings(target={"offload": "host"}, retrieval={"selector": "snapkv"})
     message = refused(lambda: target_kv(CONFIG, GEOMETRY, tokens, settings), "set target.offload: disk")
@@ -81,7 +81,7 @@ def test_on_the_cpu_staging_and_the_offloaded_layers_share_the_memory() -> None:
 
 @pytest.mark.parametrize("offload", [None, Offload(0), Offload(0, Path("/tmp"))], ids=["none", "host", "disk"])
 def test_landmarks_count_in_memory(offload: Offload | None) -> None:
-    """Wherever the KV is."""
+    """They count wherever the KV is."""
     message = refused(lambda: check_pool(offload, GEOMETRY, 100, Beside(landmarks=2**50)), "in host memory")
     assert f"{2**20}.00 GiB" in message
     check_pool(offload, GEOMETRY, 100, Beside(landmarks=2**10))
@@ -95,7 +95,7 @@ def test_the_pool_is_checked_with_the_landmarks_of_the_setting() -> None:
 
 
 def test_a_file_beyond_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The device's part would fit."""
+    """The part on the device would fit."""
     monkeypatch.setattr(memory, "free_bytes", lambda place: 10**9 if isinstance(place, Path) else 10**12)
     settings = load_settings(target={"offload": "disk", "offload_path": str(tmp_path)})
     message = refused(
@@ -147,7 +147,7 @@ def test_the_other_tiers(make: Callable[[Settings], object], settings: dict[str,
 
 @pytest.mark.parametrize("selector", SELECTOR_NAMES)
 def test_landmarks_are_reckoned_as_they_are_kept(selector: str) -> None:
-    """Of a whole pool, in all layers; and the mass, where a selector counts attention."""
+    """The landmarks of a whole pool count, in all layers. Where a selector counts attention, so does the mass."""
     kv, settings = FullKV(GEOMETRY, 400, KERNELS["cpu_flash"]), load_settings(retrieval={"selector": selector})
     kv.fill(Span(1, 0, tuple(range(400)), SequenceSpec(GREEDY, 0, 1, 400, selector=selector)))
     kv.cut(1, 400, ChunkSettings(64, 8, 0), SELECTORS[selector]())
@@ -158,7 +158,7 @@ def test_landmarks_are_reckoned_as_they_are_kept(selector: str) -> None:
 
 
 def test_a_pass_is_no_larger_than_the_pool() -> None:
-    """With offload chunks of a prompt are long; a small pool never has one."""
+    """With offload the chunks of a prompt are long. A small pool never has such a chunk."""
     settings = load_settings(target={"offload": "host"})
     small, large = (beside_pool(CONFIG, GEOMETRY, tokens, settings) for tokens in (1000, 10**6))
     assert small.passing < large.passing / 10
@@ -205,5 +205,7 @@ def test_what_is_offloaded_is_what_the_settings_say(tmp_path: Path) -> None:
     ids=str,
 )
 def test_the_pool_of_a_target_whose_settings_name_none(target: dict[str, Any], pool: int) -> None:
-    """Two whole contexts on the device; off it one, for that is what offload is for."""
+    """On the device it holds two whole contexts. With offload it holds one, because offload is meant for one long
+    context.
+    """
     assert target_limits(random_model().config, load_settings(target=target)).kv_pool_tokens == pool

@@ -173,7 +173,7 @@ def test_a_resumed_output_is_the_rest_of_the_whole(data: st.DataObject) -> None:
 
 
 def test_a_stop_string_never_leaves_fewer_than_min_tokens() -> None:
-    """Not even where the characters of the protected tokens are complete only later."""
+    """It does not even where later tokens complete the characters of the protected tokens."""
     tokens = ids_of("byte_level", "ab 日 日x")
     output = OutputText(meaning("byte_level"), stop=["日"], min_tokens=4)
     whole = joined(run(output, [[token] for token in tokens]))
@@ -184,7 +184,9 @@ def test_a_stop_string_never_leaves_fewer_than_min_tokens() -> None:
 
 @pytest.mark.parametrize("known", [0, 1, 3])
 def test_stop_strings_in_the_first_tokens_of_min_tokens_do_not_stop(known: int) -> None:
-    """Neither those that lie in them, nor those that begin in them; resumed tokens are output."""
+    """Stop strings that lie in these tokens do not count, nor do stop strings that begin in them. Resumed tokens count
+    as output.
+    """
     tokens = ids_of("byte_level", "abcabcab")
     assert len(tokens) == 8
     output = OutputText(meaning("byte_level"), stop=["bc"], min_tokens=2, num_resumed=known)
@@ -232,7 +234,7 @@ def test_text_that_may_begin_a_stop_string_is_held_with_its_token() -> None:
 
 @pytest.mark.parametrize(("character", "num_bytes"), [("a", 1), ("€", 3), ("€", 1), ("😀", 3)])
 def test_the_cost_of_a_token_does_not_grow_with_the_output(character: str, num_bytes: int) -> None:
-    """Not even where a model repeats the beginning of a character for ever."""
+    """It does not grow even if a model repeats the beginning of a character for ever."""
     tokens = ids_of("byte_level", character)[:num_bytes]
     output = OutputText(meaning("byte_level"))
 

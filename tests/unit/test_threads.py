@@ -26,7 +26,9 @@ Milliseconds = dict[str, dict[int, float]]  # of a tier's part of a round, by it
 
 
 def search(most: dict[str, int], ms: Milliseconds, noise: float = 0.0) -> Arrangement:
-    """What is found where rounds take this long, give or take a share; the first after a change takes much longer."""
+    """What the search finds if rounds take this long, give or take a share. The first round after a change takes much
+    longer.
+    """
     it, rng, before = ThreadSearch(most, most), random.Random(7), {}
     for _ in range(10_000):
         if it.done:
@@ -90,8 +92,9 @@ def test_the_warm_up_covers_a_short_prompt_a_chunk_and_a_long_context() -> None:
 
 
 def test_the_target_s_threads_are_those_that_it_is_fastest_with_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its passes are faster with two threads, and those of the drafting tiers with one. In rounds that verify eleven
-    drafts the target's gain is a tie; it is what every token takes longer where nothing is drafted.
+    """The target's passes are faster with two threads, and the passes of the drafting tiers with one. In rounds that
+    verify eleven drafts the target's gain counts as a tie. But where nothing is drafted, every token would take longer
+    with one thread.
     """
     now, searched = 0.0, []
     monkeypatch.setattr("triforce_core.engine.warm_up.time.perf_counter", lambda: now)
@@ -161,7 +164,7 @@ def test_the_search_ends_with_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where threads are kept, by their usual way to it."""
+    """The folder where threads are kept. It is found in the usual way."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(kept_threads, "ALL_THREADS", 4)
     return tmp_path / "triforce-serve"
@@ -225,7 +228,9 @@ SMALL: Settings = load_settings(dtype="float32", max_sequences=1, target={"conte
 
 
 def test_a_chain_s_threads_are_measured_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With two threads to choose from, by decoding for real; whatever is found, the next engine takes it as kept."""
+    """There are two threads to choose from, and decoding is real. Whatever is found, the next engine takes it
+    as kept.
+    """
     monkeypatch.setattr(local_threads, "ALL_THREADS", 2)
     monkeypatch.setattr("triforce_core.engine.thread_search.ROUNDS", 1)
     monkeypatch.setattr("triforce_core.engine.thread_search.TURNS", 1)

@@ -60,7 +60,7 @@ def test_no_headers_unless_a_variable_names_them(machine: Path, monkeypatch: pyt
 def test_on_is_refused_and_auto_says_once_what_is_lacking(
     machine: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Before anything is compiled."""
+    """This happens before anything is compiled."""
     (machine / "Python.h").unlink()
     monkeypatch.setattr(fusing, "compile_kernels", lambda model: pytest.fail("nothing is compiled"))
     with pytest.raises(InvalidValueError, match=r"needs a compiler .*Python\.h is not there: install python3-dev"):

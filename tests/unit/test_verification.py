@@ -70,8 +70,10 @@ def noise_alone(seed: int, position: int) -> int:
     ids=["full", "streaming"],
 )
 def test_a_token_is_drawn_with_the_noise_of_the_position_that_it_will_have(new_kv: Callable[[], KVCache]) -> None:
-    """Of one request, of several a pass, and of a text that is stated from its middle on. Were it another position in
-    every tier, tiers would agree and no test of equality would tell; and a resumed request would go on otherwise.
+    """A pass may have one request or several, or a text that is stated from its middle on.
+
+    If every tier used another position, tiers would agree, and no test of equality would notice. But a resumed request
+    would go on differently.
     """
     runner = ModelRunner(PAIR.ours, new_kv())
     texts = {1: random_tokens(90, seed=1), 2: random_tokens(7, seed=2), 3: random_tokens(30, seed=3)}
@@ -88,7 +90,7 @@ def test_a_token_is_drawn_with_the_noise_of_the_position_that_it_will_have(new_k
 
 
 def test_a_drafter_whose_parameters_exclude_every_token_proposes_none() -> None:
-    """Of two sequences, the other one is drafted for."""
+    """There are two sequences, and the other one gets drafts."""
     everything = SamplingParams(bad_word_ids=tuple((token,) for token in range(256)))
     proposer = ModelProposer(ModelRunner(PAIR.ours, FullKV(geometry(PAIR), 500, KERNELS["cpu_flash"])))
     specs = [SequenceSpec(params, 0, 3, 50) for params in (everything, GREEDY)]

@@ -135,8 +135,8 @@ def test_proposals_survive_the_wire(answers: list[Proposal]) -> None:
     ],
 )
 def test_no_field_is_left_behind(fields: Iterable[str], message: type[Message]) -> None:
-    """The strategies above might forget a new field too. Logprobs, `no_token`, the selector and the cache's salt
-    are the target's and its engine's.
+    """The strategies above might forget a new field, too. Only the target and its engine use logprobs, `no_token`, the
+    selector and the cache's salt, so the wire leaves them out.
     """
     local = {"logprobs", "prompt_logprobs", "no_token", "selector", "cache_salt"}
     assert [name for name in fields if name not in local] == [field.name for field in message.DESCRIPTOR.fields]
@@ -188,7 +188,7 @@ def good_proposal() -> pb.Proposal:
 
 
 def test_the_good_examples_are_good() -> None:
-    """Or else the tests below would pass for the wrong reason."""
+    """If they were not, the tests below would pass for the wrong reason."""
     wire.work_batch_from_proto(pb.WorkBatch(work=[good_work()]))
     wire.proposal_batch_from_proto(pb.ProposalBatch(proposals=[good_proposal()]))
 

@@ -19,8 +19,8 @@ FEW = 8  # tokens: the first is drawn without the compiled step, the next ones c
 
 @torch.no_grad()
 def generate_ms(model: PreTrainedModel, context: int, output: int, repeats: int = 3) -> float:
-    """Milliseconds a token of greedy decoding after `context` tokens: the time of many tokens without that of a few.
-    The model must have an attention of transformers itself; end tokens are ignored.
+    """Milliseconds per token of greedy decoding after `context` tokens, from the difference between the times of a long
+    run and a short run. The model must use an attention implementation of transformers itself. End tokens are ignored.
     """
     cache = StaticCache(config=model.config, max_cache_len=context + FEW + output + 1)
     model.generation_config.eos_token_id = None  # no token ends the text, and none is looked for
@@ -45,12 +45,12 @@ def generate_ms(model: PreTrainedModel, context: int, output: int, repeats: int 
 
     seconds(FEW)
     times = [(seconds(FEW + output), seconds(FEW)) for _ in range(repeats)]
-    # The least of each by itself: a slow short run would make its difference small.
+    # The two minimums are taken separately. The least difference would come from a pair whose short run was slow.
     return 1e3 * (min(many for many, _ in times) - min(few for _, few in times)) / output
 
 
 def fill(cache: StaticCache, model: PreTrainedModel, tokens: int) -> None:
-    """Let the cache hold KV of so many tokens; all heads and layers get the same values."""
+    """Let the cache hold KV of `tokens` tokens; all heads and layers get the same values."""
     layers, kv_heads, head_dim = kv_shape(model.config)
     values: Tensor = torch.randn(1, 1, tokens, head_dim, device=model.device).to(model.dtype)
     values = values.expand(1, kv_heads, -1, -1)

@@ -30,25 +30,32 @@ log = logging.getLogger(__name__)
 REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
-ROUND_MEMORY = 0.9  # weight of what a round took relative to that of the next round
+ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
-# A plan is chosen again after so many tokens, rounds and seconds, whichever takes longest. Choosing takes the engine's
-# thread 1 to 2 ms: without the bound in seconds, up to a tenth of the time where decoding is fastest.
+# A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
+# Choosing takes the engine's thread 1 to 2 ms. Without the bound in seconds, that would be up to a tenth of the time
+# where decoding is fastest.
 REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.06
 HORIZON = 256  # tokens over which a first snapshot must pay
-PAID_OVER = 128  # each token charges one part in so many of what is left of the cost of starting to speculate
-CREDIT = 16  # in times of one plainly decoded token: savings beyond this do not make up for later losses
-MOST_LOST = 3  # in the same unit: a round counts as no greater loss than this, because any plan has slow moments
-# Most that speculation may cost a request: this share of its decoding time, plus the time of so many plain tokens. For
-# a plan of prompt lookup alone both are multiplied by the gain that it promises, the tokens by `LOOKUP_TOKENS` at most.
+# The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
+# left.
+PAID_OVER = 128
+# The unit of the next two is the time of one token in plain decoding. Savings beyond `CREDIT` do not make up for later
+# losses. A round counts as a loss of at most `MOST_LOST`, because any plan has slow moments.
+CREDIT = 16
+MOST_LOST = 3
+# Most that speculation may cost a request: the share `LOSS_SHARE` of its decoding time, plus the time of `LOSS_TOKENS`
+# tokens in plain decoding. For a plan of prompt lookup alone, both numbers are multiplied by the gain that the plan
+# promises, but `LOSS_TOKENS` at most by `LOOKUP_TOKENS`.
 LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.02, 4, 2.0
-# Plain decoding is measured again for `TRIAL` rounds, one more for each group of requests but the first: where it takes
-# twice as long as the present plan, after `TRIAL_EVERY` tokens of each request. For other gains the interval is longer
-# or shorter, so that trials take about 1% of the time (`_trial_due`).
+# A trial measures plain decoding again. It takes `TRIAL` rounds, plus one for each micro-batch after the first. Where
+# plain decoding takes twice as long as the present plan, there is a trial after every `TRIAL_EVERY` tokens per request.
+# For other gains the interval is longer or shorter, so that trials take about 1% of the time (`_trial_due`).
 TRIAL_EVERY, TRIAL = 256, 3
-# Few rounds are known of each kind, so one that a machine's hiccup made ten times as long would outweigh all others.
-# The ratio of a plain round to its prediction is capped at `SLOWEST` times the median of these ratios with a 1 added
-# (of two middle ones the lower). Other rounds count as no further from their correction than by the factor `MOST_NEW`.
+# Few rounds are known of each kind, so a single round that a hiccup of the machine made ten times as long would
+# outweigh all others. Therefore the ratios of measured to predicted time are limited. For plain rounds the limit is
+# `SLOWEST` times the low median of 1 and these ratios (`_plain_correction`). For other rounds the ratio may differ from
+# the present correction by at most the factor `MOST_NEW`, up or down (`_correct`).
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
@@ -93,7 +100,7 @@ class Load(NamedTuple):
     """What was being decoded during a pass of the target."""
 
     requests: int = 0
-    planned: int = 0  # of these, the requests that are planned here
+    planned: int = 0  # how many of these requests the controller plans
     length: float = 0.0  # tokens of their texts, on average
 
     @property
@@ -172,7 +179,7 @@ class Controller:
     # -- learning ------------------------------------------------------------------------------------------------------
 
     def passed(self, answers: list[tuple[Sequence, Proposal]], decoding: Several[Sequence], now: float) -> None:
-        """Learn what passes take, once for each pass of the target. `answers`: those that it gave, at `now` seconds."""
+        """Learn what passes take, once for each pass of the target. `answers`: what the pass gave, at `now` seconds."""
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
             self.mix, self.mixed_at = mix, now
@@ -180,7 +187,7 @@ class Controller:
         # A request that waits for a snapshot decodes plainly, but handing the snapshot over takes time from that round.
         self.waiting = any(s.plan_waits for s in decoding)
         if not answers or any(sequence.prefilling for sequence, _ in answers):
-            return  # a pass over a part of a prompt is another matter
+            return  # the cost of a pass over a part of a prompt is not learned here
         levels = [(*proposal.tallies, Tally(), Tally(), Tally())[:3] for _, proposal in answers]
         read = self.read()
         self.proposed = fmean(target.proposed for target, _, _ in levels)
@@ -199,8 +206,10 @@ class Controller:
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
         """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
-        has the score of prompt lookup, even if nothing was drafted. `round_s`: the seconds that the round took, without
-        those of snapshot cuts and of reading long texts to score prompt lookup; NaN if prompt chunks delayed it.
+        has the score of prompt lookup, even if nothing was drafted.
+
+        `round_s`: the seconds that the round took, without the time for snapshot cuts and for reading long texts to
+        score prompt lookup. NaN if prompt chunks delayed the round.
         """
         count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
         self.committed += count
@@ -212,7 +221,7 @@ class Controller:
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             if plan.speculates:
                 self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
-            elif not (self.counted or self.waiting):  # the requests that share a pass have all taken as long
+            elif not (self.counted or self.waiting):  # one request counts for its pass: the others took the same time
                 self.counted = True
                 seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
                 while self.load.kind in self.stale and len(seen) > 2:
@@ -222,8 +231,8 @@ class Controller:
                 self.plain_at[self.load.kind] = self.committed
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
-        """The passes of a round: those of the lower tiers from its tallies; of the target's, the tokens that its latest
-        pass verified of each request, on average.
+        """What passes a round had. The passes of the lower tiers come from the tallies of `proposal`. For the target's
+        pass, the tokens to verify are the mean over the requests in its latest pass.
         """
         _, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         verified = below.proposed / below.rounds if below.rounds else 0.0
@@ -276,7 +285,7 @@ class Controller:
         if drafted.trial:
             drafted.trial -= 1
             if not drafted.trial:
-                drafted.chosen_at = LONG_AGO  # a plan is chosen after the last of these
+                drafted.chosen_at = LONG_AGO  # a plan is chosen after the last of these plain rounds
             return PLAIN
         held_back = plan.speculates and lost_too_much(self._together(sequence, decoding))
         if held_back and not drafted.said_held_back:
@@ -394,8 +403,9 @@ class Controller:
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
-        """The requests that get the same plan as this one: only this one if tiers have devices of their own, otherwise
-        all, because on a shared device the drafts of one request take time from all.
+        """The requests that get the same plan as this one. If tiers have devices of their own, that is this request
+        alone. Otherwise it is all requests that are planned here, because on a shared device the drafts of one request
+        take time from all.
         """
         if self.tiers.overlapping:
             return [sequence]
@@ -421,7 +431,7 @@ class Controller:
         return mean.mean(1.0, trust=0.05)
 
     def _batches(self, requests: int) -> tuple[int, int]:
-        """The requests in a pass, and the number of such groups."""
+        """The number of requests in a micro-batch, and the number of micro-batches."""
         number = max(1, requests)
         batch = ceil(number / self.tiers.micro_batches)
         return batch, ceil(number / batch)
@@ -440,7 +450,7 @@ class Controller:
         )
 
     def _read(self, batch: int) -> float:
-        """What `read` would give for a pass of the target over so many sequences."""
+        """What `read` would give for a pass of the target over `batch` sequences."""
         return 1 - self.shared * (1 - 1 / max(1, batch))
 
 

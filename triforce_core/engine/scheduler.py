@@ -34,7 +34,7 @@ class Pool(Protocol):
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens of such texts have been dropped."""
+        """How many tokens of texts that were kept for later sequences have been dropped."""
         ...
 
     def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
@@ -70,12 +70,12 @@ class Scheduler:
     """Serves requests by priority, then in the order of their arrival.
 
     A request goes live when the target's pool has room for its prompt and a step ahead; it grows as it is decoded. When
-    the pool is full, a request is preempted: of those that were not preempted before, the youngest of the least
-    urgent. It waits until its greatest length fits, so that it is preempted once at most.
+    the pool is full, a request that was not preempted before is preempted: the least urgent one, and among equally
+    urgent requests the youngest. It then waits until its greatest length fits, so that no request is preempted twice.
 
-    While a waiting request does not fit, later ones that fit may go live before it, until they have reserved as many
-    slots as it needs. In the same way, shorter prompts are prefilled before a long one, but no longer than until the
-    prompt tokens handed out since the long one went live equal its length.
+    While a waiting request does not fit, later requests that fit may go live before it. That ends when they have
+    reserved as many slots as the waiting request needs. In the same way, shorter prompts may be prefilled before a long
+    one. That ends when the prompt tokens handed out since the long prompt went live equal its length.
 
     A request whose text begins like a prompt that is being read waits until their common beginning has been read, which
     it then shares.
@@ -96,10 +96,10 @@ class Scheduler:
         """`prefill_chunk`: most prompt tokens of a pass; `scored_chunk`: most of them whose logprobs are asked for.
 
         `longest_block`: most tokens that requests without lookaheads of their own may get to verify at once.
-        `max_stall_s`: most seconds of prompt chunks during any round of decoding, by `costs`, which are those of the
-        target's passes. In a round that takes longer than 2 × `max_stall_s`, chunks may take half of its time, so that
-        prompts do not starve under load. Unless less is left of a prompt, no chunk is so small that more than half of
-        its pass is fixed cost.
+        `max_stall_s`: most seconds of prompt chunks during any round of decoding, as predicted by `costs`, the costs of
+        the target's passes. In a round that takes longer than 2 × `max_stall_s`, chunks may take half of its time, so
+        that prompts do not starve under load. No chunk is so small that more than half of its pass is fixed cost,
+        except the last chunk of a prompt.
         """
         self.kv, self.max_sequences, self.prefill_chunk = kv, max_sequences, prefill_chunk
         self.scored_chunk = scored_chunk or prefill_chunk
@@ -111,7 +111,7 @@ class Scheduler:
 
     @property
     def chunk_unit(self) -> int:
-        """Chunks are multiples of so many tokens, except the last of a prompt."""
+        """Chunks are multiples of this number of tokens, except the last chunk of a prompt."""
         return min(CHUNK_UNIT, self.prefill_chunk, self.scored_chunk)
 
     def add(self, sequence: Sequence) -> None:
@@ -150,9 +150,11 @@ class Scheduler:
         self.live[sequence.sequence_id] = sequence
 
     def _awaits_another(self, sequence: Sequence) -> bool:
-        """Whether to wait because a live request will soon have read the beginning that both texts share. Soon means:
-        the other's `due` (see `_share_chunks`) exceeds the one that this request would get now by no more than the
-        prompt tokens that this request saves by sharing.
+        """Whether to wait because a live request will soon have read the beginning that both texts share.
+
+        It will be read soon enough if waiting costs no more than it saves. The cost is the other request's `due` (see
+        `_share_chunks`) minus the `due` that this request would get now. The saving is the number of prompt tokens that
+        this request need not read.
         """
         cursor = sequence.beginning
         if cursor is None:
@@ -164,7 +166,7 @@ class Scheduler:
             if not other.prefilling or other.request.priority > sequence.request.priority:
                 continue
             if other.spec.prompt_logprobs is not None:
-                continue  # its KV is given to others at its end only
+                continue  # `other` shares its KV only when it ends
             if other.tokens[next_tokens] != sequence.tokens[next_tokens]:
                 continue  # most differ here, so that few texts are compared whole
             common = min(agreed_tokens(sequence, other), cursor.most)
@@ -209,10 +211,10 @@ class Scheduler:
     def _share_chunks(self, sequences: list[Sequence]) -> None:
         """Give these requests, whose prompts are still being prefilled, their shares of this turn's chunk.
 
-        Each gets what it can use, in the order of priority and then of `due`: the prompt tokens handed out before it
-        went live, plus those that it then had to read. `due` only orders the requests; nothing waits until it is
-        reached. So of prompts that go live together the shortest comes first, and only more urgent requests can keep
-        one waiting for ever.
+        Each gets what it can use, in the order of priority and then of `due`. A request's `due` is the number of prompt
+        tokens handed out before it went live, plus the number that it then had to read. `due` only orders the requests;
+        nothing waits until it is reached. So the shortest of several prompts that go live together comes first, and
+        only more urgent requests can keep a request waiting for ever.
         """
         shares: list[Part] = []
         room, scored_room = self.prefill_chunk, self.scored_chunk
@@ -220,7 +222,7 @@ class Scheduler:
             scored = sequence.spec.prompt_logprobs is not None
             tokens = self._share(sequence, shares, min(room, scored_room) if scored else room)
             if not tokens and not shares:
-                return  # the others wait too: the first one waits for a turn with time for its least chunk
+                return  # the first request waits for a turn with time for its smallest chunk; the others wait behind it
             if not tokens:
                 continue
             sequence.work = next_chunk(sequence, tokens)
@@ -234,8 +236,8 @@ class Scheduler:
                 sequence.stalled_s += seconds  # reset when the request gets tokens
 
     def _share(self, sequence: Sequence, shares: list[Part], room: int) -> int:
-        """The tokens of this request's next chunk, beside these shares of others: as many as `room` and `max_stall_s`
-        allow.
+        """The tokens of this request's next chunk: as many as `room` and `max_stall_s` allow. `shares`: what other
+        requests get of the same pass.
         """
         left, before = sequence.given - sequence.prefilled, self.kv.keys_after(sequence.prefilled)
         decoding = self.decoding
@@ -260,7 +262,7 @@ class Scheduler:
         return sizes[min(allowed, len(sizes)) - 1] if allowed else 0
 
     def least_stall_s(self, context: int) -> float:
-        """The seconds of a pass over the smallest chunk at the end of such a context; 0 while unknown."""
+        """The seconds of a pass over the smallest chunk at the end of a context of this length; 0 while unknown."""
         before = self.kv.keys_after(context)
         least = max(CHUNK_UNIT, math.ceil(self.costs.least_chunk(before)))
         return self.costs.seconds([Part(least, before)])

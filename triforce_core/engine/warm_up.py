@@ -1,9 +1,9 @@
 """Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind.
 
 The first pass of a kind is slow: memory is touched for the first time, and libraries make kernels for its shape. The
-tiers' CPU threads are chosen while long requests are decoded: those of the target during plain decoding, then those of
-the drafting tiers while all tiers work. (During speculation the target would get too few threads: nearly all drafts of
-the warm-up text are accepted, so the target's passes hardly count.)
+tiers' numbers of CPU threads are chosen while long requests are decoded. The target's number comes first, during plain
+decoding. The numbers of the drafting tiers follow, while all tiers work. (During speculation the target would get too
+few threads: nearly all drafts of the warm-up text are accepted, so the target's passes hardly count.)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class WarmUp:
     """Yields the requests to decode one after another, and decides after each round whether to go on."""
 
     def __init__(self, settings: Settings, limits: Limits, most_threads: Mapping[str, int]) -> None:
-        """`most_threads`: the most threads of each tier whose number is searched. Where it is empty, nothing is."""
+        """`most_threads`: by tier, the most threads to try. For tiers that it does not name, no number is searched."""
         self.settings, self.limits = settings, limits
         self.search = ThreadSearch(most_threads, ())
         self.enough = 0  # output tokens after which the present request may end
@@ -73,7 +73,7 @@ class WarmUp:
         self, index: int, prompt_tokens: int, max_tokens: int, sampling: SamplingParams, lookaheads: tuple[int, int]
     ) -> Request:
         """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits. Its prompt begins unlike the
-        others, so that it is read and not found in the pool.
+        other prompts, so that it is read, and no KV of it is found in the pool.
         """
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))

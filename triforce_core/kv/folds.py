@@ -13,11 +13,12 @@ from operator import itemgetter
 
 from triforce_core.kv.ranges import Range, size_of, without
 
-# Least keys of a range that is folded. Rows that read fewer keys read them from the processor's cache, so that nothing
-# is saved, and where such a range continues into a row's own slots, the fold costs that row a second call.
+# Least keys of a range that is folded. Folding a smaller range saves nothing, because rows that read the same few keys
+# find them in the processor's cache. And if the range continues into a row's own slots, the fold costs that row a
+# second call.
 LEAST_KEYS = 256
-# Most queries of a row that takes part in a fold. With more, the time goes into arithmetic and not into reading:
-# kernels work on blocks of queries, each of which reads all keys, so that one row fills whole blocks by itself.
+# Most queries of a row that takes part in a fold. Kernels work on blocks of queries, and each block reads all keys. A
+# row with more queries fills whole blocks by itself, so its time goes into arithmetic and not into reading.
 MOST_QUERIES = 32
 
 
@@ -38,7 +39,7 @@ class Reading:
 
     @property
     def share(self) -> float:
-        """How many keys are read, relative to those that would be read if each row read alone."""
+        """The number of keys read, relative to the number that would be read if each row read alone."""
         alone = sum(map(size_of, self.alone))
         folded = [(fold.keys[1] - fold.keys[0], len(fold.rows)) for fold in self.folds]
         seen = alone + sum(keys * rows for keys, rows in folded)
@@ -46,8 +47,8 @@ class Reading:
 
 
 def plan(visible: list[list[Range]], queries: list[int]) -> Reading:
-    """How to read for rows that see the slots `visible` and have so many `queries` each. The slots of one row are
-    distinct.
+    """How the rows of a pass read. `visible`: by row, the slots that it sees, which are distinct. `queries`: by row,
+    the number of its queries.
     """
     able = {row: visible[row] for row, count in enumerate(queries) if count <= MOST_QUERIES}
     folds = [Fold(keys, rows) for keys, rows in overlaps(able) if len(rows) > 1 and keys[1] - keys[0] >= LEAST_KEYS]
@@ -65,7 +66,8 @@ def overlaps(visible: Mapping[int, list[Range]]) -> list[tuple[Range, tuple[int,
     changes: list[tuple[int, frozenset[int]]] = []  # a slot, and the rows that see the slots from it on
     for slot, there in groupby(edges, key=itemgetter(0)):
         before = rows
-        for _, row in there:  # a row that ends one range here and begins another occurs twice: nothing changes for it
+        # A row with one range that ends here and another that begins here occurs twice, so it stays as it was.
+        for _, row in there:
             rows ^= {row}
         if rows != before:
             changes.append((slot, rows))

@@ -21,14 +21,16 @@ from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec, Span
 
-MOST_RANGES = 4  # of a sequence: attention runs over each of them, and captured passes have room for so many
-SHARED_RANGES = 2  # most of these that may be shared with others, so that some are left for growth
+MOST_RANGES = 4  # most ranges of a sequence: attention runs over each, and captured passes have no room for more
+SHARED_RANGES = 2  # most ranges that a sequence may share with others, so that some ranges are left for its growth
 FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
 LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
-# A pass over at least so many tokens of a sequence computes the landmarks of their chunks. Shorter passes leave them to
-# the next cut, which computes them together, at less cost per chunk.
+# A pass over at least this number of tokens of a sequence computes the landmarks of their chunks. After shorter passes
+# the next cut computes the landmarks of several passes together, at less cost per chunk.
 LEAST_FILLED = 64
-LIKELY_GROWTH = 4096  # most slots behind a sequence that others get only if no other range is long enough
+# Most slots that a sequence wishes for behind its last range. Others get these slots only if no other range is long
+# enough.
+LIKELY_GROWTH = 4096
 
 
 class FullKV(KVCache):
@@ -141,8 +143,8 @@ class FullKV(KVCache):
         return held
 
     def _beginning(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> tuple[int, int] | None:
-        """How many tokens of the text to match, and how many of these to share, so that there is room for `tokens`
-        tokens; None if there is no room.
+        """How many tokens of the text to match, and how many of the matched tokens to share, so that there is room for
+        `tokens` tokens; None if there is no room.
 
         A sequence may have at most `MOST_RANGES` ranges, and needs some of them for growth: matched KV beyond the first
         `SHARED_RANGES` is copied into the sequence's own slots. Matching may leave too little room where not
@@ -171,9 +173,9 @@ class FullKV(KVCache):
     def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
         """Slots in at most `most_ranges` ranges, and in fewer if possible. The caller has checked that there is room.
 
-        It first tries at most `SHARED_RANGES`, which can be shared whole, and leaves one of `most_ranges` for growth if
-        slots are wished for. Kept texts are dropped if need be. It does not insist on one range, because most texts
-        might have to be dropped for it.
+        It first tries at most `SHARED_RANGES` ranges, because later sequences can share all of them. If slots are
+        wished for, this first attempt also leaves one of `most_ranges` for growth. Kept texts are dropped if need be.
+        It does not insist on a single range, because that might require dropping most kept texts.
         """
         few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
         for most in dict.fromkeys((few, most_ranges)):
@@ -190,7 +192,7 @@ class FullKV(KVCache):
 
     @torch.inference_mode()
     def _copy(self, sources: list[Range], targets: list[Range]) -> None:
-        """Copy the KV of some slots into as many others."""
+        """Copy the KV of the slots `sources` into the slots `targets`; both have the same number of slots."""
         if self.landmarks:
             self.landmarks.forget(targets)
         for pool in (*self.keys, *self.values):
@@ -283,7 +285,7 @@ class FullKV(KVCache):
         return tokens
 
     def hemmed_in(self, sequence_id: int) -> bool:
-        """Whether a sequence can grow in place only, because it has as many ranges as it may."""
+        """Whether a sequence can grow in place only, because it has `MOST_RANGES` ranges."""
         return len(self.held[sequence_id].ranges) == MOST_RANGES
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
@@ -319,17 +321,19 @@ class FullKV(KVCache):
         return output
 
     def take_queries(self, layer: int, held: FullHeld, queries: Tensor, together: int) -> None:
-        """Keep the queries at the positions that `place` chose, and add up the attention of those below `count_to`, if
-        the selector needs it. `queries` [heads, tokens of the pass, head_dim]. Their KV must be in the cache.
-        `together`: see `KeptQueries.take`.
+        """Keep the queries at the positions that `place` chose. If the selector needs it, also add up the attention of
+        the queries below `count_to`.
+
+        `queries` [heads, tokens of the pass, head_dim]. The KV of these tokens must be in the cache. `together`: see
+        `KeptQueries.take`.
         """
         if held.mass:
             self._count(layer, held, queries)
         held.queries.take(layer, queries, together)
 
     def _count(self, layer: int, held: FullHeld, queries: Tensor) -> None:
-        """`queries` are those of the text's last tokens. Add the attention of the settled ones, and of the queries of
-        earlier passes that are not counted yet.
+        """Add the attention of the settled queries among `queries`, and of the queries of earlier passes that are not
+        counted yet. `queries` belong to the text's last tokens.
         """
         counted = held.mass[layer].shape[1]
         if counted == held.count_to:
@@ -348,8 +352,8 @@ class FullKV(KVCache):
         """Hold KV up to the end of `span`; draw missing KV from a normal distribution.
 
         Benchmarks use it for passes over a long context, whose times do not depend on the values. All heads and layers
-        get the same values, because a CPU takes minutes to draw those of a long context. The sequence must already be
-        open, or `span` must start at 0. `group`: query heads of each KV head.
+        get the same values, because a CPU takes minutes to draw all values of a long context. The sequence must already
+        be open, or `span` must start at 0. `group`: query heads of each KV head.
         """
         placed = self._align(Forward(span, num_sampled=0))
         assert isinstance(placed, Placement)

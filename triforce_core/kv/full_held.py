@@ -22,7 +22,7 @@ RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection
 # The tokens of the longest block (both lookaheads together), the token before it, and one to spare. More are sampled
 # where a prompt's logprobs are asked for.
 MOST_QUERIES = 2 * MAX_LOOKAHEAD + 2
-COUNTED_TOGETHER = 64  # settled queries that wait until their attention is counted: each time, all keys are read
+COUNTED_TOGETHER = 64  # settled queries whose attention is counted together, because each count reads all keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class FullHeld(Held):
     # The other slots are the sequence's own.
     node: Node | None = None
     given: list[Range] = field(default_factory=list)
-    told: int = 0  # tokens of its text when it was opened: these are given to the tree as they are read
+    told: int = 0  # tokens of its text when it was opened: these tokens are given to the tree as they are read
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
 
@@ -54,7 +54,8 @@ class FullHeld(Held):
     num_queries: int | None = 1  # that the request's selector needs
     queries: KeptQueries = field(default_factory=lambda: KeptQueries(0))
     # Attention mass, only if `num_queries` is None: [kv_heads, n] float32 per layer. It covers the first n tokens,
-    # which are settled: what each of them got from the queries of all of them. Later queries are not counted yet.
+    # which are settled. A token's mass is the attention that it got from the queries of these n tokens. Later queries
+    # are not counted yet.
     mass: list[Tensor] = field(default_factory=list)
     count_to: int = 0  # the next pass counts queries below this position
 
@@ -79,12 +80,12 @@ class FullHeld(Held):
             self.mass = [each[:, :keep] for each in self.mass]
 
     def expect_queries(self, keep: int, end: int, num_sampled: int) -> None:
-        """Decide which queries are kept after the next pass, which computes those of tokens `keep` to `end`.
+        """Decide which queries are kept after the next pass. This pass computes the queries of tokens `keep` to `end`.
 
         The last `num_sampled - 1` of these tokens may be drafts. The queries before the first draft count as settled. A
         snapshot may be cut at the first draft's position or later.
         """
-        if self.num_queries == 1:  # those of the last pass are enough
+        if self.num_queries == 1:  # the queries of the last pass are enough
             num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)
             self.queries.expect(max(keep, end - num_queries), keep, end)
             return

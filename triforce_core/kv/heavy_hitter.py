@@ -3,8 +3,8 @@ the most attention, the heavy hitters, and the latest tokens. Memory is fixed; w
 
 A sequence evicts at fixed positions of its text, every `slack` tokens, and no pass forwards settled tokens on both
 sides of such a position. So what it keeps is a function of its text, not of how the text was chunked. At each of these
-positions all queries since the previous position are counted at once, from a buffer in which the query of a token that
-was taken back is overwritten by that of its replacement: drafts leave no trace.
+positions all queries since the previous position are counted at once. They come from a buffer. If a token is taken
+back, the query of its replacement overwrites its query there, so drafts leave no trace.
 
 Keys stay rotated to their positions in the text, as in the full cache. docs/decisions/0023-heavy-hitters.md
 """
@@ -138,7 +138,7 @@ class HeavyHitterKV(FixedKV):
         stop = min(end, point) if settled >= point else end
         assert stop - held.start <= self.settings.fresh, "a statement has no more drafts than the settings say"
         held.cached = stop
-        before = held.num_kept - held.start  # slot of a token since the last eviction, less its position
+        before = held.num_kept - held.start  # position + before: the slot of a token since the last eviction
         return Placement(
             tokens=held.tokens[keep:stop],
             positions=range(keep, stop),
@@ -165,9 +165,9 @@ class HeavyHitterKV(FixedKV):
 
     @torch.inference_mode()
     def _evict(self, held: HeavyHeld, point: int) -> None:
-        """Count the queries below the position `point`, and keep `budget` of the tokens below it for each KV head: the
-        latest ones, and of the others those that have had the most attention. They move to the first slots, in the
-        order of the text.
+        """Count the queries below the position `point`. For each KV head, keep `budget` of the tokens below `point`:
+        the latest tokens, and the other tokens that have had the most attention. The kept tokens move to the first
+        slots, in the order of the text.
         """
         [(first, _)] = held.ranges
         kept, size = held.num_kept, held.num_kept + point - held.start
@@ -200,8 +200,8 @@ def attention_sums(query: Tensor, keys: Tensor, scale: float) -> Tensor:
     """The attention that each key has from the queries, [kv_heads, keys] float32: summed over them and over the query
     heads of a KV head.
 
-    query [heads, queries, head_dim] and keys [kv_heads, keys, head_dim]: the last keys are those of the queries'
-    tokens, one per query, and no query sees keys after its own.
+    query [heads, queries, head_dim] and keys [kv_heads, keys, head_dim]: the last keys belong to the tokens of the
+    queries, one per query. No query sees keys after its own token's.
     """
     kv_heads, num_keys, _ = keys.shape
     before, grouped, wide = num_keys - query.shape[1], query.unflatten(0, (kv_heads, -1)), keys.float().mT

@@ -1,7 +1,7 @@
 """The queries of a text's last tokens, kept as the passes computed them.
 
-Every pass of the target keeps its queries, but few snapshots are cut. So keeping them copies nothing if it can, and
-those of several passes are joined only when somebody asks for them.
+Every pass of the target keeps its queries, but few snapshots are cut. So queries are kept without a copy if possible,
+and the queries of several passes are joined only when somebody asks for them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,11 @@ class KeptQueries:
         self.passes: deque[Pass] = deque()
 
     def expect(self, first: int, keep: int, end: int, earliest: int | None = None) -> None:
-        """The next pass computes the queries of tokens `keep` to `end`, which replace the kept ones from `keep` on.
-        After it the queries from `first` on are kept. Those from `earliest` on, if that is smaller, are kept until
-        then: some caches count their attention during the pass.
+        """The next pass computes the queries of tokens `keep` to `end`. They replace the kept queries from `keep` on.
+        After the pass, the queries from `first` on are wanted.
+
+        `earliest`: where it is smaller than `first`, the queries from `earliest` on are kept for the duration of the
+        pass, because some caches count their attention during the pass.
         """
         while self.passes and self.passes[-1].start >= keep:
             self.passes.pop()
@@ -47,7 +49,7 @@ class KeptQueries:
         self.positions = range(first, end)
 
     def take(self, layer: int, queries: Tensor, together: int) -> None:
-        """Keep the wanted ones of `queries`, which are those of the last tokens of the expected pass.
+        """Keep the wanted part of `queries`, which belong to the last tokens of the expected pass.
 
         queries: [heads, tokens, head_dim], not written again. `together`: tokens of all texts in the pass, whose
         queries share their memory. If only some of these queries are wanted, they are copied, because a view would keep
@@ -59,12 +61,12 @@ class KeptQueries:
         latest.layers[layer] = queries if wanted == together else queries[:, tokens - wanted :].clone()
 
     def _shorten(self, shortened: Pass, stop: int) -> None:
-        """Forget those from `stop` on. The others are copied, so that rejected drafts take no memory."""
+        """Forget the queries from `stop` on. The others are copied, so that rejected drafts take no memory."""
         kept = [None if queries is None else queries[:, : stop - shortened.start] for queries in shortened.layers]
         shortened.stop, shortened.layers = stop, [None if queries is None else queries.clone() for queries in kept]
 
     def pieces(self, layer: int, start: int, stop: int) -> list[Tensor]:
-        """Those from position `start` to `stop`, pass by pass: [heads, tokens, head_dim] each."""
+        """The queries from position `start` to `stop`, pass by pass: [heads, tokens, head_dim] each."""
         found = []
         for each in self.passes:
             if each.start < stop and start < each.stop:

@@ -1,5 +1,5 @@
-"""The target's caches that forget: each request has the same memory at any length, and its tokens are no longer those
-of the model with its full cache. docs/eviction.md
+"""The target's caches that forget. The memory of a request does not grow with its length, but its tokens are no longer
+the tokens that the model gives with its full cache. docs/eviction.md
 """
 
 from __future__ import annotations
@@ -68,15 +68,16 @@ class LossyHeavyHitterKV(LossyKV, HeavyHitterKV):
 
 
 class LossyStreamingKV(LossyKV, StreamingKV):
-    """StreamingLLM. The draft tier's window moves when it is full; this one moves at fixed positions of the text, every
-    `slack` tokens, so that the output depends neither on chunks nor on other requests.
+    """StreamingLLM. The draft tier's window moves when it is full. The window here moves at fixed positions of the
+    text, every `slack` tokens, so that the output depends neither on chunks nor on other requests.
 
     Prompt tokens whose logits are not asked for are only forwarded if they are in the last window.
     """
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)
-        if not num_sampled:  # none is forwarded now: a later pass that samples forwards what its tokens see
+        # A pass that samples nothing forwards nothing. The next pass that samples forwards all tokens of its window.
+        if not num_sampled:
             held.cached = keep
             return Placement(tokens=[], positions=range(0), writes=[], visible=[])
         start = self._window_start(end - num_sampled + 1)

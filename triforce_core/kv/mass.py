@@ -1,6 +1,7 @@
 """How much attention the tokens of a text have got from all its queries (H2O, Zhang et al. 2023, arXiv 2306.14048).
 
-Attention kernels do not report their weights, so these are computed once more, from the same queries and keys.
+Attention kernels do not report the attention weights, so the weights are computed once more, from the same queries and
+keys.
 """
 
 from __future__ import annotations
@@ -10,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-# Logits at a time, by the type of the device. On a CPU 4 MiB of them stay in its cache, which takes a third of the time
-# of 64 MiB; a GPU needs large pieces.
+# The most logits computed at a time, by type of device. On a CPU, pieces of 4 MiB stay in the cache and take a third of
+# the time that pieces of 64 MiB take. A GPU needs large pieces.
 MOST_LOGITS = {"cpu": 1 << 20, "cuda": 1 << 24}
 
 
@@ -20,7 +21,7 @@ def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
 
     Args:
         queries: [heads, n, head_dim], of the last n tokens, of the query heads that share one KV head.
-        keys: [tokens, head_dim], of all tokens of the text so far. Each query sees those up to its own.
+        keys: [tokens, head_dim], of all tokens of the text so far. Each query sees the keys up to its own token's.
     """
     (heads, count, head_dim), tokens = queries.shape, len(keys)
     mass = torch.zeros(tokens, dtype=torch.float32, device=keys.device)
@@ -28,7 +29,7 @@ def attention_mass(queries: Tensor, keys: Tensor) -> Tensor:
     for first in range(0, count, together):
         some = queries[:, first : first + together]
         rows = some.shape[1]
-        seen = tokens - count + first + rows  # by the last of these
+        seen = tokens - count + first + rows  # keys that the last of these queries sees
         # The product is in the model's precision and the softmax in float32, as in transformers' own attention.
         logits = (some @ keys[:seen].mT).float() * head_dim**-0.5
         future = torch.ones(rows, rows, dtype=torch.bool, device=keys.device).triu(1)

@@ -46,8 +46,8 @@ class RetrievalKV(FixedKV):
         version that is not the latest here; changes while `MAX_WAITING` snapshots of the sequence wait; a snapshot
         larger than the budget; a snapshot of a released sequence.
 
-        A snapshot may arrive before its sequence is stated here. Those that are never installed are dropped, the oldest
-        first, when snapshots of more than `max_sequences` sequences wait.
+        A snapshot may arrive before its sequence is stated here. When snapshots of more than `max_sequences` sequences
+        wait, the oldest are dropped. So snapshots that are never installed do not pile up.
         """
         with self.lock:
             if snapshot.sequence_id in self.released:
@@ -123,7 +123,7 @@ class RetrievalKV(FixedKV):
             return Lack()
         keep = max(keep, held.position)  # earlier tokens are settled, and the snapshot replaces their KV
         held.cached = end
-        before = held.snapshot_tokens - held.position  # slot of a tail token, less its position
+        before = held.snapshot_tokens - held.position  # position + before: the slot of a tail token
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),

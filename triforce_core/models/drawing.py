@@ -44,7 +44,9 @@ class Drawer:
 
     @torch.inference_mode()
     def perturbed(self, logits: LogitsOf) -> Tensor:
-        """The values of which `draw` takes each row's greatest, [Σ positions, vocab] float64."""
+        """The perturbed logits, [Σ positions, vocab] float64. `draw` takes the token with the greatest value of each
+        row.
+        """
         return perturbed_logits(self._edited(logits), self._draws(logits))
 
     def _draws(self, logits: LogitsOf) -> list[Draw]:
@@ -56,7 +58,7 @@ class Drawer:
         return draws
 
     def _edited(self, logits: LogitsOf) -> Tensor:
-        """All logits, [Σ positions, vocab], after the edits of their sequences; those given stay as they are."""
+        """All logits, [Σ positions, vocab], after the edits of their sequences. The given tensors do not change."""
         edits = {sequence_id: self._edits_of(sequence_id) for sequence_id in logits}
         if len(logits) == 1 and not any(edits.values()):
             return next(iter(logits.values()))

@@ -1,5 +1,5 @@
-"""Optimisations that this machine cannot run: the log reports it where they are the default (`auto`), and the setting
-is refused where it asks for them.
+"""What happens where this machine cannot run an optimisation. With `auto`, the default, passes run without it, and the
+log says so. A setting that asks for the optimisation explicitly is refused.
 """
 
 from __future__ import annotations

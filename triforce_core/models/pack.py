@@ -1,7 +1,8 @@
 """Weights of linear layers in oneDNN's own layout, on the CPUs where that is faster.
 
 Drafts and the passes that verify them have few tokens, so their products need take no longer than reading the weights.
-PyTorch's ordinary product may take several times as long; oneDNN's, with a weight that it rearranged once, does not.
+PyTorch's ordinary product may take several times as long. oneDNN's product, with a weight that oneDNN has rearranged
+once, does not.
 docs/decisions/0028-small-tiers.md
 """
 
@@ -49,8 +50,8 @@ def pack_weights(model: PreTrainedModel) -> None:
 def packing_pays(dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
     """Whether this CPU is faster with packed weights of this type.
 
-    That is decided by the kind of CPU and not by timing, because the two ways round differently, and replicas on like
-    machines should draw like tokens.
+    The kind of CPU decides this, not a measurement. The two products round differently, so two replicas on machines of
+    the same kind could draw different tokens if their measurements disagreed.
     """
     if not torch.backends.mkldnn.is_available():
         return False

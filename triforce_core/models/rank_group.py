@@ -38,8 +38,8 @@ from triforce_core.kv.snapshot import Changes, Snapshot
 log = logging.getLogger(__name__)
 
 JOIN_TIMEOUT_S = 120.0  # for all followers to arrive at the rendezvous
-# A collective that waits for a rank longer than this takes that rank to hang. Passes have limits of their own, at most
-# this one; barriers have none.
+# If a collective waits for a rank longer than this, the rank counts as hung. Collectives of a pass have shorter limits,
+# up to this one; barriers have no limit.
 COLLECTIVE_TIMEOUT_S = 120.0
 PASS_TIMEOUT_S, TOKEN_TIMEOUT_S = 10.0, 0.05  # per pass, and in addition per token of it
 LOOPBACK = "127.0.0.1"
@@ -145,7 +145,7 @@ class Leader(Group):
         return join(parts)
 
     def scatter(self, parts: list[Snapshot]) -> None:
-        """Send each follower its part; `parts` begins with that of rank 1. Each follower must call `accept`."""
+        """Send each follower its part; `parts` begins with the part of rank 1. Each follower must call `accept`."""
         for rank, part in enumerate(parts, start=1):
             send_contents(part, rank)
 

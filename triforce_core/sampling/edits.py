@@ -18,7 +18,9 @@ from triforce_core.transfer import on_device
 
 
 class TokenCounts:
-    """How often each token occurs in a text that grows and is cut back. An update costs as much as the change alone."""
+    """How often each token occurs in a text that grows and is cut back. The cost of an update depends on the change
+    alone.
+    """
 
     def __init__(self, prompt_length: int, vocab_size: int, device: torch.device) -> None:
         self.prompt_length = prompt_length
@@ -61,7 +63,8 @@ class Edits:
         self.counts = TokenCounts(spec.prompt_length, vocab_size, device) if sampling.penalises else None
         ids, biases = zip(*sampling.logit_bias, strict=True) if sampling.logit_bias else ((), ())
         self.biased, self.biases = on_device(ids, torch.int64, device), on_device(biases, torch.float32, device)
-        # The runs of tokens that must not be completed, by the token before their last; None: single tokens.
+        # The runs of tokens that must not occur, by the token before the run's last token. Runs of a single token are
+        # under None.
         self.bad_words: dict[int | None, list[tuple[int, ...]]] = defaultdict(list)
         for word in sampling.bad_word_ids:
             self.bad_words[word[-2] if len(word) > 1 else None].append(word)
@@ -90,8 +93,8 @@ class Edits:
             logits[rows, ids] = -torch.inf
 
     def _penalise(self, logits: Tensor, first: int, tokens: list[int], counts: TokenCounts) -> None:
-        """Apply the counts of the text before the first row to all rows, and to each later row those of the tokens
-        between.
+        """Apply the penalties. `counts` covers the text before the first row. For each later row, the tokens between
+        the first row and this row count as well.
         """
         more = [
             (row, token, count)

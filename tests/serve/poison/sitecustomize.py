@@ -1,4 +1,6 @@
-"""For the processes of a test's server, which have this folder in PYTHONPATH: their target dies of a certain prompt."""
+"""A target that dies when it gets a certain prompt. The processes of a test's server run this file, because its folder
+is in their PYTHONPATH.
+"""
 
 from __future__ import annotations
 
