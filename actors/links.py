@@ -72,7 +72,8 @@ class UnansweredWork(NamedTuple):
     """Work that has no answer yet."""
 
     work: Work
-    stated_from: int  # the peer may lack the tokens from here on; covers replaced work too
+    # The smallest start of this work and of unanswered work that it replaced: the peer may lack the text from here on.
+    stated_from: int
     stream: Stream | None  # the stream that it was sent on; None if there was none
     deadline: float  # monotonic seconds
 
@@ -141,7 +142,8 @@ class RemoteProposer:
     def collect(self, timeout_s: float) -> list[Proposal]:
         """The answers that have arrived, waiting up to `timeout_s` seconds for one.
 
-        Returns early, and possibly empty, if the doorbell rings for another inbox of the calling thread.
+        Several inboxes of a thread share one doorbell. So a ring for another inbox makes this return early, and
+        possibly with nothing.
         """
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
@@ -260,7 +262,7 @@ class RemoteProposer:
             patience.cancel()
         if stream.call.is_active():
             self.stream = stream
-            # A longer `retry_s` says that the peer left work unanswered: then only an answer ends its silence.
+            # If work was left unanswered, `retry_s` is longer than `RETRY_S`. Then only an answer ends the silence.
             if self.retry_s == RETRY_S:
                 self.silent_since = None
             self.ready.set()

@@ -1,8 +1,8 @@
 """The three tier actors. Ray places and monitors them and restarts their processes; tokens pass over gRPC only.
 
 Each is a plain class, which placement.py makes an actor. `start` is idempotent: it loads the model once and returns the
-address at which the tier serves, whose port is new after every restart. An actor that is given no name of an actor
-below holds the lower tiers in its own process, without a link.
+address at which the tier serves, whose port is new after every restart. An actor holds the lower tiers
+in its own process, without a link, unless it is given the name of an actor below.
 
 Processes that only place the actors import this module too. Importing it loads torch, through `actors.wire`; the other
 modules that only a running actor needs are imported inside the methods that use them.
@@ -66,7 +66,7 @@ class TierActor(ABC):
         self.settings = settings
         self.server: LinkServer | AsyncServer | None = None
         self.link: RemoteProposer | None = None  # to the tier below, if that is in another process
-        self.inner: dict[Tier, Sized] = {}  # by lower tier in this process, the sequences that it holds
+        self.inner: dict[Tier, Sized] = {}  # the sequences that each lower tier in this process holds
         self.ranks: Leader | None = None  # set if this process leads others, each with a share of the models
         self.awake: FileIO | None = None  # the request of `keep_awake`, in force while this file is open
         self.runners: dict[Tier, ModelRunner] = {}  # by tier in this process, if the tier has a model

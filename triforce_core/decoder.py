@@ -77,14 +77,16 @@ class Block:
 
     @property
     def settled(self) -> int:
-        """The position up to which the level above has decided the text."""
+        """The position up to which the level above has decided the text. The span of a guess (run_ahead.py) is a block
+        that the level above has not decided yet.
+        """
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
         """The claim for this tier's model.
 
-        It states the text from `model_holds` on, or from `settled` on if `settled` is smaller. So all text before the
-        claim is settled: the level above will not replace it. The protocol tests check this.
+        It states the text from `model_holds` or `settled` on, whichever is smaller. So the level above never replaces
+        text before the start of a claim, which the protocol tests check.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
@@ -105,7 +107,7 @@ class Block:
 
     def answer(self) -> Proposal:
         end = self.work.span.end
-        # Missing text that begins in this block is not mentioned: the level above states the block next in any case.
+        # Text that is missing from `end` on is not mentioned: the level above states this block next in any case.
         missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
             sequence_id=self.sequence_id,

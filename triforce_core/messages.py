@@ -151,9 +151,10 @@ class Span:
 
 
 def in_turn(earlier: Span, later: Span) -> Span:
-    """The later span, preceded by the tokens of the earlier one that it does not restate.
+    """Both spans as one. From `later.start` on, the tokens of the later span are valid; before it, those of the
+    earlier.
 
-    If work is replaced before its tier has read it, the tokens that it states before `later.start` remain valid.
+    For work that is replaced before its tier has read it.
     """
     if not earlier.start < later.start <= earlier.end:
         return later
@@ -167,9 +168,9 @@ class Work:
 
     The level that gets this work hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most
     so many. For the target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for
-    the levels below. A level whose number is 0 is skipped. A block may exceed its number, because all tokens of its
-    last round are kept. It may fall short of it: if the text ends, if a tier lacks text, a snapshot or room, or if it
-    is handed up early, because the level above has nothing to do.
+    the levels below. A level whose number is 0 is skipped. A block may be longer, because all tokens of its last
+    round are kept. A block may be shorter: if the text ends, if a tier lacks text, a snapshot or room, or if the block
+    is handed up early because the level above has nothing to do.
     """
 
     span: Span

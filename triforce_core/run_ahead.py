@@ -1,4 +1,6 @@
-"""Run-ahead: a tier that knows fewer requests than micro-batches keeps drafting while the level above verifies."""
+"""Run-ahead: a tier keeps drafting while the level above verifies, if it knows fewer requests than micro-batches are
+set.
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,10 @@ class RunAhead:
     """A decoder that continues after it has handed up a block, as if the level above accepted the whole block.
 
     Such a continuation is called a guess. Its first token, drawn by this tier, stands for the token that the level
-    above adds to the block. If the next work agrees with the guess, its block starts with the guessed tokens that
-    follow; otherwise the guess is dropped. Guesses advance by one round per call and only while no work waits, so work
-    waits for at most one round. They also advance only while this tier knows fewer than `fewer_than` sequences, because
-    more keep every tier busy.
+    above adds to the block. If the next work's span agrees with the guess, the guessed tokens after the span begin the
+    block of that work; otherwise the guess is dropped. Guesses advance by one round per call and only while no work
+    waits, so work waits for at most one round. They also advance only while this tier knows fewer than `fewer_than`
+    sequences, because more keep every tier busy.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, fewer_than: int) -> None:

@@ -74,8 +74,8 @@ class ModelVerifier:
         return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim with only those proposed tokens that fit into the cache and into `max_length`, and of them only
-        those before the first that is outside the vocabulary.
+        """The claim with its proposal cut: where the cache is full, at `max_length`, or before a token that is not in
+        the vocabulary.
         """
         held, spec = self.runner.kv.held.get(claim.span.sequence_id), claim.span.spec
         longest = self.runner.kv.room(held) if held is not None else spec.max_length if spec is not None else 0
@@ -86,7 +86,10 @@ class ModelVerifier:
 
 
 def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
-    """Keep the verifier's own tokens through the first that was not proposed, is a stop token or hits `max_length`."""
+    """Keep the verifier's own tokens. Stop after a token that differs from the proposed one, after the token that
+    follows the last proposed one, after a stop token, at `max_length`, or before a position at which every token is
+    excluded.
+    """
     kept: list[int] = []
     for position, token in enumerate(own):
         if token == NO_TOKEN:

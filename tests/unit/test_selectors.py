@@ -1,4 +1,4 @@
-"""Every selector's choice of chunks against a dense reference: full softmax attention from the raw queries and keys."""
+"""Every selector's choice of chunks against a dense reference, computed from the raw queries and keys."""
 
 from __future__ import annotations
 
@@ -146,7 +146,7 @@ def test_the_choice_is_that_of_dense_attention(pair: Pair, name: str, chunk: int
     assert (len(full_kv(runner).held[1].ranges) > 1) == in_pieces
     cuts = 0
     for number, position in enumerate(decode(runner, text, name)):
-        if number % 3 == 0:  # cuts count queries, too, so that rounds without a cut differ
+        if number % 3 == 0:  # `h2o` counts queries at each cut as well, so some rounds have no cut
             cuts += 1
             assert torch.equal(chosen(full_kv(runner), position, name), dense_choice(name, record, position))
     assert cuts > 3

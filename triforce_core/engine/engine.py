@@ -52,12 +52,12 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if the sequence has none, if its last one is old, if its last one contained only
-        changes and was lost or refused, if clearly fewer drafts are accepted than right after it, or if one is wanted.
-        Returns whether it did.
+        """Cut and send a snapshot if one is due. Returns whether it did.
 
-        `wanted`: the retrieval tier has asked for a snapshot. Does nothing while the sink is busy with this sequence,
-        and while its plan leaves the retrieval tier out.
+        A snapshot is due if the sequence has none, if the last one is old, if the last one contained only changes and
+        was lost or refused, if clearly fewer drafts are accepted than right after the last one, or if `wanted`: the
+        retrieval tier has asked for one. None is due while the sink is busy, or while the sequence's plan leaves the
+        retrieval tier out.
         """
         sequence_id, last = sequence.sequence_id, sequence.last_cut
         if not sequence.plan.retrieval or self.sink.busy(sequence_id):

@@ -231,9 +231,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def slots_for(self, spec: SequenceSpec) -> int:
-        """How many slots of the pool a new sequence gets, unless the caller asks for another number. Only the full
-        cache grows after that.
-        """
+        """How many slots of the pool a new sequence gets by default. Only the full cache grows after that."""
 
     @abstractmethod
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement | Lack:

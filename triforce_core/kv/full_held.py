@@ -82,8 +82,8 @@ class FullHeld(Held):
     def expect_queries(self, keep: int, end: int, num_sampled: int) -> None:
         """Decide which queries are kept after the next pass. This pass computes the queries of tokens `keep` to `end`.
 
-        The last `num_sampled - 1` of these tokens may be drafts. The queries before the first draft count as settled. A
-        snapshot may be cut at the first draft's position or later.
+        The last `num_sampled - 1` of these tokens may be drafts. The queries before the first draft count as settled.
+        After the pass some drafts may be accepted, so a snapshot may be cut at the first draft's position or later.
         """
         if self.num_queries == 1:  # the queries of the last pass are enough
             num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)

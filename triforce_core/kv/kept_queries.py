@@ -23,8 +23,8 @@ class Pass:
 
 
 class KeptQueries:
-    """The queries of one text. `of` returns those at `positions`, a range that ends where the last pass ended or, once
-    `expect` was called, where the expected pass will end.
+    """The queries of one text. `of` returns the queries at `positions`. This range ends where the last pass ended;
+    after `expect`, it ends where the expected pass will end.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -37,7 +37,7 @@ class KeptQueries:
         After the pass, the queries from `first` on are wanted.
 
         `earliest`: where it is smaller than `first`, the queries from `earliest` on are kept for the duration of the
-        pass, because some caches count their attention during the pass.
+        pass, because some caches sum up the attention of these queries during the pass.
         """
         while self.passes and self.passes[-1].start >= keep:
             self.passes.pop()

@@ -28,8 +28,8 @@ class LandmarkPool:
         self.landmark, self.chunk = landmark, chunk
         kind = example(landmark, chunk, geometry)
         count = keys[0].shape[1] // chunk
-        # Per layer: [chunks, kv_heads, …], so that consecutive chunks are one piece of memory, which is copied at once
-        # over the link.
+        # Per layer: [chunks, kv_heads, …], so that consecutive chunks are one piece of memory, which is copied to the
+        # GPU at once.
         shape = (count, len(kind), *kind.shape[2:])
         on_host = sum(layer.device != geometry.device for layer in keys)
         together = torch.empty((on_host, *shape), dtype=kind.dtype)  # one piece of memory, which is pinned as a whole

@@ -138,7 +138,8 @@ class ChunkSettings:
     def split(self, position: int) -> tuple[int, int]:
         """For a cut at `position`: where the recent window starts, and how many chunks before it are chosen.
 
-        The window is the incomplete last chunk and `recent` before it; the first chunk always has room.
+        The window is the incomplete last chunk and about `recent` tokens before it. The budget always has room for the
+        text's first chunk.
         """
         complete = position // self.chunk
         most_recent = min(self.recent, self.budget - 2 * self.chunk) // self.chunk

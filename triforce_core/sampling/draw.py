@@ -27,7 +27,7 @@ class Draw:
     position: int
 
 
-# noisiest(warped [rows, vocab], keys [rows, 2] int64) -> [rows] int64: the function of this name, or the same compiled.
+# The function `noisiest` below, or its compiled form: warped [rows, vocab], keys [rows, 2] int64 -> [rows] int64.
 Noisiest = Callable[[Tensor, Tensor], Tensor]
 
 

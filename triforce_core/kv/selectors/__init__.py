@@ -24,7 +24,7 @@ SELECTORS: dict[str, Callable[[], Selector]] = {
     "streaming": Streaming,
 }
 
-# The target keeps these landmarks of all chunks in a pool, for the selector of the settings (kv/landmarks.py).
+# If the selector of the settings is one of these, the target keeps its landmarks in a pool (kv/landmarks.py).
 LANDMARKS: dict[str, Landmark] = {"mean_key": mean_keys, "mean_key_recent": mean_keys, "quest": bounds}
 
 __all__ = [

@@ -19,7 +19,9 @@ class Chunks(Protocol):
 
     count: int
     kv_heads: int
-    queries: Tensor  # [heads, rows, head_dim], of the last tokens before the cut: `num_queries`, or fewer, or 1 if None
+    # [heads, rows, head_dim], of the last tokens before the cut. There are `num_queries` rows (fewer in a short text),
+    # or one row if the selector's `num_queries` is None.
+    queries: Tensor
 
     def landmarks(self, landmark: Landmark) -> Tensor:
         """The landmarks of the chunks, [kv_heads, count, …]; they are kept from one cut to the next."""
