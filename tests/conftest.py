@@ -11,6 +11,7 @@ os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import signal
 import sysconfig
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,6 +21,9 @@ import pytest
 from hypothesis import settings
 
 from tests.starting import LocalRay
+
+# A shell has what it runs in the background ignore SIGINT, and so would all processes that the tests start.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # The same examples on every run; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("steady", deadline=None, derandomize=True)
