@@ -22,15 +22,17 @@ from hypothesis import settings
 
 from tests.starting import LocalRay
 
-# A shell has what it runs in the background ignore SIGINT, and so would all processes that the tests start.
-signal.signal(signal.SIGINT, signal.default_int_handler)
-
 # The same examples on every run; `HYPOTHESIS_PROFILE=search` looks for new ones.
 settings.register_profile("steady", deadline=None, derandomize=True)
 settings.register_profile("search", deadline=None, max_examples=1000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "steady"))
 
 HeldOut = Callable[[str, int], tuple[int, ...]]
+
+
+def pytest_configure() -> None:
+    """A shell has what it runs in the background ignore SIGINT, and so would all processes that the tests start."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
