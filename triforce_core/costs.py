@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 MANY_TOKENS = 64
 # In `Fit.ever`, the weight of a pass relative to the one after it; and how much `ever` counts beside `lately`.
 LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005
-MOST_WAITING = 16  # passes that are not fitted yet
+MOST_WAITING = 64  # passes that are not fitted yet
 REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one after it
 # How strongly each price is pulled towards 0 (ridge regression), in the order of `size_of`.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
@@ -49,12 +49,12 @@ def size_of(parts: Sequence[Part]) -> NDArray[np.float64]:
     The last number is 0 for a single token, and for `MANY_TOKENS` or more, which have prices of their own. If the
     number of tokens is a mean between 1 and 2, the last number lies between 0 and 1.
     """
-    size = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    for tokens, before, read in parts:
-        size[:5] += (0.0, 1.0, tokens, read * before + tokens, tokens * (before + (tokens + 1) / 2))
-    if parts and size[2] < MANY_TOKENS:
-        size[5] = several(size[2])
-    return size
+    sequences, tokens, keys, pairs = float(len(parts)), 0.0, 0.0, 0.0
+    for count, before, read in parts:
+        tokens += count
+        keys += read * before + count
+        pairs += count * (before + (count + 1) / 2)
+    return np.array([1.0, sequences, tokens, keys, pairs, several(tokens) if tokens < MANY_TOKENS else 0.0])
 
 
 def several(tokens: float) -> float:
@@ -89,13 +89,15 @@ class Fit:
         """The prices, [6]. Prices that come out negative are set to 0, the most negative one first."""
         if not self.waiting:
             return self.prices
-        for parts, seconds in self.waiting:
-            size = size_of(parts)
-            foretold = float(self.prices @ size) or seconds
-            weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
-            evidence = np.column_stack([weight * np.outer(size, size), weight * seconds * size])
-            self.lately = REMEMBERED * self.lately + evidence
-            self.ever = LONG_REMEMBERED * self.ever + evidence
+        sizes = np.array([size_of(parts) for parts, _ in self.waiting])
+        seconds = np.array([took for _, took in self.waiting])
+        foretold = sizes @ self.prices
+        foretold = np.where(foretold > 0, foretold, seconds)
+        weights = 1 / (seconds * foretold.clip(seconds / 10, seconds * 10))
+        answered, number = np.column_stack([sizes, seconds]), len(sizes)
+        ages = np.arange(number)[::-1]
+        self.lately = REMEMBERED**number * self.lately + (sizes.T * weights * REMEMBERED**ages) @ answered
+        self.ever = LONG_REMEMBERED**number * self.ever + (sizes.T * weights * LONG_REMEMBERED**ages) @ answered
         self.waiting.clear()
         squares, products = np.hsplit(self.lately + LONG_SHARE * self.ever, [PRICES])
         scale = np.sqrt(np.maximum(squares.diagonal(), 1e-12))

@@ -179,6 +179,9 @@ class Work:
     drafting: Drafting = Drafting.MODEL
 
 
+SCORED = 4  # tokens of a guess of prompt lookup that is scored: about as many as the draft tier is asked for
+
+
 class Tally(NamedTuple):
     """What one level did for one sequence. A verifying level counts what became of the tokens proposed to it; the
     lowest level counts what became of the tokens that prompt lookup finds, whether or not it proposes them.

@@ -10,7 +10,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-from triforce_core.messages import SequenceSpec, Tally
+from triforce_core.messages import SCORED, SequenceSpec, Tally
 
 LONGEST = 3  # three repeated tokens predict well what follows; longer runs are seldom repeated
 SHORTEST = 2  # a single token is repeated too often to predict what follows
@@ -18,7 +18,6 @@ SHORTEST = 2  # a single token is repeated too often to predict what follows
 # takes 1.5 µs and 200 bytes.
 SHADOWED, AT_ONCE = 16_384, 1024
 MUCH = 16  # if a `Shadow` has more tokens than this to read, the time for it does not count as part of a round
-SCORED = 4  # tokens of a guess that is scored: about as many as the draft tier is asked for
 
 
 class Occurrences:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache, lru_cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
+from operator import mul
 from typing import NamedTuple
 
-from triforce_core.messages import Drafting
+from triforce_core.messages import SCORED, Drafting
 
 
 class Plan(NamedTuple):
@@ -54,7 +55,8 @@ class Acceptance(NamedTuple):
     model: float  # a token of the drafting model, by the target
     model_below: float  # the same, by the retrieval tier
     lookup_first: float  # the first token of a draft of prompt lookup, by either
-    lookup: float  # a later one
+    lookup: float  # one of the next tokens, up to the `SCORED`th
+    lookup_long: float  # one after these
     found: float  # the share of drafts for which prompt lookup finds something
 
 
@@ -123,12 +125,13 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     """What a round of this plan is expected to be."""
     if not plan.speculates:
         return Round(1, 0, 0, 0, 0, drafts=0)
-    model = acceptance.model_below if plan.retrieval else acceptance.model
+    _, model_above, model_below, *looked_up = acceptance
+    model = model_below if plan.retrieval else model_above
     # Rounded, so that `expected_draft` and `expected_passes` find most results in their caches.
     draft = expected_draft(
         plan.draft,
         plan.drafting,
-        *(round(x, 2) for x in (model, acceptance.lookup_first, acceptance.lookup, acceptance.found)),
+        *(round(chance, 2) for chance in (model, *looked_up)),
     )
     if not plan.retrieval:
         return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
@@ -148,12 +151,13 @@ class Draft(NamedTuple):
 
 @lru_cache(maxsize=4096)
 def expected_draft(
-    count: int, drafting: Drafting, model: float, lookup_first: float, lookup: float, found: float
+    count: int, drafting: Drafting, model: float, lookup_first: float, lookup: float, lookup_long: float, found: float
 ) -> Draft:
     """The draft of up to `count` tokens, of which each is accepted with the chance of who drafted it."""
     found = {Drafting.MODEL: 0.0, Drafting.LOOKUP: found, Drafting.BOTH: found}[drafting]
     modelled = 0.0 if drafting is Drafting.LOOKUP else 1 - found
-    accepted = tuple(found * lookup_first * lookup ** (n - 1) + modelled * model**n for n in range(1, count + 1))
+    chances = [lookup_first, *[lookup] * (SCORED - 1), *[lookup_long] * (count - SCORED)][:count]
+    accepted = tuple(found * looked + modelled * model**n for n, looked in enumerate(accumulate(chances, mul), 1))
     chance = (found + modelled) * (count > 0)
     return Draft(accepted, chance * count, modelled * count, chance)
 
@@ -209,18 +213,20 @@ class Choice(NamedTuple):
         return f"{self.plan}, {1e3 * self.seconds:.1f} ms a token expected, {1e3 * self.plain_s:.1f} if plain"
 
 
-WORTHWHILE = 0.92  # a plan must take less than this part of the time of plain decoding
-CHANGE = 0.95  # and less than this part of the time of the plan that it replaces
+WORTHWHILE = 0.92  # to take the place of plain decoding, a plan must take less than this part of its time
+CHANGE = 0.95  # to take the place of another plan with drafts, it must take less than this part of that plan's time
 
 
 def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better."""
+    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better. A
+    present plan with drafts gives way to plain decoding only where it is expected to be slower.
+    """
     plain_s = situation.seconds(PLAIN)
     best_s, best = min((situation.seconds(plan), plan) for plan in candidates)
     if best_s > plain_s * WORTHWHILE:
         best_s, best = plain_s, PLAIN
-    elif present.speculates:
+    if present.speculates:
         present_s = situation.seconds(present)
-        if present_s * CHANGE <= best_s and present_s <= plain_s * WORTHWHILE:
+        if present_s * CHANGE <= best_s and present_s <= plain_s:
             best_s, best = present_s, present
     return Choice(best, best_s, plain_s)

@@ -161,9 +161,8 @@ def test_the_controller_says_what_it_planned(server: Server) -> None:
     assert controller["plain_ms_per_token"] > 0
     [target] = [tier for tier in server.status()["tiers"] if tier["tier"] == "target"]
     assert target["controller"]["latest"]
-    assert {"temperature", "retrieval", "model", "model_below", "lookup_first", "lookup", "found"} == set(
-        target["controller"]["acceptance"][0]
-    )
+    names = {"temperature", "retrieval", "model", "model_below", "lookup_first", "lookup", "lookup_long", "found"}
+    assert set(target["controller"]["acceptance"][0]) == names
 
 
 def test_token_ids_and_origins_come_with_the_text_that_they_make(server: Server) -> None:

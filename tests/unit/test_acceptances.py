@@ -1,4 +1,4 @@
-"""What scored guesses of prompt lookup tell of their first token and of the later ones."""
+"""What scored guesses and drafts of prompt lookup tell of their first token and of the later ones."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ import random
 import pytest
 
 from triforce_core.engine.acceptances import UNKNOWN, Acceptances
-from triforce_core.messages import Tally
-from triforce_core.ngram import SCORED
-from triforce_core.plans import PLAIN
+from triforce_core.messages import SCORED, Drafting, Tally
+from triforce_core.plans import PLAIN, Plan
 
 
 def guess(right: int) -> Tally:
@@ -74,3 +73,22 @@ def test_drafts_that_are_all_wrong_or_all_right_promise_long_ones() -> None:
     given = known.given(UNKNOWN)
     assert given.lookup_first == pytest.approx(0.5, abs=0.06)
     assert given.lookup > 0.99
+
+
+@pytest.mark.parametrize(
+    ("accepted", "rejected", "long"),
+    [(2, 1, (0, 0)), (SCORED, 1, (0, 1)), (SCORED, 0, (0, 0)), (7, 1, (3, 4)), (11, 0, (7, 7))],
+)
+@pytest.mark.parametrize("plan", [Plan(0, 11, Drafting.LOOKUP), Plan(0, 11, Drafting.BOTH)], ids=str)
+def test_what_a_draft_tells_of_its_tokens_beyond_a_guess(
+    plan: Plan, accepted: int, rejected: int, long: tuple[int, int]
+) -> None:
+    known = Acceptances()
+    known.add(plan, (Tally(1, 11, accepted, rejected, accepted, rejected), Tally(), Tally()), memory=1.0)
+    assert (known.chances["lookup_long"].happened, known.chances["lookup_long"].times) == long
+
+
+def test_the_drafting_model_tells_nothing_of_prompt_lookup() -> None:
+    known = Acceptances()
+    known.add(Plan(0, 11, Drafting.BOTH), (Tally(1, 11, 7, 1), Tally(), Tally()), memory=1.0)
+    assert known.chances["lookup_long"].times == 0

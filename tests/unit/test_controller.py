@@ -313,9 +313,9 @@ def rounds_with_a_plan(
 
 
 @pytest.mark.parametrize(
-    ("round_s", "tokens", "rounds"), [(2e-3, 12, 30), (20e-3, 12, 5), (20e-3, 1, 24), (2e-3, 1, 30)]
+    ("round_s", "tokens", "rounds"), [(2e-3, 12, 50), (20e-3, 12, 5), (20e-3, 1, 24), (2e-3, 1, 50)]
 )
-def test_a_plan_stays_for_24_tokens_5_rounds_and_60_ms(round_s: float, tokens: int, rounds: int) -> None:
+def test_a_plan_stays_for_24_tokens_5_rounds_and_100_ms(round_s: float, tokens: int, rounds: int) -> None:
     """Choosing must take a small share of the time."""
     controller = Controller(TIERS)
     one, other = two_requests(controller)
@@ -333,7 +333,7 @@ def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> Non
     controller = Controller(replace(TIERS, overlapping=True))
     one, other = two_requests(controller)
     pinned = replace(other, request=replace(other.request, lookaheads=(0, 0)))
-    for beside, rounds in (([other], 60), ([pinned], 30), ([other, pinned], 60)):
+    for beside, rounds in (([other], 100), ([pinned], 50), ([other, pinned], 100)):
         controller.plan(one, [one, *beside], REFRESH)
         rounds_with_a_plan(controller, one, beside, 2e-3, 12)  # of a choice for another load
         assert rounds_with_a_plan(controller, one, beside, 2e-3, 12) == pytest.approx(rounds, abs=1)

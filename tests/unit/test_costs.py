@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
-from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
+from triforce_core.costs import DOUBT_OF_TOKENS, REMEMBERED, Part, PassCosts, size_of
 
 FIXED, ROW, TOKEN, KEY, PAIR = 5e-3, 3e-4, 1.2e-4, 2e-7, 4e-8  # seconds
 
@@ -114,6 +115,16 @@ def test_later_passes_count_for_more() -> None:
     for parts in MIXED:
         costs.add(parts, 3 * seconds_of(parts))
     assert costs.seconds(MIXED[-1]) == pytest.approx(3 * seconds_of(MIXED[-1]), rel=0.2)
+
+
+def test_passes_that_are_fitted_together_count_by_their_age() -> None:
+    costs, passes = PassCosts(), [(Part(1 + n % 5, 100 * n), 1e-3 * (1 + n % 7)) for n in range(20)]
+    for part, seconds in passes:
+        costs.add([part], seconds)
+    costs.fit()
+    sizes = [size_of([part]) for part, _ in passes]
+    weighted = [REMEMBERED ** (19 - n) * np.outer(sizes[n], sizes[n]) / passes[n][1] ** 2 for n in range(20)]
+    assert costs.few.lately[:, :-1] == pytest.approx(sum(weighted))
 
 
 def test_nothing_is_known_before_the_first_large_pass() -> None:

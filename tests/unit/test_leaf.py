@@ -16,8 +16,7 @@ from tests.stating import full_runner
 from tests.unit.test_ngram import searched
 from triforce_core.drafting import ModelProposer
 from triforce_core.leaf import Leaf
-from triforce_core.messages import GREEDY, Drafting, Origin, Proposal, SequenceSpec, Span, Tally, Work
-from triforce_core.ngram import SCORED
+from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, Proposal, SequenceSpec, Span, Tally, Work
 
 Tokens = tuple[int, ...]
 STOP = 9

@@ -23,7 +23,7 @@ from triforce_core.plans import (
     plans,
 )
 
-ACCEPTANCE = Acceptance(retrieval=0.9, model=0.5, model_below=0.6, lookup_first=0.5, lookup=0.8, found=0.4)
+ACCEPTANCE = Acceptance(0.9, model=0.5, model_below=0.6, lookup_first=0.5, lookup=0.8, lookup_long=0.95, found=0.4)
 PLANS = [PLAIN, Plan(0, 3), Plan(0, 8, Drafting.LOOKUP), Plan(0, 2, Drafting.BOTH), Plan(8, 0), Plan(1, 1)]
 PLANS += [Plan(8, 3, drafting) for drafting in Drafting]
 
@@ -39,8 +39,9 @@ def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
         """Accepted and proposed tokens, and the model's steps."""
         found = plan.drafting is not Drafting.MODEL and rng.random() < ACCEPTANCE.found
         if found:
-            first = accepted(rng, ACCEPTANCE.lookup_first, 1)
-            return first and 1 + accepted(rng, ACCEPTANCE.lookup, plan.draft - 1), plan.draft, 0
+            chances = [ACCEPTANCE.lookup_first, *[ACCEPTANCE.lookup] * 3, *[ACCEPTANCE.lookup_long] * plan.draft]
+            wrong = (n for n, chance in enumerate(chances[: plan.draft]) if rng.random() >= chance)
+            return next(wrong, plan.draft), plan.draft, 0
         if plan.drafting is Drafting.LOOKUP:
             return 0, 0, 0
         return accepted(rng, model, plan.draft), plan.draft, plan.draft
@@ -81,7 +82,7 @@ def test_a_draft_that_finds_nothing_leaves_a_pass_over_one_token() -> None:
 
 
 def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> None:
-    expected = expected_round(Plan(4, 0), Acceptance(1, 0, 0, 0, 0, 0))  # four passes of 4, then one over five tokens
+    expected = expected_round(Plan(4, 0), Acceptance(1, *[0] * 6))  # four passes of 4, then one over five tokens
     assert costs().round_s(expected) == 4 * 4 + 18
     assert costs(groups=3).round_s(expected) == 3 * (4 * 4 + 18), "groups take turns on the same cores"
     assert costs(groups=3, overlapping=True).round_s(expected) == 3 * 18, "the target is never idle"
@@ -110,14 +111,30 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     choice = choose(candidates, situation, present)
     assert choice.plain_s == situation.seconds(PLAIN)
     assert choice.seconds == situation.seconds(choice.plan)
-    assert choice.plan == PLAIN or choice.seconds <= WORTHWHILE * choice.plain_s
+    assert choice.plan == PLAIN or choice.seconds <= choice.plain_s * (1 if choice.plan == present else WORTHWHILE)
     best = min(situation.seconds(plan) for plan in candidates)
     assert choice.seconds * min(CHANGE, WORTHWHILE) <= best
 
 
+@pytest.mark.parametrize(
+    ("promised", "present", "chosen"),
+    [(0.91, False, True), (0.93, False, False), (0.93, True, True), (0.99, True, True), (1.01, True, False)],
+)
+def test_drafts_must_pay_to_begin_and_go_on_until_plain_decoding_is_faster(
+    promised: float, present: bool, chosen: bool
+) -> None:
+    """Otherwise a plan near the border would go and come, and miss what it waits for while it is gone."""
+    plan, acceptance = Plan(0, 1, Drafting.LOOKUP), Acceptance(*[0.0] * 7)
+    known = Costs(1.0, lambda tokens: 1.0, lambda tokens: 1.0, lambda tokens: 1.0)
+    situation = Situation(known, acceptance, {"plain": 1.0, "lookup": promised}, 0.0, 0.0, 100)
+    choice = choose([PLAIN, plan], situation, plan if present else PLAIN)
+    assert (choice.plan == plan) is chosen
+    assert choice.seconds == (promised if chosen else 1.0)
+
+
 def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:
     candidates = [PLAIN, Plan(8, 0)]
-    acceptance, corrections = Acceptance(0.95, 0, 0, 0, 0, 0), {"plain": 1.0, "retrieval": 1.0}
+    acceptance, corrections = Acceptance(0.95, *[0] * 6), {"plain": 1.0, "retrieval": 1.0}
     cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
 
     def plan(cut_s: float, remaining: int) -> Plan:

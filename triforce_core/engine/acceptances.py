@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple
 
-from triforce_core.messages import Tally
-from triforce_core.ngram import SCORED
+from triforce_core.messages import SCORED, Tally
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 
 # Before anything is learned.
-UNKNOWN = Acceptance(retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, found=0.3)
+UNKNOWN = Acceptance(0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.6, found=0.3)
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 TRUST = 10.0  # tokens or guesses: the weight of what was known before, beside what is learned
 
@@ -58,6 +57,9 @@ class Acceptances:
             self._add_model("model_below", below, memory)
         else:
             self._add_model("model", target, memory)
+            # Guesses that are scored end after `SCORED` tokens, so only drafts show whether later ones are right.
+            if target.lookup_accepted >= SCORED:
+                self.chances["lookup_long"].add(target.lookup_accepted - SCORED, target.lookup_rejected, memory)
         self._add_lookup(leaf, memory)
 
     def _add_lookup(self, tally: Tally, memory: float) -> None:

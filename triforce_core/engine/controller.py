@@ -33,9 +33,9 @@ PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
-# Choosing takes the engine's thread 1 to 2 ms. Without the bound in seconds, that would be up to a tenth of the time
-# where decoding is fastest.
-REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.06
+# Choosing takes the engine's thread 1 to 2 ms: with the bound in seconds 1% to 2% of the time at most. Without it,
+# choosing would take up to a tenth of the time where decoding is fastest.
+REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.1
 HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
 # left.
@@ -492,4 +492,4 @@ def kind_of_load(requests: int) -> int:
 
 def load_of(decoding: Several[Sequence]) -> Load:
     planned = sum(s.request.lookaheads is None for s in decoding)
-    return Load(len(decoding), planned, fmean(len(s.tokens) for s in decoding) if decoding else 0.0)
+    return Load(len(decoding), planned, sum(len(s.tokens) for s in decoding) / max(1, len(decoding)))

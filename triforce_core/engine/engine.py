@@ -216,7 +216,6 @@ class Engine:
         self._tell_entering(work)
         self.decoder.submit(work)
         self.asked_tokens = self.scheduler.asked_tokens
-        self.least_stall_s = self.scheduler.least_stall_s(self.limits.context_length)
         proposals = self.decoder.collect(timeout_s)
         answers = [(live, p) for p in proposals if (live := self.scheduler.live.get(p.sequence_id))]
         if self.controller is not None:
@@ -306,6 +305,7 @@ class Engine:
         stats, prefilling = sequence.stats, sequence.prefilling
         if prefilling:
             stats.prefill_s += sequence.lap()
+            self.least_stall_s = self.scheduler.least_stall_s(self.limits.context_length)
         if not work.sample:
             assert proposal.missing_from is None, "the target holds what it was told"
             sequence.prefilled = proposal.start

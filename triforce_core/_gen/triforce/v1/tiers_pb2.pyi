@@ -319,7 +319,7 @@ class ControllerStatus(_message.Message):
     def __init__(self, latest: _Optional[str] = ..., plans: _Optional[_Mapping[str, int]] = ..., corrections: _Optional[_Mapping[str, float]] = ..., acceptance: _Optional[_Iterable[_Union[KnownAcceptance, _Mapping]]] = ...) -> None: ...
 
 class KnownAcceptance(_message.Message):
-    __slots__ = ("temperature", "retrieval", "model", "model_below", "lookup", "found", "lookup_first")
+    __slots__ = ("temperature", "retrieval", "model", "model_below", "lookup", "found", "lookup_first", "lookup_long")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     RETRIEVAL_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
@@ -327,6 +327,7 @@ class KnownAcceptance(_message.Message):
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIRST_FIELD_NUMBER: _ClassVar[int]
+    LOOKUP_LONG_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     retrieval: float
     model: float
@@ -334,7 +335,8 @@ class KnownAcceptance(_message.Message):
     lookup: float
     found: float
     lookup_first: float
-    def __init__(self, temperature: _Optional[float] = ..., retrieval: _Optional[float] = ..., model: _Optional[float] = ..., model_below: _Optional[float] = ..., lookup: _Optional[float] = ..., found: _Optional[float] = ..., lookup_first: _Optional[float] = ...) -> None: ...
+    lookup_long: float
+    def __init__(self, temperature: _Optional[float] = ..., retrieval: _Optional[float] = ..., model: _Optional[float] = ..., model_below: _Optional[float] = ..., lookup: _Optional[float] = ..., found: _Optional[float] = ..., lookup_first: _Optional[float] = ..., lookup_long: _Optional[float] = ...) -> None: ...
 
 class Audit(_message.Message):
     __slots__ = ("rounding", "blocks", "tokens", "ties", "mismatches", "skipped", "largest_difference")
