@@ -55,8 +55,8 @@ class Acceptance(NamedTuple):
     model: float  # a token of the drafting model, by the target
     model_below: float  # the same, by the retrieval tier
     lookup_first: float  # the first token of a draft of prompt lookup, by either
-    lookup: float  # one of the next tokens, up to the `SCORED`th
-    lookup_long: float  # one after these
+    lookup: float  # one of the next tokens, up to the `SCORED`th, by either
+    lookup_long: float  # one after these, by the target
     found: float  # the share of drafts for which prompt lookup finds something
 
 
@@ -213,20 +213,17 @@ class Choice(NamedTuple):
         return f"{self.plan}, {1e3 * self.seconds:.1f} ms a token expected, {1e3 * self.plain_s:.1f} if plain"
 
 
-WORTHWHILE = 0.92  # to take the place of plain decoding, a plan must take less than this part of its time
-CHANGE = 0.95  # to take the place of another plan with drafts, it must take less than this part of that plan's time
+WORTHWHILE = 0.92  # to begin to draft, a plan must take less than this part of the time of plain decoding
+CHANGE = 0.95  # to take the place of a plan with drafts, it must take less than this part of that plan's time
 
 
 def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better. A
-    present plan with drafts gives way to plain decoding only where it is expected to be slower.
+    """The plan with the least expected seconds per token, if it is clearly better than the present plan and than plain
+    decoding. If it is not, the faster of these two.
     """
     plain_s = situation.seconds(PLAIN)
+    kept_s, kept = min((plain_s, PLAIN), (situation.seconds(present), present))
     best_s, best = min((situation.seconds(plan), plan) for plan in candidates)
-    if best_s > plain_s * WORTHWHILE:
-        best_s, best = plain_s, PLAIN
-    if present.speculates:
-        present_s = situation.seconds(present)
-        if present_s * CHANGE <= best_s and present_s <= plain_s:
-            best_s, best = present_s, present
+    if best_s > kept_s * (CHANGE if kept.speculates else WORTHWHILE):
+        best_s, best = kept_s, kept
     return Choice(best, best_s, plain_s)

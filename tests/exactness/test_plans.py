@@ -15,8 +15,8 @@ from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Sequence
-from triforce_core.messages import GREEDY, Drafting, Origin, Proposal, SamplingParams, Tally
-from triforce_core.ngram import MUCH, SCORED, Shadow
+from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, Proposal, SamplingParams, Tally
+from triforce_core.ngram import MUCH, Shadow
 from triforce_core.plans import PLAIN, Plan
 
 CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)

@@ -88,7 +88,29 @@ def test_what_a_draft_tells_of_its_tokens_beyond_a_guess(
     assert (known.chances["lookup_long"].happened, known.chances["lookup_long"].times) == long
 
 
-def test_the_drafting_model_tells_nothing_of_prompt_lookup() -> None:
+@pytest.mark.parametrize(
+    ("plan", "tallies"),
+    [
+        (Plan(0, 11, Drafting.BOTH), (Tally(1, 11, 7, 1), Tally(), Tally())),  # the model's draft
+        (Plan(8, 11, Drafting.LOOKUP), (Tally(1, 8, 8), Tally(2, 22, 18, 2, 18, 2), Tally())),
+        (Plan(0, 11, Drafting.LOOKUP), (Tally(1, 0), Tally(), guess(SCORED))),
+    ],
+    ids=str,
+)
+def test_only_a_draft_of_prompt_lookup_that_the_target_checks_tells_of_its_long_run(
+    plan: Plan, tallies: tuple[Tally, ...]
+) -> None:
     known = Acceptances()
-    known.add(Plan(0, 11, Drafting.BOTH), (Tally(1, 11, 7, 1), Tally(), Tally()), memory=1.0)
+    known.add(plan, tallies, memory=1.0)
     assert known.chances["lookup_long"].times == 0
+
+
+def test_until_long_drafts_were_made_they_are_expected_to_go_on_as_they_begin() -> None:
+    """Short drafts show nothing of long ones, so a low estimate would never be corrected."""
+    known = Acceptances()
+    for _ in range(100):
+        known.add(PLAIN, (Tally(), Tally(), guess(SCORED)), memory=1.0)
+    assert known.given(UNKNOWN).lookup_long == known.given(UNKNOWN).lookup > 0.9
+    for _ in range(100):
+        known.add(Plan(0, 11, Drafting.LOOKUP), (Tally(1, 11, 5, 1, 5, 1), Tally(), guess(SCORED)), memory=1.0)
+    assert known.given(UNKNOWN).lookup_long < 0.6

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import chain, islice, repeat
 from statistics import fmean
 
 import pytest
@@ -20,7 +22,7 @@ from triforce_core.engine.controller import (
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
-from triforce_core.messages import Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
+from triforce_core.messages import SCORED, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
 from triforce_core.plans import PLAIN, Choice, Plan, plans
 
 LOOKAHEADS = (8, 3)
@@ -48,6 +50,7 @@ class Machine:
     model: float = 0.55
     lookup_first: float = 0.6
     lookup: float = 0.6
+    lookup_long: float | None = None  # of tokens after the fourth; None: as `lookup`
     found: float = 0.3
     lookaheads: tuple[int, int] = LOOKAHEADS  # the most tokens that are drafted
 
@@ -65,15 +68,16 @@ class Decoding:
     def __post_init__(self) -> None:
         self.controller = Controller(replace(TIERS, lookaheads=self.machine.lookaheads))
 
-    def accepted(self, chance: float, proposed: int, first: float | None = None) -> tuple[int, int]:
-        """How many of the proposed tokens are accepted, and whether one is rejected."""
-        count = 0
-        while count < proposed and self.rng.random() < (first if first is not None and not count else chance):
-            count += 1
+    def accepted(self, chances: Iterable[float], proposed: int) -> tuple[int, int]:
+        """How many of the proposed tokens are accepted, each with its chance, and whether one is rejected."""
+        wrong = (n for n, chance in enumerate(islice(chances, proposed)) if self.rng.random() >= chance)
+        count = next(wrong, proposed)
         return count, int(count < proposed)
 
     def looked_up(self, proposed: int) -> tuple[int, int]:
-        return self.accepted(self.machine.lookup, proposed, self.machine.lookup_first)
+        its = self.machine
+        long = its.lookup if its.lookup_long is None else its.lookup_long
+        return self.accepted(chain([its.lookup_first], repeat(its.lookup, SCORED - 1), repeat(long)), proposed)
 
     def draft(self, plan: Plan) -> tuple[int, bool, float]:
         """A draft: its tokens, whether prompt lookup made it, and the seconds it took."""
@@ -85,7 +89,7 @@ class Decoding:
     def below(self, plan: Plan, chance: float, verify_s: float) -> tuple[int, Tally, Tally, float]:
         """One round of drafting and verifying: the tokens added, the tallies of the two levels, the seconds."""
         proposed, looked_up, seconds = self.draft(plan) if plan.draft else (0, False, 0.0)
-        accepted, rejected = self.looked_up(proposed) if looked_up else self.accepted(chance, proposed)
+        accepted, rejected = self.looked_up(proposed) if looked_up else self.accepted(repeat(chance), proposed)
         pass_s = verify_s + proposed * (self.machine.retrieval_token if plan.retrieval else self.machine.target_token)
         pass_s += 0.0 if plan.retrieval or not proposed else self.machine.target_several
         tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s)
@@ -107,7 +111,7 @@ class Decoding:
         while block < plan.retrieval:
             more, tally, drafts, took = self.below(plan, machine.model, machine.retrieval + machine.retrieval_token)
             block, below, leaf, seconds = block + more, below + tally, leaf + drafts, seconds + took
-        accepted, rejected = self.accepted(machine.by_target, block)
+        accepted, rejected = self.accepted(repeat(machine.by_target), block)
         pass_s = machine.target + (block + 1) * machine.target_token + machine.target_several
         target = Tally(1, block, accepted, rejected, 0, 0, 1, pass_s)
         return accepted + 1, (target, below, leaf), seconds + pass_s + machine.round_s + machine.speculative_s
@@ -169,6 +173,9 @@ MACHINES = {
     "offloaded": Machine(target=1.0, target_token=1e-3, by_target=0.9, lookaheads=(16, 3)),
     "repetitive": Machine(by_target=0.97, model=0.9, lookup_first=0.97, lookup=0.97, found=0.95),
     "drafts that are wrong at once or right for long": Machine(model=0.3, lookup_first=0.5, lookup=0.95, found=0.6),
+    "drafts that go on once they have begun": Machine(
+        6e-3, 0.3e-3, 2e-3, model=0.3, lookup_first=0.7, lookup=0.65, lookup_long=0.97, found=0.65
+    ),
     "a costly first snapshot": Machine(cut=2.0),
 }
 

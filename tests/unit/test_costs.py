@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from triforce_core.costs import DOUBT_OF_TOKENS, REMEMBERED, Part, PassCosts, size_of
+from triforce_core.costs import DOUBT_OF_TOKENS, LONG_REMEMBERED, REMEMBERED, Part, PassCosts, size_of
 
 FIXED, ROW, TOKEN, KEY, PAIR = 5e-3, 3e-4, 1.2e-4, 2e-7, 4e-8  # seconds
 
@@ -117,14 +117,22 @@ def test_later_passes_count_for_more() -> None:
     assert costs.seconds(MIXED[-1]) == pytest.approx(3 * seconds_of(MIXED[-1]), rel=0.2)
 
 
-def test_passes_that_are_fitted_together_count_by_their_age() -> None:
-    costs, passes = PassCosts(), [(Part(1 + n % 5, 100 * n), 1e-3 * (1 + n % 7)) for n in range(20)]
-    for part, seconds in passes:
-        costs.add([part], seconds)
-    costs.fit()
-    sizes = [size_of([part]) for part, _ in passes]
-    weighted = [REMEMBERED ** (19 - n) * np.outer(sizes[n], sizes[n]) / passes[n][1] ** 2 for n in range(20)]
-    assert costs.few.lately[:, :-1] == pytest.approx(sum(weighted))
+def test_passes_that_are_fitted_together_count_by_their_age_and_by_the_prices_before() -> None:
+    costs = PassCosts()
+    lately = ever = np.zeros((6, 7))
+    for first, last in ((0, 7), (7, 27)):
+        prices = costs.few.prices
+        for n in range(first, last):
+            parts, seconds = [Part(1 + n % 5, 100 * n)], 1e-3 * (1 + n % 7) ** 3
+            costs.add(parts, seconds)
+            size = size_of(parts)
+            foretold = float(prices @ size) or seconds
+            weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
+            evidence = weight * np.outer(size, [*size, seconds])
+            lately, ever = REMEMBERED * lately + evidence, LONG_REMEMBERED * ever + evidence
+        costs.fit()
+    assert costs.few.lately == pytest.approx(lately)
+    assert costs.few.ever == pytest.approx(ever)
 
 
 def test_nothing_is_known_before_the_first_large_pass() -> None:

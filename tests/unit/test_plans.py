@@ -111,25 +111,35 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     choice = choose(candidates, situation, present)
     assert choice.plain_s == situation.seconds(PLAIN)
     assert choice.seconds == situation.seconds(choice.plan)
-    assert choice.plan == PLAIN or choice.seconds <= choice.plain_s * (1 if choice.plan == present else WORTHWHILE)
+    assert choice.plan == PLAIN or choice.seconds <= choice.plain_s * (1 if present.speculates else WORTHWHILE)
     best = min(situation.seconds(plan) for plan in candidates)
-    assert choice.seconds * min(CHANGE, WORTHWHILE) <= best
+    assert choice.seconds * (CHANGE if choice.plan.speculates else WORTHWHILE) <= best
 
 
 @pytest.mark.parametrize(
-    ("promised", "present", "chosen"),
-    [(0.91, False, True), (0.93, False, False), (0.93, True, True), (0.99, True, True), (1.01, True, False)],
+    ("lookup", "model", "present", "chosen"),
+    [
+        (0.91, 2.0, "plain", "lookup"),
+        (0.93, 2.0, "plain", "plain"),
+        (0.93, 2.0, "lookup", "lookup"),
+        (0.99, 2.0, "lookup", "lookup"),
+        (1.01, 2.0, "lookup", "plain"),
+        (0.99, 0.95, "lookup", "lookup"),
+        (0.99, 0.93, "lookup", "model"),
+        (1.01, 0.93, "lookup", "plain"),
+        (1.01, 0.91, "lookup", "model"),
+    ],
 )
-def test_drafts_must_pay_to_begin_and_go_on_until_plain_decoding_is_faster(
-    promised: float, present: bool, chosen: bool
+def test_drafts_must_pay_to_begin_and_go_on_until_others_are_clearly_better_or_plain_decoding_is_faster(
+    lookup: float, model: float, present: str, chosen: str
 ) -> None:
     """Otherwise a plan near the border would go and come, and miss what it waits for while it is gone."""
-    plan, acceptance = Plan(0, 1, Drafting.LOOKUP), Acceptance(*[0.0] * 7)
-    known = Costs(1.0, lambda tokens: 1.0, lambda tokens: 1.0, lambda tokens: 1.0)
-    situation = Situation(known, acceptance, {"plain": 1.0, "lookup": promised}, 0.0, 0.0, 100)
-    choice = choose([PLAIN, plan], situation, plan if present else PLAIN)
-    assert (choice.plan == plan) is chosen
-    assert choice.seconds == (promised if chosen else 1.0)
+    by_kind = {"plain": PLAIN, "lookup": Plan(0, 1, Drafting.LOOKUP), "model": Plan(0, 1)}
+    seconds = {"plain": 1.0, "lookup": lookup, "model": model}
+    known = Costs(1.0, lambda tokens: 1.0, lambda tokens: 1.0, lambda tokens: 0.0)
+    situation = Situation(known, Acceptance(*[0.0] * 7), seconds, 0.0, 0.0, 100)
+    choice = choose(by_kind.values(), situation, by_kind[present])
+    assert (choice.plan.kind, choice.seconds) == (chosen, seconds[chosen])
 
 
 def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:

@@ -10,7 +10,9 @@ from triforce_core.messages import SCORED, Tally
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 
 # Before anything is learned.
-UNKNOWN = Acceptance(0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.6, found=0.3)
+UNKNOWN = Acceptance(
+    retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.6, found=0.3
+)
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 TRUST = 10.0  # tokens or guesses: the weight of what was known before, beside what is learned
 
@@ -87,7 +89,13 @@ class Acceptances:
             chance.fade(kept)
 
     def given(self, before: Acceptance) -> Acceptance:
-        """The estimated chances, given the prior estimates `before`."""
+        """The estimated chances, given the prior estimates `before`.
+
+        Only long drafts show `lookup_long`. So until they do, it is taken to be at least as high as `lookup`: too high
+        an estimate leads to long drafts and is corrected by them, too low a one would never be.
+        """
+        lookup = self.chances["lookup"].given(before.lookup)
+        before = before._replace(lookup_long=max(before.lookup_long, lookup))
         return Acceptance(*(self.chances[name].given(getattr(before, name)) for name in Acceptance._fields))
 
 

@@ -133,8 +133,9 @@ class Engine:
         self.totals = Totals()
         # Called with a request's id, as `submit` returns it, before the request's first pass.
         self.on_entering: Callable[[int], None] = lambda sequence_id: None
-        # Copies for other threads to read, made in each turn: the scheduler's figures; the tokens of the KV pool
-        # that requests use, that are kept for later requests, and that were dropped; and `totals`.
+        # Copies for other threads to read: the scheduler's figures, of which `least_stall_s` is new after each prompt
+        # chunk; the tokens of the KV pool that requests use, that are kept for later requests, and that were dropped;
+        # and `totals`.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
         self.kept_tokens, self.dropped_tokens = 0, 0
         self.told_totals = Totals()
