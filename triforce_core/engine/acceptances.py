@@ -29,6 +29,8 @@ class Chance:
         """Add that it happened `yes` times and failed to happen `no` times. Each of these times multiplies the weight
         of everything earlier by `memory`.
         """
+        if not (yes or no):  # as in most plain rounds, which should cost next to nothing
+            return
         kept = memory ** (yes + no)
         self.happened = kept * self.happened + yes
         self.times = kept * self.times + yes + no
@@ -68,6 +70,8 @@ class Acceptances:
         """Add the guesses of prompt lookup that were scored. Where lookup finds something, either its first token is
         wrong, or most of what follows is right; so the first token has a chance of its own.
         """
+        if not tally.rounds:
+            return
         # A stop token ends a guess early. If such a short guess is right, the text is over before it is scored; so a
         # short guess that is scored is wrong.
         found = min(tally.rounds, max(tally.rejected, ceil(tally.proposed / SCORED)))

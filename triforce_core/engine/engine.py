@@ -21,7 +21,7 @@ from triforce_core.engine.sequence import FinishReason, Output, Request, Sequenc
 from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
-from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
+from triforce_core.messages import SCORED, Proposal, Proposer, SequenceSpec, Tally, Work
 from triforce_core.ngram import MUCH, Shadow
 
 
@@ -350,6 +350,8 @@ class Engine:
         """
         began = time.perf_counter()
         shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec, len(sequence.tokens))
+        if shadow.behind(sequence.tokens) < SCORED:
+            return proposal  # the guess cannot be scored yet, so a plain round costs no more than this
         much, score = shadow.behind(sequence.tokens) > MUCH, shadow.score(sequence.tokens)
         if much:
             self._apart(time.perf_counter() - began)
