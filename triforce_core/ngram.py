@@ -136,6 +136,10 @@ class Shadow:
         """How many tokens it has still to read."""
         return len(tokens) - self.first - len(self.text.tokens)
 
+    def due(self, tokens: list[int]) -> bool:
+        """Whether `score` has anything to do: a guess to make or to count, or a part of a long prompt to read."""
+        return self.trial.guess is None or self.behind(tokens) >= SCORED
+
     def score(self, tokens: list[int]) -> Tally:
         """Counts the guess if `tokens`, the same text as before and more, now covers it. Each call reads at most
         `AT_ONCE` tokens, because the engine's thread must not stand still until a long prompt is read.

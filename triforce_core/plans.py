@@ -218,8 +218,8 @@ CHANGE = 0.95  # to take the place of a plan with drafts, it must take less than
 
 
 def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token, if it is clearly better than the present plan and than plain
-    decoding. If it is not, the faster of these two.
+    """The plan with the least expected seconds per token, if it is clearly better than both the present plan and plain
+    decoding; else the faster of the present plan and plain decoding.
     """
     plain_s = situation.seconds(PLAIN)
     kept_s, kept = min((plain_s, PLAIN), (situation.seconds(present), present))

@@ -95,7 +95,7 @@ def test_a_request_may_pin_its_plan(engines: tuple[Engine, Engine, Engine]) -> N
 
 
 @pytest.mark.parametrize("looks_up", [True, False])
-def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool) -> None:
+def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is drafted. Still, the controller knows what lookup would have found, if there is a tier that
     looks up.
     """
@@ -108,8 +108,17 @@ def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool) -> None
     assert it.controller is not None
     it.controller.looks_up = looks_up
     [request] = requests(0, None)[:1]
+    asked, score_of = 0, Shadow.score
+
+    def score(self: Shadow, tokens: list[int]) -> Tally:
+        nonlocal asked
+        asked += 1
+        return score_of(self, tokens)
+
+    monkeypatch.setattr(Shadow, "score", score)
     run(it, [replace(request, prompt=(1, 2, 3, 4, 5, 6) * 20, sampling=GREEDY)])
     assert set(it.controller.rounds) == {"plain"}
+    assert asked <= MOST / SCORED + 1, "most plain rounds cost nothing more"
     chances = it.controller.known[0].chances
     assert chances["found"].times == pytest.approx((MOST - 1) // SCORED * looks_up, abs=2 * looks_up)
     assert (chances["lookup_first"].times > 0) is looks_up

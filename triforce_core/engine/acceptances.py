@@ -92,14 +92,15 @@ class Acceptances:
         for chance in self.chances.values():
             chance.fade(kept)
 
-    def given(self, before: Acceptance) -> Acceptance:
-        """The estimated chances, given the prior estimates `before`.
+    def given(self, before: Acceptance | None = None) -> Acceptance:
+        """The estimated chances, given the prior estimates `before`. None: nothing else is known.
 
-        Only long drafts show `lookup_long`. So until they do, it is taken to be at least as high as `lookup`: too high
-        an estimate leads to long drafts and is corrected by them, too low a one would never be.
+        Only long drafts show `lookup_long`. So if nothing else is known, it is taken to be at least as high as `lookup`
+        until they do: too high an estimate leads to long drafts and is corrected by them, too low a one would never be.
         """
-        lookup = self.chances["lookup"].given(before.lookup)
-        before = before._replace(lookup_long=max(before.lookup_long, lookup))
+        if before is None:
+            lookup = self.chances["lookup"].given(UNKNOWN.lookup)
+            before = UNKNOWN._replace(lookup_long=max(UNKNOWN.lookup_long, lookup))
         return Acceptance(*(self.chances[name].given(getattr(before, name)) for name in Acceptance._fields))
 
 

@@ -19,7 +19,7 @@ from statistics import fmean, median_low
 from typing import NamedTuple
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
-from triforce_core.engine.acceptances import LONG_AGO, UNKNOWN, Acceptances, Drafted, Moment
+from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
@@ -173,7 +173,7 @@ class Controller:
             f"{self.latest}; {HELD_BACK}" if self.held_back else self.latest,
             dict(self.rounds),
             corrections,
-            {bucket / 4: known.given(UNKNOWN) for bucket, known in [*self.known.items()]},
+            {bucket / 4: known.given() for bucket, known in [*self.known.items()]},
         )
 
     # -- learning ------------------------------------------------------------------------------------------------------
@@ -399,7 +399,7 @@ class Controller:
         )
 
     def _acceptance(self, together: Several[Sequence]) -> Acceptance:
-        each = [s.drafted.acceptances.given(self._known(s).given(UNKNOWN)) for s in together]
+        each = [s.drafted.acceptances.given(self._known(s).given()) for s in together]
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:

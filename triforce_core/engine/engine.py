@@ -21,7 +21,7 @@ from triforce_core.engine.sequence import FinishReason, Output, Request, Sequenc
 from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
-from triforce_core.messages import SCORED, Proposal, Proposer, SequenceSpec, Tally, Work
+from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
 from triforce_core.ngram import MUCH, Shadow
 
 
@@ -133,9 +133,9 @@ class Engine:
         self.totals = Totals()
         # Called with a request's id, as `submit` returns it, before the request's first pass.
         self.on_entering: Callable[[int], None] = lambda sequence_id: None
-        # Copies for other threads to read: the scheduler's figures, of which `least_stall_s` is new after each prompt
-        # chunk; the tokens of the KV pool that requests use, that are kept for later requests, and that were dropped;
-        # and `totals`.
+        # Copies for other threads to read: the scheduler's figures; the tokens of the KV pool that requests use, that
+        # are kept for later requests, and that were dropped; and `totals`. `least_stall_s` is copied after each prompt
+        # chunk, the rest in each turn.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
         self.kept_tokens, self.dropped_tokens = 0, 0
         self.told_totals = Totals()
@@ -350,8 +350,8 @@ class Engine:
         """
         began = time.perf_counter()
         shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec, len(sequence.tokens))
-        if shadow.behind(sequence.tokens) < SCORED:
-            return proposal  # the guess cannot be scored yet, so a plain round costs no more than this
+        if not shadow.due(sequence.tokens):
+            return proposal  # most plain rounds: they should cost hardly more than without a controller
         much, score = shadow.behind(sequence.tokens) > MUCH, shadow.score(sequence.tokens)
         if much:
             self._apart(time.perf_counter() - began)
