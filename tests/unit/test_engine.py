@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.by_hand import Below, Slots
+from triforce_core.costs import Part
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
@@ -182,3 +183,13 @@ def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: 
     engine.run_once()
     totals = engine.told_totals
     assert (totals.prefix_hit_tokens, totals.prefix_miss_tokens) == (0, 4), "it was counted when it first came"
+
+
+def test_what_the_least_chunk_delays_is_told_once_a_prompt_shows_it(engine: Engine, below: Below) -> None:
+    engine.scheduler.costs.add([Part(64, 0)], 0.01)  # the target's runner adds each of its passes
+    sequence_id = engine.submit(request())
+    below.answers = [[], [Proposal(sequence_id, 2, (7,), b"\2")]]
+    engine.run_once()
+    assert engine.least_stall_s == 0
+    engine.run_once()
+    assert engine.least_stall_s == engine.scheduler.least_stall_s(100) > 0
