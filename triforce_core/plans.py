@@ -213,17 +213,18 @@ class Choice(NamedTuple):
         return f"{self.plan}, {1e3 * self.seconds:.1f} ms a token expected, {1e3 * self.plain_s:.1f} if plain"
 
 
-WORTHWHILE = 0.92  # to begin to draft, a plan must take less than this part of the time of plain decoding
-CHANGE = 0.95  # to take the place of a plan with drafts, it must take less than this part of that plan's time
+WORTHWHILE = 0.92  # a plan must take less than this part of the time of plain decoding
+CHANGE = 0.95  # and less than this part of the time of the plan that it replaces
 
 
 def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token, if it is clearly better than both the present plan and plain
-    decoding; else the faster of the present plan and plain decoding.
-    """
+    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better."""
     plain_s = situation.seconds(PLAIN)
-    kept_s, kept = min((plain_s, PLAIN), (situation.seconds(present), present))
     best_s, best = min((situation.seconds(plan), plan) for plan in candidates)
-    if best_s > kept_s * (CHANGE if kept.speculates else WORTHWHILE):
-        best_s, best = kept_s, kept
+    if best_s > plain_s * WORTHWHILE:
+        best_s, best = plain_s, PLAIN
+    elif present.speculates:
+        present_s = situation.seconds(present)
+        if present_s * CHANGE <= best_s and present_s <= plain_s * WORTHWHILE:
+            best_s, best = present_s, present
     return Choice(best, best_s, plain_s)

@@ -111,9 +111,9 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     choice = choose(candidates, situation, present)
     assert choice.plain_s == situation.seconds(PLAIN)
     assert choice.seconds == situation.seconds(choice.plan)
-    assert choice.plan == PLAIN or choice.seconds <= choice.plain_s * (1 if present.speculates else WORTHWHILE)
+    assert choice.plan == PLAIN or choice.seconds <= WORTHWHILE * choice.plain_s
     best = min(situation.seconds(plan) for plan in candidates)
-    assert choice.seconds * (CHANGE if choice.plan.speculates else WORTHWHILE) <= best
+    assert choice.seconds * min(CHANGE, WORTHWHILE) <= best
 
 
 @pytest.mark.parametrize(
@@ -121,19 +121,15 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     [
         (0.91, 2.0, "plain", "lookup"),
         (0.93, 2.0, "plain", "plain"),
-        (0.93, 2.0, "lookup", "lookup"),
-        (0.99, 2.0, "lookup", "lookup"),
-        (1.01, 2.0, "lookup", "plain"),
-        (0.99, 0.95, "lookup", "lookup"),
-        (0.99, 0.93, "lookup", "model"),
-        (1.01, 0.93, "lookup", "plain"),
-        (1.01, 0.91, "lookup", "model"),
+        (0.93, 2.0, "lookup", "plain"),
+        (0.90, 0.86, "lookup", "lookup"),
+        (0.90, 0.85, "lookup", "model"),
+        (0.93, 0.91, "lookup", "model"),
     ],
 )
-def test_drafts_must_pay_to_begin_and_go_on_until_others_are_clearly_better_or_plain_decoding_is_faster(
+def test_a_plan_must_be_clearly_better_than_plain_decoding_and_than_the_present_plan(
     lookup: float, model: float, present: str, chosen: str
 ) -> None:
-    """Otherwise a plan near the border would go and come, and miss what it waits for while it is gone."""
     by_kind = {"plain": PLAIN, "lookup": Plan(0, 1, Drafting.LOOKUP), "model": Plan(0, 1)}
     seconds = {"plain": 1.0, "lookup": lookup, "model": model}
     known = Costs(1.0, lambda tokens: 1.0, lambda tokens: 1.0, lambda tokens: 0.0)
