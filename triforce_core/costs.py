@@ -21,6 +21,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+Numbers = float | NDArray[np.float64]
+
 # Passes over this number of tokens or more have prices of their own, because a CPU may run them on another number of
 # threads.
 MANY_TOKENS = 64
@@ -135,19 +137,25 @@ class PassCosts:
         self.few.fitted()
         self.many.fitted()
 
-    def alike(self, batch: int, before: float, read: float = 1.0) -> Callable[[float], float]:
+    def alike(self, batch: Numbers, before: Numbers, read: Numbers = 1.0) -> Callable[[Numbers], Numbers]:
         """A function from the number of tokens of each sequence to the seconds of a pass over `batch` sequences.
 
         In each sequence `before` other tokens precede these tokens, and the pass reads the share `read` of their keys.
-        The function uses the prices of the last `fit`. It returns 0 before the first pass.
+        The function uses the prices of the last `fit`. It returns 0 before the first pass. All of these may be arrays
+        [n], for n passes.
         """
         few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 
-        def seconds(tokens: float) -> float:
-            a_pass, a_sequence, a_token, a_key, a_pair, for_several = many if batch * tokens >= MANY_TOKENS else few
-            pairs = tokens * (before + (tokens + 1) / 2)
-            each: float = a_sequence + tokens * a_token + (read * before + tokens) * a_key + pairs * a_pair
-            return float(a_pass + several(batch * tokens) * for_several + batch * each)
+        def seconds(tokens: Numbers) -> Numbers:
+            in_all = batch * tokens
+            return np.where(in_all < MANY_TOKENS, price(few, tokens, in_all), price(many, tokens, in_all))
+
+        def price(prices: list[float], tokens: Numbers, in_all: Numbers) -> Numbers:
+            a_pass, a_sequence, a_token, a_key, a_pair, for_several = prices
+            # Factors of the arrays `tokens` and `in_all` come first, so that few operations are on arrays.
+            each_token = a_token + a_key + a_pair * (before + 0.5) + a_pair / 2 * tokens
+            of_several = np.minimum(np.maximum(in_all - 1, 0), 1) * for_several
+            return a_pass + batch * (a_sequence + a_key * read * before) + in_all * each_token + of_several
 
         return seconds
 

@@ -7,12 +7,16 @@ accepted (Leviathan et al. 2023, eq. 1, with a level in between); its time from 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache, lru_cache
-from itertools import accumulate, pairwise
-from operator import mul
+from functools import cache
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from triforce_core.costs import Numbers
 from triforce_core.messages import SCORED, Drafting
+
+Array = NDArray[np.float64]
 
 
 class Plan(NamedTuple):
@@ -61,18 +65,20 @@ class Acceptance(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round of a plan is expected to be, or was, for one sequence."""
+    """What a round of a plan is expected to be, or was, for one sequence; or arrays [n], one number for each of n plans
+    or rounds.
+    """
 
-    tokens: float  # committed
-    proposed: float  # tokens that the target verifies; its pass has one token more
-    passes: float  # of the retrieval tier
-    verified: float  # tokens that each of these passes verifies; each has one token more
-    steps: float  # passes of the drafting model
-    drafts: float = 1.0  # the chance that anything is proposed; if not, the target passes over one token
+    tokens: Numbers  # committed
+    proposed: Numbers  # tokens that the target verifies; its pass has one token more
+    passes: Numbers  # of the retrieval tier
+    verified: Numbers  # tokens that each of these passes verifies; each has one token more
+    steps: Numbers  # passes of the drafting model
+    drafts: Numbers = 1.0  # the chance that anything is proposed; if not, the target passes over one token
 
 
-# From a number of tokens of each sequence to the seconds of a tier's pass over them.
-Pass = Callable[[float], float]
+# From a number of tokens of each sequence, or an array of such numbers, to the seconds of a tier's pass over them.
+Pass = Callable[[Numbers], Numbers]
 
 
 class Costs(NamedTuple):
@@ -87,18 +93,21 @@ class Costs(NamedTuple):
     groups: int = 1  # micro-batches that sequences with drafts are divided into
     overlapping: bool = False  # whether tiers have devices of their own, and so work at the same time
 
-    def round_s(self, expected: Round) -> float:
-        """The seconds from one answer of the target for a sequence to the next."""
-        if not (chance := expected.drafts):
-            return self.plain_s
-        tiers = [chance * self.target(1 + expected.proposed / chance) + (1 - chance) * self.target(1)]
-        if expected.passes:
-            tiers.append(expected.passes * self.retrieval(1 + expected.verified))
-        if expected.steps:
-            tiers.append(expected.steps * self.draft(1))
+    def round_s(self, expected: Round) -> Array:
+        """The seconds, [n], from one answer of the target for a sequence to the next, for n plans or rounds."""
+        chance = np.asarray(expected.drafts)
+        proposed = expected.proposed / np.where(chance > 0, chance, 1)
+        tiers = np.array(
+            [
+                chance * self.target(1 + proposed) + (1 - chance) * self.target(1),
+                expected.passes * self.retrieval(1 + expected.verified),
+                expected.steps * self.draft(1),
+            ]
+        )
+        rounds = self.groups * tiers.sum(0)
         if self.overlapping:  # tiers work on other groups meanwhile: the slowest may set the pace
-            return max(sum(tiers), self.groups * max(tiers))
-        return self.groups * sum(tiers)
+            rounds = np.maximum(tiers.sum(0), self.groups * tiers.max(0))
+        return np.where(chance > 0, rounds, self.plain_s)
 
 
 def plans(most: tuple[int, int], draftings: Sequence[Drafting]) -> Iterator[Plan]:
@@ -121,63 +130,65 @@ def steps(most: int) -> list[int]:
     return sorted({*(n for n in tried if n < most), most} - {0})
 
 
-def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
-    """What a round of this plan is expected to be."""
-    if not plan.speculates:
-        return Round(1, 0, 0, 0, 0, drafts=0)
-    _, model_above, model_below, *looked_up = acceptance
-    model = model_below if plan.retrieval else model_above
-    # Rounded, so that `expected_draft` and `expected_passes` find most results in their caches.
-    draft = expected_draft(
-        plan.draft,
-        plan.drafting,
-        *(round(chance, 2) for chance in (model, *looked_up)),
-    )
-    if not plan.retrieval:
-        return Round(1 + sum(draft.accepted), draft.proposed, 0, 0, draft.steps, draft.chance)
-    passes = expected_passes(plan.retrieval, draft.accepted)
-    block = passes * (1 + sum(draft.accepted))  # Wald's equation: all passes have the same distribution
-    return Round(1 + run(acceptance.retrieval, block), block, passes, draft.proposed, passes * draft.steps)
-
-
-class Draft(NamedTuple):
-    """What the lowest tier is expected to draft at a time."""
-
-    accepted: tuple[float, ...]  # the chance that at least 1, 2, … tokens are accepted
-    proposed: float  # tokens
-    steps: float  # passes of the drafting model
-    chance: float  # that there are any
-
-
-@lru_cache(maxsize=4096)
-def expected_draft(
-    count: int, drafting: Drafting, model: float, lookup_first: float, lookup: float, lookup_long: float, found: float
-) -> Draft:
-    """The draft of up to `count` tokens, of which each is accepted with the chance of who drafted it."""
-    found = {Drafting.MODEL: 0.0, Drafting.LOOKUP: found, Drafting.BOTH: found}[drafting]
-    modelled = 0.0 if drafting is Drafting.LOOKUP else 1 - found
-    chances = [lookup_first, *[lookup] * (SCORED - 1), *[lookup_long] * (count - SCORED)][:count]
-    accepted = tuple(found * looked + modelled * model**n for n, looked in enumerate(accumulate(chances, mul), 1))
-    chance = (found + modelled) * (count > 0)
-    return Draft(accepted, chance * count, modelled * count, chance)
-
-
-@lru_cache(maxsize=4096)
-def expected_passes(block: int, accepted: tuple[float, ...]) -> float:
-    """Passes until a block has so many tokens. A pass adds one token more than it accepts, and the chances that it
-    accepts at least 1, 2, … are given.
+class Candidates:
+    """The plans to choose from, and their numbers as arrays, [n] each: all plans are compared at once, because choosing
+    takes time from decoding.
     """
-    at_least = [1.0, *accepted, 0.0]
-    chance = [more - less for more, less in pairwise(at_least)]  # of 1, 2, … tokens in all
-    left = [0.0]  # left[n]: the expected passes until a block that lacks n tokens is complete
-    for missing in range(1, block + 1):
-        left.append(1 + sum(p * left[missing - n] for n, p in enumerate(chance[:missing], 1)))
-    return left[block]
+
+    def __init__(self, each: Iterable[Plan]) -> None:
+        self.each = [*each]
+        self.at = {plan: n for n, plan in enumerate(self.each)}
+        self.retrieval, self.draft, self.drafting = np.array(self.each).T
+        self.kinds = sorted({plan.kind for plan in self.each})
+        self.kind = np.array([self.kinds.index(plan.kind) for plan in self.each])  # an index into `kinds`
 
 
-def run(chance: float, length: float) -> float:
-    """The expected number of accepted tokens out of `length`, if each has this chance once all before it are."""
-    return length if chance > 0.9999 else chance * (1 - chance**length) / (1 - chance)
+def expected_rounds(plans: Candidates, acceptance: Acceptance) -> Round:
+    """What a round of each of these plans is expected to be, [n] each."""
+    nth = np.arange(1, plans.draft.max() + 1)  # [most]: the number of a token in a draft
+    looked_up = np.where(nth > SCORED, acceptance.lookup_long, acceptance.lookup)
+    looked_up[:1] = acceptance.lookup_first
+    # The chances, [n], that lookup drafts and that the model does. The index is the value of `Drafting`.
+    by_lookup = np.array([0, acceptance.found, acceptance.found])[plans.drafting]
+    by_model = np.array([1, 0, 1 - acceptance.found])[plans.drafting]
+    above = plans.retrieval > 0  # whether the retrieval tier is between the lowest tier and the target
+    model = np.where(above, acceptance.model_below, acceptance.model)
+    # [n, most]: the chance that at least 1, 2, … tokens of a draft are accepted
+    accepted = by_lookup[:, None] * looked_up.cumprod() + by_model[:, None] * model[:, None] ** nth
+    accepted *= nth <= plans.draft[:, None]
+    chance = (by_lookup + by_model) * (plans.draft > 0)  # that there is a draft
+    tokens = 1 + accepted.sum(1)  # of a pass that verifies a draft
+    passes = expected_passes(plans.retrieval, accepted)
+    block = passes * tokens  # Wald's equation: all passes have the same distribution
+    return Round(
+        np.where(above, 1 + run(acceptance.retrieval, block), tokens),
+        np.where(above, block, chance * plans.draft),
+        passes,
+        np.where(above, chance * plans.draft, 0),
+        np.where(above, passes, 1) * by_model * plans.draft,
+        np.where(above, 1, chance),
+    )
+
+
+def expected_passes(blocks: NDArray[np.int64], accepted: Array) -> Array:
+    """Passes until each block, [n], has so many tokens. A pass adds one token more than it accepts, and `accepted`,
+    [n, most], are the chances that it accepts at least 1, 2, … tokens.
+    """
+    number, most = accepted.shape
+    at_least = np.column_stack([np.ones(number), accepted, np.zeros(number)])
+    chance = at_least[:, :-1] - at_least[:, 1:]  # [n, most + 1]: of 1, 2, … tokens in all
+    # [n, blocks + 1]: the expected passes until a block that lacks 0, 1, … tokens is complete
+    left = np.zeros((number, blocks.max() + 1))
+    for missing in range(1, left.shape[1]):
+        adds = min(missing, most + 1)
+        fewer = left[:, missing - adds : missing][:, ::-1]  # that lacks 1, 2, … tokens less
+        left[:, missing] = 1 + (chance[:, :adds] * fewer).sum(1)
+    return left[np.arange(number), blocks]
+
+
+def run(chance: float, lengths: Array) -> Array:
+    """The expected number of accepted tokens out of `lengths`, if each has this chance once all before it are."""
+    return lengths if chance > 0.9999 else chance * (1 - chance**lengths) / (1 - chance)
 
 
 class Situation(NamedTuple):
@@ -190,11 +201,13 @@ class Situation(NamedTuple):
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
 
-    def seconds(self, plan: Plan) -> float:
-        """The expected seconds per token."""
-        expected = expected_round(plan, self.acceptance)
-        each = self.corrections[plan.kind] * self.costs.round_s(expected) / expected.tokens
-        return each + (self.cut_s / self.remaining + self.renewal_s if plan.retrieval else 0.0)
+    def seconds(self, plans: Candidates) -> Array:
+        """The expected seconds per token of each plan, [n]."""
+        expected = expected_rounds(plans, self.acceptance)
+        corrections = np.array([self.corrections[kind] for kind in plans.kinds])[plans.kind]
+        cuts_s = self.cut_s / self.remaining + self.renewal_s
+        each = corrections * self.costs.round_s(expected) / expected.tokens
+        return np.asarray(each + cuts_s * (plans.retrieval > 0))
 
 
 class Choice(NamedTuple):
@@ -217,14 +230,15 @@ WORTHWHILE = 0.92  # a plan must take less than this part of the time of plain d
 CHANGE = 0.95  # and less than this part of the time of the plan that it replaces
 
 
-def choose(candidates: Iterable[Plan], situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better."""
-    plain_s = situation.seconds(PLAIN)
-    best_s, best = min((situation.seconds(plan), plan) for plan in candidates)
+def choose(candidates: Candidates, situation: Situation, present: Plan = PLAIN) -> Choice:
+    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better.
+    `present` and plain decoding must be among the candidates.
+    """
+    seconds = situation.seconds(candidates)
+    plain_s, present_s, best_s = seconds[candidates.at[PLAIN]], seconds[candidates.at[present]], seconds.min()
+    best = candidates.each[seconds.argmin()]
     if best_s > plain_s * WORTHWHILE:
         best_s, best = plain_s, PLAIN
-    elif present.speculates:
-        present_s = situation.seconds(present)
-        if present_s * CHANGE <= best_s and present_s <= plain_s * WORTHWHILE:
-            best_s, best = present_s, present
-    return Choice(best, best_s, plain_s)
+    elif present.speculates and present_s * CHANGE <= best_s and present_s <= plain_s * WORTHWHILE:
+        best_s, best = present_s, present
+    return Choice(best, float(best_s), float(plain_s))

@@ -5,21 +5,25 @@ from __future__ import annotations
 import random
 from statistics import fmean
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from triforce_core.costs import Numbers
 from triforce_core.messages import Drafting
 from triforce_core.plans import (
     CHANGE,
     PLAIN,
     WORTHWHILE,
     Acceptance,
+    Candidates,
     Costs,
     Plan,
+    Round,
     Situation,
     choose,
-    expected_round,
+    expected_rounds,
     plans,
 )
 
@@ -56,13 +60,21 @@ def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
     return accepted(rng, ACCEPTANCE.retrieval, block) + 1, block, passes, steps
 
 
+@pytest.fixture(scope="module")
+def expected() -> Round:
+    return expected_rounds(Candidates(PLANS), ACCEPTANCE)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=str)
-def test_expected_rounds_are_the_means_of_rounds(plan: Plan) -> None:
+def test_expected_rounds_are_the_means_of_rounds(plan: Plan, expected: Round) -> None:
     rng = random.Random(0)
     means = [fmean(values) for values in zip(*(played(plan, rng) for _ in range(20_000)), strict=True)]
-    expected = expected_round(plan, ACCEPTANCE)
-    found = (expected.tokens, expected.proposed, expected.passes, expected.steps)
-    assert found == pytest.approx(means, rel=0.03)
+    every = np.array([expected.tokens, expected.proposed, expected.passes, expected.steps])
+    assert every[:, PLANS.index(plan)] == pytest.approx(means, rel=0.03)
+
+
+def round_s(costs: Costs, plan: Plan, acceptance: Acceptance = ACCEPTANCE) -> float:
+    return float(costs.round_s(expected_rounds(Candidates([plan]), acceptance))[0])
 
 
 def costs(*, groups: int = 1, overlapping: bool = False) -> Costs:
@@ -72,22 +84,29 @@ def costs(*, groups: int = 1, overlapping: bool = False) -> Costs:
 def test_a_draft_that_finds_nothing_leaves_a_pass_over_one_token() -> None:
     """Such a pass takes less time than the line through longer passes predicts."""
 
-    def verify(tokens: float) -> float:
+    def verify(tokens: Numbers) -> Numbers:
         return 10 + tokens + 8 * (tokens > 1)
 
-    costs = Costs(verify(1), verify, verify, lambda tokens: 0.0)
+    costs = Costs(10 + 1, verify, verify, lambda tokens: 0.0)
     found = ACCEPTANCE.found
     expected = found * verify(1 + 8) + (1 - found) * verify(1)
-    assert costs.round_s(expected_round(Plan(0, 8, Drafting.LOOKUP), ACCEPTANCE)) == pytest.approx(expected)
+    assert round_s(costs, Plan(0, 8, Drafting.LOOKUP)) == pytest.approx(expected)
 
 
 def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> None:
-    expected = expected_round(Plan(4, 0), Acceptance(1, *[0] * 6))  # four passes of 4, then one over five tokens
-    assert costs().round_s(expected) == 4 * 4 + 18
-    assert costs(groups=3).round_s(expected) == 3 * (4 * 4 + 18), "groups take turns on the same cores"
-    assert costs(groups=3, overlapping=True).round_s(expected) == 3 * 18, "the target is never idle"
-    assert costs(groups=1, overlapping=True).round_s(expected) == 4 * 4 + 18, "nothing else is there to do"
-    assert costs(groups=3).round_s(expected_round(PLAIN, ACCEPTANCE)) == 10, "all plain requests are in one pass"
+    plan, right = Plan(4, 0), Acceptance(1, *[0] * 6)  # four passes of 4, then one over five tokens
+    assert round_s(costs(), plan, right) == 4 * 4 + 18
+    assert round_s(costs(groups=3), plan, right) == 3 * (4 * 4 + 18), "groups take turns on the same cores"
+    assert round_s(costs(groups=3, overlapping=True), plan, right) == 3 * 18, "the target is never idle"
+    assert round_s(costs(groups=1, overlapping=True), plan, right) == 4 * 4 + 18, "nothing else is there to do"
+    assert round_s(costs(groups=3), PLAIN) == 10, "all plain requests are in one pass"
+
+
+def test_plans_that_are_compared_at_once_cost_what_each_costs_by_itself() -> None:
+    """A long draft among the candidates changes nothing for the short ones."""
+    situation = Situation(costs(), ACCEPTANCE, dict.fromkeys(Candidates(PLANS).kinds, 1.0), 3.0, 0.1, remaining=10)
+    together = situation.seconds(Candidates(PLANS))
+    assert together == pytest.approx([situation.seconds(Candidates([plan]))[0] for plan in PLANS])
 
 
 chances = st.floats(0, 1)
@@ -105,15 +124,14 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     acceptance: Acceptance, target: float, token: float, retrieval: float, present: Plan
 ) -> None:
     known = Costs(target + token, lambda n: target + token * n, lambda n: retrieval + 0.01 * n, lambda _: 0.1)
-    candidates = [*plans((8, 3), tuple(Drafting))]
-    corrections = {plan.kind: 1.0 for plan in candidates}
+    candidates = Candidates(plans((8, 3), tuple(Drafting)))
+    corrections = dict.fromkeys(candidates.kinds, 1.0)
     situation = Situation(known, acceptance, corrections, cut_s=1.0, renewal_s=0.001, remaining=100)
-    choice = choose(candidates, situation, present)
-    assert choice.plain_s == situation.seconds(PLAIN)
-    assert choice.seconds == situation.seconds(choice.plan)
+    choice, seconds = choose(candidates, situation, present), situation.seconds(candidates)
+    assert choice.plain_s == seconds[candidates.at[PLAIN]]
+    assert choice.seconds == seconds[candidates.at[choice.plan]]
     assert choice.plan == PLAIN or choice.seconds <= WORTHWHILE * choice.plain_s
-    best = min(situation.seconds(plan) for plan in candidates)
-    assert choice.seconds * min(CHANGE, WORTHWHILE) <= best
+    assert choice.seconds * min(CHANGE, WORTHWHILE) <= seconds.min()
 
 
 @pytest.mark.parametrize(
@@ -134,12 +152,12 @@ def test_a_plan_must_be_clearly_better_than_plain_decoding_and_than_the_present_
     seconds = {"plain": 1.0, "lookup": lookup, "model": model}
     known = Costs(1.0, lambda tokens: 1.0, lambda tokens: 1.0, lambda tokens: 0.0)
     situation = Situation(known, Acceptance(*[0.0] * 7), seconds, 0.0, 0.0, 100)
-    choice = choose(by_kind.values(), situation, by_kind[present])
+    choice = choose(Candidates(by_kind.values()), situation, by_kind[present])
     assert (choice.plan.kind, choice.seconds) == (chosen, seconds[chosen])
 
 
 def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:
-    candidates = [PLAIN, Plan(8, 0)]
+    candidates = Candidates([PLAIN, Plan(8, 0)])
     acceptance, corrections = Acceptance(0.95, *[0] * 6), {"plain": 1.0, "retrieval": 1.0}
     cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
 

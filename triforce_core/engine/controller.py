@@ -14,16 +14,19 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
+from itertools import groupby
 from math import ceil, isnan
 from statistics import fmean, median_low
 from typing import NamedTuple
 
-from triforce_core.costs import DOUBT_OF_TOKENS, Part, PassCosts
+import numpy as np
+
+from triforce_core.costs import DOUBT_OF_TOKENS, Numbers, Part, PassCosts
 from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
-from triforce_core.plans import PLAIN, Acceptance, Choice, Costs, Plan, Round, Situation, choose, plans
+from triforce_core.plans import PLAIN, Acceptance, Candidates, Choice, Costs, Plan, Round, Situation, choose, plans
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +36,7 @@ PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
-# Choosing takes the engine's thread 1 to 2 ms: with the bound in seconds 1% to 2% of the time at most. Without it,
+# Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
 # choosing would take up to a tenth of the time where decoding is fastest.
 REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.1
 HORIZON = 256  # tokens over which a first snapshot must pay
@@ -138,8 +141,7 @@ class Controller:
         each sequence alone; see `Reading.share` in `kv/folds.py`.
         """
         self.read, self.shared = read, 0.0  # `shared`: of each sequence's keys, the share that all sequences see
-        self.tiers, self.candidates = tiers, [*plans(tiers.lookaheads, tiers.draftings)]
-        self.kinds = {plan.kind for plan in self.candidates if plan.speculates}
+        self.tiers, self.candidates = tiers, Candidates(plans(tiers.lookaheads, tiers.draftings))
         self.looks_up = Drafting.LOOKUP in tiers.draftings and tiers.lookaheads[1] > 0  # the draft tier may do so
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
@@ -364,19 +366,19 @@ class Controller:
         """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
-        at: dict[int, Costs] = {}  # by number of requests; their lengths have hardly changed since the last time
         before: dict[tuple[str, int], float] = {}  # corrections until now, by kind and load
-        for kind, load, passes, round_s in self.measured:
-            if load.requests not in at:
-                at[load.requests] = self._costs(load)
-            costs = at[load.requests]
-            if passes_s := costs.round_s(passes):
-                known = before.setdefault((kind, load.kind), self._corrected(kind, load.kind))
-                ratio = min(max(round_s / passes_s, known / MOST_NEW), known * MOST_NEW)
-                share = 1 / load.planned  # each of these requests has measured the same round
-                self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
-                weight = passes_s / (costs.plain_s or passes_s)  # rounds of several kinds count by their time
-                self.corrections.setdefault((SPECULATIVE, load.kind), Recent()).add(ratio, weight, share)
+        for _, same in groupby(self.measured, lambda measured: measured.load.requests):
+            rounds = [*same]
+            costs = self._costs(rounds[0].load)  # the lengths of texts have hardly changed since the last time
+            all_passes_s = costs.round_s(Round(*np.array([measured.passes for measured in rounds]).T))
+            for (kind, load, _, round_s), passes_s in zip(rounds, all_passes_s.tolist(), strict=True):
+                if passes_s:
+                    known = before.setdefault((kind, load.kind), self._corrected(kind, load.kind))
+                    ratio = min(max(round_s / passes_s, known / MOST_NEW), known * MOST_NEW)
+                    share = 1 / load.planned  # each of these requests has measured the same round
+                    self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
+                    weight = passes_s / (costs.plain_s or passes_s)  # rounds of several kinds count by their time
+                    self.corrections.setdefault((SPECULATIVE, load.kind), Recent()).add(ratio, weight, share)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
@@ -391,7 +393,7 @@ class Controller:
             self._acceptance(together),
             {
                 PLAIN.kind: self._plain_correction(load),
-                **{kind: self._corrected(kind, load.kind) for kind in self.kinds},
+                **{kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds if kind != PLAIN.kind},
             },
             cut_s,
             renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
@@ -423,8 +425,9 @@ class Controller:
         """The correction for plain decoding: what its latest rounds took, relative to what their passes should take by
         the present prices.
         """
-        costs = [(self._costs(then).plain_s, round_s) for then, round_s in [*self.plain.get(load.kind, ())]]
-        ratios = [round_s / passes_s for passes_s, round_s in costs if passes_s]
+        seen = [*self.plain.get(load.kind, ())]
+        expected_s = self._plain_s([then for then, _ in seen])
+        ratios = [took / passes_s for (_, took), passes_s in zip(seen, expected_s, strict=True) if passes_s]
         most, mean = SLOWEST * median_low([1.0, *ratios]), Recent()
         for ratio in ratios:
             mean.add(min(ratio, most))
@@ -441,17 +444,23 @@ class Controller:
         together = self.target.alike(batch, length, self._read(batch))
         apart = self.target.alike(batch, length)
         return Costs(
-            self.target.alike(load.requests, length, self._read(load.requests))(1),
-            lambda tokens: (together if tokens <= MOST_QUERIES else apart)(tokens),
+            self._plain_s([load])[0],
+            lambda tokens: np.where(tokens <= MOST_QUERIES, together(tokens), apart(tokens)),
             self.retrieval.alike(batch, min(tiers.sparse_tokens, length)),
             self.draft.alike(batch, min(tiers.window_tokens, length)),
             groups,
             tiers.overlapping,
         )
 
-    def _read(self, batch: int) -> float:
+    def _plain_s(self, loads: Several[Load]) -> list[float]:
+        """For each load, the seconds of the target's pass over one token of every sequence."""
+        requests, lengths = np.array([(load.requests, load.length) for load in loads]).reshape(-1, 2).T
+        seconds: list[float] = np.asarray(self.target.alike(requests, lengths, self._read(requests))(1)).tolist()
+        return seconds
+
+    def _read(self, batch: Numbers) -> Numbers:
         """What `read` would give for a pass of the target over `batch` sequences."""
-        return 1 - self.shared * (1 - 1 / max(1, batch))
+        return 1 - self.shared * (1 - 1 / np.maximum(1, batch))
 
 
 def plan_of(work: Work) -> Plan:
