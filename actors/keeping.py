@@ -27,7 +27,8 @@ log = logging.getLogger("ray.serve")  # operators read this logger's files first
 LOOK_EVERY_S = 1.0
 ANSWER_S, UNANSWERED = 10.0, 2  # one late answer shows a busy machine, two in a row a process that hangs
 PROCESS_S = 60.0  # limit for Ray to start the new process
-LOAD_S, LOAD_PATIENCE = 120.0, 5.0  # a start hangs once it exceeds both LOAD_S and so many times the first start
+# A start counts as hung once it has taken longer than LOAD_S and longer than LOAD_PATIENCE times the first start.
+LOAD_S, LOAD_PATIENCE = 120.0, 5.0
 MAX_FAILURES = 3  # starts in a row of a target that did not come to serve; then the pipeline is given up
 RETRY_S = 0.2
 FAILURES = (RayError, TriForceError, TimeoutError, OSError)  # of a start

@@ -148,8 +148,8 @@ class RemoteProposer:
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False
         while True:
-            # Lost work is listed before `arrived` is emptied. The other way round, an answer could arrive and its
-            # stream end in between, and answered work would be given up.
+            # Lost work is listed before `arrived` is emptied. If `arrived` were emptied first, an answer could arrive
+            # after that, and its stream could end, before lost work is listed. Answered work would then be given up.
             lost = [sequence_id for sequence_id, asked in self.asked.items() if asked.lost]
             while not self.arrived.empty():
                 proposals += self._take(*self.arrived.get_nowait())

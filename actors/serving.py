@@ -137,7 +137,7 @@ class TierServer(TierServicer):
         self, request_iterator: Iterator[pb.WorkBatch], context: grpc.ServicerContext
     ) -> Iterator[pb.ProposalBatch]:
         link = Link()
-        self.links.add(link)  # before the tier above learns of it, and may send a snapshot
+        self.links.add(link)  # before the tier above learns of the link, since it may send snapshots from then on
         threading.Thread(target=self._read, args=(request_iterator, context, link), name="link", daemon=True).start()
         context.send_initial_metadata(())
         for batch in link:

@@ -77,16 +77,16 @@ class Block:
 
     @property
     def settled(self) -> int:
-        """The position up to which the level above has decided the text. The span of a guess (run_ahead.py) is a block
-        that the level above has not decided yet.
+        """The position up to which the level above has decided the text. The work of a guess (run_ahead.py) has the
+        block just handed up as its span, which the level above may still reject.
         """
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
         """The claim for this tier's model.
 
-        It states the text from `model_holds` or `settled` on, whichever is smaller. So the level above never replaces
-        text before the start of a claim, which the protocol tests check.
+        Its text starts at `model_holds` or `settled`, whichever is smaller. The level above can replace text only from
+        `settled` on, so never before the start of a claim. The protocol tests check this.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)
@@ -107,7 +107,7 @@ class Block:
 
     def answer(self) -> Proposal:
         end = self.work.span.end
-        # Text that is missing from `end` on is not mentioned: the level above states this block next in any case.
+        # If only text from `end` on is missing, nothing is reported: the next work states the text from there anyway.
         missing_from = None if self.missing_from is None or self.missing_from >= end else self.missing_from
         return Proposal(
             sequence_id=self.sequence_id,

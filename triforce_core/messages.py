@@ -179,7 +179,7 @@ class Work:
     drafting: Drafting = Drafting.MODEL
 
 
-SCORED = 4  # tokens of a guess of prompt lookup that is scored: about as many as the draft tier is asked for
+SCORED = 4  # length of the guesses by which prompt lookup is scored: about as long as a usual draft
 
 
 class Tally(NamedTuple):

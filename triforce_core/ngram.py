@@ -95,8 +95,8 @@ class Trial:
     """Scores prompt lookup on a text that grows, whether or not lookup drafts it.
 
     Lookup guesses the `SCORED` tokens after the end of the text. When the text has grown by `SCORED` tokens, the guess
-    is compared with them, and the next guess is made from the text's new end. A guess that found nothing, or is already
-    known to be wrong, is replaced no earlier than others. So no kind of guess is made more often than another.
+    is compared with them, and the next guess is made from the text's new end. Every guess stays until then, even one
+    that found nothing or is already wrong. Otherwise such guesses would be counted too often.
 
     A guess is compared with the text that is stated at that moment. The last tokens of this text may be the retrieval
     tier's own, and the target may still replace them. The score is fair all the same: real drafts are accepted or

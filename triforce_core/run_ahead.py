@@ -1,5 +1,5 @@
-"""Run-ahead: a tier keeps drafting while the level above verifies, if it knows fewer requests than micro-batches are
-set.
+"""Run-ahead: a tier drafts on while the level above verifies. It does so only while it has fewer requests than
+`micro_batches`.
 """
 
 from __future__ import annotations

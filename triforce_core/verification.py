@@ -74,8 +74,8 @@ class ModelVerifier:
         return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim with its proposal cut: where the cache is full, at `max_length`, or before a token that is not in
-        the vocabulary.
+        """The claim with its proposal shortened, so that it fits the cache and `max_length` and has only tokens of the
+        vocabulary.
         """
         held, spec = self.runner.kv.held.get(claim.span.sequence_id), claim.span.spec
         longest = self.runner.kv.room(held) if held is not None else spec.max_length if spec is not None else 0

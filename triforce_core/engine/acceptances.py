@@ -72,8 +72,8 @@ class Acceptances:
         """
         if not tally.rounds:
             return
-        # A stop token ends a guess early. If such a short guess is right, the text is over before it is scored; so a
-        # short guess that is scored is wrong.
+        # A stop token ends a guess early. If such a short guess is right, the text ends there and the guess is never
+        # scored. So every short guess that is scored is wrong.
         found = min(tally.rounds, max(tally.rejected, ceil(tally.proposed / SCORED)))
         right = found - tally.rejected  # guesses of which all tokens were right
         others = max(0, tally.accepted - SCORED * right)  # right tokens of guesses that ended with a wrong one

@@ -57,8 +57,8 @@ LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.02, 4, 2.0
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so a single round that a hiccup of the machine made ten times as long would
 # outweigh all others. Therefore the ratios of measured to predicted time are limited. For plain rounds the limit is
-# `SLOWEST` times the low median of 1 and these ratios (`_plain_correction`). For other rounds the ratio may differ from
-# the present correction by at most the factor `MOST_NEW`, up or down (`_correct`).
+# `SLOWEST` times the low median of the set that consists of 1 and these ratios (`_plain_correction`). For other rounds
+# the ratio may differ from the present correction by at most the factor `MOST_NEW`, up or down (`_correct`).
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
@@ -146,7 +146,8 @@ class Controller:
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
-        self.cut_s, self.renewal_s = Recent(), Recent()  # of a first cut, per token of its text; of a later cut
+        # Seconds. `cut_s`: of a first cut, per token of its text; `renewal_s`: of a later cut as a whole.
+        self.cut_s, self.renewal_s = Recent(), Recent()
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
         # By load: the latest plain rounds, and the seconds that they took. The seconds themselves are kept, not their
@@ -340,8 +341,9 @@ class Controller:
                 each.drafted.trial = TRIAL + situation.costs.groups - 1
 
     def _trial_due(self, choice: Choice, load: Load) -> bool:
-        """Whether to measure plain decoding now. Once a new round is measured, only the latest two of the earlier ones
-        still count: many slow ones would outweigh it, and speculation that does not pay would go on.
+        """Whether to measure plain decoding now. Once this trial has measured a round, only the latest two of the older
+        plain rounds still count. Otherwise many old slow rounds would outweigh the new measurement, and speculation
+        that does not pay would go on.
         """
         few = len(self.plain.get(load.kind, ())) <= 2  # then the gain may be due to a single slow round
         interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, choice.gain - 1), 8.0))

@@ -142,8 +142,8 @@ class Engine:
         self.working_on: Callable[[list[int]], None] = lambda request_ids: None
 
     def watch(self, working_on: Callable[[list[int]], None]) -> None:
-        """From now on `working_on` is called before each verifying pass of this process, and before a snapshot of a
-        request may be cut, with the ids of the requests that it works on, and afterwards with an empty list.
+        """From now on, before each verifying pass of this process and each possible snapshot cut, `working_on` is
+        called with the ids of the requests concerned; afterwards it is called with an empty list.
         """
 
         def passing(sequence_ids: list[int]) -> None:
@@ -229,7 +229,8 @@ class Engine:
 
     def _take_messages(self) -> list[Output]:
         outputs = []
-        # Cancellations are taken first: then the arrivals below have every request that is cancelled here.
+        # The cancellations are read before the arrivals. A request is submitted before it is cancelled, so every
+        # request that is cancelled here is known by then.
         cancelled = [self.cancelled.popleft() for _ in range(len(self.cancelled))]
         while self.arrivals:
             sequence = self.arrivals.popleft()

@@ -95,7 +95,7 @@ class Scheduler:
     ) -> None:
         """`prefill_chunk`: most prompt tokens of a pass; `scored_chunk`: most of them whose logprobs are asked for.
 
-        `longest_block`: most tokens that requests without lookaheads of their own may get to verify at once.
+        `longest_block`: the longest block that the target may have to verify for a request that sets no lookaheads.
         `max_stall_s`: most seconds of prompt chunks during any round of decoding, as predicted by `costs`, the costs of
         the target's passes. In a round that takes longer than 2 × `max_stall_s`, chunks may take half of its time, so
         that prompts do not starve under load. No chunk is so small that more than half of its pass is fixed cost,

@@ -36,9 +36,9 @@ LIKELY_GROWTH = 4096
 class FullKV(KVCache):
     """Each sequence owns slots for the tokens that it has, and for some more. `grow` adds slots.
 
-    Where texts are shared, the KV of a text stays in the pool when its sequence ends, and while its prompt is read
-    others may use what is there already (kv/prefix_tree.py). Kept texts that nobody uses are dropped when slots are
-    needed, even if enough are free but lie in too many ranges.
+    Where texts are shared, the KV of a text stays in the pool when its sequence ends. Even before that, while its
+    prompt is still being read, others may use the KV that is already there (kv/prefix_tree.py). Kept texts that nobody
+    uses are dropped when slots are needed, even if enough are free but lie in too many ranges.
     """
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
@@ -136,8 +136,9 @@ class FullKV(KVCache):
             node = upper
         held = self.held[sequence_id] = self.new_held(spec, joined(sliced(there, 0, shared), own))
         held.tokens, held.cached = known[:matched], matched
-        # 0: nothing is given to the tree while the prompt is read. With logprobs of the prompt, each chunk forwards the
-        # last token of the one before again, and slots that were given must not be written again.
+        # 0: nothing is given to the tree while the prompt is read. If logprobs of the prompt are asked for, each chunk
+        # starts with the last token of the previous chunk. The slot of this token is written twice, which is forbidden
+        # for slots that were given to the tree.
         held.told = len(known) if spec.prompt_logprobs is None else 0
         held.node, held.given = node, [(0, shared)] if shared else []
         return held
@@ -173,8 +174,9 @@ class FullKV(KVCache):
     def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
         """Slots in at most `most_ranges` ranges, and in fewer if possible. The caller has checked that there is room.
 
-        It first tries at most `SHARED_RANGES` ranges, because later sequences can share all of them. If slots are
-        wished for, this first attempt also leaves one of `most_ranges` for growth. Kept texts are dropped if need be.
+        It first tries at most `SHARED_RANGES` ranges, because later sequences can share all of them. If the
+        sequence is expected to grow (`wished`), this first attempt uses at most `most_ranges` - 1 ranges. Kept texts
+        are dropped if need be.
         It does not insist on a single range, because that might require dropping most kept texts.
         """
         few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))

@@ -42,7 +42,7 @@ class LandmarkPool:
             torch.empty(shape, dtype=kind.dtype, device=layer.device) if layer.device == geometry.device else next(host)
             for layer in keys
         ]
-        self.known = np.zeros((len(keys), count), dtype=bool)  # [layers, chunks]: whether landmarks fit the keys
+        self.known = np.zeros((len(keys), count), dtype=bool)  # [layers, chunks]: if computed from the present keys
 
     @property
     def num_bytes(self) -> int:

@@ -122,7 +122,7 @@ class PrefixTree:
     def enter(self, salt: str, node: Node | None = None, depth: int = 0) -> Node:
         """A sequence uses the first `depth` tokens of the text that ends with `node`; returns the node where they end.
 
-        `depth` is whole chunks, and within `node` or above it.
+        `depth` is a multiple of the chunk size and at most `node.stop`.
         """
         self.calls += 1
         while node is not None and node.parent is not None and node.start >= depth:

@@ -17,7 +17,9 @@ class Scorer:
         self.reported: dict[int, int] = {}  # by sequence id, how many prompt tokens
 
     def num_positions(self, claim: Claim, spec: SequenceSpec) -> int:
-        """How many of the last positions of the claim's text must have logits for its prompt tokens' logprobs."""
+        """For how many of the text's last positions the pass must return logits, so that the logprobs of the claim's
+        prompt tokens can be reported.
+        """
         reported = self.reported.get(claim.span.sequence_id, 0)
         if spec.prompt_logprobs is None or reported >= min(spec.prompt_length, claim.span.end):
             return 0

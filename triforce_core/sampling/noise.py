@@ -19,8 +19,8 @@ Word = TypeVar("Word", int, Tensor)  # the same arithmetic on numbers of the hos
 def mix(x: Word) -> Word:
     """A bijective 32-bit hash with low bias, int64 in and out, values below 2**32.
 
-    The multipliers are the best for two rounds that the hash-prospector search (C. Wellons) found. The factors have at
-    most 32 and 31 bits, so every product stays below 2**63 and CPU and GPU agree bit for bit.
+    Of the multipliers that the hash-prospector search (C. Wellons) found for two-round hashes, these are the best. The
+    factors have at most 32 and 31 bits, so every product stays below 2**63 and CPU and GPU agree bit for bit.
     """
     x = x ^ (x >> 16)  # a new tensor, which the steps after it change in place
     x *= 0x21F0AAAD
