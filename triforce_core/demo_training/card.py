@@ -46,7 +46,8 @@ true text. T1 is the mean of Σ min(p, q).
 Made on {date} with `triforce demo train` (seed {seed}; target {target_hours} h, drafter {drafter_hours} h of computing)
 and nothing but the settings in `train.yaml`. The text is the source and documentation of the packages below as
 installed, {corpus_tokens} tokens (digest `{digest}`), with recall tasks mixed in: keys defined early, asked for later.
-Before the first step, induction heads are planted: they copy what followed the latest tokens earlier (`planting.py`).
+Before the first step, induction heads are planted: they find an earlier occurrence of the latest tokens and copy what
+came after it (`planting.py`).
 Files are held out by a hash of their name; the standard-library files that serve as benchmark prompts are always held
 out. No source text of others is part of this repository.
 
