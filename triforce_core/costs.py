@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Numbers = float | NDArray[np.float64]
+Floats = float | NDArray[np.float64]
 
 # Passes over this number of tokens or more have prices of their own, because a CPU may run them on another number of
 # threads.
@@ -137,22 +137,22 @@ class PassCosts:
         self.few.fitted()
         self.many.fitted()
 
-    def alike(self, batch: Numbers, before: Numbers, read: Numbers = 1.0) -> Callable[[Numbers], Numbers]:
+    def alike(self, batch: Floats, before: Floats, read: Floats = 1.0) -> Callable[[Floats], NDArray[np.float64]]:
         """A function from the number of tokens of each sequence to the seconds of a pass over `batch` sequences.
 
         In each sequence `before` other tokens precede these tokens, and the pass reads the share `read` of their keys.
-        The function uses the prices of the last `fit`. It returns 0 before the first pass. All of these may be arrays
-        [n], for n passes.
+        `batch`, `before`, `read` and the numbers of tokens may be arrays [n], for n passes. The function uses the
+        prices of the last `fit`. It returns 0 before the first pass.
         """
         few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
 
-        def seconds(tokens: Numbers) -> Numbers:
+        def seconds(tokens: Floats) -> NDArray[np.float64]:
             in_all = batch * tokens
             return np.where(in_all < MANY_TOKENS, price(few, tokens, in_all), price(many, tokens, in_all))
 
-        def price(prices: list[float], tokens: Numbers, in_all: Numbers) -> Numbers:
+        def price(prices: list[float], tokens: Floats, in_all: Floats) -> Floats:
             a_pass, a_sequence, a_token, a_key, a_pair, for_several = prices
-            # Factors of the arrays `tokens` and `in_all` come first, so that few operations are on arrays.
+            # What is multiplied by `tokens` or `in_all` is added up first, because these may be arrays.
             each_token = a_token + a_key + a_pair * (before + 0.5) + a_pair / 2 * tokens
             of_several = np.minimum(np.maximum(in_all - 1, 0), 1) * for_several
             return a_pass + batch * (a_sequence + a_key * read * before) + in_all * each_token + of_several

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from triforce_core.costs import Numbers
 from triforce_core.messages import SCORED, Drafting
 
 Array = NDArray[np.float64]
+Floats = float | Array
 
 
 class Plan(NamedTuple):
@@ -69,16 +69,16 @@ class Round(NamedTuple):
     or rounds.
     """
 
-    tokens: Numbers  # committed
-    proposed: Numbers  # tokens that the target verifies; its pass has one token more
-    passes: Numbers  # of the retrieval tier
-    verified: Numbers  # tokens that each of these passes verifies; each has one token more
-    steps: Numbers  # passes of the drafting model
-    drafts: Numbers = 1.0  # the chance that anything is proposed; if not, the target passes over one token
+    tokens: Floats  # committed
+    proposed: Floats  # tokens that the target verifies, if there are any; its pass has one token more
+    passes: Floats  # of the retrieval tier
+    verified: Floats  # tokens that each of these passes verifies; each has one token more
+    steps: Floats  # passes of the drafting model
+    drafts: Floats = 1.0  # the chance that anything is proposed; if not, the target passes over one token
 
 
 # From a number of tokens of each sequence, or an array of such numbers, to the seconds of a tier's pass over them.
-Pass = Callable[[Numbers], Numbers]
+Pass = Callable[[Floats], Floats]
 
 
 class Costs(NamedTuple):
@@ -96,10 +96,9 @@ class Costs(NamedTuple):
     def round_s(self, expected: Round) -> Array:
         """The seconds, [n], from one answer of the target for a sequence to the next, for n plans or rounds."""
         chance = np.asarray(expected.drafts)
-        proposed = expected.proposed / np.where(chance > 0, chance, 1)
         tiers = np.array(
             [
-                chance * self.target(1 + proposed) + (1 - chance) * self.target(1),
+                chance * self.target(1 + expected.proposed) + (1 - chance) * self.target(1),
                 expected.passes * self.retrieval(1 + expected.verified),
                 expected.steps * self.draft(1),
             ]
@@ -136,37 +135,38 @@ class Candidates:
     """
 
     def __init__(self, each: Iterable[Plan]) -> None:
-        self.each = [*each]
-        self.at = {plan: n for n, plan in enumerate(self.each)}
+        self.each = sorted(each)  # of plans that are equally good, the first is chosen
+        self.index = {plan: n for n, plan in enumerate(self.each)}
         self.retrieval, self.draft, self.drafting = np.array(self.each).T
         self.kinds = sorted({plan.kind for plan in self.each})
-        self.kind = np.array([self.kinds.index(plan.kind) for plan in self.each])  # an index into `kinds`
+        self.kind_index = np.array([self.kinds.index(plan.kind) for plan in self.each])
 
 
-def expected_rounds(plans: Candidates, acceptance: Acceptance) -> Round:
+def expected_rounds(candidates: Candidates, acceptance: Acceptance) -> Round:
     """What a round of each of these plans is expected to be, [n] each."""
-    nth = np.arange(1, plans.draft.max() + 1)  # [most]: the number of a token in a draft
-    looked_up = np.where(nth > SCORED, acceptance.lookup_long, acceptance.lookup)
-    looked_up[:1] = acceptance.lookup_first
+    retrieval, draft, drafting = candidates.retrieval, candidates.draft, candidates.drafting
+    nth = np.arange(1, draft.max() + 1)  # [most]: the number of a token in a draft
+    looked_up = [acceptance.lookup_first, acceptance.lookup]
+    looked_up_chance = np.select([nth == 1, nth <= SCORED], looked_up, acceptance.lookup_long)
     # The chances, [n], that lookup drafts and that the model does. The index is the value of `Drafting`.
-    by_lookup = np.array([0, acceptance.found, acceptance.found])[plans.drafting]
-    by_model = np.array([1, 0, 1 - acceptance.found])[plans.drafting]
-    above = plans.retrieval > 0  # whether the retrieval tier is between the lowest tier and the target
-    model = np.where(above, acceptance.model_below, acceptance.model)
+    by_lookup = np.array([0, acceptance.found, acceptance.found])[drafting]
+    by_model = np.array([1, 0, 1 - acceptance.found])[drafting]
+    above = retrieval > 0  # whether the retrieval tier is between the lowest tier and the target
+    model_chance = np.where(above, acceptance.model_below, acceptance.model)
     # [n, most]: the chance that at least 1, 2, … tokens of a draft are accepted
-    accepted = by_lookup[:, None] * looked_up.cumprod() + by_model[:, None] * model[:, None] ** nth
-    accepted *= nth <= plans.draft[:, None]
-    chance = (by_lookup + by_model) * (plans.draft > 0)  # that there is a draft
+    accepted = by_lookup[:, None] * looked_up_chance.cumprod() + by_model[:, None] * model_chance[:, None] ** nth
+    accepted *= nth <= draft[:, None]
+    chance = (by_lookup + by_model) * (draft > 0)  # that there is a draft
     tokens = 1 + accepted.sum(1)  # of a pass that verifies a draft
-    passes = expected_passes(plans.retrieval, accepted)
+    passes = expected_passes(retrieval, accepted)
     block = passes * tokens  # Wald's equation: all passes have the same distribution
     return Round(
-        np.where(above, 1 + run(acceptance.retrieval, block), tokens),
-        np.where(above, block, chance * plans.draft),
-        passes,
-        np.where(above, chance * plans.draft, 0),
-        np.where(above, passes, 1) * by_model * plans.draft,
-        np.where(above, 1, chance),
+        tokens=np.where(above, 1 + run(acceptance.retrieval, block), tokens),
+        proposed=np.where(above, block, draft),
+        passes=passes,
+        verified=np.where(above, chance * draft, 0),
+        steps=np.where(above, passes, 1) * by_model * draft,
+        drafts=np.where(above, 1, chance),
     )
 
 
@@ -201,13 +201,13 @@ class Situation(NamedTuple):
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
 
-    def seconds(self, plans: Candidates) -> Array:
+    def seconds(self, candidates: Candidates) -> Array:
         """The expected seconds per token of each plan, [n]."""
-        expected = expected_rounds(plans, self.acceptance)
-        corrections = np.array([self.corrections[kind] for kind in plans.kinds])[plans.kind]
+        expected = expected_rounds(candidates, self.acceptance)
+        corrections = np.array([self.corrections[kind] for kind in candidates.kinds])[candidates.kind_index]
         cuts_s = self.cut_s / self.remaining + self.renewal_s
         each = corrections * self.costs.round_s(expected) / expected.tokens
-        return np.asarray(each + cuts_s * (plans.retrieval > 0))
+        return np.asarray(each + cuts_s * (candidates.retrieval > 0))
 
 
 class Choice(NamedTuple):
@@ -235,10 +235,9 @@ def choose(candidates: Candidates, situation: Situation, present: Plan = PLAIN) 
     `present` and plain decoding must be among the candidates.
     """
     seconds = situation.seconds(candidates)
-    plain_s, present_s, best_s = seconds[candidates.at[PLAIN]], seconds[candidates.at[present]], seconds.min()
-    best = candidates.each[seconds.argmin()]
-    if best_s > plain_s * WORTHWHILE:
-        best_s, best = plain_s, PLAIN
-    elif present.speculates and present_s * CHANGE <= best_s and present_s <= plain_s * WORTHWHILE:
-        best_s, best = present_s, present
-    return Choice(best, float(best_s), float(plain_s))
+    plain, now, best = candidates.index[PLAIN], candidates.index[present], int(seconds.argmin())
+    if not seconds[best] <= seconds[plain] * WORTHWHILE:
+        best = plain
+    elif seconds[now] * CHANGE <= seconds[best] and seconds[now] <= seconds[plain] * WORTHWHILE:
+        best = now
+    return Choice(candidates.each[best], float(seconds[best]), float(seconds[plain]))

@@ -424,9 +424,14 @@ def test_a_new_load_gets_a_new_plan() -> None:
 
 
 def rounds(
-    controller: Controller, decoding: list[Sequence], planned: int, took: list[float], plan: Plan = PLAIN
+    controller: Controller,
+    decoding: list[Sequence],
+    planned: int,
+    took: list[float],
+    plan: Plan = PLAIN,
+    pass_s: float = 0.01,
 ) -> None:
-    """Run rounds of one plan one after another, whose passes take 10 ms. The first `planned` requests are
+    """Run rounds of one plan one after another, whose passes take `pass_s` seconds. The first `planned` requests are
     planned here.
     """
     for round_s in took:
@@ -434,7 +439,7 @@ def rounds(
         for each in decoding:
             each.clock += round_s
             each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads))
-            tally = Tally(1, plan.draft, 0, int(plan.draft > 0), busy_s=0.01)
+            tally = Tally(1, plan.draft, 0, int(plan.draft > 0), busy_s=pass_s)
             answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))))
         controller.passed(answers, decoding, decoding[0].clock)
         for each, proposal in answers[:planned]:
@@ -453,6 +458,20 @@ def test_a_round_corrects_the_same_however_many_requests_share_it(planned: int, 
     rounds(controller, decoding, planned, [0.02] * 10, Plan(0, 3))
     controller._correct()
     assert controller.figures().corrections["model"] == pytest.approx(2 - 0.9**10, abs=0.05)
+
+
+def test_rounds_of_several_loads_are_each_measured_against_their_own_passes() -> None:
+    """One request drafts, then a second one beside it, then the first one alone again; nothing is learned in between.
+    Passes over two requests take twice as long, and so do rounds.
+    """
+    controller, plan = Controller(TIERS), Plan(0, 3)
+    decoding = two_requests(controller)
+    for requests in (1, 2, 1):
+        took = 0.01 * requests
+        rounds(controller, decoding[:requests], requests, [took] * 20, plan, pass_s=took)
+    controller._correct()
+    for load in (0, 1):
+        assert controller._corrected(plan.kind, load) == pytest.approx(1, abs=0.1)
 
 
 @pytest.mark.parametrize("took", [[0.01, 0.01, 0.3, 0.01], [0.01, 0.3]], ids=["among three", "alone"])

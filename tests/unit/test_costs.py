@@ -110,6 +110,18 @@ def test_passes_that_read_shared_keys_once_are_told_from_others() -> None:
         assert costs.seconds([Part(1, 12_000, read)] * 8) == pytest.approx(expected, rel=0.05)
 
 
+def test_many_passes_are_foretold_at_once_as_each_by_itself() -> None:
+    """Passes with few tokens and with many have prices of their own, also side by side."""
+    costs = costs_of([*WARM_UP, *MIXED])
+    for n in range(50):
+        costs.add([Part(1 + n % 9, 4000)] * 2, 3 * seconds_of([Part(1 + n % 9, 4000)] * 2))
+    costs.fit()
+    tokens, batch, before = np.array([[1, 9, 31, 32, 33, 500], [2, 2, 2, 2, 2, 1], [4000, 4000, 4000, 4000, 8000, 0]])
+    alone = [costs.seconds([Part(t, b)] * n) for t, n, b in zip(tokens, batch, before, strict=True)]
+    assert costs.alike(batch, before)(tokens) == pytest.approx(alone)
+    assert alone[2] > 2 * alone[3], "64 tokens and more have other prices"
+
+
 def test_later_passes_count_for_more() -> None:
     costs = costs_of(MIXED)
     for parts in MIXED:

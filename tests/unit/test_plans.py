@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from triforce_core.costs import Numbers
 from triforce_core.messages import Drafting
 from triforce_core.plans import (
     CHANGE,
@@ -19,6 +18,7 @@ from triforce_core.plans import (
     Acceptance,
     Candidates,
     Costs,
+    Floats,
     Plan,
     Round,
     Situation,
@@ -37,7 +37,9 @@ def accepted(rng: random.Random, chance: float, proposed: int) -> int:
 
 
 def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
-    """A round as the tiers run it: tokens, proposed to the target, passes of retrieval, steps of the model."""
+    """A round as the tiers run it: tokens, proposed to the target, passes of retrieval, tokens that these verify, steps
+    of the model, and whether anything is proposed.
+    """
 
     def drafted(model: float) -> tuple[int, int, int]:
         """Accepted and proposed tokens, and the model's steps."""
@@ -52,12 +54,12 @@ def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
 
     if not plan.retrieval:
         right, proposed, steps = drafted(ACCEPTANCE.model)
-        return right + 1, proposed, 0, steps
-    block = passes = steps = 0
+        return right + 1, proposed, 0, 0, steps, proposed > 0
+    block = passes = verified = steps = 0
     while block < plan.retrieval:
-        right, _, more = drafted(ACCEPTANCE.model_below)
-        block, passes, steps = block + right + 1, passes + 1, steps + more
-    return accepted(rng, ACCEPTANCE.retrieval, block) + 1, block, passes, steps
+        right, below, more = drafted(ACCEPTANCE.model_below)
+        block, passes, verified, steps = block + right + 1, passes + 1, verified + below, steps + more
+    return accepted(rng, ACCEPTANCE.retrieval, block) + 1, block, passes, verified, steps, True
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +71,8 @@ def expected() -> Round:
 def test_expected_rounds_are_the_means_of_rounds(plan: Plan, expected: Round) -> None:
     rng = random.Random(0)
     means = [fmean(values) for values in zip(*(played(plan, rng) for _ in range(20_000)), strict=True)]
-    every = np.array([expected.tokens, expected.proposed, expected.passes, expected.steps])
-    assert every[:, PLANS.index(plan)] == pytest.approx(means, rel=0.03)
+    tokens, proposed, passes, verified, steps, drafts = np.array(expected)[:, Candidates(PLANS).index[plan]]
+    assert [tokens, proposed * drafts, passes, passes * verified, steps, drafts] == pytest.approx(means, rel=0.03)
 
 
 def round_s(costs: Costs, plan: Plan, acceptance: Acceptance = ACCEPTANCE) -> float:
@@ -84,7 +86,7 @@ def costs(*, groups: int = 1, overlapping: bool = False) -> Costs:
 def test_a_draft_that_finds_nothing_leaves_a_pass_over_one_token() -> None:
     """Such a pass takes less time than the line through longer passes predicts."""
 
-    def verify(tokens: Numbers) -> Numbers:
+    def verify(tokens: Floats) -> Floats:
         return 10 + tokens + 8 * (tokens > 1)
 
     costs = Costs(10 + 1, verify, verify, lambda tokens: 0.0)
@@ -104,9 +106,12 @@ def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> No
 
 def test_plans_that_are_compared_at_once_cost_what_each_costs_by_itself() -> None:
     """A long draft among the candidates changes nothing for the short ones."""
-    situation = Situation(costs(), ACCEPTANCE, dict.fromkeys(Candidates(PLANS).kinds, 1.0), 3.0, 0.1, remaining=10)
-    together = situation.seconds(Candidates(PLANS))
-    assert together == pytest.approx([situation.seconds(Candidates([plan]))[0] for plan in PLANS])
+    every = Candidates(PLANS)
+    situation = Situation(costs(), ACCEPTANCE, dict.fromkeys(every.kinds, 1.0), cut_s=3.0, renewal_s=0.1, remaining=10)
+    alone = [situation.seconds(Candidates([plan]))[0] for plan in every.each]
+    assert situation.seconds(every) == pytest.approx(alone)
+    cuts = [0.4 * (plan.retrieval > 0) for plan in every.each]
+    assert situation._replace(cut_s=0, renewal_s=0).seconds(every) + cuts == pytest.approx(alone)
 
 
 chances = st.floats(0, 1)
@@ -128,8 +133,8 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     corrections = dict.fromkeys(candidates.kinds, 1.0)
     situation = Situation(known, acceptance, corrections, cut_s=1.0, renewal_s=0.001, remaining=100)
     choice, seconds = choose(candidates, situation, present), situation.seconds(candidates)
-    assert choice.plain_s == seconds[candidates.at[PLAIN]]
-    assert choice.seconds == seconds[candidates.at[choice.plan]]
+    assert choice.plain_s == seconds[candidates.index[PLAIN]]
+    assert choice.seconds == seconds[candidates.index[choice.plan]]
     assert choice.plan == PLAIN or choice.seconds <= WORTHWHILE * choice.plain_s
     assert choice.seconds * min(CHANGE, WORTHWHILE) <= seconds.min()
 

@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from triforce_core.costs import DOUBT_OF_TOKENS, Numbers, Part, PassCosts
+from triforce_core.costs import DOUBT_OF_TOKENS, Floats, Part, PassCosts
 from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
@@ -369,9 +369,11 @@ class Controller:
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
         before: dict[tuple[str, int], float] = {}  # corrections until now, by kind and load
+        # Rounds one after another under the same number of requests are taken together. Their order stays, because
+        # later rounds count for more. The lengths of texts hardly change within such a group.
         for _, same in groupby(self.measured, lambda measured: measured.load.requests):
             rounds = [*same]
-            costs = self._costs(rounds[0].load)  # the lengths of texts have hardly changed since the last time
+            costs = self._costs(rounds[0].load)
             all_passes_s = costs.round_s(Round(*np.array([measured.passes for measured in rounds]).T))
             for (kind, load, _, round_s), passes_s in zip(rounds, all_passes_s.tolist(), strict=True):
                 if passes_s:
@@ -390,13 +392,12 @@ class Controller:
         load = load_of(decoding)
         cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
+        corrections = {kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds}
+        corrections[PLAIN.kind] = self._plain_correction(load)
         return Situation(
             self._costs(load),
             self._acceptance(together),
-            {
-                PLAIN.kind: self._plain_correction(load),
-                **{kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds if kind != PLAIN.kind},
-            },
+            corrections,
             cut_s,
             renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
@@ -457,10 +458,10 @@ class Controller:
     def _plain_s(self, loads: Several[Load]) -> list[float]:
         """For each load, the seconds of the target's pass over one token of every sequence."""
         requests, lengths = np.array([(load.requests, load.length) for load in loads]).reshape(-1, 2).T
-        seconds: list[float] = np.asarray(self.target.alike(requests, lengths, self._read(requests))(1)).tolist()
+        seconds: list[float] = self.target.alike(requests, lengths, self._read(requests))(1).tolist()
         return seconds
 
-    def _read(self, batch: Numbers) -> Numbers:
+    def _read(self, batch: Floats) -> Floats:
         """What `read` would give for a pass of the target over `batch` sequences."""
         return 1 - self.shared * (1 - 1 / np.maximum(1, batch))
 
