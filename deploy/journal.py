@@ -26,7 +26,8 @@ log = logging.getLogger("ray.serve")
 MAX_DEATHS = 3  # after this number of deaths of engines during one request, the request counts as their cause
 PROVEN_TOKENS = 16  # new tokens of one attempt after which a request is no suspect any more
 FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
-TURN_S = 30.0  # how long the other suspects wait after the suspect whose turn it is has reached a target
+# The other suspects wait this long, counted from when the suspect that has the turn reached a target.
+TURN_S = 30.0
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
 
 

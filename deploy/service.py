@@ -99,7 +99,9 @@ class Part:
     seed: int
     prompt_tokens: int
     done: Done | None = None
-    index: int = 0  # number of the completion among the `n`; with several requests, it counts on across them
+    # Number of the completion among the `n` of its request. Where there are several requests, the numbers of the next
+    # go on from those of the one before.
+    index: int = 0
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in a completion's first parts
     prompt: tuple[int, ...] = ()
     lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own

@@ -77,16 +77,19 @@ class Block:
 
     @property
     def settled(self) -> int:
-        """The position up to which the level above has decided the text. The work of a guess (run_ahead.py) has the
-        block just handed up as its span, which the level above may still reject.
+        """The position up to which the level above has decided the text.
+
+        For a guess (run_ahead.py) this is the start of its span: the span is the block just handed up, and the level
+        above may still reject tokens of it.
         """
         return self.work.span.end if self.owed else self.work.span.start
 
     def claim(self, proposal: Proposal) -> Claim:
         """The claim for this tier's model.
 
-        Its text starts at `model_holds` or `settled`, whichever is smaller. The level above can replace text only from
-        `settled` on, so never before the start of a claim. The protocol tests check this.
+        Its text starts at `model_holds` or `settled`, whichever is smaller. So the text before a claim's start
+        is final: the level above replaces text only from `settled` on, and a claim starts there or
+        earlier. The protocol tests check this.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
         return Claim(self.statement(held), proposal.tokens, self.work.sample)

@@ -79,7 +79,8 @@ class Text:
     def continued(self, count: int) -> tuple[int, ...]:
         """At most `count` tokens that followed the longest repeated run at its earlier occurrence, up to a stop token.
 
-        If these tokens reach the end of the text, they continue with the drafted tokens, as in LZ77.
+        If the text ends before `count` tokens, the draft goes on with its own tokens from the start, so that it repeats
+        itself, as in LZ77.
         """
         place = next((place for o in self.occurrences if (place := o.before_last())), 0)
         if not place:

@@ -181,7 +181,8 @@ def expected_passes(blocks: NDArray[np.int64], accepted: Array) -> Array:
     left = np.zeros((number, blocks.max() + 1))
     for missing in range(1, left.shape[1]):
         adds = min(missing, most + 1)
-        fewer = left[:, missing - adds : missing][:, ::-1]  # that lacks 1, 2, … tokens less
+        # The passes left for a block that lacks 1, 2, … tokens fewer.
+        fewer = left[:, missing - adds : missing][:, ::-1]
         left[:, missing] = 1 + (chance[:, :adds] * fewer).sum(1)
     return left[np.arange(number), blocks]
 

@@ -243,8 +243,8 @@ def test_the_own_model_is_told_no_whole_prompt_again(
 
 
 class TestEarly:
-    """Blocks are handed up early if the level above has nothing to judge. This level has one or both of two
-    sequences.
+    """Blocks are handed up early if the level above has nothing to judge. Of two sequences, one or both have a block
+    at this level.
     """
 
     @pytest.fixture
@@ -287,7 +287,7 @@ class TestEarly:
         decoder.submit([work(n, lookaheads=(2, 0)) for n in (1, 2)])
         assert decoder.collect(1.0) == [], "one token each"
         assert [b.sequence_id for b in decoder.collect(1.0)] == [1], "half of two"
-        assert [(b.sequence_id, len(b.tokens)) for b in decoder.collect(1.0)] == [(2, 2)], "whole, for one is there"
+        assert [(b.sequence_id, len(b.tokens)) for b in decoder.collect(1.0)] == [(2, 2)], "only whole: one is above"
 
     def test_work_that_comes_during_a_round_is_counted(self, below: Below, verifier: Counting) -> None:
         decoder = SpeculativeDecoder(below, verifier, micro_batches=2, hand_up_early=True)

@@ -2,9 +2,9 @@
 
 Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
 passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
-pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: what rounds
-took, relative to what the passes that they had should take. Acceptance and corrections are slowly forgotten, so that
-plans which did not pay are tried again now and then.
+pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: the time
+that rounds took, divided by the time that is predicted for their passes. Acceptance and corrections are slowly
+forgotten, so that plans which did not pay are tried again now and then.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.02, 4, 2.0
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so a single round that a hiccup of the machine made ten times as long would
 # outweigh all others. Therefore the ratios of measured to predicted time are limited. For plain rounds the limit is
-# `SLOWEST` times the low median of the set that consists of 1 and these ratios (`_plain_correction`). For other rounds
-# the ratio may differ from the present correction by at most the factor `MOST_NEW`, up or down (`_correct`).
+# `SLOWEST` times the median of these ratios, among which a 1 is counted too; of two middle values the lower one is
+# taken (`_plain_correction`). For other rounds the ratio may differ from the present correction by at most the factor
+# `MOST_NEW`, up or down (`_correct`).
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
@@ -224,7 +225,8 @@ class Controller:
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             if plan.speculates:
                 self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
-            elif not (self.counted or self.waiting):  # one request counts for its pass: the others took the same time
+            elif not (self.counted or self.waiting):
+                # One measurement a pass: the pass took the same time for its other requests.
                 self.counted = True
                 seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
                 while self.load.kind in self.stale and len(seen) > 2:
@@ -349,8 +351,8 @@ class Controller:
         interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, choice.gain - 1), 8.0))
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
             return False
-        # `learn` sets this only when all requests run the same kind of plan. Beside requests with other plans that
-        # never happens, and without this line the trial would begin again at the next choice.
+        # `learn` sets this only when all requests run the same kind of plan. If other requests run other plans,
+        # that never happens, and without this line the trial would begin again at the next choice.
         self.plain_at[load.kind] = self.committed
         self.stale.add(load.kind)
         return True

@@ -81,8 +81,8 @@ class SnapshotSchedule:
 
     def saw(self, sequence: Sequence, tally: Tally) -> None:
         """Count how many tokens of the retrieval tier the target accepted in a round. The first `refresh_every` / 4
-        judged tokens show the acceptance with a fresh snapshot. Rounds before that snapshot has arrived are not
-        counted, because the tier drafts them with the one before.
+        judged tokens show the acceptance with a fresh snapshot. Rounds before the new snapshot has arrived are not
+        counted, because they are drafted with the previous snapshot.
         """
         if not self.arrived(sequence):
             return
@@ -133,9 +133,10 @@ class Engine:
         self.totals = Totals()
         # Called with a request's id, as `submit` returns it, before the request's first pass.
         self.on_entering: Callable[[int], None] = lambda sequence_id: None
-        # Copies for other threads to read: the scheduler's figures; the tokens of the KV pool that requests use, that
-        # are kept for later requests, and that were dropped; and `totals`. `least_stall_s` is copied after each prompt
-        # chunk, the rest in each turn.
+        # Copies for other threads to read. `least_stall_s` is copied after each prompt chunk, the rest in each turn.
+        # `asked_tokens`, `least_stall_s`: the scheduler's figures of these names.
+        # `kv_tokens`: tokens of the KV pool that requests use. `kept_tokens`: those kept for later requests.
+        # `dropped_tokens`: those that were kept and have been dropped. `told_totals`: a copy of `totals`.
         self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
         self.kept_tokens, self.dropped_tokens = 0, 0
         self.told_totals = Totals()

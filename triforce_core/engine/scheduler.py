@@ -269,8 +269,8 @@ class Scheduler:
 
     @property
     def asked_tokens(self) -> int:
-        """About the most tokens of the target's next pass: all new tokens in its unanswered work. A block that was
-        begun under an earlier, longer plan may have more.
+        """An upper estimate of the tokens in the target's next pass: all new tokens in its unanswered work. A block
+        that was begun under an earlier, longer plan may have more.
         """
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
         return sum(w.span.end - prefilled + sum(w.lookaheads[1:]) for w, prefilled in asked)

@@ -152,7 +152,8 @@ class Sequence:
     shadow: Shadow | None = None  # scores prompt lookup; made at the first round without the draft tier
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    # Seconds since its last tokens that the engine spent on snapshots and on reading for shadows, for any request.
+    # Since this request's last tokens: the seconds in which the engine cut snapshots, or read text to score prompt
+    # lookup (`Shadow`), for whichever request.
     apart_s: float = 0.0
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)

@@ -80,7 +80,8 @@ class Lack:
     """Why a sequence could not be forwarded; its proposal reports this.
 
     With both defaults, neither tokens nor a snapshot would help: the pool has no room, the text is longer than the
-    model's positions, or the snapshot already covers positions whose logits the statement asks for.
+    model's positions, or the statement asks for logits at positions that the snapshot covers, which cannot be forwarded
+    any more (the statement is outdated).
     """
 
     missing_from: int | None = None

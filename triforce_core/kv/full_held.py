@@ -18,7 +18,8 @@ from triforce_core.kv.prefix_tree import Node
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.kv.selectors import Landmark
 
-RECENT_QUERIES = 8  # last tokens of a pass whose queries are kept for selection; more if more are sampled
+# Of each pass, the queries of this many last tokens are kept for selection; of all sampled tokens if these are more.
+RECENT_QUERIES = 8
 # The tokens of the longest block (both lookaheads together), the token before it, and one to spare. More are sampled
 # where a prompt's logprobs are asked for.
 MOST_QUERIES = 2 * MAX_LOOKAHEAD + 2
@@ -39,9 +40,9 @@ class FullHeld(Held):
     """Adds the size of its next growth, and the inputs of chunk selection."""
 
     next_growth: int = 0  # tokens
-    # The tree node up to which the tree holds the text, and the positions whose slots belong to the tree, ascending.
-    # The other slots are the sequence's own.
+    # The tree's node at which the part of this text that the tree holds ends.
     node: Node | None = None
+    # The positions whose slots belong to the tree, ascending. The other slots are the sequence's own.
     given: list[Range] = field(default_factory=list)
     told: int = 0  # tokens of its text when it was opened: these tokens are given to the tree as they are read
     snapshots_cut: int = 0
@@ -84,6 +85,7 @@ class FullHeld(Held):
 
         The last `num_sampled - 1` of these tokens may be drafts. The queries before the first draft count as settled.
         After the pass some drafts may be accepted, so a snapshot may be cut at the first draft's position or later.
+        Therefore the queries before each of these positions are kept.
         """
         if self.num_queries == 1:  # the queries of the last pass are enough
             num_queries = min(max(RECENT_QUERIES, num_sampled), MOST_QUERIES)

@@ -36,7 +36,8 @@ class RangeAllocator:
             if (fitting := smallest(unwished, size)) is not None:
                 return [(fitting[0], fitting[0] + count)]
         if (fitting := smallest(self.free_ranges, count)) is not None:
-            # The last slots of the range: the owner of the slots before the range may wish for its first slots.
+            # Take the last slots of this free range, because the owner of the slots right before the range may wish for
+            # its first ones.
             return [(fitting[1] - count, fitting[1])]
         taken: list[Range] = []
         for start, stop in sorted(self.free_ranges, key=lambda r: r[0] - r[1])[:most_ranges]:

@@ -2,8 +2,8 @@
 
 A later snapshot contains only the changes to an earlier one, if the retrieval tier is known to hold that. The order of
 the chunks in a snapshot has no meaning, because attention sums over all of them and the keys contain absolute
-positions. Another order only rounds differently: in rare ties the tier proposes other tokens if a snapshot came as
-changes than if it came whole. The committed tokens do not depend on proposals.
+positions. Another order only changes rounding. So in rare ties the tier's proposals depend on whether a snapshot came
+whole or as changes. The committed tokens do not depend on proposals.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Quest's selector: the most that any key of a chunk could give the last query (Tang et al. 2024, arXiv 2406.10774).
 
-A chunk whose keys point in many directions has a mean that says little of them. Its smallest and largest coordinates
-bound them all, so that one key that matters cannot hide among others that do not.
+A chunk whose keys point in many directions has a mean that says little of them. The smallest and the largest value of
+each coordinate, over the chunk's keys, bound all of these keys. So one key that matters cannot hide among others that
+do not.
 """
 
 from __future__ import annotations
