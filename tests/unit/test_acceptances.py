@@ -75,11 +75,49 @@ def test_drafts_that_are_all_wrong_or_all_right_promise_long_ones() -> None:
     assert given.lookup > 0.99
 
 
+LOOKED_UP = Plan(0, 11, Drafting.LOOKUP)
+BOTH = Plan(0, 11, Drafting.BOTH)
+
+
+@pytest.mark.parametrize(
+    ("plan", "target", "found", "first", "later"),
+    [
+        (LOOKED_UP, Tally(1, 11, 0, 1, 0, 1), (1, 1), (0, 1), (0, 0)),
+        (LOOKED_UP, Tally(1, 11, 1, 1, 1, 1), (1, 1), (1, 1), (0, 1)),
+        (LOOKED_UP, Tally(1, 11, 3, 1, 3, 1), (1, 1), (1, 1), (2, 3)),
+        (LOOKED_UP, Tally(1, 11, SCORED, 1, SCORED, 1), (1, 1), (1, 1), (3, 3)),
+        (LOOKED_UP, Tally(1, 2, 2, 0, 2, 0), (1, 1), (1, 1), (1, 1)),
+        (LOOKED_UP, Tally(1, 0), (0, 1), (0, 0), (0, 0)),
+        (BOTH, Tally(1, 11, 0, 1, 0, 1), (1, 1), (0, 1), (0, 0)),
+        (BOTH, Tally(1, 11, 3, 1), (0, 1), (0, 0), (0, 0)),  # the model's draft
+        (BOTH, Tally(1, 0), (0, 0), (0, 0), (0, 0)),  # the lowest tier did not answer
+    ],
+    ids=str,
+)
+def test_every_draft_of_prompt_lookup_that_the_target_checks_tells_of_the_next(
+    plan: Plan, target: Tally, found: tuple[int, int], first: tuple[int, int], later: tuple[int, int]
+) -> None:
+    """A guess that is scored in the same round does not count too: what was drafted is known better."""
+    known = Acceptances()
+    known.add(plan, (target, Tally(), guess(2)), memory=1.0)
+    for name, seen in (("found", found), ("lookup_first", first), ("lookup", later)):
+        assert (known.chances[name].happened, known.chances[name].times) == seen, name
+
+
+def test_below_the_retrieval_tier_guesses_tell_of_prompt_lookup() -> None:
+    """A round sums up several drafts, so it does not show how many of them began with a right token."""
+    known = Acceptances()
+    below = Tally(2, 22, 18, 2, 18, 2)
+    known.add(Plan(8, 11, Drafting.LOOKUP), (Tally(1, 8, 8, 0, 8), below, guess(2)), memory=1.0)
+    assert (known.chances["lookup_first"].happened, known.chances["lookup_first"].times) == (1, 1)
+    assert (known.chances["lookup"].happened, known.chances["lookup"].times) == (1, 2)
+
+
 @pytest.mark.parametrize(
     ("accepted", "rejected", "long"),
     [(2, 1, (0, 0)), (SCORED, 1, (0, 1)), (SCORED, 0, (0, 0)), (7, 1, (3, 4)), (11, 0, (7, 7))],
 )
-@pytest.mark.parametrize("plan", [Plan(0, 11, Drafting.LOOKUP), Plan(0, 11, Drafting.BOTH)], ids=str)
+@pytest.mark.parametrize("plan", [LOOKED_UP, BOTH], ids=str)
 def test_what_a_draft_tells_of_its_tokens_beyond_a_guess(
     plan: Plan, accepted: int, rejected: int, long: tuple[int, int]
 ) -> None:
@@ -91,9 +129,9 @@ def test_what_a_draft_tells_of_its_tokens_beyond_a_guess(
 @pytest.mark.parametrize(
     ("plan", "tallies"),
     [
-        (Plan(0, 11, Drafting.BOTH), (Tally(1, 11, 7, 1), Tally(), Tally())),  # the model's draft
+        (BOTH, (Tally(1, 11, 7, 1), Tally(), Tally())),  # the model's draft
         (Plan(8, 11, Drafting.LOOKUP), (Tally(1, 8, 8, 0, 8), Tally(2, 22, 18, 2, 18, 2), Tally())),
-        (Plan(0, 11, Drafting.LOOKUP), (Tally(1, 0), Tally(), guess(SCORED) + guess(SCORED))),
+        (LOOKED_UP, (Tally(1, 0), Tally(), guess(SCORED) + guess(SCORED))),
     ],
     ids=str,
 )
@@ -112,7 +150,7 @@ def test_until_long_drafts_were_made_they_are_expected_to_go_on_as_they_begin() 
         known.add(PLAIN, (Tally(), Tally(), guess(SCORED)), memory=1.0)
     assert known.given().lookup_long == known.given().lookup > 0.9
     for _ in range(100):
-        known.add(Plan(0, 11, Drafting.LOOKUP), (Tally(1, 11, 5, 1, 5, 1), Tally(), guess(SCORED)), memory=1.0)
+        known.add(LOOKED_UP, (Tally(1, 11, 5, 1, 5, 1), Tally(), guess(SCORED)), memory=1.0)
     assert known.given().lookup_long < 0.6
     new_request = Acceptances().given(known.given())
     assert new_request == pytest.approx(known.given()), "it begins with what the server knows"

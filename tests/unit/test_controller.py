@@ -94,7 +94,7 @@ class Decoding:
         pass_s += 0.0 if plan.retrieval or not proposed else self.machine.target_several
         tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s)
         guess, wrong = self.looked_up(4)
-        scored = self.rng.random() < 1 / 4 if not plan.draft else True  # a guess of four tokens, by plain rounds
+        scored = self.rng.random() < (accepted + 1) / SCORED  # the next guess begins where the last one ended
         found = self.rng.random() < self.machine.found and scored
         steps = 0 if looked_up or plan.drafting is Drafting.LOOKUP else plan.draft
         leaf = Tally(int(scored), 4 * found, guess * found, wrong * found, passes=steps, busy_s=seconds)
@@ -184,7 +184,7 @@ MACHINES = {
 def test_speculation_pays_or_is_off(name: str) -> None:
     """After a few requests, decoding is nearly as fast as with the best fixed plan, which may be plain decoding."""
     machine = MACHINES[name]
-    servers = [Decoding(machine, rng=random.Random(i)) for i in range(3)]
+    servers = [Decoding(machine, rng=random.Random(i)) for i in range(8)]
     took = [[server.request(256)[0] for _ in range(10)][2:] for server in servers]
 
     def fixed_s(plan: Plan, requests: int = 4) -> float:
@@ -221,6 +221,25 @@ def test_a_surprise_costs_no_more_than_it_may(output: int, least: float) -> None
     server.machine = replace(server.machine, by_target=0.4, model=0.05, lookup_first=0.05, found=0.6)
     took, _ = server.request(output)
     assert took <= Decoding(server.machine).request(output, PLAIN)[0] / least
+
+
+def test_where_lookup_no_longer_pays_another_plan_soon_does() -> None:
+    """The server has learned that prompt lookup is right, and in the next texts its first token is nearly always wrong.
+    The best plan there has a retrieval tier and is 1.97 times as fast as plain decoding.
+    """
+    before = Machine(
+        14e-3, 0.9e-3, 0.0, 4e-3, 0.3e-3, model=0.35, lookup_first=0.9, lookup=0.95, found=0.65, by_target=0.95
+    )
+    after = replace(before, lookup_first=0.15, lookup=0.5, found=0.5)
+
+    def first_two_s(seed: int) -> float:
+        server = Decoding(before, rng=random.Random(seed))
+        for _ in range(6):
+            server.request(256)
+        server.machine = after
+        return fmean(server.request(256)[0] for _ in range(2))
+
+    assert fmean(first_two_s(seed) for seed in range(8)) <= Decoding(after).request(256, PLAIN)[0] / 1.2
 
 
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
@@ -331,6 +350,25 @@ def test_a_plan_stays_for_24_tokens_5_rounds_and_100_ms(round_s: float, tokens: 
     for each, beside in ((one, other), (other, one)):
         seen = rounds_with_a_plan(controller, each, [beside], round_s, tokens)
         assert seen == pytest.approx(rounds, abs=1)
+
+
+@pytest.mark.parametrize(("round_s", "rounds"), [(20e-3, 5), (50e-3, 2)])
+def test_a_plan_that_loses_stays_for_100_ms(round_s: float, rounds: int) -> None:
+    """It does not wait for 24 tokens and 5 rounds. What counts is what it has lost since it was chosen or joined: the
+    time of two tokens in plain decoding.
+    """
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    for each, beside in ((one, other), (other, one)):
+        each.drafted.saved_s = -1.0  # earlier plans have lost this
+        each.drafted.chosen_at = None
+        controller.plan(each, [one, other], REFRESH)
+        each.drafted.choice = each.drafted.choice._replace(plain_s=0.01)
+        each.drafted.saved_s -= 0.0199
+        assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(24, abs=1)
+        each.drafted.choice = each.drafted.choice._replace(plain_s=0.01)
+        each.drafted.saved_s -= 0.0201
+        assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(rounds, abs=1)
 
 
 def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> None:

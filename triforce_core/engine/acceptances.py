@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple
 
-from triforce_core.messages import SCORED, Tally
+from triforce_core.messages import SCORED, Drafting, Tally
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 
 # Before anything is learned.
 UNKNOWN = Acceptance(
-    retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.6, found=0.3
+    retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.8, found=0.3
 )
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 TRUST = 10.0  # tokens or guesses: the weight of what was known before, beside what is learned
@@ -61,15 +61,30 @@ class Acceptances:
             self._add_model("model_below", below, memory)
         else:
             self._add_model("model", target, memory)
-            # Guesses that are scored end after `SCORED` tokens, so only drafts show whether later ones are right.
-            if target.lookup_accepted >= SCORED:
-                self.chances["lookup_long"].add(target.lookup_accepted - SCORED, target.lookup_rejected, memory)
-        self._add_lookup(leaf, memory)
+        if plan.draft and not plan.retrieval and plan.drafting is not Drafting.MODEL:
+            self._add_draft(plan, target, memory)
+        else:
+            self._add_guesses(leaf, memory)
 
-    def _add_lookup(self, tally: Tally, memory: float) -> None:
-        """Add the guesses of prompt lookup that were scored. Where lookup finds something, either its first token is
-        wrong, or most of what follows is right; so the first token has a chance of its own.
+    def _add_draft(self, plan: Plan, target: Tally, memory: float) -> None:
+        """Add what became of a draft that prompt lookup was asked for, and that the target verified. Where lookup finds
+        something, either its first token is wrong, or most of what follows is right; so the first token has a chance of
+        its own. Every draft shows this, while only one guess in `SCORED` tokens is scored.
         """
+        accepted, rejected = target.lookup_accepted, target.lookup_rejected
+        found = bool(accepted or rejected)
+        if plan.drafting is Drafting.LOOKUP or target.proposed:  # or else the lowest tier did not answer
+            self.chances["found"].add(found, not found, memory)
+        if found:
+            self.chances["lookup_first"].add(accepted > 0, accepted == 0, memory)
+        if accepted:
+            self.chances["lookup"].add(min(accepted, SCORED) - 1, rejected if accepted < SCORED else 0, memory)
+        # Guesses that are scored end after `SCORED` tokens, so only drafts show whether later ones are right.
+        if accepted >= SCORED:
+            self.chances["lookup_long"].add(accepted - SCORED, rejected, memory)
+
+    def _add_guesses(self, tally: Tally, memory: float) -> None:
+        """Add the guesses of prompt lookup that were scored although lookup may not have drafted."""
         if not tally.rounds:
             return
         # A stop token ends a guess early. If such a short guess is right, the text ends there and the guess is never
@@ -129,3 +144,4 @@ class Drafted:
     said_held_back: bool = False  # whether the log says that speculation has cost it too much
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
+    chosen_s: float = 0.0  # `saved_s` at `chosen_at`

@@ -37,8 +37,9 @@ ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
-# choosing would take up to a tenth of the time where decoding is fastest.
-REPLAN, REPLAN_ROUNDS, REPLAN_S = 24, 5, 0.1
+# choosing would take up to a tenth of the time where decoding is fastest. Once a plan has lost the time of `LOSES`
+# tokens in plain decoding, it is chosen again after `REPLAN_S` seconds alone.
+REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSES = 24, 5, 0.1, 2
 HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
 # left.
@@ -308,7 +309,9 @@ class Controller:
             return False
         # Where tiers have devices of their own, each planned request has a choice of its own.
         choices = load_of(decoding).planned if self.tiers.overlapping else 1
-        least = Moment(REPLAN, REPLAN_ROUNDS, choices * REPLAN_S)
+        drafted, seconds = sequence.drafted, choices * REPLAN_S
+        loses = drafted.chosen_s - drafted.saved_s > LOSES * drafted.choice.plain_s
+        least = Moment(0, 0, seconds) if loses else Moment(REPLAN, REPLAN_ROUNDS, seconds)
         return any(now - then < by for now, then, by in zip(now_of(sequence), chosen_at, least, strict=True))
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
@@ -317,6 +320,7 @@ class Controller:
             if other is not sequence and other.drafted.chosen_at is not None:
                 sequence.drafted.choice = other.drafted.choice
                 sequence.drafted.chosen_at = now_of(sequence)
+                sequence.drafted.chosen_s = sequence.drafted.saved_s
                 sequence.drafted.load = other.drafted.load
                 sequence.drafted.trial = other.drafted.trial  # plain decoding is measured only if all decode plainly
                 return
@@ -334,6 +338,7 @@ class Controller:
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.load = now_of(each), load.kind
+            each.drafted.chosen_s = each.drafted.saved_s
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         self.chosen_for, self.held_back = sequence.request_id, False
         if choice.plan.kind != before.kind:
