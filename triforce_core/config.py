@@ -275,8 +275,8 @@ class SpeculationSettings(Strict):
     controller: bool = Field(
         True,
         description="choose whether, how and how far to draft, by what passes take and what is accepted, again every 24"
-        " tokens, 5 rounds or 100 ms, whichever takes longest, and when the load changes; off: always draft as far as"
-        " the lookaheads say",
+        " tokens, 5 rounds or 100 ms, whichever takes longest, sooner if lookup loses, and when the load changes; off:"
+        " always draft as far as the lookaheads say",
     )
     micro_batches: int | None = Field(
         None,

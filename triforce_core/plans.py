@@ -35,6 +35,11 @@ class Plan(NamedTuple):
         return any(self.lookaheads)
 
     @property
+    def by_lookup(self) -> bool:
+        """Whether prompt lookup alone drafts, for the target."""
+        return self.drafting is Drafting.LOOKUP and not self.retrieval and self.draft > 0
+
+    @property
     def kind(self) -> str:
         """The plan without its numbers, such as `retrieval+model`; `plain` where nothing is drafted."""
         return kind_of(bool(self.retrieval), self.drafting if self.draft else None)

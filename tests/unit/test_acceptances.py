@@ -80,37 +80,38 @@ BOTH = Plan(0, 11, Drafting.BOTH)
 
 
 @pytest.mark.parametrize(
-    ("plan", "target", "found", "first", "later"),
+    ("plan", "target", "first", "later"),
     [
-        (LOOKED_UP, Tally(1, 11, 0, 1, 0, 1), (1, 1), (0, 1), (0, 0)),
-        (LOOKED_UP, Tally(1, 11, 1, 1, 1, 1), (1, 1), (1, 1), (0, 1)),
-        (LOOKED_UP, Tally(1, 11, 3, 1, 3, 1), (1, 1), (1, 1), (2, 3)),
-        (LOOKED_UP, Tally(1, 11, SCORED, 1, SCORED, 1), (1, 1), (1, 1), (3, 3)),
-        (LOOKED_UP, Tally(1, 2, 2, 0, 2, 0), (1, 1), (1, 1), (1, 1)),
-        (LOOKED_UP, Tally(1, 0), (0, 1), (0, 0), (0, 0)),
-        (BOTH, Tally(1, 11, 0, 1, 0, 1), (1, 1), (0, 1), (0, 0)),
-        (BOTH, Tally(1, 11, 3, 1), (0, 1), (0, 0), (0, 0)),  # the model's draft
-        (BOTH, Tally(1, 0), (0, 0), (0, 0), (0, 0)),  # the lowest tier did not answer
+        (LOOKED_UP, Tally(1, 11, 0, 1, 0, 1), (0, 1), (0, 0)),
+        (LOOKED_UP, Tally(1, 11, 1, 1, 1, 1), (1, 1), (0, 1)),
+        (LOOKED_UP, Tally(1, 11, 3, 1, 3, 1), (1, 1), (2, 3)),
+        (LOOKED_UP, Tally(1, 11, SCORED, 1, SCORED, 1), (1, 1), (3, 3)),
+        (LOOKED_UP, Tally(1, 11, 11, 0, 11, 0), (1, 1), (3, 3)),
+        (LOOKED_UP, Tally(1, 1, 1, 0, 1, 0), (1, 1), (0, 0)),
+        (LOOKED_UP, Tally(1, 0), (0, 0), (0, 0)),  # nothing was found, or the lowest tier did not answer
+        (BOTH, Tally(1, 11, 3, 1, 3, 1), (1, 1), (2, 3)),
+        (BOTH, Tally(1, 11, 3, 1), (0, 0), (0, 0)),  # the model's draft
+        (Plan(8, 11, Drafting.LOOKUP), Tally(1, 11, 3, 1, 3, 1), (0, 0), (0, 0)),  # several drafts
     ],
     ids=str,
 )
-def test_every_draft_of_prompt_lookup_that_the_target_checks_tells_of_the_next(
-    plan: Plan, target: Tally, found: tuple[int, int], first: tuple[int, int], later: tuple[int, int]
+def test_every_draft_of_prompt_lookup_that_the_target_checks_tells_of_its_tokens(
+    plan: Plan, target: Tally, first: tuple[int, int], later: tuple[int, int]
 ) -> None:
-    """A guess that is scored in the same round does not count too: what was drafted is known better."""
-    known = Acceptances()
-    known.add(plan, (target, Tally(), guess(2)), memory=1.0)
-    for name, seen in (("found", found), ("lookup_first", first), ("lookup", later)):
-        assert (known.chances[name].happened, known.chances[name].times) == seen, name
-
-
-def test_below_the_retrieval_tier_guesses_tell_of_prompt_lookup() -> None:
-    """A round sums up several drafts, so it does not show how many of them began with a right token."""
-    known = Acceptances()
-    below = Tally(2, 22, 18, 2, 18, 2)
-    known.add(Plan(8, 11, Drafting.LOOKUP), (Tally(1, 8, 8, 0, 8), below, guess(2)), memory=1.0)
-    assert (known.chances["lookup_first"].happened, known.chances["lookup_first"].times) == (1, 1)
-    assert (known.chances["lookup"].happened, known.chances["lookup"].times) == (1, 2)
+    """Only one guess in four tokens is scored. Such a guess counts too, and it alone shows whether anything is found:
+    a draft of one token tells nothing of the next ones.
+    """
+    for guesses, right in ((Tally(), 0), (guess(2), 1)):
+        known = Acceptances()
+        known.add(plan, (target, Tally(), guesses), memory=1.0)
+        seen = [
+            (known.chances[name].happened, known.chances[name].times) for name in ("lookup_first", "lookup", "found")
+        ]
+        assert seen == [
+            (first[0] + right, first[1] + right),
+            (later[0] + right, later[1] + 2 * right),
+            (right, right),
+        ]
 
 
 @pytest.mark.parametrize(
@@ -149,6 +150,7 @@ def test_until_long_drafts_were_made_they_are_expected_to_go_on_as_they_begin() 
     for _ in range(100):
         known.add(PLAIN, (Tally(), Tally(), guess(SCORED)), memory=1.0)
     assert known.given().lookup_long == known.given().lookup > 0.9
+    assert Acceptances().given().lookup_long == 0.8, "also while nothing is known"
     for _ in range(100):
         known.add(LOOKED_UP, (Tally(1, 11, 5, 1, 5, 1), Tally(), guess(SCORED)), memory=1.0)
     assert known.given().lookup_long < 0.6

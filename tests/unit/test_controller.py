@@ -242,6 +242,20 @@ def test_where_lookup_no_longer_pays_another_plan_soon_does() -> None:
     assert fmean(first_two_s(seed) for seed in range(8)) <= Decoding(after).request(256, PLAIN)[0] / 1.2
 
 
+def test_where_drafts_of_one_token_pay_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
+    """Drafts of one token do not show that later tokens are right by now. Guesses do."""
+    before = Machine(14e-3, model=0.1, lookup_first=0.7, lookup=0.05, found=0.9)
+
+    def next_s(seed: int) -> float:
+        server = Decoding(before, rng=random.Random(seed))
+        for _ in range(6):
+            server.request(256)
+        server.machine = replace(before, lookup_first=0.9, lookup=0.97)
+        return server.request(256)[0]
+
+    assert fmean(next_s(seed) for seed in range(6)) <= Decoding(before).request(256, PLAIN)[0] / 3
+
+
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
     """Speculation has used up what it may cost this request. But plain rounds show what lookup promises by now."""
     one, _ = two_requests(Controller(TIERS))
@@ -352,23 +366,41 @@ def test_a_plan_stays_for_24_tokens_5_rounds_and_100_ms(round_s: float, tokens: 
         assert seen == pytest.approx(rounds, abs=1)
 
 
-@pytest.mark.parametrize(("round_s", "rounds"), [(20e-3, 5), (50e-3, 2)])
-def test_a_plan_that_loses_stays_for_100_ms(round_s: float, rounds: int) -> None:
-    """It does not wait for 24 tokens and 5 rounds. What counts is what it has lost since it was chosen or joined: the
-    time of two tokens in plain decoding.
+@pytest.mark.parametrize(
+    ("overlapping", "round_s", "rounds"), [(False, 20e-3, 5), (False, 50e-3, 2), (True, 20e-3, 10)]
+)
+def test_lookup_that_loses_stays_for_100_ms(overlapping: bool, round_s: float, rounds: int) -> None:
+    """It does not wait for 24 tokens and 5 rounds. If another request has a plan of its own, it stays for twice 100 ms.
+    What counts is what a request's rounds have lost since the plan was chosen or joined: the time of two plain tokens.
     """
-    controller = Controller(TIERS)
+    looked_up = Plan(0, 8, Drafting.LOOKUP)
+    controller = Controller(replace(TIERS, overlapping=overlapping))
     one, other = two_requests(controller)
     for each, beside in ((one, other), (other, one)):
-        each.drafted.saved_s = -1.0  # earlier plans have lost this
-        each.drafted.chosen_at = None
-        controller.plan(each, [one, other], REFRESH)
-        each.drafted.choice = each.drafted.choice._replace(plain_s=0.01)
-        each.drafted.saved_s -= 0.0199
-        assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(24, abs=1)
-        each.drafted.choice = each.drafted.choice._replace(plain_s=0.01)
-        each.drafted.saved_s -= 0.0201
-        assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(rounds, abs=1)
+        controller.plan(one, [one, other], REFRESH)  # chooses for both, or the other one joins
+        controller.plan(other, [one, other], REFRESH)
+        for plan, lost_s, seen in ((looked_up, 0.0199, 24), (looked_up, 0.0201, rounds), (Plan(0, 8), 1.0, 24)):
+            each.drafted.choice = Choice(plan, 0.005, 0.01)
+            each.drafted.gained_s -= lost_s
+            assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(seen, abs=1)
+            assert each.drafted.gained_s == 0
+            assert overlapping or beside.drafted.gained_s == 0
+
+
+def test_what_a_plan_has_gained_is_counted_by_its_rounds() -> None:
+    """Neither the cost of beginning nor the limit on savings is part of it. A hiccup counts as the time of three
+    tokens.
+    """
+    controller = Controller(TIERS)
+    one, _ = two_requests(controller)
+    controller.plan(one, [one], REFRESH)
+    one.drafted.choice = Choice(Plan(0, 8, Drafting.LOOKUP), 0.005, 0.01)
+    one.drafted.unpaid_s, one.drafted.saved_s, one.drafted.gained_s = 1.0, 0.16, 0.0
+    tallies = (Tally(1, 8, 2, 1, 2, 1), Tally(), Tally())
+    for round_s, gained_s in ((0.1, 0.0), (0.01, 0.02), (0.01, 0.04), (5.0, 0.01)):
+        proposal = Proposal(one.sequence_id, len(one.tokens), (1, 1, 1), b"", tallies=tallies)
+        controller.learn(one, proposal, one.drafted.choice.plan, round_s)
+        assert one.drafted.gained_s == pytest.approx(gained_s)
 
 
 def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> None:

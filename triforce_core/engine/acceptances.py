@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from math import ceil, inf
 from typing import NamedTuple
 
-from triforce_core.messages import SCORED, Drafting, Tally
+from triforce_core.messages import SCORED, Tally
 from triforce_core.plans import PLAIN, Acceptance, Choice, Plan
 
 # Before anything is learned.
@@ -61,21 +61,16 @@ class Acceptances:
             self._add_model("model_below", below, memory)
         else:
             self._add_model("model", target, memory)
-        if plan.draft and not plan.retrieval and plan.drafting is not Drafting.MODEL:
-            self._add_draft(plan, target, memory)
-        else:
-            self._add_guesses(leaf, memory)
+            self._add_draft(target, memory)
+        self._add_guesses(leaf, memory)
 
-    def _add_draft(self, plan: Plan, target: Tally, memory: float) -> None:
-        """Add what became of a draft that prompt lookup was asked for, and that the target verified. Where lookup finds
-        something, either its first token is wrong, or most of what follows is right; so the first token has a chance of
-        its own. Every draft shows this, while only one guess in `SCORED` tokens is scored.
+    def _add_draft(self, target: Tally, memory: float) -> None:
+        """Add what became of a draft that the target verified, if prompt lookup made it. Where lookup finds something,
+        either its first token is wrong, or most of what follows is right; so the first token has a chance of its own.
+        Guesses are scored at the same time, but only one in `SCORED` tokens.
         """
         accepted, rejected = target.lookup_accepted, target.lookup_rejected
-        found = bool(accepted or rejected)
-        if plan.drafting is Drafting.LOOKUP or target.proposed:  # or else the lowest tier did not answer
-            self.chances["found"].add(found, not found, memory)
-        if found:
+        if accepted or rejected:
             self.chances["lookup_first"].add(accepted > 0, accepted == 0, memory)
         if accepted:
             self.chances["lookup"].add(min(accepted, SCORED) - 1, rejected if accepted < SCORED else 0, memory)
@@ -84,7 +79,7 @@ class Acceptances:
             self.chances["lookup_long"].add(accepted - SCORED, rejected, memory)
 
     def _add_guesses(self, tally: Tally, memory: float) -> None:
-        """Add the guesses of prompt lookup that were scored although lookup may not have drafted."""
+        """Add the guesses of prompt lookup that were scored, whoever drafted."""
         if not tally.rounds:
             return
         # A stop token ends a guess early. If such a short guess is right, the text ends there and the guess is never
@@ -144,4 +139,4 @@ class Drafted:
     said_held_back: bool = False  # whether the log says that speculation has cost it too much
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
-    chosen_s: float = 0.0  # `saved_s` at `chosen_at`
+    gained_s: float = 0.0  # the same since `chosen_at`, by rounds alone

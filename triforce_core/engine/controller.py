@@ -37,9 +37,9 @@ ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
-# choosing would take up to a tenth of the time where decoding is fastest. Once a plan has lost the time of `LOSES`
-# tokens in plain decoding, it is chosen again after `REPLAN_S` seconds alone.
-REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSES = 24, 5, 0.1, 2
+# choosing would take up to a tenth of the time where decoding is fastest. If prompt lookup alone drafts, and the rounds
+# of a request have lost the time of `LOSING` tokens in plain decoding since then, only the seconds are waited for.
+REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSING = 24, 5, 0.1, 2
 HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
 # left.
@@ -255,7 +255,9 @@ class Controller:
         if plan.speculates and plain_s and not isnan(round_s):
             gained_s = count * plain_s - round_s
             if plan.kind == drafted.kind:
-                drafted.saved_s = min(drafted.saved_s + max(gained_s, -MOST_LOST * plain_s), CREDIT * plain_s)
+                counted_s = max(gained_s, -MOST_LOST * plain_s)
+                drafted.saved_s = min(drafted.saved_s + counted_s, CREDIT * plain_s)
+                drafted.gained_s += counted_s
             else:  # tiers that did not take part until now had to catch up
                 drafted.unpaid_s -= min(gained_s, 0)
         drafted.kind = plan.kind
@@ -310,7 +312,7 @@ class Controller:
         # Where tiers have devices of their own, each planned request has a choice of its own.
         choices = load_of(decoding).planned if self.tiers.overlapping else 1
         drafted, seconds = sequence.drafted, choices * REPLAN_S
-        loses = drafted.chosen_s - drafted.saved_s > LOSES * drafted.choice.plain_s
+        loses = drafted.choice.plan.by_lookup and drafted.gained_s < -LOSING * drafted.choice.plain_s
         least = Moment(0, 0, seconds) if loses else Moment(REPLAN, REPLAN_ROUNDS, seconds)
         return any(now - then < by for now, then, by in zip(now_of(sequence), chosen_at, least, strict=True))
 
@@ -320,7 +322,7 @@ class Controller:
             if other is not sequence and other.drafted.chosen_at is not None:
                 sequence.drafted.choice = other.drafted.choice
                 sequence.drafted.chosen_at = now_of(sequence)
-                sequence.drafted.chosen_s = sequence.drafted.saved_s
+                sequence.drafted.gained_s = 0.0
                 sequence.drafted.load = other.drafted.load
                 sequence.drafted.trial = other.drafted.trial  # plain decoding is measured only if all decode plainly
                 return
@@ -338,7 +340,7 @@ class Controller:
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.load = now_of(each), load.kind
-            each.drafted.chosen_s = each.drafted.saved_s
+            each.drafted.gained_s = 0.0
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
         self.chosen_for, self.held_back = sequence.request_id, False
         if choice.plan.kind != before.kind:
@@ -495,8 +497,7 @@ def lost_too_much(together: Several[Sequence]) -> bool:
     repeat themselves.
     """
     choice = together[0].drafted.choice
-    by_lookup = choice.plan.drafting is Drafting.LOOKUP and not choice.plan.retrieval
-    promised = choice.gain if by_lookup else 1.0
+    promised = choice.gain if choice.plan.by_lookup else 1.0
     share, tokens = LOSS_SHARE * promised, LOSS_TOKENS * min(promised, LOOKUP_TOKENS)
     allowed = sum(share * s.stats.decode_s + tokens * s.drafted.choice.plain_s for s in together)
     return sum(s.drafted.saved_s for s in together) < -allowed
