@@ -387,6 +387,18 @@ def test_lookup_that_loses_stays_for_100_ms(overlapping: bool, round_s: float, r
             assert overlapping or beside.drafted.gained_s == 0
 
 
+def test_for_all_who_share_a_choice_or_join_it_gains_are_counted_anew() -> None:
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    one.drafted.gained_s = other.drafted.gained_s = -1.0
+    controller.plan(one, [one, other], REFRESH)
+    assert (one.drafted.gained_s, other.drafted.gained_s) == (0, 0)
+    other.drafted.chosen_at, other.drafted.gained_s = None, -1.0  # as when it was preempted
+    controller.plan(other, [one, other], REFRESH)
+    assert other.drafted.choice is one.drafted.choice
+    assert other.drafted.gained_s == 0
+
+
 def test_what_a_plan_has_gained_is_counted_by_its_rounds() -> None:
     """Neither the cost of beginning nor the limit on savings is part of it. A hiccup counts as the time of three
     tokens.
