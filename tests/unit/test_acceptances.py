@@ -98,8 +98,8 @@ BOTH = Plan(0, 11, Drafting.BOTH)
 def test_every_draft_of_prompt_lookup_that_the_target_checks_tells_of_its_tokens(
     plan: Plan, target: Tally, first: tuple[int, int], later: tuple[int, int]
 ) -> None:
-    """Only one guess in four tokens is scored. Such a guess counts too, and it alone shows whether anything is found:
-    a draft of one token tells nothing of the next ones.
+    """A guess that is scored in the same round counts too. It alone shows whether anything is found; and a draft of one
+    token tells nothing of the next ones.
     """
     for guesses, right in ((Tally(), 0), (guess(2), 1)):
         known = Acceptances()

@@ -94,7 +94,7 @@ class Decoding:
         pass_s += 0.0 if plan.retrieval or not proposed else self.machine.target_several
         tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s)
         guess, wrong = self.looked_up(4)
-        scored = self.rng.random() < (accepted + 1) / SCORED  # the next guess begins where the last one ended
+        scored = self.rng.random() < (accepted + 1) / SCORED  # when the text has grown by a guess
         found = self.rng.random() < self.machine.found and scored
         steps = 0 if looked_up or plan.drafting is Drafting.LOOKUP else plan.draft
         leaf = Tally(int(scored), 4 * found, guess * found, wrong * found, passes=steps, busy_s=seconds)
@@ -384,7 +384,6 @@ def test_lookup_that_loses_stays_for_100_ms(overlapping: bool, round_s: float, r
             each.drafted.gained_s -= lost_s
             assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(seen, abs=1)
             assert each.drafted.gained_s == 0
-            assert overlapping or beside.drafted.gained_s == 0
 
 
 def test_for_all_who_share_a_choice_or_join_it_gains_are_counted_anew() -> None:

@@ -14,7 +14,7 @@ UNKNOWN = Acceptance(
     retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.8, found=0.3
 )
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
-TRUST = 10.0  # tokens or guesses: the weight of what was known before, beside what is learned
+TRUST = 10.0  # tokens, drafts or guesses: the weight of what was known before, beside what is learned
 
 
 @dataclass(slots=True)
@@ -67,7 +67,7 @@ class Acceptances:
     def _add_draft(self, target: Tally, memory: float) -> None:
         """Add what became of a draft that the target verified, if prompt lookup made it. Where lookup finds something,
         either its first token is wrong, or most of what follows is right; so the first token has a chance of its own.
-        Guesses are scored at the same time, but only one in `SCORED` tokens.
+        Guesses are scored at the same time, but at most one in `SCORED` tokens.
         """
         accepted, rejected = target.lookup_accepted, target.lookup_rejected
         if accepted or rejected:
@@ -139,4 +139,4 @@ class Drafted:
     said_held_back: bool = False  # whether the log says that speculation has cost it too much
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
-    gained_s: float = 0.0  # the same since `chosen_at`, by rounds alone
+    gained_s: float = 0.0  # seconds that rounds have saved since `chosen_at`, without the cost of beginning

@@ -38,7 +38,7 @@ FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the ga
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
 # choosing would take up to a tenth of the time where decoding is fastest. If prompt lookup alone drafts, and the rounds
-# of a request have lost the time of `LOSING` tokens in plain decoding since then, only the seconds are waited for.
+# of a request have lost the time of `LOSING` plain tokens since the last choice, only `REPLAN_S` is waited for.
 REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSING = 24, 5, 0.1, 2
 HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
