@@ -28,8 +28,10 @@ Floats = float | NDArray[np.float64]
 MANY_TOKENS = 64
 # In `Fit.ever`, the weight of a pass relative to the one after it; and how much `ever` counts beside `lately`.
 LONG_REMEMBERED, LONG_SHARE = 0.999, 0.005
-MOST_WAITING = 64  # passes that are not fitted yet
 REMEMBERED = 0.96  # in `Fit.lately`, the weight of a pass relative to the one after it
+MOST_WAITING = 64  # passes that are not fitted yet
+LATER = np.arange(MOST_WAITING)[::-1]  # how many passes came after each, if so many are fitted together
+LONG_WEIGHTS, LATE_WEIGHTS = LONG_REMEMBERED**LATER, REMEMBERED**LATER
 # How strongly each price is pulled towards 0 (ridge regression), in the order of `size_of`.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
 DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-3, 1e-4, 1e-2, 6e-2])
@@ -44,9 +46,9 @@ class Part(NamedTuple):
     read: float = 1.0  # the share of `before` that the pass reads for it: keys that several sequences see are read once
 
 
-def size_of(parts: Sequence[Part]) -> NDArray[np.float64]:
-    """The size of a pass, [6]: 1 for the pass itself, its sequences, their tokens, the keys read, the pairs of query
-    and key, and 1 if the pass is over several tokens.
+def size_of(parts: Sequence[Part]) -> tuple[float, ...]:
+    """The size of a pass, in six numbers: 1 for the pass itself, its sequences, their tokens, the keys read, the pairs
+    of query and key, and 1 if the pass is over several tokens.
 
     The last number is 0 for a single token, and for `MANY_TOKENS` or more, which have prices of their own. If the
     number of tokens is a mean between 1 and 2, the last number lies between 0 and 1.
@@ -56,7 +58,7 @@ def size_of(parts: Sequence[Part]) -> NDArray[np.float64]:
         tokens += count
         keys += read * before + count
         pairs += count * (before + (count + 1) / 2)
-    return np.array([1.0, sequences, tokens, keys, pairs, several(tokens) if tokens < MANY_TOKENS else 0.0])
+    return 1.0, sequences, tokens, keys, pairs, several(tokens) if tokens < MANY_TOKENS else 0.0
 
 
 def several(tokens: float) -> float:
@@ -93,20 +95,21 @@ class Fit:
             return self.prices
         sizes = np.array([size_of(parts) for parts, _ in self.waiting])
         seconds = np.array([took for _, took in self.waiting])
-        foretold = sizes @ self.prices
-        foretold = np.where(foretold > 0, foretold, seconds)
-        weights = 1 / (seconds * foretold.clip(seconds / 10, seconds * 10))
+        foretold = sizes @ self.prices if self.prices.any() else seconds
+        weighted = sizes.T / (seconds * foretold.clip(seconds / 10, seconds * 10))
         answered, number = np.column_stack([sizes, seconds]), len(sizes)
-        ages = np.arange(number)[::-1]
-        self.lately = REMEMBERED**number * self.lately + (sizes.T * weights * REMEMBERED**ages) @ answered
-        self.ever = LONG_REMEMBERED**number * self.ever + (sizes.T * weights * LONG_REMEMBERED**ages) @ answered
+        self.lately = REMEMBERED**number * self.lately + (weighted * LATE_WEIGHTS[-number:]) @ answered
+        self.ever = LONG_REMEMBERED**number * self.ever + (weighted * LONG_WEIGHTS[-number:]) @ answered
         self.waiting.clear()
-        squares, products = np.hsplit(self.lately + LONG_SHARE * self.ever, [PRICES])
+        both = self.lately + LONG_SHARE * self.ever
+        squares, products = both[:, :PRICES], both[:, PRICES]
         scale = np.sqrt(np.maximum(squares.diagonal(), 1e-12))
-        evidence = squares / np.outer(scale, scale) + np.diag(self.doubt)
-        answers, kept = products[:, 0] / scale, np.arange(PRICES)
-        while (solved := np.linalg.solve(evidence[np.ix_(kept, kept)], answers[kept])).min() < 0:
-            kept = np.delete(kept, solved.argmin())
+        evidence, answers, kept = squares / np.outer(scale, scale), products / scale, np.arange(PRICES)
+        evidence[kept, kept] += self.doubt
+        while (solved := np.linalg.solve(evidence, answers)).min() < 0:
+            kept = np.delete(kept, worst := solved.argmin())
+            evidence = np.delete(np.delete(evidence, worst, 0), worst, 1)
+            answers = np.delete(answers, worst)
         self.prices = np.zeros(PRICES)
         self.prices[kept] = solved / scale[kept]
         return self.prices

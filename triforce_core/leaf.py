@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from triforce_core.messages import Drafting, Origin, Proposal, Proposer, Span, Tally, Tier, Work, wait_in_turn
-from triforce_core.ngram import LONGEST, SHORTEST, Text, Trial
+from triforce_core.ngram import Text, Trial
 
 if TYPE_CHECKING:
     from triforce_core.models.runner import ModelRunner
@@ -34,22 +34,21 @@ class Known:
     def untold(self, sequence_id: int) -> Span:
         """The text that the model has not been told."""
         start = self.model_holds
-        return Span(sequence_id, start, tuple(self.text.tokens[start:]), None if start else self.text.spec)
+        return Span(sequence_id, start, self.text.tokens(start, len(self.text)), None if start else self.text.spec)
 
 
 class Leaf:
     """Drafts by prompt lookup, by its model, or by lookup and, where that finds nothing, by the model. Without a model
     it always drafts by lookup.
 
-    Lookup looks for runs of `longest` tokens, then for shorter ones. The leaf's tally has the model's passes, and the
-    score of prompt lookup, which is counted even while the model drafts (see `Trial`).
+    The leaf's tally has the model's passes, and the score of prompt lookup, which is counted even while the model
+    drafts (see `Trial`).
     """
 
     tier = Tier.DRAFT
 
-    def __init__(self, model: DraftingModel | None = None, longest: int = LONGEST) -> None:
-        assert longest >= SHORTEST
-        self.model, self.longest = model, longest
+    def __init__(self, model: DraftingModel | None = None) -> None:
+        self.model = model
         self.held: dict[int, Known] = {}
         self.waiting: dict[int, Work] = {}
 
@@ -77,9 +76,9 @@ class Leaf:
         known = self.held.get(span.sequence_id)
         if known is None and span.start == 0:
             assert span.spec is not None, "a span from 0 carries the spec"
-            known = self.held[span.sequence_id] = Known(Text(span.spec, self.longest))
-        if known is None or span.start > len(known.text.tokens):
-            missing_from = 0 if known is None else len(known.text.tokens)
+            known = self.held[span.sequence_id] = Known(Text(span.spec))
+        if known is None or span.start > len(known.text):
+            missing_from = 0 if known is None else len(known.text)
             return Proposal(span.sequence_id, span.end, missing_from=missing_from, tallies=(Tally(),))
         unchanged = known.text.state(span.start, span.tokens)
         known.model_holds = min(known.model_holds, unchanged)

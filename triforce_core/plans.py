@@ -145,22 +145,23 @@ class Candidates:
         self.retrieval, self.draft, self.drafting = np.array(self.each).T
         self.kinds = sorted({plan.kind for plan in self.each})
         self.kind_index = np.array([self.kinds.index(plan.kind) for plan in self.each])
+        self.above = self.retrieval > 0  # whether the retrieval tier is between the lowest tier and the target
+        self.nth = np.arange(1, self.draft.max() + 1)  # [most]: the number of a token in a draft
+        self.within = self.nth <= self.draft[:, None]  # [n, most]: whether a draft has so many tokens
 
 
 def expected_rounds(candidates: Candidates, acceptance: Acceptance) -> Round:
     """What a round of each of these plans is expected to be, [n] each."""
-    retrieval, draft, drafting = candidates.retrieval, candidates.draft, candidates.drafting
-    nth = np.arange(1, draft.max() + 1)  # [most]: the number of a token in a draft
-    looked_up = [acceptance.lookup_first, acceptance.lookup]
-    looked_up_chance = np.select([nth == 1, nth <= SCORED], looked_up, acceptance.lookup_long)
+    retrieval, draft, drafting, above = candidates.retrieval, candidates.draft, candidates.drafting, candidates.above
+    looked_up = np.full(len(candidates.nth), acceptance.lookup_long, dtype=float)  # [most]
+    looked_up[1:SCORED], looked_up[:1] = acceptance.lookup, acceptance.lookup_first
     # The chances, [n], that lookup drafts and that the model does. The index is the value of `Drafting`.
     by_lookup = np.array([0, acceptance.found, acceptance.found])[drafting]
     by_model = np.array([1, 0, 1 - acceptance.found])[drafting]
-    above = retrieval > 0  # whether the retrieval tier is between the lowest tier and the target
     model_chance = np.where(above, acceptance.model_below, acceptance.model)
     # [n, most]: the chance that at least 1, 2, … tokens of a draft are accepted
-    accepted = by_lookup[:, None] * looked_up_chance.cumprod() + by_model[:, None] * model_chance[:, None] ** nth
-    accepted *= nth <= draft[:, None]
+    by_model_each = by_model[:, None] * model_chance[:, None] ** candidates.nth
+    accepted = (by_lookup[:, None] * looked_up.cumprod() + by_model_each) * candidates.within
     chance = (by_lookup + by_model) * (draft > 0)  # that there is a draft
     tokens = 1 + accepted.sum(1)  # of a pass that verifies a draft
     passes = expected_passes(retrieval, accepted)

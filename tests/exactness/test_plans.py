@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
@@ -11,12 +10,13 @@ from hypothesis import strategies as st
 
 from tests.exactness.cases import AnyPlan, Case, models
 from tests.random_models import random_tokens
+from triforce_core.engine.acceptances import Acceptances
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.sequence import Request, Sequence
-from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, Proposal, SamplingParams, Tally
-from triforce_core.ngram import MUCH, Shadow
+from triforce_core.engine.sequence import Request
+from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, SamplingParams, Tally
+from triforce_core.ngram import Shadow
 from triforce_core.plans import PLAIN, Plan
 
 CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
@@ -119,30 +119,6 @@ def test_prompt_lookup_is_scored_while_decoding_is_plain(looks_up: bool, monkeyp
     run(it, [replace(request, prompt=(1, 2, 3, 4, 5, 6) * 20, sampling=GREEDY)])
     assert set(it.controller.rounds) == {"plain"}
     assert asked <= MOST / SCORED + 1, "most plain rounds cost nothing more"
-    chances = it.controller.known[0].chances
+    chances = it.controller.known.get(0, Acceptances()).chances
     assert chances["found"].times == pytest.approx((MOST - 1) // SCORED * looks_up, abs=2 * looks_up)
     assert (chances["lookup_first"].times > 0) is looks_up
-
-
-def test_reading_a_prompt_for_prompt_lookup_is_no_time_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    rounds: list[float] = []
-
-    class Watching(Controller):
-        def plan(self, *_: object) -> Plan:
-            return PLAIN
-
-        def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
-            rounds.append(round_s)
-
-    def slow(shadow: Shadow, tokens: list[int]) -> Tally:
-        if shadow.behind(tokens) > MUCH:
-            time.sleep(0.5)
-        return score(shadow, tokens)
-
-    score = Shadow.score
-    monkeypatch.setattr(Shadow, "score", slow)
-    it = engine(Watching)
-    began = time.perf_counter()
-    run(it, requests(0, None)[:1])
-    assert time.perf_counter() - began > 0.5
-    assert 0 < max(rounds) < 0.5

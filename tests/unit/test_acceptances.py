@@ -22,7 +22,7 @@ def learned(*tallies: Tally) -> dict[str, tuple[float, float]]:
     """
     known = Acceptances()
     for tally in tallies:
-        known.add(PLAIN, (Tally(), Tally(), tally), memory=1.0)
+        known.add(PLAIN, (Tally(), Tally(), tally))
     return {name: (known.chances[name].happened, known.chances[name].times) for name in ("lookup_first", "lookup")}
 
 
@@ -69,7 +69,7 @@ def test_drafts_that_are_all_wrong_or_all_right_promise_long_ones() -> None:
     """One chance for all tokens would be .8 here: a draft of eleven would be worth 3.7 tokens, and is worth 5.5."""
     known, rng = Acceptances(), random.Random(0)
     for _ in range(400):
-        known.add(PLAIN, (Tally(), Tally(), guess(rng.choice([0, SCORED]))), memory=1.0)
+        known.add(PLAIN, (Tally(), Tally(), guess(rng.choice([0, SCORED]))))
     given = known.given()
     assert given.lookup_first == pytest.approx(0.5, abs=0.06)
     assert given.lookup > 0.99
@@ -103,7 +103,7 @@ def test_every_draft_of_prompt_lookup_that_the_target_checks_tells_of_its_tokens
     """
     for guesses, right in ((Tally(), 0), (guess(2), 1)):
         known = Acceptances()
-        known.add(plan, (target, Tally(), guesses), memory=1.0)
+        known.add(plan, (target, Tally(), guesses))
         seen = [
             (known.chances[name].happened, known.chances[name].times) for name in ("lookup_first", "lookup", "found")
         ]
@@ -123,7 +123,7 @@ def test_what_a_draft_tells_of_its_tokens_beyond_a_guess(
     plan: Plan, accepted: int, rejected: int, long: tuple[int, int]
 ) -> None:
     known = Acceptances()
-    known.add(plan, (Tally(1, 11, accepted, rejected, accepted, rejected), Tally(), Tally()), memory=1.0)
+    known.add(plan, (Tally(1, 11, accepted, rejected, accepted, rejected), Tally(), Tally()))
     assert (known.chances["lookup_long"].happened, known.chances["lookup_long"].times) == long
 
 
@@ -140,7 +140,7 @@ def test_only_a_draft_of_prompt_lookup_that_the_target_checks_tells_of_its_long_
     plan: Plan, tallies: tuple[Tally, ...]
 ) -> None:
     known = Acceptances()
-    known.add(plan, tallies, memory=1.0)
+    known.add(plan, tallies)
     assert known.chances["lookup_long"].times == 0
 
 
@@ -148,11 +148,12 @@ def test_until_long_drafts_were_made_they_are_expected_to_go_on_as_they_begin() 
     """Short drafts show nothing of long ones, so a low estimate would never be corrected."""
     known = Acceptances()
     for _ in range(100):
-        known.add(PLAIN, (Tally(), Tally(), guess(SCORED)), memory=1.0)
-    assert known.given().lookup_long == known.given().lookup > 0.9
+        known.add(PLAIN, (Tally(), Tally(), guess(SCORED)))
+    assert known.given().lookup_long == pytest.approx(known.given().lookup)
+    assert known.given().lookup > 0.9
     assert Acceptances().given().lookup_long == 0.8, "also while nothing is known"
     for _ in range(100):
-        known.add(LOOKED_UP, (Tally(1, 11, 5, 1, 5, 1), Tally(), guess(SCORED)), memory=1.0)
+        known.add(LOOKED_UP, (Tally(1, 11, 5, 1, 5, 1), Tally(), guess(SCORED)))
     assert known.given().lookup_long < 0.6
     new_request = Acceptances().given(known.given())
     assert new_request == pytest.approx(known.given()), "it begins with what the server knows"

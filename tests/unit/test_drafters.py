@@ -91,7 +91,7 @@ def test_no_drafter_changes_a_token(target: PreTrainedModel, held_out: HeldOut, 
 
 def test_a_new_entry_is_all_that_a_new_drafter_needs(target: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     """The drafter is used in one process, in the draft actor, and inside another tier's actor."""
-    new = Leaf(longest=2)
+    new = Leaf()
     monkeypatch.setitem(DRAFTERS, "new", lambda: new)
     settings = settings_with("new")
     engine = local_engine(target, None, settings)

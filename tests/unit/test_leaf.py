@@ -252,13 +252,13 @@ def test_the_model_always_continues_the_stated_text_and_is_told_no_more_than_it_
         text, asked = stated, len(model.told)
         [answer] = ask(leaf, work(said, drafting, start=start))
         assert answer.missing_from is None
-        if drafting is Drafting.MODEL or (drafting is Drafting.BOTH and not searched(text, 3, 2, SPEC)):
+        if drafting is Drafting.MODEL or (drafting is Drafting.BOTH and not searched(text, 2, SPEC)):
             assert model.told[asked:] == [(unchanged, text[unchanged:])]
             assert model.texts[1] == text
             unchanged = len(text)
         else:
             assert len(model.told) == asked
-            assert answer.tokens == searched(text, 3, 2, SPEC)
+            assert answer.tokens == searched(text, 2, SPEC)
 
 
 # -- the score of prompt lookup ----------------------------------------------------------------------------------------
@@ -344,7 +344,7 @@ def test_the_score_is_that_of_searches_at_the_same_places(text: Tokens, cuts: se
     expected, at = Tally(), ends[1]
     for end in ends[2:]:
         if end >= at + SCORED:
-            guess = searched(text[:at], 3, SCORED, SPEC)
+            guess = searched(text[:at], SCORED, SPEC)
             right = 0
             while right < len(guess) and guess[right] == text[at + right]:
                 right += 1

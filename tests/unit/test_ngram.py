@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from triforce_core import ngram
 from triforce_core.leaf import Leaf
-from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Tally, Work
+from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Work
 from triforce_core.ngram import Shadow
 
 Tokens = tuple[int, ...]
@@ -51,6 +50,8 @@ def ask(
         ((1,), 4, ()),
         ((1, 2, STOP, 3, 1, 2), 4, (STOP,)),
         ((1, 2, 3, STOP, 1, 2), 4, (3, STOP)),
+        ((256, 0, 0, 7, 8, 1, 0), 4, ()),  # the bytes of 1 and 0 are there, beginning within a token
+        ((1, 0, 5, 256, 0, 0, 7, 8, 1, 0), 1, (5,)),
     ],
 )
 def test_what_followed_the_last_tokens_before(text: Tokens, lookahead: int, expected: Tokens) -> None:
@@ -95,10 +96,10 @@ def test_release_is_idempotent_and_forgets() -> None:
     assert ask(proposer, (), start=5, sequence_id=2).tokens[0] == 4
 
 
-def searched(text: Tokens, longest: int, lookahead: int, spec: SequenceSpec) -> Tokens:
+def searched(text: Tokens, lookahead: int, spec: SequenceSpec) -> Tokens:
     """The same by searching the text from its end, for each length of run and for each token anew."""
     drafted: Tokens = ()
-    for n in range(longest, 1, -1):
+    for n in (3, 2):
         for end in range(len(text) - 1, n - 1, -1):
             if text[end - n : end] == text[-n:]:
                 while len(drafted) < min(lookahead, spec.max_length - 1 - len(text)):
@@ -109,68 +110,30 @@ def searched(text: Tokens, longest: int, lookahead: int, spec: SequenceSpec) -> 
     return drafted
 
 
-tokens = st.lists(st.sampled_from([1, 2, 3, STOP]), max_size=12).map(tuple)
+# The bytes of two tokens may also begin within another token, as those of 1 and 0 do in 256, 0 and 0.
+tokens = st.lists(st.sampled_from([0, 1, 2, 256, 1 << 24, STOP]), max_size=12).map(tuple)
 # A statement is (how far before the end of the text it starts, what it says from there on, how far to look ahead).
 statements = st.lists(st.tuples(st.integers(0, 15), tokens, st.integers(0, 6)), min_size=1, max_size=12)
 
 
-@given(first=tokens, statements=statements, longest=st.integers(2, 4), max_length=st.integers(1, 60))
+@given(first=tokens, statements=statements, max_length=st.integers(1, 60))
 def test_any_statements_find_what_a_search_finds(
-    first: Tokens, statements: list[tuple[int, Tokens, int]], longest: int, max_length: int
+    first: Tokens, statements: list[tuple[int, Tokens, int]], max_length: int
 ) -> None:
-    proposer, spec = Leaf(longest=longest), replace(SPEC, max_length=max_length)
+    proposer, spec = Leaf(), replace(SPEC, max_length=max_length)
     text = first
-    assert ask(proposer, text, 3, spec=spec).tokens == searched(text, longest, 3, spec)
+    assert ask(proposer, text, 3, spec=spec).tokens == searched(text, 3, spec)
     for back, said, lookahead in statements:
         start = max(0, len(text) - back)
         text = text[:start] + said
         found = ask(proposer, said, lookahead, start=start, spec=spec)
         assert found.missing_from is None
-        assert found.tokens == searched(text, longest, lookahead, spec)
-    ask(proposer, (), 1, start=0, spec=spec)  # back to nothing
-    assert not any(occurrences.latest for occurrences in proposer.held[1].text.occurrences), "runs of no text are kept"
-
-
-class Counted(int):
-    """A token that counts how often it is looked up."""
-
-    lookups = 0
-
-    def __hash__(self) -> int:
-        Counted.lookups += 1
-        return int(self)
-
-
-@pytest.mark.parametrize("context", [100, 10_000])
-def test_a_step_looks_up_what_is_new_whatever_the_context(context: int) -> None:
-    proposer = Leaf()
-    ask(proposer, tuple(Counted(i * i % 97) for i in range(context)))
-    before = Counted.lookups
-    ask(proposer, tuple(map(Counted, (1, 2, 3))), start=context)
-    ask(proposer, tuple(map(Counted, (1, 5))), start=context)  # a correction
-    assert 0 < Counted.lookups - before < 100
+        assert found.tokens == searched(text, lookahead, spec)
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 5))
 def test_a_shadow_scores_as_the_leaf_does(text: list[int], step: int) -> None:
-    leaf, shadow = Leaf(), Shadow(SPEC, min(step, len(text)))
+    leaf, shadow = Leaf(), Shadow(SPEC)
     for end in range(step, len(text) + 1, step):
         answer = ask(leaf, tuple(text[end - step : end]), start=end - step)
         assert shadow.score(text[:end]) == answer.tallies[0]
-
-
-def test_a_shadow_reads_the_end_of_a_long_prompt_in_parts_and_guesses_from_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(ngram, "AT_ONCE", 10)
-    monkeypatch.setattr(ngram, "SHADOWED", 25)
-    text = [6, 7, 8, *([1, 2, 3, 4, 5] * 5)]
-    shadow = Shadow(SPEC, len(text))
-    for held, behind in ((10, 25), (20, 15), (25, 5)):
-        assert shadow.behind(text) == behind
-        assert shadow.score(text) == Tally()
-        assert len(shadow.text.tokens) == held
-    assert shadow.score([*text, 1, 2, 3, 7]) == Tally(rounds=1, proposed=4, accepted=3, rejected=1)
-    drafted = [*text, 1, 2, 3, 7, 1, 2, 3, 4, 5, 1, 2, 3, 4]  # more than one guess at once, as after rounds with drafts
-    assert shadow.score(drafted).rounds == 1
-    assert shadow.text.tokens == drafted[3:]

@@ -14,7 +14,6 @@ from triforce_core.costs import Part, PassCosts
 from triforce_core.engine.scheduler import CHUNK_AT_FIRST, CHUNK_UNIT, Scheduler
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.messages import GREEDY, SequenceSpec, Work
-from triforce_core.ngram import Shadow
 
 CHUNK, STEP = 8, 2
 
@@ -543,11 +542,9 @@ def test_a_request_that_slots_of_others_would_not_help_makes_room_itself() -> No
 def test_a_preempted_request_keeps_its_deadline_and_its_figures() -> None:
     first = sequence(1, 10)
     first.deadline, first.stats.decode_s = 123.0, 4.0
-    first.shadow = Shadow(first.spec, len(first.tokens))
     again = first.again(7)
     assert (again.deadline, again.stats.decode_s, again.stats.preempted) == (123.0, 4.0, 1)
     assert (again.clock, again.tokens) == (first.clock, first.tokens)
-    assert again.shadow is first.shadow, "its prompt is not indexed again"
 
 
 def test_prompt_logprobs_reach_the_caller_once() -> None:

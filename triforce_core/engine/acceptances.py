@@ -14,7 +14,11 @@ UNKNOWN = Acceptance(
     retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.8, found=0.3
 )
 UNDECIDED = Choice(PLAIN, 0.0, 0.0)
-TRUST = 10.0  # tokens, drafts or guesses: the weight of what was known before, beside what is learned
+# Factor by which each token of a request reduces the weight of what its earlier tokens have shown.
+REQUEST_FADING = 0.97
+# Tokens, drafts or guesses: the weight of what was known before, beside what is learned. For a request that is what
+# other requests have shown, for the server `UNKNOWN`.
+TRUST = 7.0
 
 
 @dataclass(slots=True)
@@ -23,28 +27,20 @@ class Chance:
 
     happened: float = 0.0
     times: float = 0.0
-    trust: float = TRUST  # the weight of the prior estimate, as a number of times
 
-    def add(self, yes: float, no: float, memory: float) -> None:
-        """Add that it happened `yes` times and failed to happen `no` times. Each of these times multiplies the weight
-        of everything earlier by `memory`.
-        """
-        if not (yes or no):  # as in most plain rounds, which should cost next to nothing
-            return
-        kept = memory ** (yes + no)
-        self.happened = kept * self.happened + yes
-        self.times = kept * self.times + yes + no
-        self.trust *= kept
+    def add(self, yes: float, no: float) -> None:
+        """Add that it happened `yes` times and failed to happen `no` times."""
+        self.happened += yes
+        self.times += yes + no
 
     def fade(self, kept: float) -> None:
-        """Multiply the weight of what was learned by `kept`, and move that of the prior back towards `TRUST`."""
+        """Multiply the weight of everything so far by `kept`."""
         self.happened *= kept
         self.times *= kept
-        self.trust = TRUST + kept * (self.trust - TRUST)
 
-    def given(self, before: float) -> float:
-        """The estimated chance, given the prior estimate `before`."""
-        return (self.happened + self.trust * before) / (self.times + self.trust)
+    def given(self, before: float, trust: float) -> float:
+        """The estimated chance, given the prior estimate `before`, which has the weight of `trust` times."""
+        return (self.happened + trust * before) / (self.times + trust)
 
 
 @dataclass(slots=True)
@@ -53,32 +49,32 @@ class Acceptances:
 
     chances: dict[str, Chance] = field(default_factory=lambda: {name: Chance() for name in Acceptance._fields})
 
-    def add(self, plan: Plan, tallies: tuple[Tally, ...], memory: float) -> None:
+    def add(self, plan: Plan, tallies: tuple[Tally, ...]) -> None:
         """Add what became of the tokens of one round. `tallies`: of the target and the levels below it."""
         target, below, leaf = (*tallies, Tally(), Tally(), Tally())[:3]
         if plan.retrieval:
-            self.chances["retrieval"].add(target.accepted, target.rejected, memory)
-            self._add_model("model_below", below, memory)
+            self.chances["retrieval"].add(target.accepted, target.rejected)
+            self._add_model("model_below", below)
         else:
-            self._add_model("model", target, memory)
-            self._add_draft(target, memory)
-        self._add_guesses(leaf, memory)
+            self._add_model("model", target)
+            self._add_draft(target)
+        self._add_guesses(leaf)
 
-    def _add_draft(self, target: Tally, memory: float) -> None:
+    def _add_draft(self, target: Tally) -> None:
         """Add what became of a draft that the target verified, if prompt lookup made it. Where lookup finds something,
         either its first token is wrong, or most of what follows is right; so the first token has a chance of its own.
         Guesses are scored at the same time, but at most one in `SCORED` tokens.
         """
         accepted, rejected = target.lookup_accepted, target.lookup_rejected
         if accepted or rejected:
-            self.chances["lookup_first"].add(accepted > 0, accepted == 0, memory)
+            self.chances["lookup_first"].add(accepted > 0, accepted == 0)
         if accepted:
-            self.chances["lookup"].add(min(accepted, SCORED) - 1, rejected if accepted < SCORED else 0, memory)
+            self.chances["lookup"].add(min(accepted, SCORED) - 1, rejected if accepted < SCORED else 0)
         # Guesses that are scored end after `SCORED` tokens, so only drafts show whether later ones are right.
         if accepted >= SCORED:
-            self.chances["lookup_long"].add(accepted - SCORED, rejected, memory)
+            self.chances["lookup_long"].add(accepted - SCORED, rejected)
 
-    def _add_guesses(self, tally: Tally, memory: float) -> None:
+    def _add_guesses(self, tally: Tally) -> None:
         """Add the guesses of prompt lookup that were scored, whoever drafted."""
         if not tally.rounds:
             return
@@ -89,29 +85,29 @@ class Acceptances:
         others = max(0, tally.accepted - SCORED * right)  # right tokens of guesses that ended with a wrong one
         # Such a guess has 1 to 3 right tokens if its first one is, on average about 2.
         begun = right + min(tally.rejected, max(ceil(others / (SCORED - 1)), others / 2))
-        self.chances["found"].add(found, tally.rounds - found, memory)
-        self.chances["lookup_first"].add(begun, found - begun, memory)
-        self.chances["lookup"].add(max(0, tally.accepted - begun), tally.rejected - (found - begun), memory)
+        self.chances["found"].add(found, tally.rounds - found)
+        self.chances["lookup_first"].add(begun, found - begun)
+        self.chances["lookup"].add(max(0, tally.accepted - begun), tally.rejected - (found - begun))
 
-    def _add_model(self, name: str, tally: Tally, memory: float) -> None:
+    def _add_model(self, name: str, tally: Tally) -> None:
         accepted, rejected = tally.accepted - tally.lookup_accepted, tally.rejected - tally.lookup_rejected
-        self.chances[name].add(accepted, rejected, memory)
+        self.chances[name].add(accepted, rejected)
 
     def fade(self, kept: float) -> None:
         """Multiply the weight of everything learned by `kept`."""
         for chance in self.chances.values():
             chance.fade(kept)
 
-    def given(self, before: Acceptance | None = None) -> Acceptance:
-        """The estimated chances, given the prior estimates `before`. None: nothing else is known.
+    def given(self, before: Acceptance | None = None, trust: float = TRUST) -> Acceptance:
+        """The estimated chances, given the prior estimates `before` of the weight `trust`. None: nothing else is known.
 
         Only long drafts show `lookup_long`. So if nothing else is known, it is taken to be at least as high as `lookup`
         until they do: too high an estimate leads to long drafts and is corrected by them, too low a one would never be.
         """
         if before is None:
-            lookup = self.chances["lookup"].given(UNKNOWN.lookup)
+            lookup = self.chances["lookup"].given(UNKNOWN.lookup, trust)
             before = UNKNOWN._replace(lookup_long=max(UNKNOWN.lookup_long, lookup))
-        return Acceptance(*(self.chances[name].given(getattr(before, name)) for name in Acceptance._fields))
+        return Acceptance(*(self.chances[name].given(getattr(before, name), trust) for name in Acceptance._fields))
 
 
 class Moment(NamedTuple):
@@ -130,6 +126,8 @@ class Drafted:
     """What the controller knows of one request."""
 
     acceptances: Acceptances = field(default_factory=Acceptances)
+    faded_at: int = 0  # length of the text when `acceptances` faded last
+    trust: float = TRUST  # the weight of what other requests have shown, beside `acceptances`
     choice: Choice = UNDECIDED  # the latest
     trial: int = 0  # plain rounds that are still to be run, to measure them
     chosen_at: Moment | None = None  # when this request got `choice`; None: it is to join others, or choose
@@ -140,3 +138,10 @@ class Drafted:
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
     gained_s: float = 0.0  # seconds that rounds have saved since `chosen_at`, without the cost of beginning
+
+    def fade(self, length: int) -> None:
+        """Forget a little of `acceptances` for each token since the last call. To be called before these are added to
+        or read. `length`: of the text now.
+        """
+        self.acceptances.fade(REQUEST_FADING ** (length - self.faded_at))
+        self.faded_at = length

@@ -30,10 +30,10 @@ from triforce_core.plans import PLAIN, Acceptance, Candidates, Choice, Costs, Pl
 
 log = logging.getLogger(__name__)
 
-REQUEST_MEMORY, SERVER_MEMORY = 0.97, 0.999  # weight of a judged token relative to the next one
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
+MISLED = 0.25  # factor for `Drafted.trust` when a plan of prompt lookup has lost
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
@@ -51,10 +51,11 @@ MOST_LOST = 3
 # Most that speculation may cost a request: the share `LOSS_SHARE` of its decoding time, plus the time of `LOSS_TOKENS`
 # tokens in plain decoding. For a plan of prompt lookup alone, both numbers are multiplied by the gain that the plan
 # promises, but `LOSS_TOKENS` at most by `LOOKUP_TOKENS`.
-LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.02, 4, 2.0
+LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.015, 4, 2.0
 # A trial measures plain decoding again. It takes `TRIAL` rounds, plus one for each micro-batch after the first. Where
 # plain decoding takes twice as long as the present plan, there is a trial after every `TRIAL_EVERY` tokens per request.
-# For other gains the interval is longer or shorter, so that trials take about 1% of the time (`_trial_due`).
+# For other gains the interval is longer or shorter (`_trial_due`), so that trials take about 1% of the time, and less
+# where the gain is so large that plain decoding need not be known well.
 TRIAL_EVERY, TRIAL = 256, 3
 # Few rounds are known of each kind, so a single round that a hiccup of the machine made ten times as long would
 # outweigh all others. Therefore the ratios of measured to predicted time are limited. For plain rounds the limit is
@@ -213,14 +214,16 @@ class Controller:
         """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
         has the score of prompt lookup, even if nothing was drafted.
 
-        `round_s`: the seconds that the round took, without the time for snapshot cuts and for reading long texts to
-        score prompt lookup. NaN if prompt chunks delayed the round.
+        `round_s`: the seconds that the round took, without the time for snapshot cuts. NaN if prompt chunks delayed the
+        round.
         """
-        count, drafted, known = len(proposal.tokens), sequence.drafted, self._known(sequence)
+        count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count
         self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
-        known.add(plan, proposal.tallies, SERVER_MEMORY)
-        drafted.acceptances.add(plan, proposal.tallies, REQUEST_MEMORY)
+        if plan.speculates or len(proposal.tallies) > 1:  # else it is a plain round in which no guess was scored
+            self._known(sequence).add(plan, proposal.tallies)
+            drafted.fade(len(sequence.tokens))
+            drafted.acceptances.add(plan, proposal.tallies)
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
@@ -311,9 +314,8 @@ class Controller:
             return False
         # Where tiers have devices of their own, each planned request has a choice of its own.
         choices = load_of(decoding).planned if self.tiers.overlapping else 1
-        drafted, seconds = sequence.drafted, choices * REPLAN_S
-        loses = drafted.choice.plan.by_lookup and drafted.gained_s < -LOSING * drafted.choice.plain_s
-        least = Moment(0, 0, seconds) if loses else Moment(REPLAN, REPLAN_ROUNDS, seconds)
+        seconds = choices * REPLAN_S
+        least = Moment(0, 0, seconds) if loses(sequence) else Moment(REPLAN, REPLAN_ROUNDS, seconds)
         return any(now - then < by for now, then, by in zip(now_of(sequence), chosen_at, least, strict=True))
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
@@ -329,10 +331,12 @@ class Controller:
 
     def _choose(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> None:
         """Choose a plan for this request and those that are planned together with it."""
+        together, before = self._together(sequence, decoding), sequence.drafted.choice.plan
         self._fade()
         self._correct()
         load = load_of(decoding)
-        together, before = self._together(sequence, decoding), sequence.drafted.choice.plan
+        for each in filter(loses, together):  # what others have shown does not hold for this text
+            each.drafted.trust *= MISLED
         situation = self._situation(together, decoding, refresh_every)
         choice = choose(self.candidates, situation, before)
         for each in together:
@@ -355,7 +359,8 @@ class Controller:
         that does not pay would go on.
         """
         few = len(self.plain.get(load.kind, ())) <= 2  # then the gain may be due to a single slow round
-        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, choice.gain - 1), 8.0))
+        excess = choice.gain - 1
+        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, excess, excess**2), 8.0))
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
             return False
         # `learn` sets this only when all requests run the same kind of plan. If other requests run other plans,
@@ -413,7 +418,9 @@ class Controller:
         )
 
     def _acceptance(self, together: Several[Sequence]) -> Acceptance:
-        each = [s.drafted.acceptances.given(self._known(s).given()) for s in together]
+        for s in together:
+            s.drafted.fade(len(s.tokens))
+        each = [s.drafted.acceptances.given(self._known(s).given(), s.drafted.trust) for s in together]
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
@@ -483,6 +490,12 @@ def plan_of(work: Work) -> Plan:
 
 def now_of(sequence: Sequence) -> Moment:
     return Moment(len(sequence.tokens), sequence.drafted.rounds, sequence.stats.decode_s)
+
+
+def loses(sequence: Sequence) -> bool:
+    """Whether prompt lookup drafts for the target, and its rounds have lost too much since the plan was chosen."""
+    drafted = sequence.drafted
+    return drafted.choice.plan.by_lookup and drafted.gained_s < -LOSING * drafted.choice.plain_s
 
 
 def recent_cut(sequence: Sequence, refresh_every: int) -> bool:

@@ -22,7 +22,7 @@ from triforce_core.engine.totals import Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
-from triforce_core.ngram import MUCH, Shadow
+from triforce_core.ngram import Shadow
 
 
 class SnapshotSource(Protocol):
@@ -295,7 +295,8 @@ class Engine:
         seconds = time.perf_counter() - began
         if cut:
             self.totals.stats.snapshots += 1
-            self._apart(seconds)
+            for live in self.scheduler.live.values():
+                live.apart_s += seconds
             if self.controller is not None:
                 self.controller.was_cut(sequence, seconds, first=first)
         waits = needs and sequence.request.lookaheads is None and (first or sequence.plan_waits)
@@ -350,22 +351,13 @@ class Engine:
         """The answer to a round that asked nothing of the draft tier, with the score that prompt lookup would have had
         there.
         """
-        began = time.perf_counter()
-        shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec, len(sequence.tokens))
-        if not shadow.due(sequence.tokens):
+        shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec)
+        if not shadow.due(len(sequence.tokens)):
             return proposal  # most plain rounds: they should cost hardly more than without a controller
-        much, score = shadow.behind(sequence.tokens) > MUCH, shadow.score(sequence.tokens)
-        if much:
-            self._apart(time.perf_counter() - began)
+        # The first score reads the whole prompt, about 1 ms at 128,000 tokens, and counts as part of the next round.
+        score = shadow.score(sequence.tokens)
         target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         return replace(proposal, tallies=(target, below, leaf + score))
-
-    def _apart(self, seconds: float) -> None:
-        """Note seconds that this thread spent outside rounds. The controller does not count them as part of the present
-        round of any request.
-        """
-        for live in self.scheduler.live.values():
-            live.apart_s += seconds
 
     @staticmethod
     def _output(sequence: Sequence, proposal: Proposal, reason: FinishReason | None) -> Output:

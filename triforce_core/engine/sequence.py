@@ -152,9 +152,7 @@ class Sequence:
     shadow: Shadow | None = None  # scores prompt lookup; made at the first round without the draft tier
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    # Since this request's last tokens: the seconds in which the engine cut snapshots, or read text to score prompt
-    # lookup (`Shadow`), for whichever request.
-    apart_s: float = 0.0
+    apart_s: float = 0.0  # seconds since its last tokens in which the engine cut snapshots, for whichever request
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)
     stats: Stats = field(default_factory=Stats)
@@ -186,7 +184,6 @@ class Sequence:
             stats=self.stats,
             clock=self.clock,
             drafted=self.drafted,
-            shadow=self.shadow,
             reported=self.reported,
             entered=self.entered,
         )
