@@ -662,7 +662,7 @@ def test_plain_decoding_is_measured_again_soon_while_little_is_known_of_it(known
 
 
 @pytest.mark.parametrize(
-    ("gain", "tokens"), [(1.1, 128), (1.5, 128), (1.8, 205), (2, 256), (3, 1024), (4, 2048), (9, 2048)]
+    ("gain", "tokens"), [(1.1, 128), (1.5, 128), (1.8, 205), (2, 256), (2.5, 864), (3, 2048), (9, 2048)]
 )
 def test_the_more_a_plan_gains_the_more_seldom_plain_decoding_is_measured(gain: float, tokens: int) -> None:
     controller = Controller(TIERS)

@@ -360,7 +360,7 @@ class Controller:
         """
         few = len(self.plain.get(load.kind, ())) <= 2  # then the gain may be due to a single slow round
         excess = choice.gain - 1
-        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, excess, excess**2), 8.0))
+        interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, excess, excess**3), 8.0))
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
             return False
         # `learn` sets this only when all requests run the same kind of plan. If other requests run other plans,
