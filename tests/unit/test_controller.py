@@ -261,9 +261,8 @@ def test_where_drafts_of_one_token_pay_the_plan_follows_a_text_that_begins_to_re
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
     """Speculation has used up what it may cost this request. But plain rounds show what lookup promises by now."""
     one, _ = two_requests(Controller(TIERS))
-    one.stats.decode_s = (
-        1.0  # allowed: four tokens of 10 ms and 1.5% of a second, and more by what lookup alone promises
-    )
+    # Allowed are four tokens of 10 ms and 1.5% of a second, and more by what lookup alone promises.
+    one.stats.decode_s = 1.0
     for plan, promised, allowed_s in (
         (Plan(0, 8, Drafting.LOOKUP), 5.0, 0.155),
         (Plan(0, 8, Drafting.LOOKUP), 1.2, 0.066),
@@ -397,8 +396,8 @@ def test_a_request_that_lookup_has_misled_believes_less_of_what_others_have_show
     for lost_s, plan, trust in (
         (0.0199, Plan(0, 8, Drafting.LOOKUP), TRUST),
         (0.0201, Plan(0, 8), TRUST),
-        (0.0201, Plan(0, 8, Drafting.LOOKUP), TRUST * MISLED),
-        (0.0201, Plan(0, 8, Drafting.LOOKUP), TRUST * MISLED**2),
+        (0.0201, Plan(0, 8, Drafting.LOOKUP), MISLED),
+        (0.0201, Plan(0, 8, Drafting.LOOKUP), MISLED),
     ):
         controller.plan(one, [one, other], REFRESH)
         one.drafted.choice = other.drafted.choice = Choice(plan, 0.005, 0.01)

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
-MISLED = 0.25  # factor for `Drafted.trust` when a plan of prompt lookup has lost
+MISLED = 1.0  # `Drafted.trust` of a request in which prompt lookup has lost
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
@@ -336,7 +336,7 @@ class Controller:
         self._correct()
         load = load_of(decoding)
         for each in filter(loses, together):  # what others have shown does not hold for this text
-            each.drafted.trust *= MISLED
+            each.drafted.trust = MISLED
         situation = self._situation(together, decoding, refresh_every)
         choice = choose(self.candidates, situation, before)
         for each in together:
