@@ -426,6 +426,18 @@ def test_what_a_request_has_shown_fades_with_its_tokens_even_if_it_joined_others
     assert controller.known[4].chances["found"].times > 1.95, "the server forgets more slowly"
 
 
+def test_rounds_that_the_retrieval_tier_drafts_alone_teach_how_much_of_it_is_accepted() -> None:
+    """Its answers have no tally of the draft tier."""
+    controller = Controller(TIERS)
+    one, _ = two_requests(controller)
+    controller.plan(one, [one], REFRESH)
+    controller.learn(
+        one, Proposal(1, len(one.tokens), (1,) * 3, b"", tallies=(Tally(1, 3, 2, 1), Tally(3))), Plan(3, 0), 0.01
+    )
+    for known in (one.drafted.acceptances, controller.known[4]):
+        assert (known.chances["retrieval"].happened, known.chances["retrieval"].times) == (2, 3)
+
+
 def test_for_all_who_share_a_choice_or_join_it_gains_are_counted_anew() -> None:
     controller = Controller(TIERS)
     one, other = two_requests(controller)

@@ -52,6 +52,7 @@ def ask(
         ((1, 2, 3, STOP, 1, 2), 4, (3, STOP)),
         ((256, 0, 0, 7, 8, 1, 0), 4, ()),  # the bytes of 1 and 0 are there, beginning within a token
         ((1, 0, 5, 256, 0, 0, 7, 8, 1, 0), 1, (5,)),
+        ((1, 0, 0, 256, 7, 0, 0), 1, (256,)),  # the bytes of 0 and 0 are there twice, overlapping
     ],
 )
 def test_what_followed_the_last_tokens_before(text: Tokens, lookahead: int, expected: Tokens) -> None:

@@ -220,7 +220,7 @@ class Controller:
         count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count
         self.rounds[plan.kind] = self.rounds.get(plan.kind, 0) + 1
-        if plan.speculates or len(proposal.tallies) > 1:  # else it is a plain round in which no guess was scored
+        if len(proposal.tallies) > 1:  # else nothing was drafted, and no guess was scored
             self._known(sequence).add(plan, proposal.tallies)
             drafted.fade(len(sequence.tokens))
             drafted.acceptances.add(plan, proposal.tallies)
