@@ -34,7 +34,7 @@ def versions(args: Namespace) -> dict[str, Any]:
         found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         found["nvidia_smi"] = str(error)
-    from triforce_core.models.toolchain import lacking
+    from triforce_core.toolchain import lacking
 
     found["compiling"] = lacking("cuda") or "has a compiler and headers"
     save(args.out, found)

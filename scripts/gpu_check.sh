@@ -15,7 +15,8 @@
 #         alone gets all.
 #
 # Variables: STEPS (the steps below that run, in this order; by default those of `usual`), PYTHON (python3),
-# QUICK_CONTEXT (16384), FULL_CONTEXT (empty: what fits the device), DEVICE (cuda).
+# QUICK_CONTEXT (16384), FULL_CONTEXT (empty: what fits the device), DEVICE (cuda), PYTEST_OPTIONS ("-n 4" where
+# pytest-xdist is installed).
 #
 # The figures of docs/benchmarks/device.md take three commands of ten minutes, best on one machine that stays warm:
 #
@@ -23,9 +24,9 @@
 #     STEPS="device_int4 device_batch plain generate" scripts/gpu_check.sh .whl /tmp/two; cp /tmp/two*.tgz "$OUT"
 #     STEPS=device_offload scripts/gpu_check.sh .whl /tmp/three; cp /tmp/three*.tgz "$OUT"
 set -u
-usual="versions tests device_quick device_full attention profile link"
+usual="versions tests fused device_quick device_full attention profile link"
 # The shares are relative to each other. Offloaded, a token takes over a second: a command of its own.
-declare -A share=([versions]=3 [tests]=20 [device_quick]=21 [device_full]=33 [attention]=8 [profile]=11 [link]=4
+declare -A share=([versions]=3 [tests]=12 [fused]=12 [device_quick]=21 [device_full]=33 [attention]=8 [profile]=11 [link]=4
     [device_gqa]=21 [device_int4]=22 [device_fp8]=22 [device_batch]=24 [plain]=18 [generate]=36 [device_offload]=100)
 if [ $# -lt 2 ]; then
     echo "usage: scripts/gpu_check.sh WHEELS OUT [SECONDS]" >&2
@@ -66,12 +67,19 @@ check() {
     step "$name" "$python" -m scripts.gpu_check "$what" "$out/$name.json" --device "$device" "$@"
 }
 
+# tests NAME FILES…: names each test as it ends, and bounds each, so that one that hangs does not hide the others.
+tests() {
+    local name=$1
+    shift
+    step "$name" "$python" -m pytest "$@" -v -rf --tb=short --timeout 100 --maxfail=20 ${PYTEST_OPTIONS:-} \
+        -p no:cacheprovider -o addopts=--import-mode=importlib --junitxml "$out/$name.xml"
+}
+
 # Kernels are fused where a compiler and Python.h are there (compile: auto); `kernels` in the JSON says whether they were.
 run() {
     case $1 in
-        # The tests that compile come last, because they take longest.
-        tests) step tests "$python" -m pytest tests/gpu/test_[!f]*.py tests/gpu/test_fused.py -q --maxfail=20 \
-            -p no:cacheprovider -o addopts=--import-mode=importlib --junitxml "$out/tests.xml" ;;
+        tests) tests tests tests/gpu/test_[!f]*.py ;;
+        fused) tests fused tests/gpu/test_fused.py ;;
         device_quick) check "$1" bench --context "$quick" --output 64 --repeats 1 --prefill 4096 ;;
         device_full) check "$1" bench ${full:+--context "$full"} --output 128 --repeats 2 ;;
         device_gqa) check "$1" bench --geometry llama-3.1-8b --context "$quick" --output 64 --repeats 1 --prefill 4096 ;;
@@ -115,7 +123,7 @@ echo "wheels of $wheels"
 for wheel in "$wheels"/*.whl; do
     [ -e "$wheel" ] || { echo "no wheels in $wheels"; break; }
     # One by one, without what they depend on: a wheel for another Python must not keep the others out.
-    if timeout 60 "$python" -m pip install --no-index --no-deps --quiet "$wheel" >> "$out/wheels.log" 2>&1; then
+    if timeout 60 "$python" -m pip install --no-index --no-deps --no-compile --quiet "$wheel" >> "$out/wheels.log" 2>&1; then
         echo "installed $(basename "$wheel")" >> "$out/wheels.log"
     else
         echo "failed $(basename "$wheel")" | tee -a "$out/wheels.log"

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_attn
 from triforce_core.attention.blocked import blocked
-from triforce_core.attention.cuda_flash import flash_ranged, flash_split
+from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import WorkItems, attend, cut, gathered
 
 if not torch.cuda.is_available():
@@ -57,7 +58,7 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
     torch.testing.assert_close(part.lse, expected.lse, atol=LSE, rtol=0)
 
 
-@pytest.mark.parametrize("ranged", [flash_ranged, flash_split])
+@pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
 @pytest.mark.parametrize("queries", [1, 5, 17])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 @pytest.mark.parametrize("group", [1, 4])
@@ -74,7 +75,7 @@ def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, grou
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     first, count = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*pieces, (0, 0), strict=True))
     numbers = torch.arange(len(pieces) + 1, dtype=torch.int32, device="cuda")
-    items = WorkItems(first, count[:-1].contiguous(), numbers * (queries * group), longest, splits, numbers)
+    items = WorkItems(first, count[:-1].contiguous(), numbers * (queries * group), longest, splits)
 
     each = normal(len(pieces), queries * group, kv_heads, head_dim, seed=9)
     found = ranged(each, pool[0], pool[1], head_dim**-0.5, items)

@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from tests.fake_cuda import fake_cuda
+from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import gathered, over_items
 from triforce_core.attention.reference import reference
 from triforce_core.bench.attention import CASES, AttentionCase, Way, bench_attention, inputs, items_of, ways
@@ -55,11 +57,13 @@ def test_the_target_s_cases_have_the_items_of_its_passes() -> None:
     target, retrieval = ([case for case in CASES if (case.longest > 4_096) == long] for long in (True, False))
     for case in target:
         assert items_of(Way(gathered, 1), case, CPU).splits == VerifyBatch.LEAST_SPLITS == 4
-        assert items_of(Way(gathered, 132), case, CPU).splits == max(4, -(-132 // case.kv_heads))
+        assert items_of(Way(gathered, 264), case, CPU).splits == 264 // case.kv_heads
     assert {items_of(Way(gathered, 1), case, CPU).splits for case in retrieval} == {1}
 
 
-def test_on_a_gpu_three_ways_are_compared() -> None:
+def test_on_a_gpu_our_kernel_is_compared_with_flash_attention() -> None:
     with fake_cuda():
-        workers = {name: way.workers for name, way in ways(torch.device("cuda")).items()}
-    assert workers == {"flash_ranged": 132, "flash_ranged, two each": 264, "flash_split": 1}
+        found = {name: (way.ranged, way.workers) for name, way in ways(torch.device("cuda")).items()}
+    for name, ranged in (("triton_ranged", triton_ranged), ("flash_ranged", flash_ranged)):
+        assert [found[f"{name}, {each} each"] for each in (1, 2, 4)] == [(ranged, 132 * each) for each in (1, 2, 4)]
+    assert len(found) == 6

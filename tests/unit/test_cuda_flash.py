@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -18,11 +17,10 @@ from triforce_core.attention.base import Partial
 from triforce_core.attention.cuda_flash import (
     cuda_flash,
     flash_ranged,
-    flash_split,
     past_and_own,
-    queries_as_heads,
     queries_as_tokens,
 )
+from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import WorkItems, attend, gathered
 from triforce_core.attention.reference import reference
 from triforce_core.config import Settings
@@ -58,15 +56,14 @@ def test_the_operator_is_called_as_pytorch_declares_it(queries: int, causal: boo
     assert (part.lse.shape, part.lse.dtype) == ((4, queries), torch.float32)
 
 
-@pytest.mark.parametrize("ranged", [flash_ranged, flash_split])
+@pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
 @pytest.mark.parametrize("queries", [1, 7])
 def test_the_operator_over_ranges_is_called_as_pytorch_declares_it(ranged: Ranged, queries: int) -> None:
     """On a GPU's tensors without data, of which mixed devices and any value that is asked for raise."""
     cuda = torch.device("cuda", 0)
     with FakeTensorMode():
         items = WorkItems(
-            *(torch.empty(count, dtype=torch.int32, device=cuda) for count in (4, 3, 4)),
-            *(900, 3, torch.empty(4, dtype=torch.int32, device=cuda)),
+            *(torch.empty(count, dtype=torch.int32, device=cuda) for count in (4, 3, 4)), longest=900, splits=3
         )
         query = torch.empty(3, queries, 2, 64, dtype=torch.bfloat16, device=cuda)
         keys, values = torch.empty(2, 2, 900, 64, dtype=torch.bfloat16, device=cuda).unbind()
@@ -103,13 +100,10 @@ def dense_varlen(
     return output, lse
 
 
-@pytest.mark.parametrize("arranged", [queries_as_tokens, queries_as_heads])
 @pytest.mark.parametrize("queries", [1, 2, 3, 4, 8, 9, 17])
 @pytest.mark.parametrize("kv_heads", [1, 2, 8])
 @pytest.mark.parametrize("group", [1, 4])
-def test_both_layouts_are_the_attention_over_ranges(
-    arranged: Callable[..., Partial], queries: int, kv_heads: int, group: int
-) -> None:
+def test_items_as_sequences_are_the_attention_over_ranges(queries: int, kv_heads: int, group: int) -> None:
     """Multi-head and grouped, over ragged ranges in any order and empty ones, in a pool of which all else is NaN; then
     merged with the pass's own tokens.
     """
@@ -121,7 +115,7 @@ def test_both_layouts_are_the_attention_over_ranges(
     items = work_items(pieces, queries * group, 2)
 
     def ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
-        return arranged(dense_varlen, query, keys, values, scale, items)
+        return queries_as_tokens(dense_varlen, query, keys, values, scale, items)
 
     each = torch.randn(len(pieces), queries * group, kv_heads, HEAD_DIM, generator=random)
     found, expected = (how(each, pool[0], pool[1], 0.3, items) for how in (ranged, gathered))
@@ -131,24 +125,6 @@ def test_both_layouts_are_the_attention_over_ranges(
     own = torch.randn(2, kv_heads, tokens, HEAD_DIM, generator=random)
     merged, exact = (attend(how, query, own[0], own[1], (pool[0], pool[1]), 0.3, items) for how in (ranged, gathered))
     torch.testing.assert_close(merged, exact, atol=1e-5, rtol=0)
-
-
-@pytest.mark.parametrize("queries", [1, 2, 17])
-def test_the_operator_may_split_whatever_the_number_of_queries(queries: int) -> None:
-    """It does so for one token a sequence with more query heads than KV heads."""
-    asked: list[tuple[int, int, int]] = []
-
-    def varlen(query: Tensor, keys: Tensor, values: Tensor, starts: Tensor, most: int, *rest: Any) -> Any:
-        asked.append((most, query.shape[1], keys.shape[1]))
-        return dense_varlen(query, keys, values, starts, most, *rest)
-
-    keys, values = torch.randn(2, 3, 50, HEAD_DIM)
-    queries_as_heads(
-        varlen, torch.randn(2, queries, 3, HEAD_DIM), keys, values, 0.3, work_items([(0, 9), (4, 40)], 1, 1)
-    )
-    [(most, heads, kv_heads)] = asked
-    assert most == 1
-    assert heads > kv_heads == 3
 
 
 def empty_pool() -> tuple[Tensor, Tensor]:
@@ -181,7 +157,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_the_kernel_of_device_and_dtype(settings: dict[str, str], head_dim: int, kernel: str) -> None:
     made = Settings.model_validate(settings)
     assert kernel_for(made, head_dim) is KERNELS[kernel]
-    assert ranged_for(made) is (flash_ranged if kernel == "cuda_flash" else gathered)
+    assert (ranged_for(made) is gathered) == (kernel != "cuda_flash")
 
 
 def test_the_package_is_taken_where_it_is_installed(machine: dict[str, Any]) -> None:

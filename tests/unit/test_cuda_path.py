@@ -16,6 +16,8 @@ import torch
 
 from tests.fake_cuda import Device, fake_cuda, fake_model
 from tests.random_models import random_model, with_noise
+from triforce_core import attention
+from triforce_core.attention import KERNELS
 from triforce_core.bench import device as bench
 from triforce_core.bench.device import DeviceWorkload, synthetic_engine
 from triforce_core.bench.geometry import Geometry, geometry_of
@@ -25,8 +27,9 @@ from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.engine.working_memory import LIBRARIES, beside_pool
+from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.offloaded import OffloadedKV
+from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.pinned import BUFFER_BYTES
 from triforce_core.messages import SamplingParams, Tier
 
@@ -59,6 +62,7 @@ class Run:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(bench, "random_model", lambda config, settings: fake_model(config))
+    monkeypatch.setattr(attention, "can_run", lambda: True)  # as where PyTorch for CUDA has brought Triton along
     with fake_cuda() as made:
         yield made
 
@@ -106,6 +110,16 @@ def run(device: Device, shape: Geometry, *requests: Request, together: bool = Fa
 
 def request(sampling: SamplingParams = GREEDY, tokens: int = CONTEXT, **more: Any) -> Request:
     return Request(tuple(i % 1000 for i in range(tokens)), OUTPUT, sampling, 0, (8, 3), **more)
+
+
+@pytest.mark.usefixtures("device")
+def test_a_snapshot_to_which_nothing_is_new_reads_nothing_from_the_host() -> None:
+    """As at the end of a chunk, if the snapshot before has as many chunks: a GPU run failed there."""
+    cuda = torch.device("cuda", 0)
+    kv = OffloadedKV(KVGeometry(2, 4, 64, torch.bfloat16, cuda), 256, KERNELS["cuda_flash"], Offload(1))
+    heads, slots = torch.zeros(4, 1, dtype=torch.int64, device=cuda), torch.zeros(4, 0, dtype=torch.int64, device=cuda)
+    for keys in kv.keys:  # on the device, then on the host
+        assert kv.read(keys, heads, slots).shape == (4, 0, 64)
 
 
 def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[int, int]:

@@ -19,7 +19,7 @@ from tests.random_models import random_model
 from triforce_core.bench import attention, generate
 from triforce_core.bench.attention import AttentionCase
 
-USUAL = ["versions", "tests", "device_quick", "device_full", "attention", "profile", "link"]
+USUAL = ["versions", "tests", "fused", "device_quick", "device_full", "attention", "profile", "link"]
 ROOT = Path(__file__).parents[2]
 # A stand-in for Python: what it is called with is a line of $CALLS, and the real one does all but the steps.
 PYTHON = f"""#!/bin/sh

@@ -9,6 +9,7 @@ from triforce_core.attention.base import Kernel, Partial, merge
 from triforce_core.attention.blocked import blocked
 from triforce_core.attention.cpu_flash import cpu_flash
 from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
+from triforce_core.attention.flash_decoding import can_run, triton_ranged
 from triforce_core.attention.ranged import Ranged, gathered
 from triforce_core.attention.reference import reference
 from triforce_core.config import Settings
@@ -85,7 +86,9 @@ def kernel_for(settings: Settings, head_dim: int) -> Kernel:
 
 def ranged_for(settings: Settings) -> Ranged:
     """The attention of passes of constant shape, over ranges given as tensors (ranged.py)."""
-    return flash_ranged if kernel_name(settings) in ON_CUDA else gathered
+    if kernel_name(settings) not in ON_CUDA:
+        return gathered
+    return triton_ranged if can_run() else flash_ranged
 
 
 __all__ = [

@@ -1,11 +1,8 @@
-"""FlashAttention on CUDA, in bfloat16 and float16: PyTorch's own operator, or the `flash-attn` package. Not run on a
-GPU yet.
+"""FlashAttention on CUDA, in bfloat16 and float16: PyTorch's own operator, or the `flash-attn` package.
 
-Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes need the call
-over several sequences, because their lengths are tensors. That call does not split keys if a sequence has several
-queries, so the pass cuts its ranges into items (`flash_ranged`). It does split them if each sequence has one query; so
-`flash_split` passes a sequence's queries as heads of a single query. Which of the two is faster will be measured
-(bench/attention.py), and the other deleted.
+Over one sequence, both split long keys over the whole GPU by themselves (flash-decoding). Captured passes, whose
+lengths are tensors, call them only where Triton cannot run (flash_decoding.py). They need the call over several
+sequences, which does not split keys; so the pass cuts its ranges into items.
 """
 
 from __future__ import annotations
@@ -106,15 +103,6 @@ def flash_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, item
     return queries_as_tokens(torch_varlen, query, keys, values, scale, items)
 
 
-def flash_split(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
-    """The operator over few items, each of which it splits over the whole GPU by itself; see `Ranged` for the shapes.
-
-    It takes as many splits as fill the GPU, given items, heads and `longest`. With many items it does not split; with
-    `longest` far above the true lengths, only the first splits have keys.
-    """
-    return queries_as_heads(torch_varlen, query, keys, values, scale, items)
-
-
 def queries_as_tokens(
     varlen: Varlen, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems
 ) -> Partial:
@@ -123,21 +111,6 @@ def queries_as_tokens(
         query.flatten(0, 1), keys.transpose(0, 1), values.transpose(0, 1), items.query_starts, queries, scale, items
     )
     return Partial(output.view(query.shape), without_empty(lse.view(kv_heads, count, queries), items))
-
-
-def queries_as_heads(
-    varlen: Varlen, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems
-) -> Partial:
-    """Each item's queries as query heads of one token. Only for such calls does the operator split the keys, and only
-    if there are more query heads than KV heads; so a single query is repeated.
-    """
-    count, queries, kv_heads, head_dim = query.shape
-    least = max(2, queries)
-    heads = query.transpose(1, 2).expand(-1, -1, least if queries == 1 else -1, -1).flatten(1, 2)
-    output, lse = varlen(heads, keys.transpose(0, 1), values.transpose(0, 1), items.numbers, 1, scale, items)
-    output = output.view(count, kv_heads, least, head_dim).narrow(2, 0, queries).transpose(1, 2)
-    lse = lse.view(kv_heads, least, count).narrow(1, 0, queries).transpose(1, 2)
-    return Partial(output, without_empty(lse, items))
 
 
 def without_empty(lse: Tensor, items: WorkItems) -> Tensor:

@@ -28,7 +28,6 @@ class WorkItems:
     query_starts: Tensor  # [items + 1]: offsets of each item's queries, which lie one after another
     longest: int  # the greatest possible length
     splits: int
-    numbers: Tensor  # [items + 1]: 0, 1, 2, …
 
 
 # ranged(query [items, queries, kv_heads, head_dim], keys [kv_heads, slots, head_dim], values, scale, items) -> Partial
@@ -37,8 +36,10 @@ Ranged = Callable[[Tensor, Tensor, Tensor, float, WorkItems], Partial]
 
 
 def num_splits(workers: int, sequences: int, kv_heads: int, longest: int) -> int:
-    """The items per sequence, so that each of the `workers`, such as a GPU's multiprocessors, has one to read."""
-    return max(1, min(ceil(workers / (sequences * kv_heads)), longest // LEAST_KEYS))
+    """The items per sequence, so that at most `workers` programs read one each, all at the same time: one program more
+    would wait for the others. A GPU's multiprocessors run two each.
+    """
+    return max(1, min(workers // (sequences * kv_heads), longest // LEAST_KEYS))
 
 
 def cut(ranges: list[tuple[int, int]], splits: int) -> list[tuple[int, int]]:

@@ -1,7 +1,6 @@
 """Times the attention of captured passes alone: each way to read one range of keys, in a graph, as passes run it.
 
-On a GPU it compares `flash_ranged`, over items that our code cuts (one or two for each multiprocessor), with
-`flash_split`, whose operator splits the range itself.
+On a GPU it compares our kernel in Triton, over one, two and four items for each multiprocessor, with FlashAttention.
 """
 
 from __future__ import annotations
@@ -15,7 +14,8 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import Ranged, gathered
-from triforce_core.attention.cuda_flash import flash_ranged, flash_split
+from triforce_core.attention.cuda_flash import flash_ranged
+from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import WorkItems, cut, num_splits, over_items
 from triforce_core.bench.decode import Report
 from triforce_core.bench.peaks import measure_peaks, seconds
@@ -64,9 +64,9 @@ def ways(device: torch.device) -> dict[str, Way]:
         return {"gathered": Way(gathered, 1)}
     workers = torch.cuda.get_device_properties(device).multi_processor_count
     return {
-        "flash_ranged": Way(flash_ranged, workers),
-        "flash_ranged, two each": Way(flash_ranged, 2 * workers),
-        "flash_split": Way(flash_split, 1),
+        f"{name}, {each} each": Way(ranged, each * workers)
+        for name, ranged in (("triton_ranged", triton_ranged), ("flash_ranged", flash_ranged))
+        for each in (1, 2, 4)
     }
 
 
@@ -111,7 +111,6 @@ def items_of(way: Way, case: AttentionCase, device: torch.device) -> WorkItems:
         numbers * each,
         case.longest,
         splits,
-        numbers,
     )
 
 

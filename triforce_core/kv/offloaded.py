@@ -149,7 +149,7 @@ class OffloadedKV(FullKV):
         if pool.device.type == self.geometry.device.type:
             return super().read(pool, kv_heads, slots)
         rows = self.copies.numbers(kv_heads * pool.shape[1] + slots)
-        return self.copies.gather(pool.flatten(0, 1), rows.flatten()).view(*rows.shape, -1)
+        return self.copies.gather(pool.flatten(0, 1), rows.flatten()).view(*rows.shape, pool.shape[-1])
 
     def moved(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == self.geometry.device.type:

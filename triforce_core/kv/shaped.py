@@ -53,7 +53,6 @@ class ShapedBatch:
         self.narrow, self.starts, self.lengths = self.inputs.split([4 * shape.tokens, items + 1, items])
         self.wide = self.narrow.long()
         self.token_ids, self.positions, self.slots, self.sampled = self.wide.split(shape.tokens)
-        self.numbers = torch.arange(items + 1, dtype=torch.int32, device=geometry.device)
         self.items: WorkItems | None = None  # made in the first pass, which shows how many query heads there are
         self.load(Batch(kv))
 
@@ -103,8 +102,9 @@ class ShapedBatch:
         pool = self.kv.keys[layer], self.kv.values[layer]
         group = query.shape[0] // keys.shape[0]
         if self.items is None:  # in the first pass, which is never the one that is captured
-            query_starts = self.numbers * (group * self.shape.queries)
-            self.items = WorkItems(self.starts, self.lengths, query_starts, self.longest, self.splits, self.numbers)
+            numbers = torch.arange(len(self.starts), dtype=torch.int32, device=self.starts.device)
+            query_starts = numbers * (group * self.shape.queries)
+            self.items = WorkItems(self.starts, self.lengths, query_starts, self.longest, self.splits)
         output = attend(self.ranged, query, keys, values, pool, scale, self.items, self.join)
         pool[0].index_copy_(1, self.slots, keys)
         pool[1].index_copy_(1, self.slots, values)

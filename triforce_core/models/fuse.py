@@ -3,7 +3,7 @@ and for the draw of its tokens.
 
 Even in a CUDA graph such a part costs one kernel per operator, some two microseconds each, however small. The compiled
 code is transformers' own: each function is compiled once for all layers and lengths, and once more for a single token.
-Not run on a GPU yet. docs/decisions/0015-graphs.md
+docs/decisions/0015-graphs.md
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, reason_of, shortage
-from triforce_core.models.toolchain import lacking
 from triforce_core.sampling.draw import Noisiest, noisiest
+from triforce_core.toolchain import lacking
 
 ROTATE = "apply_rotary_pos_emb"  # the function of this name that transformers' attention modules call
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of a gated feed-forward block

@@ -2,8 +2,8 @@
 launches, which are most of the cost of a small model or a sparse cache on a GPU.
 
 There is one pass per shape (sequences, tokens of each). A batch goes to the smallest pass that has room for it, or else
-to an ordinary pass. Without capture the same code runs on any device, as the eager pass; tests use that. The capture
-has not been run on a GPU yet. docs/decisions/0015-graphs.md
+to an ordinary pass. Without capture the same code runs on any device, as the eager pass; tests use that.
+docs/decisions/0015-graphs.md
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.fuse import compiled, compiling, give_up
 
+PROGRAMS = 2  # that a multiprocessor runs at the same time, each of which reads one item
 WARM_UPS = 2  # passes before capture, in which libraries allocate their permanent buffers
-# Target sequences with more KV take ordinary passes: reading that much hides the launches. A guess, not measured.
-MOST_KV_BYTES = 16 << 30
 
 
 class ShapedPass(Protocol):
@@ -196,13 +195,13 @@ def shaped_batches(
     """A batch for each pair of a number of sequences and a number of tokens per sequence, the largest last."""
     geometry, ranged = kv.geometry, ranged_for(settings)
     cuda = geometry.device.type == "cuda"
-    workers = torch.cuda.get_device_properties(geometry.device).multi_processor_count if cuda else 1
+    workers = PROGRAMS * torch.cuda.get_device_properties(geometry.device).multi_processor_count if cuda else 1
     shapes = [PassShape(n, q) for n in sizes for q in queries]
     if isinstance(kv, FixedKV):
         for shape in shapes:
             yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers)
     elif isinstance(kv, FullKV):
-        longest = min(kv.allocator.num_slots, MOST_KV_BYTES // geometry.bytes_per_token)
+        longest = kv.allocator.num_slots
         heads = model.config.num_attention_heads // (model.tp_size or 1)
         kept = torch.empty(
             *(geometry.num_layers, heads, shapes[-1].tokens, geometry.head_dim),
