@@ -255,7 +255,7 @@ def test_where_drafts_of_one_token_pay_the_plan_follows_a_text_that_begins_to_re
         server.machine = replace(before, lookup_first=0.9, lookup=0.97)
         return server.request(256)[0]
 
-    assert fmean(next_s(seed) for seed in range(6)) <= Decoding(before).request(256, PLAIN)[0] / 3.6
+    assert fmean(next_s(seed) for seed in range(24)) <= Decoding(before).request(256, PLAIN)[0] / 3.6
 
 
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
