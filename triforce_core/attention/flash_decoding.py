@@ -48,13 +48,14 @@ def attention(
     count, rows, heads, head_dim = query.shape
     tile = min(MOST_ROWS, max(LEAST_ROWS, triton.next_power_of_2(rows)))
     dim = max(16, triton.next_power_of_2(head_dim))
-    kernel()[heads, count, triton.cdiv(rows, tile)](
-        *(query, keys, values, output, lse, starts, lengths),
-        *(scale * log2(e), rows, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-        *(tile, keys_of_tile(dim, query.device), dim, head_dim),
-        num_warps=WARPS,
-        num_stages=STAGES,
-    )
+    with torch.cuda.device_of(query):  # Triton launches on the current device
+        kernel()[heads, count, triton.cdiv(rows, tile)](
+            *(query, keys, values, output, lse, starts, lengths),
+            *(scale * log2(e), rows, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
+            *(tile, keys_of_tile(dim, query.device), dim, head_dim),
+            num_warps=WARPS,
+            num_stages=STAGES,
+        )
     return output, lse
 
 
