@@ -204,7 +204,7 @@ class Situation(NamedTuple):
     costs: Costs
     acceptance: Acceptance
     corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what their passes should take
-    begin_s: float  # where a first snapshot is needed: the seconds to cut it, and those that the next round is late
+    cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
 
@@ -212,7 +212,7 @@ class Situation(NamedTuple):
         """The expected seconds per token of each plan, [n]."""
         expected = expected_rounds(candidates, self.acceptance)
         corrections = np.array([self.corrections[kind] for kind in candidates.kinds])[candidates.kind_index]
-        cuts_s = self.begin_s / self.remaining + self.renewal_s
+        cuts_s = self.cut_s / self.remaining + self.renewal_s
         each = corrections * self.costs.round_s(expected) / expected.tokens
         return np.asarray(each + cuts_s * (candidates.retrieval > 0))
 

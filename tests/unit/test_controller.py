@@ -47,7 +47,6 @@ class Machine:
     round_s: float = 0.2e-3  # of any round, such as a link
     speculative_s: float = 0.0  # of a round in which the tiers below take part
     cut: float = 0.05
-    catch_up: float = 0.0  # of the first round after a first cut
     renewal: float = 4e-3
     by_target: float = 0.95  # a token of retrieval
     model: float = 0.55
@@ -67,7 +66,6 @@ class Decoding:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
     clock: float = 0.0
     ids: int = 0
-    late_s: float = 0.0  # by which the next round takes longer because tiers have to catch up
 
     def __post_init__(self) -> None:
         self.controller = Controller(replace(TIERS, lookaheads=self.machine.lookaheads))
@@ -120,16 +118,13 @@ class Decoding:
         target = Tally(1, block, accepted, rejected, 0, 0, 1, pass_s)
         return accepted + 1, (target, below, leaf), seconds + pass_s + machine.round_s + machine.speculative_s
 
-    def request(
-        self, output: int, fixed: Plan | None = None, turns: Machine | None = None, most: int = 0
-    ) -> tuple[float, Trace]:
+    def request(self, output: int, fixed: Plan | None = None, turns: Machine | None = None) -> tuple[float, Trace]:
         """Run a request whose plans are the controller's, or one fixed plan. Return its seconds, and its plans by
-        tokens of output. In the middle the machine becomes `turns`. The request may ask for `most` tokens instead of
-        `output`, and yet end after `output`.
+        tokens of output. In the middle the machine becomes `turns`.
         """
         self.ids += 1
         request = Request((1,) * PROMPT, output, SamplingParams(1.0), 0, fixed.lookaheads if fixed else None)
-        spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + max(output, most))
+        spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + output)
         sequence = Sequence(self.ids, request, spec, [1] * (PROMPT + 1), clock=self.clock, prefilled=PROMPT + 1)
         sequence.plan, trace = fixed or self.controller.plan(sequence, [sequence], REFRESH), Trace()
         began = self.clock
@@ -138,9 +133,7 @@ class Decoding:
                 self.machine = turns
             trace.append((done, sequence.plan))
             self.clock += self.cut(sequence)
-            tokens, tallies, seconds = self.round(sequence.plan)
-            self.commit(sequence, tokens, tallies, seconds + self.late_s)
-            self.late_s = 0.0
+            self.commit(sequence, *self.round(sequence.plan))
         return self.clock - began, trace
 
     def commit(self, sequence: Sequence, tokens: int, tallies: tuple[Tally, ...], seconds: float) -> None:
@@ -166,7 +159,6 @@ class Decoding:
             return 0.0
         first = last is None or position - last.position >= 2 * REFRESH
         sequence.last_cut = CutRecord(1, position, False)
-        self.late_s = self.machine.catch_up if first else 0.0
         seconds = self.machine.cut if first else self.machine.renewal
         self.controller.was_cut(sequence, seconds, first=first)
         return seconds
@@ -211,31 +203,6 @@ def test_a_new_process_decodes_few_rounds_plainly() -> None:
     """
     trace = Decoding(MACHINES["repetitive"]).request(24)[1]
     assert [plan.speculates for _, plan in trace[:5]] == [False] * 4 + [True]
-
-
-@pytest.mark.parametrize(("output", "begins"), [(64, False), (512, True)])
-def test_the_tiers_catch_up_only_where_the_rest_of_the_output_earns_it_back(output: int, begins: bool) -> None:
-    """The first round after a first cut takes the time of 40 plain tokens longer than others. Only plans with a
-    retrieval tier pay: they are twice as fast as plain decoding.
-    """
-    machine = Machine(14e-3, 0.9e-3, 0.0, 4e-3, 0.3e-3, model=0.1, lookup_first=0.1, lookup=0.1, catch_up=0.6)
-    for seed in range(4):
-        server = Decoding(machine, rng=random.Random(seed))
-        for _ in range(4):
-            server.request(output)
-        requests = [server.request(output) for _ in range(4)]
-        took, plain_s = fmean(seconds for seconds, _ in requests), Decoding(machine).request(output, PLAIN)[0]
-        assert took <= (plain_s / 1.2 if begins else plain_s / 0.97)
-        assert any(plan.retrieval for _, trace in requests for _, plan in trace) is begins
-
-
-def test_a_request_that_ends_early_has_not_paid_much_for_tiers_to_catch_up() -> None:
-    """The requests ask for 1024 tokens and end after 128. Catching up takes the time of 87 plain tokens."""
-    machine = Machine(14e-3, 0.9e-3, 0.0, 4e-3, 0.3e-3, model=0.1, lookup_first=0.1, lookup=0.1, catch_up=1.3)
-    plain_s = Decoding(machine).request(128, PLAIN)[0]
-    servers = [Decoding(machine, rng=random.Random(seed)) for seed in range(6)]
-    took = [[server.request(128, most=1024)[0] for _ in range(8)][2:] for server in servers]
-    assert fmean(map(fmean, took)) <= plain_s / 0.96
 
 
 def test_an_unlucky_beginning_is_cut_short() -> None:
@@ -469,25 +436,6 @@ def test_rounds_that_the_retrieval_tier_drafts_alone_teach_how_much_of_it_is_acc
     )
     for known in (one.drafted.acceptances, controller.known[4]):
         assert (known.chances["retrieval"].happened, known.chances["retrieval"].times) == (2, 3)
-
-
-def test_where_a_first_cut_is_needed_its_time_and_that_of_catching_up_are_expected() -> None:
-    """The first round of the retrieval tier after it shows how long tiers catch up. The server forgets that slowly."""
-    controller = Controller(TIERS)
-    one, _ = two_requests(controller)
-    controller.plan(one, [one], REFRESH)
-    controller.was_cut(one, 0.05, first=True)
-    for plan, round_s in ((Plan(0, 3), 0.4), (Plan(8, 3), 0.1), (Plan(8, 3), 0.4)):  # only the second one counts
-        one.drafted.choice = Choice(plan, 0.01, 0.02)
-        tallies = (Tally(1, 8, 2, 1), Tally(1, 3), Tally())
-        controller.learn(one, Proposal(1, len(one.tokens), (1,) * 3, b"", tallies=tallies), plan, round_s)
-    assert controller.catch_up_s.mean(0, trust=0) == pytest.approx(0.07)
-    assert controller._situation([one], [one], REFRESH).begin_s == pytest.approx(0.05 + 0.07 / 1.5, rel=0.01)
-    controller.committed, controller.faded_at = 1400, 0
-    controller._fade()
-    assert controller._situation([one], [one], REFRESH).begin_s == pytest.approx(0.05 + 0.035, rel=0.01)
-    one.last_cut = CutRecord(1, len(one.tokens), False)
-    assert controller._situation([one], [one], REFRESH).begin_s == 0
 
 
 def test_for_all_who_share_a_choice_or_join_it_gains_are_counted_anew() -> None:

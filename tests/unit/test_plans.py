@@ -107,13 +107,11 @@ def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> No
 def test_plans_that_are_compared_at_once_cost_what_each_costs_by_itself() -> None:
     """A long draft among the candidates changes nothing for the short ones."""
     every = Candidates(PLANS)
-    situation = Situation(
-        costs(), ACCEPTANCE, dict.fromkeys(every.kinds, 1.0), begin_s=3.0, renewal_s=0.1, remaining=10
-    )
+    situation = Situation(costs(), ACCEPTANCE, dict.fromkeys(every.kinds, 1.0), cut_s=3.0, renewal_s=0.1, remaining=10)
     alone = [situation.seconds(Candidates([plan]))[0] for plan in every.each]
     assert situation.seconds(every) == pytest.approx(alone)
     cuts = [0.4 * (plan.retrieval > 0) for plan in every.each]
-    assert situation._replace(begin_s=0, renewal_s=0).seconds(every) + cuts == pytest.approx(alone)
+    assert situation._replace(cut_s=0, renewal_s=0).seconds(every) + cuts == pytest.approx(alone)
 
 
 chances = st.floats(0, 1)
@@ -133,7 +131,7 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     known = Costs(target + token, lambda n: target + token * n, lambda n: retrieval + 0.01 * n, lambda _: 0.1)
     candidates = Candidates(plans((8, 3), tuple(Drafting)))
     corrections = dict.fromkeys(candidates.kinds, 1.0)
-    situation = Situation(known, acceptance, corrections, begin_s=1.0, renewal_s=0.001, remaining=100)
+    situation = Situation(known, acceptance, corrections, cut_s=1.0, renewal_s=0.001, remaining=100)
     choice, seconds = choose(candidates, situation, present), situation.seconds(candidates)
     assert choice.plain_s == seconds[candidates.index[PLAIN]]
     assert choice.seconds == seconds[candidates.index[choice.plan]]
@@ -168,8 +166,8 @@ def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:
     acceptance, corrections = Acceptance(0.95, *[0] * 6), {"plain": 1.0, "retrieval": 1.0}
     cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
 
-    def plan(begin_s: float, remaining: int) -> Plan:
-        return choose(candidates, Situation(cheap, acceptance, corrections, begin_s, 0.0, remaining)).plan
+    def plan(cut_s: float, remaining: int) -> Plan:
+        return choose(candidates, Situation(cheap, acceptance, corrections, cut_s, 0.0, remaining)).plan
 
     assert plan(0.0, 10).retrieval
     assert plan(50.0, 200).retrieval

@@ -135,7 +135,6 @@ class Drafted:
     rounds: int = 0  # so far
     kind: str = ""  # of the plan of the latest round
     said_held_back: bool = False  # whether the log says that speculation has cost it too much
-    begins: bool = False  # whether it got a first snapshot and the retrieval tier has drafted nothing since
     unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
     gained_s: float = 0.0  # seconds that rounds have saved since `chosen_at`, without the cost of beginning

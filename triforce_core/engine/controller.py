@@ -40,9 +40,7 @@ FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the ga
 # choosing would take up to a tenth of the time where decoding is fastest. If prompt lookup alone drafts, and the rounds
 # of a request have lost the time of `LOSING` plain tokens since the last choice, only `REPLAN_S` is waited for.
 REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSING = 24, 5, 0.1, 2
-# Tokens over which a first snapshot, and the time that tiers take to catch up, must pay. A request for more tokens may
-# end before it has as many.
-HORIZON = 128
+HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
 # left.
 PAID_OVER = 128
@@ -153,8 +151,6 @@ class Controller:
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
         # Seconds. `cut_s`: of a first cut, per token of its text; `renewal_s`: of a later cut as a whole.
         self.cut_s, self.renewal_s = Recent(), Recent()
-        # Seconds by which the round after a first cut took longer than expected, because tiers had to catch up.
-        self.catch_up_s = Recent()
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
         # By load: the latest plain rounds, and the seconds that they took. The seconds themselves are kept, not their
@@ -259,11 +255,8 @@ class Controller:
         paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
         drafted.unpaid_s -= paid_s
         drafted.saved_s -= paid_s
-        begins, drafted.begins = drafted.begins and plan.retrieval > 0, drafted.begins and not plan.retrieval
         if plan.speculates and plain_s and not isnan(round_s):
             gained_s = count * plain_s - round_s
-            if begins:
-                self.catch_up_s.add(round_s - count * drafted.choice.seconds)
             if plan.kind == drafted.kind:
                 counted_s = max(gained_s, -MOST_LOST * plain_s)
                 drafted.saved_s = min(drafted.saved_s + counted_s, CREDIT * plain_s)
@@ -279,7 +272,6 @@ class Controller:
         """
         sequence.drafted.unpaid_s += seconds
         if first:
-            sequence.drafted.begins = True
             self.cut_s.add(seconds / len(sequence.tokens))
         else:
             self.renewal_s.add(seconds)
@@ -383,8 +375,8 @@ class Controller:
         self.faded_at = self.committed
         for known in self.known.values():
             known.fade(kept)
-        for recent in (*self.corrections.values(), self.catch_up_s):
-            recent.fade(kept)
+        for correction in self.corrections.values():
+            correction.fade(kept)
 
     def _correct(self) -> None:
         """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
@@ -409,12 +401,10 @@ class Controller:
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
         """What is known when one plan is chosen for all these requests. The times of their cuts add up, because one
-        thread cuts all snapshots. Their tiers catch up in the same round.
+        thread cuts all snapshots.
         """
         load = load_of(decoding)
-        uncut = [s for s in together if not recent_cut(s, refresh_every)]
-        begin_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in uncut)
-        begin_s += max(0.0, self.catch_up_s.mean(0)) if uncut else 0.0
+        cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
         corrections = {kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds}
         corrections[PLAIN.kind] = self._plain_correction(load)
@@ -422,7 +412,7 @@ class Controller:
             self._costs(load),
             self._acceptance(together),
             corrections,
-            begin_s,
+            cut_s,
             renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
         )
