@@ -67,8 +67,8 @@ check() {
     step "$name" "$python" -m scripts.gpu_check "$what" "$out/$name.json" --device "$device" "$@"
 }
 
-# tests NAME FILES…: names each test as it ends, and bounds each, so that one that hangs does not hide the others.
-tests() {
+# run_tests NAME FILES…: names each test as it ends, and bounds each, so that one that hangs does not hide the others.
+run_tests() {
     local name=$1
     shift
     step "$name" "$python" -m pytest "$@" -v -rf --tb=short --timeout 100 --maxfail=20 ${PYTEST_OPTIONS:-} \
@@ -78,8 +78,8 @@ tests() {
 # Kernels are fused where a compiler and Python.h are there (compile: auto); `kernels` in the JSON says whether they were.
 run() {
     case $1 in
-        tests) tests tests tests/gpu/test_[!f]*.py ;;
-        fused) tests fused tests/gpu/test_fused.py ;;
+        tests) run_tests tests tests/gpu --ignore tests/gpu/test_fused.py ;;
+        fused) run_tests fused tests/gpu/test_fused.py ;;
         device_quick) check "$1" bench --context "$quick" --output 64 --repeats 1 --prefill 4096 ;;
         device_full) check "$1" bench ${full:+--context "$full"} --output 128 --repeats 2 ;;
         device_gqa) check "$1" bench --geometry llama-3.1-8b --context "$quick" --output 64 --repeats 1 --prefill 4096 ;;

@@ -10,7 +10,7 @@ from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_
 from triforce_core.attention.blocked import blocked
 from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
-from triforce_core.attention.ranged import WorkItems, attend, cut, gathered
+from triforce_core.attention.ranged import WorkItems, attend, cut, gathered, over_items
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)
@@ -62,7 +62,7 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
 @pytest.mark.parametrize("queries", [1, 5, 17])
 @pytest.mark.parametrize("splits", [1, 3, 16])
 @pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
 def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, group: int, head_dim: int) -> None:
     """The ranges are in any order, and some are empty. All else in the pool is NaN. The pass has tokens of its own,
     too.
@@ -89,6 +89,29 @@ def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, grou
     merged = attend(ranged, query, own[0], own[1], (pool[0], pool[1]), head_dim**-0.5, items)
     exact = attend(gathered, query.float(), *own.float(), (pool[0].float(), pool[1].float()), head_dim**-0.5, items)
     torch.testing.assert_close(merged.float(), exact, atol=OUTPUT, rtol=0)
+
+
+@pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
+def test_all_items_of_one_sequence_have_its_queries(ranged: Ranged) -> None:
+    """They come as one query, expanded, of which no item may be read beyond its end."""
+    pool, numbers = normal(2, 8, 5000, 128, seed=5), torch.arange(9, dtype=torch.int32, device="cuda")
+    starts, lengths = (
+        torch.tensor(n, dtype=torch.int32, device="cuda") for n in zip(*cut([(7, 4900)], 8), strict=True)
+    )
+    items = WorkItems(torch.cat([starts, starts[:1]]), lengths, 5 * numbers, 5000, 8)
+    query = normal(8, 1, 1, 5, 128, seed=6)
+    found = over_items(ranged, query, pool[0], pool[1], 128**-0.5, items)
+    exact = over_items(gathered, query.float(), pool[0].float(), pool[1].float(), 128**-0.5, items)
+    torch.testing.assert_close(found.output.float(), exact.output, atol=OUTPUT, rtol=0)
+    torch.testing.assert_close(found.lse, exact.lse, atol=LSE, rtol=0)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_triton_runs_on_the_tensors_device_whichever_is_current() -> None:
+    some = torch.ones(1, 1, 1, 16, dtype=torch.bfloat16, device="cuda:1")
+    numbers = torch.tensor([0, 1], dtype=torch.int32, device="cuda:1")
+    part = triton_ranged(some, some[0], some[0], 1.0, WorkItems(numbers, numbers[1:], numbers, 1, 1))
+    assert part.output.eq(1).all()
 
 
 def test_float32_over_128k_keys_takes_bounded_memory() -> None:

@@ -62,7 +62,7 @@ class Run:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
     monkeypatch.setattr(bench, "random_model", lambda config, settings: fake_model(config))
-    monkeypatch.setattr(attention, "can_run", lambda: True)  # as where PyTorch for CUDA has brought Triton along
+    monkeypatch.setattr(attention, "can_run", lambda device: True)  # as where PyTorch for CUDA has brought Triton along
     with fake_cuda() as made:
         yield made
 

@@ -63,8 +63,11 @@ def test_all_items_of_a_sequence_have_its_queries(sequences: int) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize(("held", "keys"), [(232_448, 64), (166_912, 64), (101_376, 32), (49_152, 16)])
-def test_a_tile_fits_the_shared_memory(held: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("held", "dim", "keys"),
+    [(232_448, 128, 64), (232_448, 256, 32), (166_912, 128, 64), (101_376, 128, 32), (49_152, 128, 16)],
+)
+def test_a_tile_fits_the_shared_memory(held: int, dim: int, keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of an H100, an A100, an RTX 4090, and one that has less."""
     from triton.runtime import driver
 
@@ -79,22 +82,43 @@ def test_a_tile_fits_the_shared_memory(held: int, keys: int, monkeypatch: pytest
 
     monkeypatch.setattr(type(driver), "active", Active)
     ours.keys_of_tile.cache_clear()
-    assert ours.keys_of_tile(128, torch.device("cuda", 1)) == keys
+    assert ours.keys_of_tile(64 if dim == 256 else 16, dim, torch.device("cuda", 1)) == keys
 
 
 @pytest.mark.parametrize("runs", [True, False])
 def test_flash_attention_is_called_where_triton_cannot_run(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("triforce_core.attention.can_run", lambda: runs)
+    monkeypatch.setattr("triforce_core.attention.can_run", lambda device: runs)
     settings = Settings.model_validate({"device": "cuda", "dtype": "bfloat16"})
     assert ranged_for(settings) is (ours.triton_ranged if runs else flash_ranged)
     assert ranged_for(settings.model_copy(update={"dtype": "float32"})) is gathered
     assert ranged_for(Settings()) is gathered
 
 
-@pytest.mark.parametrize(("installed", "lacks"), [(False, None), (True, "there is no C compiler: install gcc")])
-def test_triton_needs_a_compiler(installed: bool, lacks: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("installed", "lacks", "fails", "said"),
+    [
+        (True, None, None, None),
+        (False, None, None, "Triton is not installed"),
+        (True, "there is no C compiler: install gcc", None, "there is no C compiler"),
+        (True, None, RuntimeError("ptxas\nno kernel image"), "RuntimeError: no kernel image"),
+    ],
+    ids=str,
+)
+def test_triton_must_be_there_and_work(
+    installed: bool,
+    lacks: str | None,
+    fails: Exception | None,
+    said: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def attention(*arguments: object) -> None:
+        if fails:
+            raise fails
+
     monkeypatch.setattr(ours, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(ours, "lacking", lambda device_type: lacks)
-    ours.can_run.cache_clear()
-    assert not ours.can_run()
-    ours.can_run.cache_clear()
+    monkeypatch.setattr(ours, "attention", attention)
+    assert ours.can_run.__wrapped__(torch.device("cpu")) is (said is None)
+    assert (said or "") in caplog.text
+    assert ("captured passes use FlashAttention" in caplog.text) is (said is not None)

@@ -88,7 +88,7 @@ def ranged_for(settings: Settings) -> Ranged:
     """The attention of passes of constant shape, over ranges given as tensors (ranged.py)."""
     if kernel_name(settings) not in ON_CUDA:
         return gathered
-    return triton_ranged if can_run() else flash_ranged
+    return triton_ranged if can_run(torch.device(settings.device)) else flash_ranged
 
 
 __all__ = [

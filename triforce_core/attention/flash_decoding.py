@@ -2,12 +2,13 @@
 
 FlashAttention has tiles of 64 or 128 queries, and a decoding pass has a few: most of its arithmetic is spent on padding
 and takes longer than reading the keys. Tiles here have as few queries as a matrix product can have, 16. One program
-reads the keys and values of one item and KV head once, for all query heads of the group (Dao et al., Flash-Decoding);
-the caller merges the items. Figures: docs/benchmarks/device.md
+reads the keys and values of one item and KV head, for all query heads of the group and up to 64 queries in all (Dao et
+al., Flash-Decoding); the caller merges the items. Figures: docs/benchmarks/device.md
 """
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from importlib.util import find_spec
 from math import e, log2
@@ -20,15 +21,36 @@ from triforce_core.attention.base import Partial
 from triforce_core.attention.ranged import WorkItems
 from triforce_core.toolchain import lacking
 
+log = logging.getLogger(__name__)
+
 # Of eleven combinations none was faster by more than 2% on an H100, over 4,096 keys and over 107,008.
 KEYS, WARPS, STAGES = 64, 4, 3  # keys of a tile, warps of a program, tiles that are on their way from memory
 LEAST_ROWS, MOST_ROWS = 16, 64  # queries of a tile
 
 
 @cache
-def can_run() -> bool:
-    """Whether Triton is installed, which PyTorch for CUDA brings along, and what it needs of the machine is there."""
-    return find_spec("triton") is not None and lacking("cuda") is None
+def can_run(device: torch.device) -> bool:
+    """Whether Triton is installed, which PyTorch for CUDA brings along, and works on this device. If not, the log says
+    why, once.
+    """
+    why = "Triton is not installed" if find_spec("triton") is None else lacking("cuda")
+    if why is None:
+        why = failure(device)
+    if why is not None:
+        log.warning("%s: captured passes use FlashAttention, which is slower over long contexts", why)
+    return why is None
+
+
+def failure(device: torch.device) -> str | None:
+    """Why the kernel fails on the device: a compiler or a driver that is broken may raise anything."""
+    try:
+        some = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
+        starts, lengths = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 0], [1]))
+        attention(some, some[0], some[0], 1.0, starts, lengths)
+    except Exception as error:
+        reason = str(error).strip().rpartition("\n")[2]
+        return f"Triton fails on {device} ({type(error).__name__}: {reason})"
+    return None
 
 
 def triton_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
@@ -52,7 +74,7 @@ def attention(
         kernel()[heads, count, triton.cdiv(rows, tile)](
             *(query, keys, values, output, lse, starts, lengths),
             *(scale * log2(e), rows, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1)),
-            *(tile, keys_of_tile(dim, query.device), dim, head_dim),
+            *(tile, keys_of_tile(tile, dim, query.device), dim, head_dim),
             num_warps=WARPS,
             num_stages=STAGES,
         )
@@ -60,14 +82,17 @@ def attention(
 
 
 @cache
-def keys_of_tile(dim: int, device: torch.device) -> int:
-    """As many as the multiprocessors' shared memory holds: 99 KiB on an RTX 4090, 227 on an H100."""
+def keys_of_tile(tile: int, dim: int, device: torch.device) -> int:
+    """As many as fit into a multiprocessor's shared memory, 99 KiB on an RTX 4090 and 227 on an H100, beside `tile`
+    queries of width `dim`.
+    """
     if device.type != "cuda":
         return KEYS
     from triton.runtime import driver
 
     held: int = driver.active.utils.get_device_properties(device.index or 0)["max_shared_mem"]
-    return next((keys for keys in (KEYS, KEYS // 2) if 4 * keys * dim * STAGES <= 0.9 * held), KEYS // 4)
+    fitting = (keys for keys in (KEYS, KEYS // 2) if 2 * dim * (2 * keys * STAGES + tile) <= 0.9 * held)
+    return next(fitting, KEYS // 4)
 
 
 def shapes(

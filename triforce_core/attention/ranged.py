@@ -36,8 +36,8 @@ Ranged = Callable[[Tensor, Tensor, Tensor, float, WorkItems], Partial]
 
 
 def num_splits(workers: int, sequences: int, kv_heads: int, longest: int) -> int:
-    """The items per sequence, so that at most `workers` programs read one each, all at the same time: one program more
-    would wait for the others. A GPU's multiprocessors run two each.
+    """The items per sequence, as many as `workers` read at the same time, each one item of one KV head. With more items
+    the last ones would wait for the others.
     """
     return max(1, min(workers // (sequences * kv_heads), longest // LEAST_KEYS))
 

@@ -24,7 +24,7 @@ from triforce_core.kv.selectors import SELECTORS, Landmark
 from triforce_core.models.files import kv_shape
 
 MOST_LOGITS = 1 << 25  # of a pass whose prompt tokens get logprobs: 128 MiB in float32
-LIBRARIES = 256 << 20  # on CUDA: cuBLAS's workspaces, FlashAttention's partial results, the driver's part of graphs
+LIBRARIES = 256 << 20  # on CUDA: cuBLAS's workspaces, attention's partial results, the driver's part of graphs
 WIDE = 4 + 8 + 8 + 8  # bytes of a logit while tokens are drawn: float32, float64, and two of the noise
 
 

@@ -29,7 +29,7 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.fuse import compiled, compiling, give_up
 
-PROGRAMS = 2  # that a multiprocessor runs at the same time, each of which reads one item
+PROGRAMS = 2  # that a multiprocessor of an H100 runs at the same time, each of which reads one item of one KV head
 WARM_UPS = 2  # passes before capture, in which libraries allocate their permanent buffers
 
 
