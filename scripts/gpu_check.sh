@@ -8,7 +8,7 @@
 #         are there, these remain: pydantic, pydantic-core, annotated-types, typing-inspection (settings), rich,
 #         markdown-it-py, mdurl, pygments, platformdirs, llguidance, torchao (quantised self-drafters), and pytest,
 #         pytest-timeout, pluggy, iniconfig where they are missing. numpy, pyyaml, psutil, safetensors come with PyTorch
-#         and transformers.
+#         and transformers. Where its transformers is older than pyproject.toml asks, that and tokenizers too.
 # OUT     the folder for results: summary.json, a log of each step, JUnit files, JSON of benchmarks. After each step they
 #         are packed beside it: OUT.tgz, and OUT.traces.tgz with the profiles' traces. Bring back these two files.
 # SECONDS the time of everything together, 540 by default. Each step gets its share of what is left of it, so a step

@@ -95,18 +95,13 @@ def keys_of_tile(tile: int, dim: int, device: torch.device) -> int:
     return next(fitting, KEYS // 4)
 
 
-def shapes(
-    query: Tensor, keys: Tensor, values: Tensor, scale: float, starts: Tensor, lengths: Tensor
-) -> tuple[Tensor, Tensor]:
-    return results(query)
-
-
-attention.register_fake(shapes)
-
-
-def results(query: Tensor) -> tuple[Tensor, Tensor]:
-    count, rows, heads, _ = query.shape
+def results(query: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    """Empty tensors for the output and the log-sum-exps, which is all that tensors without data need."""
+    count, rows, heads, _head_dim = query.shape
     return query.new_empty(query.shape), query.new_empty(heads, count, rows, dtype=torch.float32)
+
+
+attention.register_fake(results)
 
 
 @cache
@@ -170,7 +165,7 @@ def kernel() -> Any:
         # An item without keys has output 0 and log-sum-exp -inf.
         mean = summed / tl.where(total > 0, total, 1.0)[:, None]
         tl.store(output + place, mean.to(output.dtype.element_ty), mask=inside)
-        natural = (most + tl.log2(total)) * 0.6931471805599453
+        natural = (most + tl.log2(total)) * 0.6931471805599453  # times log(2), since scores are exponents of two
         tl.store(lse + (head * items + item) * rows + row, natural, mask=row < rows)
 
     return over_items
