@@ -11,21 +11,13 @@ from statistics import fmean
 
 import pytest
 
-from triforce_core.engine.acceptances import LONG_AGO, REQUEST_FADING, TRUST
-from triforce_core.engine.controller import (
-    HELD_BACK,
-    MISLED,
-    Controller,
-    Tiers,
-    load_of,
-    lost_too_much,
-    now_of,
-)
+from triforce_core.engine.acceptances import LONG_AGO, MISLED, REQUEST_FADING, TRUST
+from triforce_core.engine.controller import HELD_BACK, Controller, Tiers, load_of, lost_too_much, now_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import SCORED, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
-from triforce_core.plans import PLAIN, Choice, Plan, plans
+from triforce_core.plans import PLAIN, Acceptance, Choice, Plan, plans
 
 LOOKAHEADS = (8, 3)
 TIERS = Tiers(LOOKAHEADS, tuple(Drafting), sparse_tokens=1088, window_tokens=252)
@@ -320,6 +312,67 @@ def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
         return fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) / plain_s
 
     assert fmean(relative(seed) for seed in range(8)) <= 1.1
+
+
+def test_prompt_lookup_soon_stops_drafting_where_a_text_stops_repeating_itself() -> None:
+    """Lookup finds something now and then, nearly always in vain. A lucky draft may bring it back for a while."""
+
+    def share(seed: int) -> float:
+        server = Decoding(MACHINES["repetitive"], rng=random.Random(seed))
+        for _ in range(3):
+            server.request(256)
+        turns = replace(server.machine, found=0.1, lookup_first=0.3, lookup=0.3, model=0.1, by_target=0.5)
+        trace = server.request(1024, turns=turns)[1]
+        return fmean(plan.by_lookup for done, plan in trace if 512 + 64 <= done < 512 + 128)
+
+    assert fmean(share(seed) for seed in range(12)) <= 0.15
+
+
+@pytest.mark.parametrize(("tokens", "vain"), [(24, True), (26, True), (27, False)])
+def test_lookup_whose_rounds_give_hardly_more_than_a_token_is_doubted_until_a_guess_is_right(
+    tokens: int, vain: bool
+) -> None:
+    """A round of lookup takes at least as long as a plain round, so 24 rounds must give more than 24 / 0.92 tokens."""
+    controller = Controller(TIERS)
+    one, other = two_requests(controller)
+    known = Acceptance(0.9, 0.5, 0.5, 0.6, 0.9, 0.9, 0.3)
+    controller.plan(one, [one, other], REFRESH)
+    controller.plan(other, [one, other], REFRESH)
+    lookup = Plan(0, 8, Drafting.LOOKUP)
+    one.drafted.choice = other.drafted.choice = Choice(lookup, 0.005, 0.01)
+    one.drafted.acceptances.add(lookup, (Tally(1, 8, 8, 0, 8, 0), Tally(), Tally()))
+    for count in [1] * 23 + [tokens - 23]:
+        assert not one.drafted.in_vain  # not before the 24th round
+        proposal = Proposal(1, len(one.tokens), (1,) * count, b"", tallies=(Tally(1),))
+        controller.learn(one, proposal, lookup, 0.01)
+        controller.learn(one, proposal, PLAIN, 0.01)  # shows nothing about lookup
+    assert one.drafted.in_vain is vain
+    one.drafted.chosen_at = other.drafted.chosen_at = LONG_AGO
+    one.drafted.trial = other.drafted.trial = 0
+    controller.plan(one, [one, other], REFRESH)
+    assert one.drafted.doubted is vain
+    assert not other.drafted.doubted
+    assert one.drafted.trust == (MISLED if vain else TRUST)
+    assert (one.drafted.given(known).lookup_first == 0) is vain
+    assert other.drafted.given(known).lookup_first == pytest.approx(0.6)
+    if vain:
+        assert not one.drafted.looked_up
+        for _ in range(4):  # four guesses of four right tokens each
+            one.drafted.acceptances.add(PLAIN, (Tally(1), Tally(), Tally(1, 4, 4, 0)))
+        assert one.drafted.given(known).lookup_first == pytest.approx(0.8)
+
+
+def test_rounds_of_lookup_count_since_it_was_chosen() -> None:
+    """Where another plan was in force meanwhile, earlier rounds say nothing about the text of now."""
+    server = Decoding(MACHINES["unpredictable"])
+    server.request(256)
+    one, _ = two_requests(server.controller)
+    one.drafted.choice = Choice(Plan(0, 8, Drafting.LOOKUP), 0.005, 0.01)
+    one.drafted.chosen_at, one.drafted.load = LONG_AGO, 0
+    one.drafted.looked_up.extend([1] * 23)
+    server.controller.plan(one, [one], REFRESH)
+    assert one.drafted.choice.plan == PLAIN
+    assert not one.drafted.looked_up
 
 
 def two_requests(controller: Controller) -> list[Sequence]:

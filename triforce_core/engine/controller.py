@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Floats, Part, PassCosts
-from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment
+from triforce_core.engine.acceptances import LONG_AGO, MISLED, Acceptances, Drafted, Moment
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
@@ -33,12 +33,11 @@ log = logging.getLogger(__name__)
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
-MISLED = 1.0  # `Drafted.trust` of a request in which prompt lookup has lost
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
-# choosing would take up to a tenth of the time where decoding is fastest. If prompt lookup alone drafts, and the rounds
-# of a request have lost the time of `LOSING` plain tokens since the last choice, only `REPLAN_S` is waited for.
+# choosing would take up to a tenth of the time where decoding is fastest. Only `REPLAN_S` is waited for where prompt
+# lookup drafts in vain (`Drafted.in_vain`), or has lost the time of `LOSING` plain tokens since the choice (`loses`).
 REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSING = 24, 5, 0.1, 2
 HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
@@ -224,6 +223,8 @@ class Controller:
             self._known(sequence).add(plan, proposal.tallies)
             drafted.fade(len(sequence.tokens))
             drafted.acceptances.add(plan, proposal.tallies)
+        if plan.by_lookup:
+            drafted.looked_up.append(count)
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
@@ -315,7 +316,8 @@ class Controller:
         # Where tiers have devices of their own, each planned request has a choice of its own.
         choices = load_of(decoding).planned if self.tiers.overlapping else 1
         seconds = choices * REPLAN_S
-        least = Moment(0, 0, seconds) if loses(sequence) else Moment(REPLAN, REPLAN_ROUNDS, seconds)
+        early = loses(sequence) or sequence.drafted.in_vain
+        least = Moment(0, 0, seconds) if early else Moment(REPLAN, REPLAN_ROUNDS, seconds)
         return any(now - then < by for now, then, by in zip(now_of(sequence), chosen_at, least, strict=True))
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
@@ -337,10 +339,15 @@ class Controller:
         load = load_of(decoding)
         for each in filter(loses, together):  # what others have shown does not hold for this text
             each.drafted.trust = MISLED
+        for each in together:
+            if each.drafted.in_vain:
+                each.drafted.doubt_lookup()
         situation = self._situation(together, decoding, refresh_every)
         choice = choose(self.candidates, situation, before)
         for each in together:
-            each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
+            if choice.plan.kind != each.drafted.choice.plan.kind:
+                each.stats.plan_changes += 1
+                each.drafted.looked_up.clear()
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.load = now_of(each), load.kind
@@ -420,7 +427,7 @@ class Controller:
     def _acceptance(self, together: Several[Sequence]) -> Acceptance:
         for s in together:
             s.drafted.fade(len(s.tokens))
-        each = [s.drafted.acceptances.given(self._known(s).given(), s.drafted.trust) for s in together]
+        each = [s.drafted.given(self._known(s).given()) for s in together]
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
