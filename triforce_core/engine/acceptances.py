@@ -20,8 +20,7 @@ REQUEST_FADING = 0.97
 # Tokens, drafts or guesses: the weight of what was known before, beside what is learned. For a request that is what
 # other requests have shown, for the server `UNKNOWN`.
 TRUST = 7.0
-MISLED = 1.0  # the same for a request whose text is not like others: prompt lookup has lost, or was in vain
-ROUNDS = 24  # rounds by prompt lookup that show whether it is in vain
+PATIENCE = 24  # rounds that prompt lookup has to show that it pays
 
 
 @dataclass(slots=True)
@@ -131,9 +130,9 @@ class Drafted:
     acceptances: Acceptances = field(default_factory=Acceptances)
     faded_at: int = 0  # length of the text when `acceptances` faded last
     trust: float = TRUST  # the weight of what other requests have shown, beside `acceptances`
-    # Tokens of each of the latest rounds for which prompt lookup alone drafted, since a plan of this kind was chosen.
-    looked_up: deque[int] = field(default_factory=lambda: deque(maxlen=ROUNDS))
-    doubted: bool = False  # whether prompt lookup was in vain once
+    # Tokens of each of the latest rounds by prompt lookup alone. Empty again once a guess was right, or another kind of
+    # plan was chosen.
+    lookup_rounds: deque[int] = field(default_factory=lambda: deque(maxlen=PATIENCE))
     choice: Choice = UNDECIDED  # the latest
     trial: int = 0  # plain rounds that are still to be run, to measure them
     chosen_at: Moment | None = None  # when this request got `choice`; None: it is to join others, or choose
@@ -145,30 +144,17 @@ class Drafted:
     saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
     gained_s: float = 0.0  # seconds that rounds have saved since `chosen_at`, without the cost of beginning
 
-    @property
-    def in_vain(self) -> bool:
-        """Whether prompt lookup drafts for the target, and its latest `ROUNDS` rounds cannot have been worthwhile. Each
-        took at least as long as a plain round, and together they gave hardly more tokens.
-        """
-        tried = self.choice.plan.by_lookup and len(self.looked_up) == ROUNDS
-        return tried and sum(self.looked_up) * WORTHWHILE < ROUNDS
-
-    def doubt_lookup(self) -> None:
-        """From now on, expect the first token of a draft by prompt lookup to be wrong, unless this text shows that it
-        is right. It shows that in rounds without drafts too, because guesses are scored in them.
-        """
-        self.trust, self.doubted = MISLED, True
-        self.acceptances.chances["lookup_first"] = Chance()
-        self.looked_up.clear()
-
-    def given(self, known: Acceptance) -> Acceptance:
-        """The estimated chances, given what all requests have shown."""
-        before = known._replace(lookup_first=0.0) if self.doubted else known
-        return self.acceptances.given(before, self.trust)
-
     def fade(self, length: int) -> None:
         """Forget a little of `acceptances` for each token since the last call. To be called before these are added to
         or read. `length`: of the text now.
         """
         self.acceptances.fade(REQUEST_FADING ** (length - self.faded_at))
         self.faded_at = length
+
+
+def in_vain(together: list[Drafted]) -> bool:
+    """Whether the latest rounds by prompt lookup cannot have been worthwhile. Each took at least as long as a plain
+    round, and together they gave hardly more tokens.
+    """
+    rounds = [tokens for each in together for tokens in each.lookup_rounds]
+    return len(rounds) == PATIENCE * len(together) and sum(rounds) * WORTHWHILE < len(rounds)

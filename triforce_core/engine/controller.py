@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Floats, Part, PassCosts
-from triforce_core.engine.acceptances import LONG_AGO, MISLED, Acceptances, Drafted, Moment
+from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment, in_vain
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
@@ -33,11 +33,12 @@ log = logging.getLogger(__name__)
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
+MISLED = 1.0  # `Drafted.trust` of a request in which prompt lookup has lost
 FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
-# choosing would take up to a tenth of the time where decoding is fastest. Only `REPLAN_S` is waited for where prompt
-# lookup drafts in vain (`Drafted.in_vain`), or has lost the time of `LOSING` plain tokens since the choice (`loses`).
+# choosing would take up to a tenth of the time where decoding is fastest. If prompt lookup alone drafts, and the rounds
+# of a request have lost the time of `LOSING` plain tokens since the last choice, only `REPLAN_S` is waited for.
 REPLAN, REPLAN_ROUNDS, REPLAN_S, LOSING = 24, 5, 0.1, 2
 HORIZON = 256  # tokens over which a first snapshot must pay
 # The cost of starting to speculate is charged little by little: with each token, 1 / `PAID_OVER` of the cost that is
@@ -64,6 +65,7 @@ TRIAL_EVERY, TRIAL = 256, 3
 SLOWEST, MOST_NEW = 1.5, 2.0
 SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
+IN_VAIN = "decoded plainly until a guess of prompt lookup is right"
 CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
 
 
@@ -162,7 +164,7 @@ class Controller:
         self.committed = self.faded_at = 0  # tokens of all requests: so far, and when `_fade` was last called
         self.plain_at: dict[int, int] = {}  # by load: tokens committed when plain decoding was last measured, or tried
         self.latest, self.load = "", Load()  # the latest choice in words, and the load of the target's latest pass
-        self.chosen_for, self.held_back = 0, False  # the request of that choice, and whether it decodes plainly anyhow
+        self.chosen_for, self.plainly = 0, ""  # the request of that choice, and why it decodes plainly anyhow
         self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
         # At the end of the last pass: how many requests were being decoded, and the kinds of plans of their rounds.
         self.mix: tuple[int, set[str]] = (0, set())
@@ -175,7 +177,7 @@ class Controller:
         if at in self.plain:
             corrections[PLAIN.kind] = self._plain_correction(self.load)
         return Figures(
-            f"{self.latest}; {HELD_BACK}" if self.held_back else self.latest,
+            "; ".join(filter(None, (self.latest, self.plainly))),
             dict(self.rounds),
             corrections,
             {bucket / 4: known.given() for bucket, known in [*self.known.items()]},
@@ -224,7 +226,9 @@ class Controller:
             drafted.fade(len(sequence.tokens))
             drafted.acceptances.add(plan, proposal.tallies)
         if plan.by_lookup:
-            drafted.looked_up.append(count)
+            drafted.lookup_rounds.append(count)
+        elif (*proposal.tallies, Tally(), Tally(), Tally())[2].accepted:  # a guess was right: lookup may pay again
+            drafted.lookup_rounds.clear()
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
@@ -299,14 +303,19 @@ class Controller:
             if not drafted.trial:
                 drafted.chosen_at = LONG_AGO  # a plan is chosen after the last of these plain rounds
             return PLAIN
-        held_back = plan.speculates and lost_too_much(self._together(sequence, decoding))
-        if held_back and not drafted.said_held_back:
-            log.info("request %d, %d tokens: %s", sequence.request_id, length, HELD_BACK)
-            drafted.said_held_back = True
-        sequence.stats.expected_ms = 1e3 * (drafted.choice.plain_s if held_back else drafted.choice.seconds)
+        together = self._together(sequence, decoding)
+        plainly = ""  # why the request decodes plainly although its plan has drafts
+        if plan.speculates and lost_too_much(together):
+            plainly = HELD_BACK
+            if not drafted.said_held_back:
+                log.info("request %d, %d tokens: %s", sequence.request_id, length, HELD_BACK)
+                drafted.said_held_back = True
+        elif plan.by_lookup and in_vain([s.drafted for s in together]):
+            plainly = IN_VAIN
+        sequence.stats.expected_ms = 1e3 * (drafted.choice.plain_s if plainly else drafted.choice.seconds)
         if sequence.request_id == self.chosen_for:
-            self.held_back = held_back
-        return PLAIN if held_back else plan
+            self.plainly = plainly
+        return PLAIN if plainly else plan
 
     def _recent(self, sequence: Sequence, decoding: Several[Sequence]) -> bool:
         """Whether this request has a plan that is too new for another choice."""
@@ -316,8 +325,7 @@ class Controller:
         # Where tiers have devices of their own, each planned request has a choice of its own.
         choices = load_of(decoding).planned if self.tiers.overlapping else 1
         seconds = choices * REPLAN_S
-        early = loses(sequence) or sequence.drafted.in_vain
-        least = Moment(0, 0, seconds) if early else Moment(REPLAN, REPLAN_ROUNDS, seconds)
+        least = Moment(0, 0, seconds) if loses(sequence) else Moment(REPLAN, REPLAN_ROUNDS, seconds)
         return any(now - then < by for now, then, by in zip(now_of(sequence), chosen_at, least, strict=True))
 
     def _join(self, sequence: Sequence, decoding: Several[Sequence]) -> None:
@@ -339,21 +347,18 @@ class Controller:
         load = load_of(decoding)
         for each in filter(loses, together):  # what others have shown does not hold for this text
             each.drafted.trust = MISLED
-        for each in together:
-            if each.drafted.in_vain:
-                each.drafted.doubt_lookup()
         situation = self._situation(together, decoding, refresh_every)
         choice = choose(self.candidates, situation, before)
         for each in together:
             if choice.plan.kind != each.drafted.choice.plan.kind:
                 each.stats.plan_changes += 1
-                each.drafted.looked_up.clear()
+                each.drafted.lookup_rounds.clear()
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.load = now_of(each), load.kind
             each.drafted.gained_s = 0.0
         self.latest = f"{len(decoding)} requests, {len(sequence.tokens)} tokens: {choice}"
-        self.chosen_for, self.held_back = sequence.request_id, False
+        self.chosen_for, self.plainly = sequence.request_id, ""
         if choice.plan.kind != before.kind:
             log.info("request %d of %s", sequence.request_id, self.latest)
         if choice.plan.speculates and self._trial_due(choice, load):
@@ -427,7 +432,7 @@ class Controller:
     def _acceptance(self, together: Several[Sequence]) -> Acceptance:
         for s in together:
             s.drafted.fade(len(s.tokens))
-        each = [s.drafted.given(self._known(s).given()) for s in together]
+        each = [s.drafted.acceptances.given(self._known(s).given(), s.drafted.trust) for s in together]
         return Acceptance(*map(fmean, zip(*each, strict=True)))
 
     def _together(self, sequence: Sequence, decoding: Several[Sequence]) -> list[Sequence]:
