@@ -122,6 +122,12 @@ class Shadow:
         """Whether `score` has anything to do for a text of this length: a guess to make or to count."""
         return self.trial.guess is None or length >= self.trial.start + SCORED
 
+    def forget(self) -> None:
+        """Drop the guess. To be called while the lowest tier drafts: if the guess was scored only afterwards, it would
+        say what the text was like before.
+        """
+        self.trial.guess = None
+
     def score(self, tokens: list[int]) -> Tally:
         """Counts the guess if `tokens`, the same text as before and more, now covers it."""
         held = len(self.text)

@@ -145,6 +145,7 @@ class Candidates:
         self.retrieval, self.draft, self.drafting = np.array(self.each).T
         self.kinds = sorted({plan.kind for plan in self.each})
         self.kind_index = np.array([self.kinds.index(plan.kind) for plan in self.each])
+        self.by_lookup = np.array([plan.by_lookup for plan in self.each])
         self.above = self.retrieval > 0  # whether the retrieval tier is between the lowest tier and the target
         self.nth = np.arange(1, self.draft.max() + 1)  # [most]: the number of a token in a draft
         self.within = self.nth <= self.draft[:, None]  # [n, most]: whether a draft has so many tokens
@@ -207,14 +208,16 @@ class Situation(NamedTuple):
     cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
+    by_lookup: bool = True  # whether prompt lookup alone may draft for the target
 
     def seconds(self, candidates: Candidates) -> Array:
-        """The expected seconds per token of each plan, [n]."""
+        """The expected seconds per token of each plan, [n]; infinite for a plan that may not be chosen."""
         expected = expected_rounds(candidates, self.acceptance)
         corrections = np.array([self.corrections[kind] for kind in candidates.kinds])[candidates.kind_index]
         cuts_s = self.cut_s / self.remaining + self.renewal_s
         each = corrections * self.costs.round_s(expected) / expected.tokens
-        return np.asarray(each + cuts_s * (candidates.retrieval > 0))
+        seconds = np.asarray(each + cuts_s * (candidates.retrieval > 0))
+        return seconds if self.by_lookup else np.where(candidates.by_lookup, np.inf, seconds)
 
 
 class Choice(NamedTuple):

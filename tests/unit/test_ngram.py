@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from triforce_core.engine.engine import scored
+from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.leaf import Leaf
-from triforce_core.messages import GREEDY, Origin, Proposal, SequenceSpec, Span, Work
+from triforce_core.messages import GREEDY, Drafting, Origin, Proposal, SequenceSpec, Span, Tally, Work
 from triforce_core.ngram import Shadow
+from triforce_core.plans import Plan
 
 Tokens = tuple[int, ...]
 STOP = 9
@@ -138,3 +142,19 @@ def test_a_shadow_scores_as_the_leaf_does(text: list[int], step: int) -> None:
     for end in range(step, len(text) + 1, step):
         answer = ask(leaf, tuple(text[end - step : end]), start=end - step)
         assert shadow.score(text[:end]) == answer.tallies[0]
+
+
+def test_a_guess_from_before_rounds_of_the_draft_tier_is_not_scored_after_them() -> None:
+    """The text repeats itself, the draft tier drafts for a while, and then the text is new."""
+    sequence = Sequence(1, Request((1,), 200, GREEDY, 0, None), SPEC, [1])
+    text, answer = iter([*[2, 3, 4] * 20, *range(20, 60)]), Proposal(1, 0, (), b"", tallies=(Tally(1),))
+
+    def score(plan: Plan, tokens: int) -> Tally:
+        """Of a round of this plan that has given so many tokens."""
+        sequence.tokens += islice(text, tokens)
+        return (*scored(sequence, answer, plan).tallies, Tally(), Tally())[2]
+
+    plain, lookup = Plan(0, 0), Plan(0, 8, Drafting.LOOKUP)
+    assert sum((score(plain, 1) for _ in range(20)), Tally()) == Tally(4, 12, 12)
+    assert [score(lookup, 8) for _ in range(5)] == [Tally()] * 5
+    assert sum((score(plain, 1) for _ in range(20)), Tally()) == Tally(4)

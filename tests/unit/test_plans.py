@@ -137,6 +137,10 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     assert choice.seconds == seconds[candidates.index[choice.plan]]
     assert choice.plan == PLAIN or choice.seconds <= WORTHWHILE * choice.plain_s
     assert choice.seconds * min(CHANGE, WORTHWHILE) <= seconds.min()
+    without = situation._replace(by_lookup=False)
+    assert not choose(candidates, without, present).plan.by_lookup
+    assert all(without.seconds(candidates)[candidates.by_lookup] == np.inf)
+    assert without.seconds(candidates)[~candidates.by_lookup] == pytest.approx(seconds[~candidates.by_lookup])
 
 
 @pytest.mark.parametrize(

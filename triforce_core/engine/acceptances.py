@@ -20,7 +20,8 @@ REQUEST_FADING = 0.97
 # Tokens, drafts or guesses: the weight of what was known before, beside what is learned. For a request that is what
 # other requests have shown, for the server `UNKNOWN`.
 TRUST = 7.0
-PATIENCE = 24  # rounds that prompt lookup has to show that it pays
+PATIENCE = 24  # rounds in which prompt lookup must show that it pays, or else it pauses
+LONG_PAUSE = 64  # tokens after which a pause is expected to go on, so that plans without lookup are considered
 
 
 @dataclass(slots=True)
@@ -130,9 +131,8 @@ class Drafted:
     acceptances: Acceptances = field(default_factory=Acceptances)
     faded_at: int = 0  # length of the text when `acceptances` faded last
     trust: float = TRUST  # the weight of what other requests have shown, beside `acceptances`
-    # Tokens of each of the latest rounds by prompt lookup alone. Empty again once a guess was right, or another kind of
-    # plan was chosen.
-    lookup_rounds: deque[int] = field(default_factory=lambda: deque(maxlen=PATIENCE))
+    lookup_rounds: deque[int] = field(default_factory=lambda: deque(maxlen=PATIENCE))  # see `looked_up`
+    paused: int = 0  # tokens since prompt lookup alone drafted, or one of its guesses was right
     choice: Choice = UNDECIDED  # the latest
     trial: int = 0  # plain rounds that are still to be run, to measure them
     chosen_at: Moment | None = None  # when this request got `choice`; None: it is to join others, or choose
@@ -151,6 +151,16 @@ class Drafted:
         self.acceptances.fade(REQUEST_FADING ** (length - self.faded_at))
         self.faded_at = length
 
+    def looked_up(self, plan: Plan, tokens: int, guessed: bool) -> None:
+        """Take note of a round that gave so many tokens. `guessed`: prompt lookup did not draft, but had a right guess.
+        `lookup_rounds` has the tokens of the latest rounds by prompt lookup alone since the last such guess.
+        """
+        if plan.by_lookup:
+            self.lookup_rounds.append(tokens)
+        elif guessed:
+            self.lookup_rounds.clear()
+        self.paused = 0 if plan.by_lookup or guessed else self.paused + tokens
+
 
 def in_vain(together: list[Drafted]) -> bool:
     """Whether the latest rounds by prompt lookup cannot have been worthwhile. Each took at least as long as a plain
@@ -158,3 +168,8 @@ def in_vain(together: list[Drafted]) -> bool:
     """
     rounds = [tokens for each in together for tokens in each.lookup_rounds]
     return len(rounds) == PATIENCE * len(together) and sum(rounds) * WORTHWHILE < len(rounds)
+
+
+def long_in_vain(together: list[Drafted]) -> bool:
+    """Whether prompt lookup has paused for long, and is not expected to pay soon."""
+    return in_vain(together) and min(each.paused for each in together) >= LONG_PAUSE

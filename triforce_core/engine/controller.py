@@ -22,7 +22,7 @@ from typing import NamedTuple
 import numpy as np
 
 from triforce_core.costs import DOUBT_OF_TOKENS, Floats, Part, PassCosts
-from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment, in_vain
+from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment, in_vain, long_in_vain
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
@@ -225,10 +225,8 @@ class Controller:
             self._known(sequence).add(plan, proposal.tallies)
             drafted.fade(len(sequence.tokens))
             drafted.acceptances.add(plan, proposal.tallies)
-        if plan.by_lookup:
-            drafted.lookup_rounds.append(count)
-        elif (*proposal.tallies, Tally(), Tally(), Tally())[2].accepted:  # a guess was right: lookup may pay again
-            drafted.lookup_rounds.clear()
+        leaf = (*proposal.tallies, Tally(), Tally(), Tally())[2]
+        drafted.looked_up(plan, count, guessed=leaf.accepted > 0)
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
@@ -304,7 +302,7 @@ class Controller:
                 drafted.chosen_at = LONG_AGO  # a plan is chosen after the last of these plain rounds
             return PLAIN
         together = self._together(sequence, decoding)
-        plainly = ""  # why the request decodes plainly although its plan has drafts
+        plainly = ""  # why the request decodes plainly although its plan is another one
         if plan.speculates and lost_too_much(together):
             plainly = HELD_BACK
             if not drafted.said_held_back:
@@ -350,9 +348,7 @@ class Controller:
         situation = self._situation(together, decoding, refresh_every)
         choice = choose(self.candidates, situation, before)
         for each in together:
-            if choice.plan.kind != each.drafted.choice.plan.kind:
-                each.stats.plan_changes += 1
-                each.drafted.lookup_rounds.clear()
+            each.stats.plan_changes += choice.plan.kind != each.drafted.choice.plan.kind
             each.stats.expected_ms, each.stats.plain_ms = 1e3 * choice.seconds, 1e3 * choice.plain_s
             each.drafted.choice = choice
             each.drafted.chosen_at, each.drafted.load = now_of(each), load.kind
@@ -427,6 +423,7 @@ class Controller:
             cut_s,
             renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
+            by_lookup=not long_in_vain([s.drafted for s in together]),
         )
 
     def _acceptance(self, together: Several[Sequence]) -> Acceptance:

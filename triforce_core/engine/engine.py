@@ -23,6 +23,7 @@ from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
 from triforce_core.ngram import Shadow
+from triforce_core.plans import Plan
 
 
 class SnapshotSource(Protocol):
@@ -334,8 +335,8 @@ class Engine:
             sequence.round_s = max(0.0, round_s - stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:
                 undisturbed_s = math.nan if stalled_s else round_s - apart_s
-                if self.controller.looks_up and not plan.draft:
-                    proposal = self._scored(sequence, proposal)
+                if self.controller.looks_up:
+                    proposal = scored(sequence, proposal, plan)
                 self.controller.learn(sequence, proposal, plan, undisturbed_s)
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
@@ -346,18 +347,6 @@ class Engine:
         else:
             self._drop(sequence)
         return self._output(sequence, proposal, reason)
-
-    def _scored(self, sequence: Sequence, proposal: Proposal) -> Proposal:
-        """The answer to a round that asked nothing of the draft tier, with the score that prompt lookup would have had
-        there.
-        """
-        shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec)
-        if not shadow.due(len(sequence.tokens)):
-            return proposal  # most plain rounds: they should cost hardly more than without a controller
-        # The first score reads the whole prompt, about 1 ms at 128,000 tokens, and counts as part of the next round.
-        score = shadow.score(sequence.tokens)
-        target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
-        return replace(proposal, tallies=(target, below, leaf + score))
 
     @staticmethod
     def _output(sequence: Sequence, proposal: Proposal, reason: FinishReason | None) -> Output:
@@ -386,3 +375,20 @@ def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
             if output.finish_reason:
                 left.discard(output.sequence_id)
             yield output
+
+
+def scored(sequence: Sequence, proposal: Proposal, plan: Plan) -> Proposal:
+    """The answer to a round of this plan. If the round asked nothing of the draft tier, the answer gets the score that
+    prompt lookup would have had there.
+    """
+    if plan.draft:  # the draft tier scores
+        if sequence.shadow:
+            sequence.shadow.forget()
+        return proposal
+    shadow = sequence.shadow = sequence.shadow or Shadow(sequence.spec)
+    if not shadow.due(len(sequence.tokens)):
+        return proposal  # most plain rounds: they should cost hardly more than without a controller
+    # The first score reads the whole prompt, about 1 ms at 128,000 tokens, and counts as part of the next round.
+    score = shadow.score(sequence.tokens)
+    target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
+    return replace(proposal, tallies=(target, below, leaf + score))
