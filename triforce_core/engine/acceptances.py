@@ -21,7 +21,7 @@ REQUEST_FADING = 0.97
 # other requests have shown, for the server `UNKNOWN`.
 TRUST = 7.0
 PATIENCE = 24  # rounds in which prompt lookup must show that it pays, or else it pauses
-LONG_PAUSE = 64  # tokens after which a pause is expected to go on, so that plans without lookup are considered
+LONG_PAUSE = 64  # tokens after which a pause is not expected to end soon: another plan than lookup alone is chosen
 
 
 @dataclass(slots=True)
