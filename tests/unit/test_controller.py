@@ -418,9 +418,11 @@ def test_in_a_long_pause_another_plan_may_be_chosen() -> None:
 def test_a_pause_is_long_from_64_tokens_on_for_all_who_share_the_plan() -> None:
     controller = Controller(TIERS)
     both = two_by_lookup(controller)
-    for each in both:
-        each.drafted.lookup_rounds.extend([1] * PATIENCE)
     drafted = [each.drafted for each in both]
+    for each in both:
+        committed(controller, each, PLAIN, 100)
+        assert not long_in_vain(drafted)  # lookup was not in vain before
+        each.drafted.lookup_rounds.extend([1] * PATIENCE)
     for one, other in ((64, 63), (63, 64), (64, 64)):
         for each, tokens in zip(both, (one, other), strict=True):
             committed(controller, each, LOOKUP, 1)
