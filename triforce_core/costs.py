@@ -9,7 +9,9 @@ negative.
 
 Each price is pulled towards 0. Where the passes do not show which of two prices a cost belongs to, it goes to the price
 with the weaker pull. With `DOUBT`, the default, that is the price of tokens, so no cost counts as fixed without
-evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed price of a pass.
+evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed price of a pass. With
+`DOUBT_OF_CUTS`, for snapshots, it is the price of keys, so if all texts so far were long, a short one is expected to
+cost little.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ LONG_WEIGHTS, LATE_WEIGHTS = LONG_REMEMBERED**LATER, REMEMBERED**LATER
 # How strongly each price is pulled towards 0 (ridge regression), in the order of `size_of`.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
 DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-3, 1e-4, 1e-2, 6e-2])
+DOUBT_OF_CUTS = np.array([1e-3, 1e-2, 1e-2, 1e-5, 1e-2, 1e-2])
 PRICES = len(DOUBT)
 
 

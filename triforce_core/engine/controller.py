@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from triforce_core.costs import DOUBT_OF_TOKENS, Floats, Part, PassCosts
+from triforce_core.costs import DOUBT_OF_CUTS, DOUBT_OF_TOKENS, Floats, Part, PassCosts
 from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Moment, in_vain, long_in_vain
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
@@ -150,8 +150,8 @@ class Controller:
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
-        # Seconds. `cut_s`: of a first cut, per token of its text; `renewal_s`: of a later cut as a whole.
-        self.cut_s, self.renewal_s = Recent(), Recent()
+        # First and later cuts of snapshots. Like passes over one token, they are priced by the length of the text.
+        self.cuts, self.renewals = PassCosts(DOUBT_OF_CUTS), PassCosts(DOUBT_OF_CUTS)
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
         # By load: the latest plain rounds, and the seconds that they took. The seconds themselves are kept, not their
@@ -274,10 +274,7 @@ class Controller:
         could still use.
         """
         sequence.drafted.unpaid_s += seconds
-        if first:
-            self.cut_s.add(seconds / len(sequence.tokens))
-        else:
-            self.renewal_s.add(seconds)
+        (self.cuts if first else self.renewals).add([whole(sequence)], seconds)
 
     # -- planning ------------------------------------------------------------------------------------------------------
 
@@ -412,7 +409,7 @@ class Controller:
         thread cuts all snapshots.
         """
         load = load_of(decoding)
-        cut_s = sum(self.cut_s.mean(0, 1e-3) * len(s.tokens) for s in together if not recent_cut(s, refresh_every))
+        cut_s = sum(self.cuts.seconds([whole(s)]) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
         corrections = {kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds}
         corrections[PLAIN.kind] = self._plain_correction(load)
@@ -421,7 +418,7 @@ class Controller:
             self._acceptance(together),
             corrections,
             cut_s,
-            renewal_s=len(together) * self.renewal_s.mean(0, 1e-3) / refresh_every,
+            renewal_s=sum(self.renewals.seconds([whole(s)]) for s in together) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
             by_lookup=not long_in_vain([s.drafted for s in together]),
         )
@@ -495,6 +492,11 @@ def plan_of(work: Work) -> Plan:
     """The plan of a round of decoding."""
     _, retrieval, draft = work.lookaheads if len(work.lookaheads) == 3 else (1, 0, 0)
     return Plan(retrieval, draft, work.drafting)
+
+
+def whole(sequence: Sequence) -> Part:
+    """A pass over one token, which sees the whole text."""
+    return Part(1, len(sequence.tokens))
 
 
 def now_of(sequence: Sequence) -> Moment:
