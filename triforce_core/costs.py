@@ -9,9 +9,8 @@ negative.
 
 Each price is pulled towards 0. Where the passes do not show which of two prices a cost belongs to, it goes to the price
 with the weaker pull. With `DOUBT`, the default, that is the price of tokens, so no cost counts as fixed without
-evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed price of a pass. With
-`DOUBT_OF_CUTS`, for snapshots, it is the price of keys, so if all texts so far were long, a short one is expected to
-cost little.
+evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed price of a pass. With `DOUBT_OF_CUTS`, for
+snapshots, it is the price of keys, so if all texts so far were long, a short one is expected to cost little.
 """
 
 from __future__ import annotations

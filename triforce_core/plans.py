@@ -199,12 +199,35 @@ def run(chance: float, lengths: Array) -> Array:
     return lengths if chance > 0.9999 else chance * (1 - chance**lengths) / (1 - chance)
 
 
+class Usual(NamedTuple):
+    """Rounds of all kinds of plans with drafts, on average: the seconds that their passes should take, and how much
+    longer the rounds took.
+    """
+
+    passes_s: float
+    apart_s: float
+
+    def seconds(self, passes_s: Floats) -> Floats:
+        """What a round of a kind that is not known yet takes. Some of what a round takes beyond its passes grows with
+        them, as where tiers compete for cores, and some does not, as links. The more favourable is assumed, because a
+        trial shows if that is wrong: of a shorter round, all of it grows, and of a longer one nothing.
+        """
+        return passes_s + self.apart_s * np.minimum(1, passes_s / self.passes_s) if self.apart_s > 0 else passes_s
+
+
+def corrected_s(passes_s: Floats, correction: Floats, doubt: Floats, usual: Usual) -> Floats:
+    """The seconds that a round is expected to take whose passes should take so many. `doubt`: the weight of `usual`."""
+    return (1 - doubt) * correction * passes_s + doubt * usual.seconds(passes_s)
+
+
 class Situation(NamedTuple):
     """What a plan is chosen for."""
 
     costs: Costs
     acceptance: Acceptance
     corrections: Mapping[str, float]  # by kind of plan: what rounds took, relative to what their passes should take
+    doubts: Mapping[str, float]  # by kind of plan: the weight of `usual` beside the correction, 0 to 1; 0 if left out
+    usual: Usual
     cut_s: float  # where a first snapshot is needed: the seconds that the engine takes to cut it
     renewal_s: float  # seconds per token for later snapshots
     remaining: int  # tokens until a request must end, on average; at most the controller's `HORIZON`
@@ -214,9 +237,10 @@ class Situation(NamedTuple):
         """The expected seconds per token of each plan, [n]; infinite for a plan that may not be chosen."""
         expected = expected_rounds(candidates, self.acceptance)
         corrections = np.array([self.corrections[kind] for kind in candidates.kinds])[candidates.kind_index]
+        doubts = np.array([self.doubts.get(kind, 0.0) for kind in candidates.kinds])[candidates.kind_index]
         cuts_s = self.cut_s / self.remaining + self.renewal_s
-        each = corrections * self.costs.round_s(expected) / expected.tokens
-        seconds = np.asarray(each + cuts_s * (candidates.retrieval > 0))
+        rounds_s = corrected_s(self.costs.round_s(expected), corrections, doubts, self.usual)
+        seconds = np.asarray(rounds_s / expected.tokens + cuts_s * (candidates.retrieval > 0))
         return seconds if self.by_lookup else np.where(candidates.by_lookup, np.inf, seconds)
 
 

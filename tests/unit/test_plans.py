@@ -22,6 +22,7 @@ from triforce_core.plans import (
     Plan,
     Round,
     Situation,
+    Usual,
     choose,
     expected_rounds,
     plans,
@@ -107,7 +108,8 @@ def test_a_round_takes_the_sum_of_its_tiers_or_the_slowest_sets_the_pace() -> No
 def test_plans_that_are_compared_at_once_cost_what_each_costs_by_itself() -> None:
     """A long draft among the candidates changes nothing for the short ones."""
     every = Candidates(PLANS)
-    situation = Situation(costs(), ACCEPTANCE, dict.fromkeys(every.kinds, 1.0), cut_s=3.0, renewal_s=0.1, remaining=10)
+    corrections = dict.fromkeys(every.kinds, 1.0)
+    situation = Situation(costs(), ACCEPTANCE, corrections, {}, Usual(0, 0), cut_s=3.0, renewal_s=0.1, remaining=10)
     alone = [situation.seconds(Candidates([plan]))[0] for plan in every.each]
     assert situation.seconds(every) == pytest.approx(alone)
     cuts = [0.4 * (plan.retrieval > 0) for plan in every.each]
@@ -131,7 +133,7 @@ def test_the_choice_is_plain_or_pays_and_nothing_is_clearly_better(
     known = Costs(target + token, lambda n: target + token * n, lambda n: retrieval + 0.01 * n, lambda _: 0.1)
     candidates = Candidates(plans((8, 3), tuple(Drafting)))
     corrections = dict.fromkeys(candidates.kinds, 1.0)
-    situation = Situation(known, acceptance, corrections, cut_s=1.0, renewal_s=0.001, remaining=100)
+    situation = Situation(known, acceptance, corrections, {}, Usual(0, 0), cut_s=1.0, renewal_s=0.001, remaining=100)
     choice, seconds = choose(candidates, situation, present), situation.seconds(candidates)
     assert choice.plain_s == seconds[candidates.index[PLAIN]]
     assert choice.seconds == seconds[candidates.index[choice.plan]]
@@ -160,7 +162,7 @@ def test_a_plan_must_be_clearly_better_than_plain_decoding_and_than_the_present_
     by_kind = {"plain": PLAIN, "lookup": Plan(0, 1, Drafting.LOOKUP), "model": Plan(0, 1)}
     seconds = {"plain": 1.0, "lookup": lookup, "model": model}
     known = Costs(1.0, lambda tokens: 1.0, lambda tokens: 1.0, lambda tokens: 0.0)
-    situation = Situation(known, Acceptance(*[0.0] * 7), seconds, 0.0, 0.0, 100)
+    situation = Situation(known, Acceptance(*[0.0] * 7), seconds, {}, Usual(0, 0), 0.0, 0.0, 100)
     choice = choose(Candidates(by_kind.values()), situation, by_kind[present])
     assert (choice.plan.kind, choice.seconds) == (chosen, seconds[chosen])
 
@@ -171,11 +173,34 @@ def test_what_begins_to_draft_with_snapshots_pays_for_the_first() -> None:
     cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
 
     def plan(cut_s: float, remaining: int) -> Plan:
-        return choose(candidates, Situation(cheap, acceptance, corrections, cut_s, 0.0, remaining)).plan
+        return choose(
+            candidates, Situation(cheap, acceptance, corrections, {}, Usual(0, 0), cut_s, 0.0, remaining)
+        ).plan
 
     assert plan(0.0, 10).retrieval
     assert plan(50.0, 200).retrieval
     assert plan(50.0, 10) == PLAIN, "too few tokens are left"
+
+
+def test_what_rounds_take_beyond_their_passes_is_expected_of_other_kinds() -> None:
+    passes_s = np.array([0.01, 0.02, 0.1])
+    assert Usual(0.02, 0.004).seconds(passes_s) == pytest.approx([0.012, 0.024, 0.104])
+    assert Usual(0.02, -0.004).seconds(passes_s) == pytest.approx(passes_s), "other kinds may gain nothing"
+    assert Usual(0.0, 0.0).seconds(passes_s) == pytest.approx(passes_s)
+
+
+def test_what_a_kind_has_shown_counts_by_its_weight() -> None:
+    candidates = Candidates([PLAIN, Plan(8, 0)])
+    corrections = {"plain": 1.0, "retrieval": 2.0}
+    cheap = Costs(1.0, lambda _: 1.0, lambda _: 0.1, lambda _: 0.0)
+
+    def seconds(doubt: float) -> float:
+        usual = Usual(1.0, 0.9)
+        situation = Situation(cheap, ACCEPTANCE, corrections, {"retrieval": doubt}, usual, 0.0, 0.0, 100)
+        return float(situation.seconds(candidates)[candidates.index[Plan(8, 0)]])
+
+    assert seconds(0.0) / seconds(1.0) == pytest.approx(2 * 1.8 / (1.8 + 0.9))
+    assert seconds(0.5) == pytest.approx((seconds(0.0) + seconds(1.0)) / 2)
 
 
 def test_plans_keep_to_the_lookaheads_and_tiers() -> None:

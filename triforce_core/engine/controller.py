@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby
 from math import ceil, isnan
 from statistics import fmean, median_low
 from typing import NamedTuple
@@ -26,15 +26,32 @@ from triforce_core.engine.acceptances import LONG_AGO, Acceptances, Drafted, Mom
 from triforce_core.engine.sequence import Sequence
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.messages import Drafting, Proposal, Tally, Work
-from triforce_core.plans import PLAIN, Acceptance, Candidates, Choice, Costs, Plan, Round, Situation, choose, plans
+from triforce_core.plans import (
+    PLAIN,
+    Acceptance,
+    Candidates,
+    Choice,
+    Costs,
+    Plan,
+    Round,
+    Situation,
+    Usual,
+    choose,
+    corrected_s,
+    plans,
+)
 
 log = logging.getLogger(__name__)
 
 FADING = 0.9995  # factor by which each committed token reduces the weight of what the server has learned
+PRIOR = 0.5  # rounds: the weight of a prior estimate
+ONLY_IF_UNKNOWN = 1e-9  # the weight of a prior estimate that counts only where there is nothing else
 PLAIN_ROUNDS = 16  # plain rounds that are remembered
 ROUND_MEMORY = 0.9  # weight of a measured round relative to the next one
 MISLED = 1.0  # `Drafted.trust` of a request in which prompt lookup has lost
-FIRST_TOKENS = 2  # tokens that a request decodes plainly at first unless the gain is clear: that shows what they cost
+# Passes of the target after the kind of plan has changed, before plain rounds are typical: at first tiers catch up, or
+# finish what they had begun.
+SETTLING = 2
 # A plan is chosen again after `REPLAN` tokens, `REPLAN_ROUNDS` rounds and `REPLAN_S` seconds, whichever takes longest.
 # Choosing takes the engine's thread about 1 ms: with the bound in seconds 1% of the time at most. Without it,
 # choosing would take up to a tenth of the time where decoding is fastest. If prompt lookup alone drafts, and the rounds
@@ -52,21 +69,17 @@ MOST_LOST = 3
 # tokens in plain decoding. For a plan of prompt lookup alone, both numbers are multiplied by the gain that the plan
 # promises, but `LOSS_TOKENS` at most by `LOOKUP_TOKENS`.
 LOSS_SHARE, LOSS_TOKENS, LOOKUP_TOKENS = 0.015, 4, 2.0
-# A trial measures plain decoding again. It takes `TRIAL` rounds, plus one for each micro-batch after the first. Where
-# plain decoding takes twice as long as the present plan, there is a trial after every `TRIAL_EVERY` tokens per request.
-# For other gains the interval is longer or shorter (`_trial_due`), so that trials take about 1% of the time, and less
-# where the gain is so large that plain decoding need not be known well.
-TRIAL_EVERY, TRIAL = 256, 3
+# A trial measures plain decoding again, in its last two rounds. It takes `TRIAL` rounds, plus one for each micro-batch
+# after the first. Where plain decoding takes twice as long as the present plan, there is a trial after every
+# `TRIAL_EVERY` tokens per request. For other gains the interval is longer or shorter (`_trial_due`), so that trials
+# cost about 1.6% of the time, and less where the gain is so large that plain decoding need not be known well.
+TRIAL_EVERY, TRIAL = 256, SETTLING + 2
 # Few rounds are known of each kind, so a single round that a hiccup of the machine made ten times as long would
-# outweigh all others. Therefore the ratios of measured to predicted time are limited. For plain rounds the limit is
-# `SLOWEST` times the median of these ratios, among which a 1 is counted too; of two middle values the lower one is
-# taken (`_plain_correction`). For other rounds the ratio may differ from the present correction by at most the factor
-# `MOST_NEW`, up or down (`_correct`).
-SLOWEST, MOST_NEW = 1.5, 2.0
-SPECULATIVE = "speculative"  # stands for all kinds of plans but the plain one
+# outweigh all others. Therefore a round counts as at most this factor longer or shorter than it was expected to be
+# (`_correct`). Of plain rounds the median counts (`_plain_correction`).
+MOST_NEW = 2.0
 HELD_BACK = "decoded plainly for now, because speculation has cost more than it may"
 IN_VAIN = "decoded plainly until a guess of prompt lookup is right"
-CLEAR = 1.5  # the gain over plain decoding from which on speculation is clearly worthwhile
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +111,14 @@ class Recent:
         self.total *= kept
         self.weight *= kept
 
-    def mean(self, before: float, trust: float = 0.5) -> float:
+    def mean(self, before: float, trust: float = PRIOR) -> float:
         """The mean of the values and of the prior estimate `before`, which has the weight of `trust` values."""
         return (self.total + trust * before) / (self.weight + trust)
+
+    @property
+    def doubt(self) -> float:
+        """The share of a prior estimate of the weight `PRIOR` in `mean`."""
+        return PRIOR / (self.weight + PRIOR)
 
 
 class Load(NamedTuple):
@@ -150,8 +168,14 @@ class Controller:
         self.target, self.retrieval, self.draft = (PassCosts(DOUBT_OF_TOKENS) for _ in range(3))
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.corrections: dict[tuple[str, int], Recent] = {}  # by kind of plan and load
+        # By load, of rounds with drafts: seconds that their passes should take, and how much longer the rounds took.
+        self.usual: dict[int, tuple[Recent, Recent]] = {}
         # First and later cuts of snapshots. Like passes over one token, they are priced by the length of the text.
         self.cuts, self.renewals = PassCosts(DOUBT_OF_CUTS), PassCosts(DOUBT_OF_CUTS)
+        # By kind of plan and load: how many seconds of passes there are in a second of its rounds. Above 1 if tiers
+        # share a device and work at the same time. Then they slow each other down, and each pass is taken for its share
+        # of the time.
+        self.busy: dict[tuple[str, int], Recent] = {}
         self.proposed = 0.0  # tokens that the latest pass of the target verified of each sequence, on average
         self.measured: deque[Measurement] = deque(maxlen=1024)  # rounds that are not in `corrections` yet
         # By load: the latest plain rounds, and the seconds that they took. The seconds themselves are kept, not their
@@ -169,6 +193,7 @@ class Controller:
         # At the end of the last pass: how many requests were being decoded, and the kinds of plans of their rounds.
         self.mix: tuple[int, set[str]] = (0, set())
         self.mixed_at = 0.0  # when that last changed
+        self.settling, self.settled_at = 0, 0.0  # passes until plain rounds are typical again, and when they were
 
     def figures(self) -> Figures:
         """What it has planned and learned so far. Any thread may call this."""
@@ -189,7 +214,11 @@ class Controller:
         """Learn what passes take, once for each pass of the target. `answers`: what the pass gave, at `now` seconds."""
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if (mix := (len(decoding), kinds)) != self.mix:
+            if kinds != self.mix[1]:
+                self.settling = SETTLING
             self.mix, self.mixed_at = mix, now
+        if self.settling:
+            self.settling, self.settled_at = self.settling - 1, now
         self.load, self.counted = load_of(decoding) if decoding else self.load, False
         # A request that waits for a snapshot decodes plainly, but handing the snapshot over takes time from that round.
         self.waiting = any(s.plan_waits for s in decoding)
@@ -201,15 +230,18 @@ class Controller:
         parts = [Part(levels[i][0].proposed + 1, p.start, read) for i, (_, p) in enumerate(answers)]
         if len(parts) > 1 and max(part.tokens for part in parts) <= MOST_QUERIES:
             self.shared = (1 - read) / (1 - 1 / len(parts))
-        self.target.add(parts, levels[0][0].busy_s)
+        slowed = fmean(max(1.0, self._busy(kind).mean(1.0, ONLY_IF_UNKNOWN)) for kind in kinds) if kinds else 1.0
+        self.target.add(parts, levels[0][0].busy_s / slowed)
         batch, _ = self._batches(len(decoding))
         for (sequence, _), (_, below, leaf) in zip(answers, levels, strict=True):
             length = len(sequence.tokens)
             if below.passes:
                 part = Part(1 + below.proposed / max(1, below.rounds), min(self.tiers.sparse_tokens, length))
-                self.retrieval.add([part] * batch, below.busy_s / below.passes)
+                self.retrieval.add([part] * batch, below.busy_s / below.passes / slowed)
             if leaf.passes:
-                self.draft.add([Part(1, min(self.tiers.window_tokens, length))] * batch, leaf.busy_s / leaf.passes)
+                self.draft.add(
+                    [Part(1, min(self.tiers.window_tokens, length))] * batch, leaf.busy_s / leaf.passes / slowed
+                )
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
         """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
@@ -232,7 +264,10 @@ class Controller:
         if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
             if plan.speculates:
                 self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
-            elif not (self.counted or self.waiting):
+                if not self.tiers.overlapping:
+                    passes_s = self._batches(self.load.requests)[1] * sum(tally.busy_s for tally in proposal.tallies)
+                    self._busy(plan.kind).add(passes_s / round_s, round_s, 1 / self.load.planned)
+            elif sequence.clock - round_s >= self.settled_at and not (self.counted or self.waiting):
                 # One measurement a pass: the pass took the same time for its other requests.
                 self.counted = True
                 seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
@@ -241,6 +276,9 @@ class Controller:
                 self.stale.discard(self.load.kind)
                 seen.append((self.load, round_s))
                 self.plain_at[self.load.kind] = self.committed
+
+    def _busy(self, kind: str) -> Recent:
+        return self.busy.setdefault((kind, self.load.kind), Recent())
 
     def _round(self, proposal: Proposal, plan: Plan) -> Round:
         """What passes a round had. The passes of the lower tiers come from the tallies of `proposal`. For the target's
@@ -281,18 +319,15 @@ class Controller:
     def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
         """The plan of this request's next round."""
         drafted, length = sequence.drafted, len(sequence.tokens)
-        new = drafted.chosen_at is None
-        if new:
+        if drafted.chosen_at is None:
             self._join(sequence, decoding)
         recent = self._recent(sequence, decoding)
         # A choice without a price of plain decoding, as in a new process, is made again as soon as there is one.
         unpriced = not drafted.choice.plain_s and self.target.few.known
-        settled = drafted.trial or (recent and not unpriced)
-        if not settled or drafted.load != kind_of_load(len(decoding)):
+        decided = drafted.trial or (recent and not unpriced)
+        if not decided or drafted.load != kind_of_load(len(decoding)):
             self._choose(sequence, decoding, refresh_every)
         plan = drafted.choice.plan
-        if new and plan.speculates and drafted.choice.gain < CLEAR:
-            drafted.trial = max(drafted.trial, FIRST_TOKENS - sequence.stats.decoded)
         if drafted.trial:
             drafted.trial -= 1
             if not drafted.trial:
@@ -363,7 +398,8 @@ class Controller:
         plain rounds still count. Otherwise many old slow rounds would outweigh the new measurement, and speculation
         that does not pay would go on.
         """
-        few = len(self.plain.get(load.kind, ())) <= 2  # then the gain may be due to a single slow round
+        lengths = [then.length for then, _ in self.plain.get(load.kind, ())]
+        few = sum(load.length / 2 < length < load.length * 2 for length in lengths) <= 2  # one slow round may mislead
         excess = choice.gain - 1
         interval = load.planned * TRIAL_EVERY * (0.5 if few else min(max(0.5, excess, excess**3), 8.0))
         if self.committed - self.plain_at.get(load.kind, -interval) < interval:
@@ -380,14 +416,14 @@ class Controller:
         self.faded_at = self.committed
         for known in self.known.values():
             known.fade(kept)
-        for correction in self.corrections.values():
-            correction.fade(kept)
+        for learned in (*self.corrections.values(), *chain(*self.usual.values())):
+            learned.fade(kept)
 
     def _correct(self) -> None:
         """Take in the passes and rounds since the last time: done now and then, because fitting takes time."""
         for tier in (self.target, self.retrieval, self.draft):
             tier.fit()
-        before: dict[tuple[str, int], float] = {}  # corrections until now, by kind and load
+        before: dict[tuple[str, int], tuple[float, float, Usual]] = {}  # what was expected, by kind and load
         # Rounds one after another under the same number of requests are taken together. Their order stays, because
         # later rounds count for more. The lengths of texts hardly change within such a group.
         for _, same in groupby(self.measured, lambda measured: measured.load.requests):
@@ -396,12 +432,15 @@ class Controller:
             all_passes_s = costs.round_s(Round(*np.array([measured.passes for measured in rounds]).T))
             for (kind, load, _, round_s), passes_s in zip(rounds, all_passes_s.tolist(), strict=True):
                 if passes_s:
-                    known = before.setdefault((kind, load.kind), self._corrected(kind, load.kind))
-                    ratio = min(max(round_s / passes_s, known / MOST_NEW), known * MOST_NEW)
+                    if (kind, load.kind) not in before:
+                        before[kind, load.kind] = *self._corrected(kind, load.kind), self._usual(load.kind)
+                    expected_s = float(corrected_s(passes_s, *before[kind, load.kind]))
+                    took_s = min(max(round_s, expected_s / MOST_NEW), expected_s * MOST_NEW)
                     share = 1 / load.planned  # each of these requests has measured the same round
-                    self.corrections.setdefault((kind, load.kind), Recent()).add(ratio, rounds=share)
-                    weight = passes_s / (costs.plain_s or passes_s)  # rounds of several kinds count by their time
-                    self.corrections.setdefault((SPECULATIVE, load.kind), Recent()).add(ratio, weight, share)
+                    self.corrections.setdefault((kind, load.kind), Recent()).add(took_s / passes_s, rounds=share)
+                    passes, apart = self.usual.setdefault(load.kind, (Recent(), Recent()))
+                    passes.add(passes_s, rounds=share)
+                    apart.add(took_s - passes_s, rounds=share)
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
@@ -411,12 +450,13 @@ class Controller:
         load = load_of(decoding)
         cut_s = sum(self.cuts.seconds([whole(s)]) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
-        corrections = {kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds}
-        corrections[PLAIN.kind] = self._plain_correction(load)
+        found = {kind: self._corrected(kind, load.kind) for kind in self.candidates.kinds if kind != PLAIN.kind}
         return Situation(
             self._costs(load),
             self._acceptance(together),
-            corrections,
+            {PLAIN.kind: self._plain_correction(load)} | {kind: corrected for kind, (corrected, _) in found.items()},
+            {kind: doubt for kind, (_, doubt) in found.items()},
+            self._usual(load.kind),
             cut_s,
             renewal_s=sum(self.renewals.seconds([whole(s)]) for s in together) / refresh_every,
             remaining=max(1, min(HORIZON, int(remaining))),
@@ -441,22 +481,26 @@ class Controller:
     def _known(self, sequence: Sequence) -> Acceptances:
         return self.known.setdefault(round(4 * sequence.spec.sampling.temperature), Acceptances())
 
-    def _corrected(self, kind: str, at_load: int) -> float:
-        """The correction for a kind of speculation; where it is not known, that for all speculation, or else none."""
-        before = 1.0 if kind == SPECULATIVE else self._corrected(SPECULATIVE, at_load)
-        return self.corrections.get((kind, at_load), Recent()).mean(before)
+    def _corrected(self, kind: str, at_load: int) -> tuple[float, float]:
+        """The correction for a kind of plan with drafts, and the weight of `_usual` beside it."""
+        found = self.corrections.get((kind, at_load), Recent())
+        return found.mean(1.0, ONLY_IF_UNKNOWN), found.doubt
+
+    def _usual(self, at_load: int) -> Usual:
+        passes, apart = self.usual.get(at_load, (Recent(), Recent()))
+        return Usual(passes.mean(0.0, ONLY_IF_UNKNOWN), apart.mean(0.0))
 
     def _plain_correction(self, load: Load) -> float:
         """The correction for plain decoding: what its latest rounds took, relative to what their passes should take by
-        the present prices.
+        the present prices. It is the median, because what disturbs rounds only makes them longer; with a 1 among them,
+        so that a single slow round says nothing, and of two middle values the lower one.
         """
         seen = [*self.plain.get(load.kind, ())]
         expected_s = self._plain_s([then for then, _ in seen])
-        ratios = [took / passes_s for (_, took), passes_s in zip(seen, expected_s, strict=True) if passes_s]
-        most, mean = SLOWEST * median_low([1.0, *ratios]), Recent()
-        for ratio in ratios:
-            mean.add(min(ratio, most))
-        return mean.mean(1.0, trust=0.05)
+        ratios: list[float] = [
+            took / passes_s for (_, took), passes_s in zip(seen, expected_s, strict=True) if passes_s
+        ]
+        return median_low([1.0, *ratios])
 
     def _batches(self, requests: int) -> tuple[int, int]:
         """The number of requests in a micro-batch, and the number of micro-batches."""
