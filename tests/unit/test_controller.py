@@ -699,9 +699,10 @@ def rounds(
     took: list[float],
     plan: Plan = PLAIN,
     pass_s: float = 0.01,
+    below: tuple[Tally, ...] = (),
 ) -> None:
     """Run rounds of one plan one after another, whose passes take `pass_s` seconds. The first `planned` requests are
-    planned here.
+    planned here. `below`: the tallies of the tiers below, the same in each round.
     """
     for round_s in took:
         answers = []
@@ -709,7 +710,7 @@ def rounds(
             each.clock += round_s
             each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads))
             tally = Tally(1, plan.draft, 0, int(plan.draft > 0), busy_s=pass_s)
-            answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally,))))
+            answers.append((each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(tally, *below))))
         controller.passed(answers, decoding, decoding[0].clock)
         for each, proposal in answers[:planned]:
             controller.learn(each, proposal, plan, round_s)
@@ -798,6 +799,20 @@ def test_passes_at_the_same_time_on_shared_cores_are_taken_for_their_share_of_it
     rounds(controller, decoding[:1], 1, [0.01] * 100, plan)
     controller._correct()
     assert controller.target.alike(1, PROMPT)(1 + plan.draft) == pytest.approx(10e-3, rel=0.05), "nothing overlaps"
+
+
+def test_passes_of_all_tiers_are_taken_for_their_share_of_the_time() -> None:
+    """Of two micro-batches, each has 10 ms of passes in 10 ms: the target's, one of retrieval, two of the model."""
+    controller = Controller(replace(TIERS, micro_batches=2))
+    below = (Tally(1, 3, 1, 1, passes=1, busy_s=4e-3), Tally(passes=2, busy_s=2e-3))
+    rounds(controller, two_requests(controller), 2, [0.01] * 100, Plan(2, 3), pass_s=4e-3, below=below)
+    controller._correct()
+    for costs, keys, tokens, price_s in (
+        (controller.target, PROMPT, 4, 2e-3),
+        (controller.retrieval, TIERS.sparse_tokens, 4, 2e-3),
+        (controller.draft, TIERS.window_tokens, 1, 0.5e-3),
+    ):
+        assert costs.alike(1, keys)(tokens) == pytest.approx(price_s, rel=0.1)
 
 
 def test_that_passes_overlap_is_remembered_while_requests_come_and_go() -> None:
