@@ -58,11 +58,12 @@ ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_RO
 
 # Limit in bytes for a message, between Serve's processes and at the public gRPC port. Between processes it is 4 MiB by
 # default, and Serve's error for a longer prompt does not say why; at the port it is 2 GiB, which anyone could have the
-# server read, because a key is checked after its request was read.
-MESSAGE_LIMITS = dict.fromkeys(
-    ("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"), str(64 << 20)
-)
+# server read. `run` lowers the port's limit for models with shorter contexts.
+PORT_LIMIT = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
+MESSAGE_LIMITS = dict.fromkeys(("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", PORT_LIMIT), str(64 << 20))
 ENVIRONMENT |= MESSAGE_LIMITS
+BYTES_PER_TOKEN = 512  # of a message, in either direction: the longest usual token, or a token with 20 logprobs
+LEAST_PORT_LIMIT = 8 << 20  # several outputs, each with logprobs, may be longer than the context
 
 
 def build_app(args: dict[str, Any]) -> Application:
@@ -161,6 +162,7 @@ def run(settings: Settings) -> None:
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
     from deploy.directions import check_endpoint, directions, tiers_found
+    from deploy.grpc_gate import KEYS
     from deploy.keys import keys_of
     from deploy.remains import nothing_remains
     from triforce_core.engine.target_kv import offload_directory
@@ -174,8 +176,11 @@ def run(settings: Settings) -> None:
     check_ports(settings)
     torch_device(settings.device)  # can be checked early because the tiers run on this machine
     offload_directory(settings.target.offload_path)
-    check_models(settings)
+    context = check_models(settings).context_length
     keys_of(settings.server.api_keys)
+    os.environ[KEYS] = settings.server.api_keys or ""
+    lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)
+    os.environ.setdefault(PORT_LIMIT, str(min(lowered, int(MESSAGE_LIMITS[PORT_LIMIT]))))
     try:
         # The handlers are set twice because ray.init installs its own.
         with (

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
+from triforce_core.errors import FingerprintError, InvalidValueError, TriForceError, UnavailableError
 
 log = logging.getLogger("ray.serve")  # operators read this logger's files first
 Entry = TypeVar("Entry")
@@ -49,6 +49,14 @@ class OtherFingerprintError(FingerprintError):
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (str(self), self.replica)
+
+
+class SlowBodyError(InvalidValueError):
+    """The body of a request comes too slowly to wait for the rest of it."""
+
+
+class UnknownServiceError(InvalidValueError):
+    """The server has no gRPC service of this name."""
 
 
 class UnauthenticatedError(TriForceError):

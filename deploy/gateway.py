@@ -12,6 +12,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
+from deploy.grpc_errors import status_of
 from deploy.grpc_guard import logged, reported, streaming, unary
 from deploy.grpc_services import parsed
 from deploy.health import Health
@@ -99,6 +100,6 @@ class Gateway:
 
 
 def tell(error: Exception, context: RayServegRPCContext) -> None:
-    code, details = grpc_api.status_of(error)
+    code, details = status_of(error)
     context.set_code(code)
     context.set_details(details)

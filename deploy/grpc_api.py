@@ -7,8 +7,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
 
-import grpc
-
 from actors.wire import (
     finish_reason_to_proto,
     logprobs_to_proto,
@@ -17,40 +15,14 @@ from actors.wire import (
     seed_to_proto,
 )
 from deploy.client_request import ClientRequest
-from deploy.errors import EngineCrashError, OverloadedError, UnauthenticatedError, entry_for, internal_error
 from deploy.grpc_chat import messages_of, tools_of
-from deploy.health import UnknownServiceError
 from deploy.service import Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import (
-    DeadlineError,
-    FingerprintError,
-    InvalidValueError,
-    TriForceError,
-    UnavailableError,
-    UnknownModelError,
     require,
 )
 from triforce_core.sampling.guides import Guide
-
-STATUSES: dict[type[TriForceError], grpc.StatusCode] = {
-    InvalidValueError: grpc.StatusCode.INVALID_ARGUMENT,
-    UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,
-    UnknownModelError: grpc.StatusCode.NOT_FOUND,
-    UnknownServiceError: grpc.StatusCode.NOT_FOUND,
-    OverloadedError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    UnavailableError: grpc.StatusCode.UNAVAILABLE,
-    FingerprintError: grpc.StatusCode.FAILED_PRECONDITION,
-    EngineCrashError: grpc.StatusCode.ABORTED,
-    DeadlineError: grpc.StatusCode.DEADLINE_EXCEEDED,
-}
-
-
-def status_of(error: Exception) -> tuple[grpc.StatusCode, str]:
-    """The gRPC status and details of an error. All errors are translated here."""
-    code = entry_for(STATUSES, error)
-    return (grpc.StatusCode.INTERNAL, internal_error(error)) if code is None else (code, str(error))
 
 
 async def client_request_from(service: Service, request: pb.GenerateRequest) -> ClientRequest:

@@ -17,8 +17,8 @@ import grpc
 from google.protobuf.message import Message
 from ray.serve.grpc_util import RayServegRPCContext
 
-from deploy import grpc_api
 from deploy.calls import REQUEST_ID, SOUND_ID, Call, begin, checked_id
+from deploy.grpc_errors import status_of
 from deploy.grpc_services import parsed
 from deploy.keys import ApiKeys
 from deploy.service import Service
@@ -107,7 +107,7 @@ def reported(call: Call, context: RayServegRPCContext) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        code, details = grpc_api.status_of(error)
+        code, details = status_of(error)
         context.set_code(code)
         context.set_details(details)
         call.status = code.name

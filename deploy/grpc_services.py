@@ -11,6 +11,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
+from deploy.grpc_gate import Gate
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.errors import InvalidValueError
 
@@ -23,16 +24,17 @@ def add_generation(servicer: Any, server: grpc.Server) -> None:
 
 
 def add_health(servicer: Any, server: grpc.Server) -> None:
-    _add(health_pb2.DESCRIPTOR.services_by_name["Health"], servicer, server)
+    _add(health_pb2.DESCRIPTOR.services_by_name["Health"], servicer, server, is_open=True)
 
 
-def _add(service: ServiceDescriptor, servicer: Any, server: grpc.Server) -> None:
-    """As the generated functions do, but without parsing."""
+def _add(service: ServiceDescriptor, servicer: Any, server: grpc.Server, *, is_open: bool = False) -> None:
+    """As the generated functions do, but without parsing, and behind a gate."""
     makers = {True: grpc.unary_stream_rpc_method_handler, False: grpc.unary_unary_rpc_method_handler}
     handlers = {
-        method.name: makers[method.server_streaming](getattr(servicer, method.name)) for method in service.methods
+        f"/{service.full_name}/{method.name}": makers[method.server_streaming](getattr(servicer, method.name))
+        for method in service.methods
     }
-    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.add_generic_rpc_handlers((Gate(handlers, is_open=is_open),))
 
 
 def parsed(kind: type[Parsed], request: Parsed | bytes) -> Parsed:

@@ -1,13 +1,18 @@
-"""Middleware of Serve's proxy that makes headers readable before the proxy handles a request."""
+"""What Serve's HTTP server needs before it serves: limits for its connections, and headers that it can read."""
 
 from __future__ import annotations
 
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.config import HTTP_PROTOCOLS
 
 
 def middlewares() -> list[Middleware]:
-    """Serve calls this where its HTTP server starts: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it."""
+    """Serve calls this where its HTTP server starts: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it.
+
+    Serve has no setting for the class of the server's connections, so the default is changed where uvicorn looks it up.
+    """
+    HTTP_PROTOCOLS["auto"] = "deploy.connection:Connection"
     return [Middleware(ReadableHeaders)]
 
 

@@ -9,19 +9,15 @@ from collections.abc import AsyncGenerator
 
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse, HealthListResponse
 
-from deploy.errors import OverloadedError
+from deploy.errors import OverloadedError, UnknownServiceError
 from deploy.service import Service
-from triforce_core.errors import InvalidValueError, TriForceError
+from triforce_core.errors import TriForceError
 
 SERVICES = ("", "triforce.v1.Generation", "grpc.health.v1.Health")  # the empty name means the server as a whole
 PERIOD_S = 2.0  # between two looks of a watch
 MAX_WATCHES = 16  # each is one of the calls that the gateway takes at once
 MAX_WATCHES_PER_HOST = 4  # a watch needs no key: without this limit one host could take them all
 MAX_WATCH_S = 300.0  # then the watch ends; clients that still want one begin another
-
-
-class UnknownServiceError(InvalidValueError):
-    """The server has no gRPC service of this name."""
 
 
 class Health:

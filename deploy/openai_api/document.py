@@ -21,7 +21,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-bot
 code { font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 NOTHING_ELSE = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
-GUARDED = documented(400, 401, 413)
+OPEN, KEYED, WITH_BODY = documented(400), documented(400, 401), documented(400, 401, 408, 413, 429, 503)
 
 
 def describe(app: FastAPI) -> None:
@@ -45,9 +45,8 @@ def add_guard(document: dict[str, Any]) -> None:
     document["components"]["securitySchemes"] = {"key": {"type": "http", "scheme": "bearer"}}
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/ErrorBody"}}}
     for path, operation in operations(document):
-        for status, response in GUARDED.items():
-            if status == 401 and path in OPEN_PATHS:
-                continue
+        guarded = OPEN if path in OPEN_PATHS else WITH_BODY if "requestBody" in operation else KEYED
+        for status, response in guarded.items():
             added = {"description": response["description"], "content": error}
             operation["responses"].setdefault(str(status), added)
         operation["responses"] = dict(sorted(operation["responses"].items()))

@@ -15,6 +15,7 @@ from deploy.errors import (
     EngineCrashError,
     EngineLostError,
     OverloadedError,
+    SlowBodyError,
     UnauthenticatedError,
     entry_for,
     internal_error,
@@ -46,6 +47,7 @@ ANSWERS: dict[type[TriForceError], Answer] = {
     UnauthenticatedError: Answer(401, INVALID, "invalid_api_key"),
     TooLargeError: Answer(413, INVALID, "context_length_exceeded"),
     UnknownModelError: Answer(404, INVALID, "model_not_found"),
+    SlowBodyError: Answer(408, INVALID, "request_timeout"),
     OverloadedError: Answer(429, "rate_limit_error", "overloaded"),
     UnavailableError: Answer(503, SERVER, "unavailable"),
     EngineLostError: Answer(503, SERVER, "engine_lost"),
@@ -59,6 +61,7 @@ RETRY: dict[int | str, list[tuple[str, str]]] = {  # headers by status, or by co
         ("WWW-Authenticate", "Bearer"),
         ("WWW-Authenticate", 'Basic realm="TriForce: the password is an API key", charset="UTF-8"'),
     ],
+    408: [("Connection", "close")],  # the rest of the body is not read
     429: [("Retry-After", str(OverloadedError.retry_after_s))],
     503: [("Retry-After", str(OverloadedError.retry_after_s))],
     "engine_crash": [("x-should-retry", "false")],  # OpenAI's clients would retry, and crash the engine again

@@ -1,25 +1,30 @@
-"""What every HTTP request passes before its route: CORS, its id, the API key and the limit of its body. Each request is
-one line of the log, except probes that succeed.
+"""What every HTTP request passes before its route: CORS, its id, the API key, a place, and the limits of its body. Each
+request is one line of the log, except probes that succeed.
 """
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
+
 from fastapi import FastAPI
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.calls import REQUEST_ID, Call, begin, checked_id
-from deploy.errors import internal_error
+from deploy.errors import SlowBodyError, internal_error
 from deploy.keys import ApiKeys
 from deploy.openai_api.errors import error_response
 from deploy.service import Service
 from triforce_core.errors import TooLargeError, TriForceError
 
 # Paths that need no key, because they tell only whether the server is there. They are asked all the time, so they are
-# logged only where they fail.
+# logged only where they fail. Their bodies are not read.
 OPEN_PATHS = frozenset({"/health", "/ready"})
-OPEN_BODY_BYTES = 1024  # of a body that needs no key: no open path has a use for one
+# A body that comes more slowly is refused, because its request holds a place.
+BODY_GRACE_S, LEAST_BODY_RATE = 10.0, 16 << 10  # bytes a second
 
 
 def guarded(app: FastAPI, service: Service, keys: ApiKeys) -> FastAPI:
@@ -60,15 +65,19 @@ class Guard:
         try:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
-                most_bytes = OPEN_BODY_BYTES
-                if path not in OPEN_PATHS:
+                if path in OPEN_PATHS:
+                    receive = replayed(b"", receive)
+                else:
                     call.key = self.keys.owner(headers.get("authorization"))
-                    most_bytes = self.service.most_body_bytes
-                receive = await bounded(receive, headers, most_bytes)
+                    if scope["method"] == "POST":
+                        with self.service.placed():  # whoever sends slowly holds no more than waiting requests do
+                            receive = replayed(await whole(receive, headers, self.service.most_body_bytes), receive)
             except TriForceError as error:
                 await error_response(error)(scope, receive, tell)
             else:
                 await self.app(scope, receive, tell)
+        except ClientDisconnect:
+            pass  # nobody is there to be told
         except Exception as error:
             if call.status is None:
                 await error_response(error)(scope, receive, tell)
@@ -79,28 +88,34 @@ class Guard:
                 self.service.ended(call)
 
 
-async def bounded(receive: Receive, headers: Headers, most_bytes: int) -> Receive:
-    """`receive` for a request whose body is within the limit. Raises `TooLargeError` before the body is parsed.
+async def whole(receive: Receive, headers: Headers, most_bytes: int) -> bytes:
+    """The body. Raises `TooLargeError`, where possible before it has come; `SlowBodyError`; `ClientDisconnect`."""
+    stated = headers.get("content-length", "").lstrip("0")
+    if "transfer-encoding" not in headers and stated.isascii() and stated.isdecimal():
+        check_length(stated, most_bytes)
+    body, began, more = bytearray(), asyncio.get_running_loop().time(), True
+    try:
+        async with asyncio.timeout_at(began + BODY_GRACE_S) as limit:
+            while more:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                body += message.get("body", b"")
+                check_length(str(len(body)), most_bytes)
+                limit.reschedule(began + BODY_GRACE_S + len(body) / LEAST_BODY_RATE)
+                more = message.get("more_body", False)
+    except TimeoutError:
+        rule = f"must come within {BODY_GRACE_S:g} s and a second more for each {LEAST_BODY_RATE} bytes"
+        raise SlowBodyError("body", f"{len(body)} bytes so far", rule) from None
+    return bytes(body)
 
-    The HTTP server enforces a stated content-length, unless the body is sent in chunks. Chunks are counted here,
-    whatever length is stated beside them.
-    """
-    if "transfer-encoding" not in headers:
-        stated = headers.get("content-length", "").lstrip("0")
-        if stated.isascii() and stated.isdecimal():
-            check_length(stated, most_bytes)
-        return receive
-    parts: list[Message] = []
-    length, more = 0, True
-    while more:
-        parts.append(await receive())
-        length += len(parts[-1].get("body", b""))
-        check_length(str(length), most_bytes)
-        more = parts[-1].get("more_body", False)
-    rest = iter(parts)
+
+def replayed(body: bytes, receive: Receive) -> Receive:
+    """`receive` for a request whose body has been read."""
+    messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def again() -> Message:
-        return next(rest, None) or await receive()
+        return next(messages, None) or await receive()
 
     return again
 

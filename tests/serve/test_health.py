@@ -8,9 +8,10 @@ from contextlib import aclosing
 import pytest
 from grpc_health.v1.health_pb2 import HealthCheckRequest, HealthCheckResponse
 
-from deploy import grpc_api, health
-from deploy.errors import OverloadedError
-from deploy.health import Health, UnknownServiceError
+from deploy import health
+from deploy.errors import OverloadedError, UnknownServiceError
+from deploy.grpc_errors import status_of
+from deploy.health import Health
 from tests.serve.test_service import Scripted, served
 from triforce_core.errors import UnavailableError
 
@@ -49,7 +50,7 @@ def test_a_service_that_there_is_not_is_not_found() -> None:
     found, _ = switched()
     with pytest.raises(UnknownServiceError) as unknown:
         asyncio.run(found.check(HealthCheckRequest(service="other")))
-    code, details = grpc_api.status_of(unknown.value)
+    code, details = status_of(unknown.value)
     assert (code.name, details) == ("NOT_FOUND", "service: 'other' is not served here")
 
 

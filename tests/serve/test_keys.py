@@ -19,6 +19,7 @@ from grpc_health.v1.health_pb2 import HealthCheckRequest
 from openai import AuthenticationError, OpenAI
 from ray._common.utils import import_attr
 from ray.serve._private.http_util import _apply_middlewares
+from starlette.datastructures import Headers
 from starlette.responses import StreamingResponse
 from starlette.testclient import TestClient
 from starlette.types import Receive, Scope, Send
@@ -31,6 +32,7 @@ from deploy.errors import OverloadedError, UnauthenticatedError, traced
 from deploy.gateway import Gateway
 from deploy.health import SERVICES, Health
 from deploy.keys import ApiKeys, keys_of
+from deploy.openai_api import guard
 from deploy.openai_api.guard import OPEN_PATHS, guarded
 from deploy.openai_api.routes import http_app
 from deploy.page import FILES as PAGE
@@ -436,12 +438,67 @@ def taken(made: Gateway, path: str, pieces: int = 64, **headers: str) -> tuple[i
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
-def test_without_a_key_no_body_is_kept(file: Path, path: str) -> None:
+def test_without_a_key_no_body_is_read(file: Path, path: str) -> None:
     made = gateway(file)
-    assert taken(made, path, transfer_encoding="chunked") == (413, 2)
-    assert taken(made, path, content_length="64000") == (413, 0)
+    assert taken(made, path, transfer_encoding="chunked") == (200, 0)
+    assert taken(made, path, content_length="64000") == (200, 0)
     for closed in ("/v1/completions", "/", "/page/app.js"):
         assert taken(made, closed, transfer_encoding="chunked") == (401, 0)
+
+
+def test_a_body_holds_a_place_while_it_comes(monkeypatch: pytest.MonkeyPatch, file: Path) -> None:
+    """A body that stops is given up, and a full server refuses a request before its body has come."""
+    monkeypatch.setattr(guard, "BODY_GRACE_S", 0.2)
+    made = gateway(file)
+    held: list[int] = []
+    statuses: list[int] = []
+
+    async def post(*bodies: bytes) -> tuple[int, dict[str, Any]]:
+        scope = {"type": "http", "method": "POST", "path": "/tokenize", "query_string": b""}
+        scope["headers"] = [(b"authorization", b"Bearer bob-key-2"), (b"transfer-encoding", b"chunked")]
+        pieces, sent = iter(bodies), list[Any]()
+
+        async def receive() -> dict[str, Any]:
+            held.append(made.service.in_flight)
+            for piece in pieces:
+                return {"type": "http.request", "body": piece, "more_body": True}
+            await asyncio.sleep(60)
+            raise AssertionError("it was not given up")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await made.__serve_build_asgi_app__()(scope, receive, send)
+        return sent[0]["status"], json.loads(sent[1]["body"])["error"]
+
+    status, error = asyncio.run(post(b'{"prompt"', b": "))
+    assert (status, error["param"], error["code"]) == (408, "body", "request_timeout")
+    assert "11 bytes so far" in error["message"]
+    assert held == [1, 1, 1]
+    assert made.service.in_flight == 0
+
+    async def crowd() -> list[tuple[int, dict[str, Any]]]:
+        return await asyncio.gather(*(post(b"{") for _ in range(made.service.room + 1)))
+
+    held.clear()
+    statuses = [status for status, _ in asyncio.run(crowd())]
+    assert sorted(statuses) == [408] * made.service.room + [429]
+    assert made.service.in_flight == 0
+
+
+def test_a_body_that_goes_on_coming_has_more_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "BODY_GRACE_S", 0.2)
+    monkeypatch.setattr(guard, "LEAST_BODY_RATE", 1000)
+    pieces = [b" " * 500] * 5 + [b'{"prompt": "a", "model": "demo"}']
+
+    async def receive() -> dict[str, Any]:
+        await asyncio.sleep(0.1)
+        piece = pieces.pop(0)
+        return {"type": "http.request", "body": piece, "more_body": bool(pieces)}
+
+    body = asyncio.run(guard.whole(receive, Headers({"transfer-encoding": "chunked"}), 10_000))
+    assert body.endswith(b'"demo"}')
+    assert len(body) == 2500 + 32
 
 
 def test_a_body_in_pieces_is_counted_whatever_length_it_states(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -861,5 +918,7 @@ def test_every_route_names_what_the_guard_may_answer() -> None:
     assert len(document["paths"]) >= 11
     for path, verbs in document["paths"].items():
         for operation in verbs.values():
-            assert {"200", "400", "413"} <= set(operation["responses"])
-            assert ("401" in operation["responses"]) == ("security" in operation) == (path not in OPEN_PATHS)
+            answers = set(operation["responses"])
+            assert {"200", "400"} <= answers
+            assert ("401" in answers) == ("security" in operation) == (path not in OPEN_PATHS)
+            assert ("requestBody" in operation) == ({"408", "413", "429", "503"} <= answers)

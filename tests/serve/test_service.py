@@ -23,6 +23,7 @@ from deploy.calls import Call, begin
 from deploy.client_request import MAX_STOP_CHARACTERS, ClientRequest
 from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import EngineCrashError, OverloadedError
+from deploy.grpc_errors import status_of
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
 from deploy.service import RESUMED_AT_ONCE, Part, ServedModel, Service
@@ -127,7 +128,7 @@ def test_an_error_after_the_first_event_is_an_event() -> None:
 
 
 def test_the_grpc_door_tells_no_more() -> None:
-    code, details = grpc_api.status_of(RuntimeError(SECRET))
+    code, details = status_of(RuntimeError(SECRET))
     assert code is grpc.StatusCode.INTERNAL
     assert re.fullmatch(r"internal error \w{12}; the server's log tells more", details)
 
@@ -489,7 +490,7 @@ def test_a_request_that_the_engine_ends_is_answered_as_one_that_this_clock_ends(
     assert events_of(ask(client, timeout_s=20.0, stream=True))[-1]["error"]["code"] == "timeout"
     with pytest.raises(DeadlineError, match="was not done within 20 s") as late:
         generated(service, timeout_s=20)
-    assert grpc_api.status_of(late.value)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert status_of(late.value)[0] is grpc.StatusCode.DEADLINE_EXCEEDED
     assert service.in_flight == 0
 
 
@@ -680,8 +681,8 @@ def test_the_document_tells_every_status() -> None:
     client, *_ = served(ENDED)
     document = client.get("/openapi.json").json()
     answers = document["paths"]["/v1/completions"]["post"]["responses"]
-    assert set(answers) == {"200", "400", "401", "404", "413", "429", "500", "503", "504"}
-    assert set(document["paths"]["/v1/models/{name}"]["get"]["responses"]) == {"200", "400", "401", "404", "413"}
+    assert set(answers) == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
+    assert set(document["paths"]["/v1/models/{name}"]["get"]["responses"]) == {"200", "400", "401", "404"}
     told = [each for path in document["paths"].values() for ask in path.values() for each in ask["responses"].items()]
     for status, answer in told:
         if status != "200":

@@ -138,6 +138,9 @@ killed, so it suits pods only.
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: deploy.headers.middlewares}
 - {name: TOKENIZERS_PARALLELISM, value: "false"}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
+{{- if .Values.apiKeysSecret }}
+- {name: TRIFORCE_API_KEYS, value: /etc/triforce/api_keys}
+{{- end }}
 # How long a HAProxy that has been replaced may go on with its requests: the grace period of the pods.
 - {name: RAY_SERVE_HAPROXY_HARD_STOP_AFTER_S, value: {{ include "triforce.grace" . | quote }}}
 {{- with .Values.models.hub.tokenSecret }}
