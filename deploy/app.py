@@ -313,7 +313,8 @@ def ends_with_ray(logs: Path) -> Iterator[None]:
         while not over.wait(RAY_CHECK_S):
             for each in ray:
                 if not each.is_running() or each.status() == psutil.STATUS_ZOMBIE:
-                    print(f"triforce: Ray has died: its {each.name()} has ended; see {logs}", file=sys.stderr, flush=True)
+                    said = f"triforce: Ray has died: its {each.name()} has ended; see {logs}"
+                    print(said, file=sys.stderr, flush=True)
                     end(os.environ[MARK])
                     os._exit(1)
 
