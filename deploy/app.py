@@ -166,7 +166,7 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
-    from deploy.directions import check_endpoint, directions, tiers_found
+    from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.keys import keys_of
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
@@ -192,7 +192,8 @@ def run(settings: Settings) -> None:
         ):
             check_endpoint(settings)
             took = time.monotonic() - began
-            tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, tiers_found(settings))}\n")
+            said = directions(settings, logs, tiers_found(settings), open_ports())
+            tell(f"ready after {took:.0f} s\n\n{said}\n")
             while True:
                 signal.pause()
     except KeyboardInterrupt:
@@ -328,12 +329,17 @@ def ends_with_ray(logs: Path) -> Iterator[None]:
 
 
 def prepare_environment() -> None:
-    """Set the variables that Ray reads at import and hands on to its processes. Variables already set are kept."""
+    """Set the variables that Ray reads at import and hands on to its processes. Variables already set are kept.
+
+    Raises `InvalidValueError` if they say that Ray asks for no token.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        # Anyone who reaches Ray's ports can run code. A token known to our processes alone keeps others out.
-        os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" not in sys.modules:
+        # Anyone who reaches Ray's ports, two of which Serve opens on all interfaces, can run code. A token known to our
+        # processes alone keeps others out.
+        mode, rule = os.environ.setdefault("RAY_AUTH_MODE", "token"), "must be token, or unset: without it anyone can"
+        require(mode.lower() == "token", "RAY_AUTH_MODE", mode, f"{rule} run code through Ray's ports")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
