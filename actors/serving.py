@@ -14,7 +14,7 @@ from typing import Any
 import grpc
 
 from actors.links import CHANNEL_OPTIONS
-from actors.wire import proposal_batch_to_proto, work_batch_from_proto
+from actors.wire import ANY_TIER, Bounds, proposal_batch_to_proto, work_batch_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierServicer, add_TierServicer_to_server
 from triforce_core.doorbell import Doorbell
@@ -117,11 +117,12 @@ class TierServer(TierServicer):
         doorbell: Doorbell | None = None,
         can_run_ahead: Callable[[], bool] = lambda: False,
         link_ended: Callable[[], None] = lambda: None,
+        bounds: Bounds = ANY_TIER,
     ) -> None:
         """`link_ended` is called by the worker when the last open link has ended and its sequences are released."""
         self.proposer, self.tier, self.doorbell = proposer, tier, doorbell or Doorbell()
         self.can_run_ahead = can_run_ahead  # whether to go on collecting when no answer is owed
-        self.link_ended = link_ended
+        self.link_ended, self.bounds = link_ended, bounds
         self.links: set[Link] = set()  # those that are open
         self.inbox: queue.SimpleQueue[Message | Ended] = queue.SimpleQueue()
         self.served: dict[int, Served] = {}  # by sequence id
@@ -164,7 +165,7 @@ class TierServer(TierServicer):
             self.doorbell.ring()
 
     def _take(self, link: Link, batch: pb.WorkBatch) -> None:
-        work, released = work_batch_from_proto(batch)
+        work, released = work_batch_from_proto(batch, self.bounds)
         with self.counting:
             self.counters.work_items += len(work)
             self.counters.work_tokens += sum(len(w.span.tokens) for w in work)

@@ -16,19 +16,23 @@ from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from actors.pass_times import PassTimes
 from actors.wire import (
+    MAX_CONTEXT,
     controller_to_proto,
     drafting_from_proto,
     finish_reason_to_proto,
+    grammar_from_proto,
     logprobs_to_proto,
     sampling_from_proto,
     seed_from_proto,
     stats_to_proto,
+    tokens_from_proto,
     totals_to_proto,
 )
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
 from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.engine import Engine
+from triforce_core.engine.limits import MAX_STOP_TOKENS
 from triforce_core.engine.sequence import FinishReason, Output, Request
 from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
 from triforce_core.models.audit import AuditCounts
@@ -38,6 +42,7 @@ log = logging.getLogger(__name__)
 
 SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.server.max_pending_requests", 10_000)]
 POLL_S = 0.2
+MAX_SALT_CHARACTERS = 4096  # with the name of an API key
 T = TypeVar("T")
 
 
@@ -171,10 +176,10 @@ class TargetServer(TargetServicer):
         if self.engine_thread.failed is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
         if request.fingerprint not in ("", self.fingerprint):
-            rule = f"is not what is served here, {self.fingerprint!r}"
-            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, f"fingerprint: {request.fingerprint!r} {rule}")
-        slot = slot_of(context)
+            reason = f"fingerprint: {request.fingerprint[:80]!r} is not what is served here, {self.fingerprint!r}"
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, reason)
         try:
+            slot = slot_of(context)
             wanted = request_from_proto(request, self.default_lookaheads)
             # Sent before any work is done for the request: so the caller can tell a target that died with the request,
             # be it while compiling its grammar, from one that never received it.
@@ -247,22 +252,28 @@ class TargetServer(TargetServicer):
 
 
 def slot_of(context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
-    """The number by which the caller wants to find the request among the marks."""
-    return next((int(value) for key, value in context.invocation_metadata() or () if key == SLOT), None)
+    """The number by which the caller wants to find the request among the marks. Raises `InvalidValueError`."""
+    given = next((str(value) for key, value in context.invocation_metadata() or () if key == SLOT), None)
+    if given is None:
+        return None
+    require(given.isdecimal() and len(given) < 20, SLOT, given, "must be a number of at most 19 digits")
+    return int(given)
 
 
 def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int] | None) -> Request:
     """The engine's form of a request. Raises `InvalidValueError` naming the field."""
+    rule = f"must be at most {MAX_SALT_CHARACTERS} characters"
+    require(len(message.cache_salt) <= MAX_SALT_CHARACTERS, "cache_salt", len(message.cache_salt), rule)
     lookaheads = default_lookaheads
     if message.HasField("lookaheads"):
-        given = tuple(message.lookaheads.values)
+        given = tuple(message.lookaheads.values[:3])
         require(len(given) == 2, "lookaheads", given, "must hold two numbers: retrieval and draft")
         bounded = all(n <= MAX_LOOKAHEAD for n in given)
         require(bounded, "lookaheads", given, f"must each be at most {MAX_LOOKAHEAD}")
         lookaheads = given[0], given[1]
     return Request(
-        prompt=tuple(message.prompt_token_ids),
-        resume=tuple(message.resume_token_ids),
+        prompt=tokens_from_proto(message.prompt_token_ids, "prompt_token_ids", MAX_CONTEXT),
+        resume=tokens_from_proto(message.resume_token_ids, "resume_token_ids", MAX_CONTEXT),
         max_tokens=message.max_tokens,
         sampling=sampling_from_proto(message.sampling),
         seed=seed_from_proto(message.seed),
@@ -270,8 +281,8 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
         drafting=drafting_from_proto(message.drafting, "request"),
         selector=message.selector or None,
         cache_salt=message.cache_salt,
-        stop_token_ids=tuple(message.stop_token_ids),
-        grammar=message.grammar,
+        stop_token_ids=tokens_from_proto(message.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS),
+        grammar=grammar_from_proto(message.grammar, "grammar"),
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         priority=message.priority,

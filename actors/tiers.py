@@ -27,6 +27,7 @@ from actors.links import LOOK_UP_S, RemoteProposer
 from actors.marks import Marks
 from actors.rank_actors import lead
 from actors.serving import LinkServer, TierServer
+from actors.wire import MAX_CONTEXT, NUM_TOKEN_IDS, Bounds
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.decoder import SpeculativeDecoder, Verifier
@@ -196,6 +197,11 @@ class LinkedActor(TierActor):
 
     tier_server: TierServer  # set once the tier serves
 
+    def bounds(self) -> Bounds:
+        """What this tier knows, once its models are loaded, of the text that it can be told."""
+        sizes = [runner.model.config.vocab_size for runner in self.runners.values()]
+        return Bounds(min(sizes, default=NUM_TOKEN_IDS), self.settings.target.context_length or MAX_CONTEXT)
+
     def serve_link(self, host: str, tier_server: TierServer) -> LinkServer:
         self.undo.callback(tier_server.stop)
         server = LinkServer(host, tier_server)
@@ -215,7 +221,8 @@ class DraftActor(LinkedActor):
         return self.own_drafter()
 
     def serve(self, host: str) -> LinkServer:
-        return self.serve_link(host, TierServer(self.proposer(), Tier.DRAFT, above=Tier.RETRIEVAL))
+        proposer = self.proposer()
+        return self.serve_link(host, TierServer(proposer, Tier.DRAFT, above=Tier.RETRIEVAL, bounds=self.bounds()))
 
 
 class RetrievalActor(LinkedActor):
@@ -254,13 +261,13 @@ class RetrievalActor(LinkedActor):
         verifier, doorbell = self.verifier(), Doorbell()
         drafts, shares = self._drafts(doorbell)
         ended = self.snapshots.link_ended if self.snapshots is not None else lambda: None
-        pipelined = self.settings.micro_batches > 1
+        pipelined, bounds = self.settings.micro_batches > 1, self.bounds()
         decoder = SpeculativeDecoder(drafts, verifier, micro_batches=shares, hand_up_early=pipelined)
         if self.settings.speculation.run_ahead:
             ahead = RunAhead(decoder, fewer_than=self.settings.micro_batches)
-            server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead, ended)
+            server = TierServer(ahead, self.tier, Tier.TARGET, doorbell, lambda: ahead.can_run_ahead, ended, bounds)
         else:
-            server = TierServer(decoder, self.tier, Tier.TARGET, doorbell, link_ended=ended)
+            server = TierServer(decoder, self.tier, Tier.TARGET, doorbell, link_ended=ended, bounds=bounds)
         return self.serve_link(host, server)
 
     def _drafts(self, doorbell: Doorbell) -> tuple[Proposer, int]:

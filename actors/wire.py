@@ -6,17 +6,24 @@ A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import fields
+from collections.abc import Iterable, Sequence, Sized
+from dataclasses import dataclass, fields
+from itertools import islice
 from math import inf
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.config import MAX_LOOKAHEAD
+from triforce_core.engine.cache_sizes import MAX_BLOCK
 from triforce_core.engine.controller import Figures
+from triforce_core.engine.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
 from triforce_core.engine.sequence import FinishReason, Request, Stats
 from triforce_core.engine.totals import Totals
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import (
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_BIASED_TOKENS,
     Drafting,
     Origin,
     Proposal,
@@ -24,12 +31,18 @@ from triforce_core.messages import (
     SequenceSpec,
     Span,
     Tally,
+    Tier,
     TokenLogprobs,
     Work,
 )
 
 NUM_TOKEN_IDS = 2**31  # no vocabulary is larger; ids fit a signed 32-bit integer
 SEED_VALUES = 2**64
+MAX_CONTEXT = 2**24  # tokens; no model reads a longer text
+MAX_ITEMS = 2**16  # of a batch
+MAX_DRAFTED = 2 * MAX_LOOKAHEAD  # a plan without the retrieval tier adds both lookaheads
+MAX_COUNT = 2**32  # in the tallies of one proposal, whose sums must fit 64 bits
+MAX_GRAMMAR_CHARACTERS = 2**22  # in llguidance's form, which is several times as long as what clients send
 ORIGINS, DRAFTINGS = [*map(int, Origin)], [*map(int, Drafting)]
 FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
     FinishReason.STOP: gen.FINISH_REASON_STOP,
@@ -38,13 +51,27 @@ FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
 NUMBERS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "bad_word_ids")]
 
 
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What a tier knows of the text that it can be told; by default, what holds for every tier."""
+
+    vocab_size: int = NUM_TOKEN_IDS
+    context_length: int = MAX_CONTEXT
+
+
+ANY_TIER = Bounds()
+
+
 def work_batch_to_proto(work: Iterable[Work], release: Iterable[int] = ()) -> pb.WorkBatch:
     return pb.WorkBatch(work=[_work_to_proto(item) for item in work], release=release)
 
 
-def work_batch_from_proto(batch: pb.WorkBatch) -> tuple[list[Work], list[int]]:
+def work_batch_from_proto(batch: pb.WorkBatch, bounds: Bounds = ANY_TIER) -> tuple[list[Work], list[int]]:
     """The batch's work, and the ids of the sequences to release after it."""
-    return [_work_from_proto(item, f"work[{index}]") for index, item in enumerate(batch.work)], list(batch.release)
+    check_count("work", batch.work, MAX_ITEMS)
+    check_count("release", batch.release, MAX_ITEMS)
+    work = [_work_from_proto(item, f"work[{index}]", bounds) for index, item in enumerate(batch.work)]
+    return work, list(batch.release)
 
 
 def proposal_batch_to_proto(proposals: Iterable[Proposal]) -> pb.ProposalBatch:
@@ -52,6 +79,7 @@ def proposal_batch_to_proto(proposals: Iterable[Proposal]) -> pb.ProposalBatch:
 
 
 def proposal_batch_from_proto(batch: pb.ProposalBatch) -> list[Proposal]:
+    check_count("proposals", batch.proposals, MAX_ITEMS)
     return [_proposal_from_proto(item, f"proposals[{index}]") for index, item in enumerate(batch.proposals)]
 
 
@@ -64,16 +92,21 @@ def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
     )
 
 
-def sampling_from_proto(message: gen.Sampling, where: str = "sampling") -> SamplingParams:
+def sampling_from_proto(
+    message: gen.Sampling, where: str = "sampling", vocab_size: int = NUM_TOKEN_IDS
+) -> SamplingParams:
     """Sampling parameters sent between tiers. An unset field is refused, because with a default in its place this tier
     would warp by another number than the other tiers.
     """
     for name in NUMBERS:
         require(message.HasField(name), f"{where}.{name}", None, "must be present")
     try:
-        return sampling_from_client(message)
+        sampling = sampling_from_client(message)
     except InvalidValueError as error:
         raise InvalidValueError(f"{where}.{error.field}", error.value, error.rule) from None
+    check_token_ids(f"{where}.logit_bias", [token for token, _ in sampling.logit_bias], vocab_size)
+    check_token_ids(f"{where}.bad_word_ids", [token for word in sampling.bad_word_ids for token in word], vocab_size)
+    return sampling
 
 
 def sampling_from_client(message: gen.Sampling) -> SamplingParams:
@@ -81,10 +114,13 @@ def sampling_from_client(message: gen.Sampling) -> SamplingParams:
 
     Raises `InvalidValueError` with the field's name alone, without a path.
     """
+    # Of longer lists no more is read than shows that they are too long.
     return SamplingParams(
         **{name: getattr(message, name) for name in NUMBERS if message.HasField(name)},
-        logit_bias=tuple(sorted(message.logit_bias.items())),
-        bad_word_ids=tuple(tuple(word.values) for word in message.bad_word_ids),
+        logit_bias=tuple(sorted(islice(message.logit_bias.items(), MAX_BIASED_TOKENS + 1))),
+        bad_word_ids=tuple(
+            tuple(word.values[: MAX_BAD_WORD_TOKENS + 1]) for word in message.bad_word_ids[: MAX_BAD_WORDS + 1]
+        ),
     )
 
 
@@ -99,7 +135,11 @@ def logprobs_to_proto(logprobs: Iterable[TokenLogprobs]) -> list[gen.TokenLogpro
     ]
 
 
-def logprobs_from_proto(messages: Iterable[gen.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+def logprobs_from_proto(messages: Sequence[gen.TokenLogprobs]) -> tuple[TokenLogprobs, ...]:
+    for each in messages:
+        check_count("logprobs.top_ids", each.top_ids, MAX_LOGPROBS)
+        rule = f"must be as many as top_ids, {len(each.top_ids)}"
+        require(len(each.top_logprobs) == len(each.top_ids), "logprobs.top_logprobs", len(each.top_logprobs), rule)
     return tuple(
         TokenLogprobs(
             each.logprob if each.HasField("logprob") else None,
@@ -113,10 +153,11 @@ def tallies_to_proto(tallies: Iterable[Tally]) -> list[pb.Tally]:
     return [pb.Tally(**each._asdict()) for each in tallies]
 
 
-def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies") -> tuple[Tally, ...]:
+def tallies_from_proto(messages: Iterable[pb.Tally], where: str = "tallies", most: float = inf) -> tuple[Tally, ...]:
     tallies = tuple(Tally(*(getattr(each, name) for name in Tally._fields)) for each in messages)
     for index, each in enumerate(tallies):
         judged = each.accepted + each.rejected
+        require(max(each) < most, f"{where}[{index}]", each, f"must hold numbers below {most}")
         require(judged <= each.proposed, f"{where}[{index}]", each, "judged more tokens than were proposed")
         looked_up = each.lookup_accepted <= each.accepted and each.lookup_rejected <= each.rejected
         require(looked_up, f"{where}[{index}]", each, "judged more tokens of prompt lookup than it judged in all")
@@ -213,11 +254,27 @@ def controller_to_proto(figures: Figures) -> pb.ControllerStatus:
     )
 
 
-def tokens_from_proto(values: Iterable[int], where: str) -> tuple[int, ...]:
-    tokens = tuple(values)
+def check_count(field: str, values: Sized, most: int) -> None:
+    """Raise `InvalidValueError` if a list is longer than any that a peer needs; call it before the list is copied."""
+    require(len(values) <= most, field, len(values), f"must hold at most {most}")
+
+
+def check_token_ids(field: str, tokens: Iterable[int], vocab_size: int) -> None:
     highest = max(tokens, default=0)
-    require(highest < NUM_TOKEN_IDS, where, highest, "is not a token id: must be below 2**31")
+    require(highest < vocab_size, field, highest, f"is not a token id: must be below {vocab_size}")
+
+
+def tokens_from_proto(values: Sequence[int], where: str, most: int, vocab_size: int = NUM_TOKEN_IDS) -> tuple[int, ...]:
+    check_count(where, values, most)
+    tokens = tuple(values)
+    check_token_ids(where, tokens, vocab_size)
     return tokens
+
+
+def grammar_from_proto(grammar: str, where: str) -> str:
+    rule = f"must be at most {MAX_GRAMMAR_CHARACTERS} characters"
+    require(len(grammar) <= MAX_GRAMMAR_CHARACTERS, where, f"{len(grammar)} characters", rule)
+    return grammar
 
 
 def origins_from_proto(origins: bytes, num_tokens: int, where: str) -> bytes:
@@ -246,10 +303,15 @@ def _work_to_proto(work: Work) -> pb.Work:
     )
 
 
-def _work_from_proto(message: pb.Work, where: str) -> Work:
+def _work_from_proto(message: pb.Work, where: str, bounds: Bounds) -> Work:
     require(message.HasField("span"), f"{where}.span", None, "must be present")
-    span, drafting = _span_from_proto(message.span, f"{where}.span"), drafting_from_proto(message.drafting, where)
-    return Work(span, tuple(message.lookaheads), message.sample, drafting)
+    span = _span_from_proto(message.span, f"{where}.span", bounds)
+    levels, field = len(Tier), f"{where}.lookaheads"
+    given = len(message.lookaheads)
+    require(1 <= given <= levels, field, f"{given} numbers", f"must be 1 to {levels} numbers, one for each level")
+    lookaheads = tuple(message.lookaheads)
+    require(max(lookaheads) <= MAX_DRAFTED, field, lookaheads, f"must each be at most {MAX_DRAFTED}")
+    return Work(span, lookaheads, message.sample, drafting_from_proto(message.drafting, where))
 
 
 def _span_to_proto(span: Span) -> pb.Span:
@@ -257,9 +319,11 @@ def _span_to_proto(span: Span) -> pb.Span:
     return pb.Span(sequence_id=span.sequence_id, start=span.start, tokens=span.tokens, spec=spec)
 
 
-def _span_from_proto(message: pb.Span, where: str) -> Span:
-    tokens = tokens_from_proto(message.tokens, f"{where}.tokens")
-    spec = _spec_from_proto(message.spec, f"{where}.spec") if message.HasField("spec") else None
+def _span_from_proto(message: pb.Span, where: str, bounds: Bounds) -> Span:
+    most, start = bounds.context_length, message.start
+    require(start <= most, f"{where}.start", start, f"must be within the context of {most} tokens")
+    tokens = tokens_from_proto(message.tokens, f"{where}.tokens", most - start, bounds.vocab_size)
+    spec = _spec_from_proto(message.spec, f"{where}.spec", bounds) if message.HasField("spec") else None
     require(spec is not None or message.start > 0, f"{where}.spec", None, "must be present where start is 0")
     return Span(message.sequence_id, message.start, tokens, spec)
 
@@ -275,18 +339,22 @@ def _spec_to_proto(spec: SequenceSpec) -> pb.SequenceSpec:
     )
 
 
-def _spec_from_proto(message: pb.SequenceSpec, where: str) -> SequenceSpec:
+def _spec_from_proto(message: pb.SequenceSpec, where: str, bounds: Bounds) -> SequenceSpec:
     require(message.HasField("sampling"), f"{where}.sampling", None, "must be present")
     require(message.prompt_length > 0, f"{where}.prompt_length", message.prompt_length, "must be 1 or more")
-    rule = f"must be at least prompt_length ({message.prompt_length})"
-    require(message.max_length >= message.prompt_length, f"{where}.max_length", message.max_length, rule)
+    rule = f"must be at least prompt_length ({message.prompt_length}) and at most {bounds.context_length}"
+    fits = message.prompt_length <= message.max_length <= bounds.context_length
+    require(fits, f"{where}.max_length", message.max_length, rule)
+    stop_token_ids = tokens_from_proto(
+        message.stop_token_ids, f"{where}.stop_token_ids", MAX_STOP_TOKENS, bounds.vocab_size
+    )
     return SequenceSpec(
-        sampling=sampling_from_proto(message.sampling, f"{where}.sampling"),
+        sampling=sampling_from_proto(message.sampling, f"{where}.sampling", bounds.vocab_size),
         seed=seed_from_proto(message.seed),
         prompt_length=message.prompt_length,
         max_length=message.max_length,
-        stop_token_ids=tokens_from_proto(message.stop_token_ids, f"{where}.stop_token_ids"),
-        grammar=message.grammar,
+        stop_token_ids=stop_token_ids,
+        grammar=grammar_from_proto(message.grammar, f"{where}.grammar"),
     )
 
 
@@ -316,13 +384,19 @@ def _proposal_to_proto(proposal: Proposal) -> pb.Proposal:
 
 
 def _proposal_from_proto(message: pb.Proposal, where: str) -> Proposal:
-    tokens = tokens_from_proto(message.tokens, f"{where}.tokens")
+    tokens, start = tokens_from_proto(message.tokens, f"{where}.tokens", MAX_BLOCK), message.start
+    require(start <= MAX_CONTEXT, f"{where}.start", start, f"must be at most {MAX_CONTEXT}")
+    missing_from = message.missing_from if message.HasField("missing_from") else None
+    # Text beyond the stated end was never stated; with such a start the level above would wait for ever.
+    stated = missing_from is None or missing_from <= start
+    require(stated, f"{where}.missing_from", missing_from, f"must be at most start, {start}")
+    check_count(f"{where}.tallies", message.tallies, len(Tier))
     return Proposal(
         sequence_id=message.sequence_id,
-        start=message.start,
+        start=start,
         tokens=tokens,
         origins=origins_from_proto(message.origins, len(tokens), f"{where}.origins"),
-        missing_from=message.missing_from if message.HasField("missing_from") else None,
+        missing_from=missing_from,
         snapshot_wanted=message.snapshot_wanted,
-        tallies=tallies_from_proto(message.tallies, f"{where}.tallies"),
+        tallies=tallies_from_proto(message.tallies, f"{where}.tallies", MAX_COUNT),
     )

@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,7 +20,10 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from actors.cores import keep_awake
+from deploy.remains import MARK, end, nothing_remains
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError, require
 
@@ -38,6 +42,8 @@ LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
 # Serve replaces a replica after three failures in a row. The check waits for nothing, so no answer means that the
 # replica hangs.
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
+RAY_ITSELF = ("gcs_server", "raylet")  # a raylet ends with each of its agents
+RAY_CHECK_S = 1.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on one machine only, Ray binds its own ports to the loopback
@@ -161,10 +167,9 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
-    from deploy.directions import check_endpoint, directions, tiers_found
+    from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
     from deploy.keys import keys_of
-    from deploy.remains import nothing_remains
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
@@ -192,7 +197,8 @@ def run(settings: Settings) -> None:
         ):
             check_endpoint(settings)
             took = time.monotonic() - began
-            tell(f"ready after {took:.0f} s\n\n{directions(settings, logs, tiers_found(settings))}\n")
+            said = directions(settings, logs, tiers_found(settings), open_ports())
+            tell(f"ready after {took:.0f} s\n\n{said}\n")
             while True:
                 signal.pause()
     except KeyboardInterrupt:
@@ -291,21 +297,54 @@ def local_ray(settings: Settings) -> Iterator[Path]:
         log_to_driver=False,  # Serve's proxy prints a traceback for every client that disconnects
     )
     try:
+        logs = Path(context.address_info["session_dir"]) / "logs"
         reason = misfit(placement, pipeline, nodes(), copies.min)
         require(reason is None, "placement", placement.colocate, f"cannot be here: {reason}")
-        yield Path(context.address_info["session_dir"]) / "logs"
+        with ends_with_ray(logs):
+            yield logs
     finally:
         with on_signals(signal.SIG_IGN):  # an interrupted shutdown would leave processes behind
             ray.shutdown()
 
 
+@contextmanager
+def ends_with_ray(logs: Path) -> Iterator[None]:
+    """Inside the context, end this process and all that it has started soon after Ray has died: nothing works without
+    Ray, and calls of Ray or Serve, those that stop them included, may then wait for ever.
+    """
+    over = threading.Event()
+
+    def watch() -> None:
+        ray = [each for each in psutil.Process().children() if each.name() in RAY_ITSELF]
+        while not over.wait(RAY_CHECK_S):
+            for each in ray:
+                if not each.is_running() or each.status() == psutil.STATUS_ZOMBIE:
+                    said = f"triforce: Ray has died: its {each.name()} has ended; see {logs}"
+                    print(said, file=sys.stderr, flush=True)
+                    end(os.environ[MARK])
+                    os._exit(1)
+
+    watcher = threading.Thread(target=watch, name="ray-watch", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+
+
 def prepare_environment() -> None:
-    """Set the variables that Ray reads at import and hands on to its processes. Variables already set are kept."""
+    """Set the variables that Ray reads at import and hands on to its processes. Variables already set are kept.
+
+    Raises `InvalidValueError` if they say that Ray asks for no token.
+    """
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        # Anyone who reaches Ray's ports can run code. A token known to our processes alone keeps others out.
-        os.environ["RAY_AUTH_MODE"] = "token"
+    if "ray" not in sys.modules:
+        # Anyone who reaches Ray's ports, two of which Serve opens on all interfaces, can run code. A token known to our
+        # processes alone keeps others out.
+        mode, rule = os.environ.setdefault("RAY_AUTH_MODE", "token"), "must be token, or unset: without it anyone can"
+        require(mode.lower() == "token", "RAY_AUTH_MODE", mode, f"{rule} run code through Ray's ports")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
@@ -346,8 +385,8 @@ def drain(handle: DeploymentHandle[Any], timeout_s: float) -> None:
     """Let requests in flight end, then delete the application. Requests that do not end in time end with Ray."""
     from ray import serve
 
-    done = True
-    with suppress(Exception):  # a gateway that is gone has no requests in flight
+    done = False
+    with suppress(Exception):  # such as a gateway that is gone, or does not answer in time
         done = handle.drain.remote(timeout_s).result(timeout_s=timeout_s + 5)
     if done:
         serve.delete(APPLICATION)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
+import psutil
 import requests
 
 from deploy.keys import own_headers
@@ -53,6 +54,13 @@ def tiers_found(settings: Settings) -> Tiers:
         return []
 
 
+def open_ports() -> list[int]:
+    """The ports on which the processes that this one has started listen on all interfaces."""
+    ours = {each.pid for each in psutil.Process().children(recursive=True)}
+    listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
+    return sorted(each.laddr.port for each in listening if each.pid in ours and each.laddr.ip in ("::", "0.0.0.0"))
+
+
 def longer_stall(settings: Settings, tiers: Tiers) -> dict[str, str]:
     """A row that says by how much prompts may delay other requests, if that is more than the settings allow."""
     max_stall_ms = settings.target.max_stall_ms
@@ -63,8 +71,8 @@ def longer_stall(settings: Settings, tiers: Tiers) -> dict[str, str]:
     return {"stall": f"in a full context a prompt delays other requests by {least_ms:.0f} ms a pass, {why}"}
 
 
-def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
-    """The text: what is served, how to call it, and where the logs are."""
+def directions(settings: Settings, logs: Path, tiers: Tiers, ports: Iterable[int] = ()) -> str:
+    """The text: what is served, how to call it, and where the logs are. `ports`: those open on all interfaces."""
     server, url, name = settings.server, base_url(settings), served_name(settings)
     host = url.removeprefix("http://").rpartition(":")[0]
     keyed = server.api_keys is not None
@@ -72,13 +80,16 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
     threads = {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
+    own = ", ".join(str(port) for port in ports if port not in (server.port, server.grpc_port))
     rows = {
         "model": f"{name}, {settings.dtype}, on {device}",
         **({"LOSSY": settings.target.lossy} if settings.target.lossy else {}),
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
         "page": f"{url}/ in a browser{', with any name and an API key as the password' if keyed else ''}",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
-        "gRPC": f"{host}:{server.grpc_port} (triforce_core.client; Ray Serve binds it to all interfaces)",
+        "gRPC": f"{host}:{server.grpc_port} (triforce_core.client)",
+        "ports": f"{server.grpc_port} (gRPC) and Ray Serve's own {own} (closed without Ray's token) listen on all"
+        " interfaces, whatever server.host is: keep others out by a firewall",
         "try": f"curl -N {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
         "logs": str(logs),
         **longer_stall(settings, tiers),

@@ -52,6 +52,11 @@ def main(mark: str) -> None:
     if sys.stdin.buffer.read() == DONE:
         return
     psutil.wait_procs(marked(mark), timeout=GRACE_S)
+    end(mark)
+
+
+def end(mark: str) -> None:
+    """Kill the processes with this mark."""
     until = time.monotonic() + PATIENCE_S
     while (left := marked(mark)) and time.monotonic() < until:  # those that are killed may have started others
         for process in left:

@@ -64,6 +64,8 @@ def set_field(draw: st.DrawFn, message: Message, field: FieldDescriptor) -> None
     elif kind is not None:
         held.CopyFrom(draw(messages(kind)))
         held.SetInParent()
+    elif field.type == KIND.TYPE_BYTES:
+        setattr(message, field.name, draw(st.binary(max_size=20)))
     elif field.is_repeated:
         held.extend(draw(st.lists(SCALARS[field.cpp_type], max_size=20)))
     else:

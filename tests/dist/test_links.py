@@ -20,7 +20,7 @@ import pytest
 from actors import links
 from actors.links import CHANNEL_OPTIONS, RETRY_S, RemoteProposer
 from actors.serving import LinkServer, TierServer
-from actors.wire import proposal_batch_to_proto
+from actors.wire import Bounds, proposal_batch_to_proto
 from tests.by_hand import NoProposer
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
@@ -379,7 +379,7 @@ def test_a_peer_that_answers_is_not_told_of(monkeypatch: pytest.MonkeyPatch, cap
 def test_a_fault_of_ours_ends_the_link_as_one(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(batch: pb.WorkBatch) -> None:
+    def fail(batch: pb.WorkBatch, bounds: Bounds) -> None:
         raise RuntimeError("of ours")
 
     monkeypatch.setattr("actors.serving.work_batch_from_proto", fail)

@@ -9,10 +9,11 @@ import socket
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import requests
 
-from deploy.directions import directions, tiers_found
+from deploy.directions import directions, open_ports, tiers_found
 from tests.serve.conftest import Server
 from triforce_core.config import load_settings
 
@@ -26,12 +27,13 @@ def tiers(**threads: int) -> list[dict[str, Any]]:
 
 def test_ten_lines_say_what_runs_where_and_how_to_call_it() -> None:
     settings = load_settings(dtype="bfloat16", server={"port": 8123})
-    said = directions(settings, LOGS, tiers(target=2, retrieval=1, draft=1))
+    said = directions(settings, LOGS, tiers(target=2, retrieval=1, draft=1), [9000, 41001, 41002])
     assert len(said.splitlines()) <= 10
     assert "demo, bfloat16, on " in said
     assert "draft (1 thread); retrieval (1 thread); target (2 threads)" in said
     assert "http://127.0.0.1:8123/v1" in said
     assert str(LOGS) in said
+    assert "9000 (gRPC) and Ray Serve's own 41001, 41002 (closed without Ray's token) listen on all interfaces" in said
 
 
 @pytest.mark.parametrize(
@@ -93,3 +95,18 @@ def test_the_request_to_try_is_one_that_works(server: Server) -> None:
     events = [line for line in answer.text.split("\n\n") if line.startswith("data: ")]
     assert events[-1] == "data: [DONE]"
     assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"]
+
+
+def test_what_listens_on_all_interfaces_is_named_and_wants_ray_s_token(server: Server) -> None:
+    """Besides gRPC's port these are Ray Serve's own, one in the gateway and one in the replica."""
+    ports = open_ports()
+    own = [port for port in ports if port != server.grpc_port]
+    assert len(own) == len(ports) - 1 == 2
+    settings = load_settings(server={"port": server.port, "grpc_port": server.grpc_port})
+    assert f"{server.grpc_port} (gRPC) and Ray Serve's own {own[0]}, {own[1]} " in directions(settings, LOGS, [], ports)
+    for port in own:
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
+            with pytest.raises(grpc.RpcError) as refusal:
+                call(b"", timeout=10)
+            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED

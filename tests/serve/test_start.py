@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.app import check_models
+from deploy.app import check_models, prepare_environment
 from tests.random_models import random_model
 from tests.serve.conftest import free_ports
 from triforce_core.config import Settings
@@ -52,6 +52,14 @@ def test_a_host_that_is_not_here(tmp_path: Path) -> None:
     port, grpc_port = free_ports(2)
     said = refusal(tmp_path, f"server: {{host: 192.0.2.77, port: {port}, grpc_port: {grpc_port}}}")
     assert "192.0.2.77" in said
+
+
+@pytest.mark.parametrize("mode", ["disabled", "k8s", ""])
+def test_a_ray_that_asks_for_no_token(monkeypatch: pytest.MonkeyPatch, mode: str) -> None:
+    monkeypatch.delitem(sys.modules, "ray", raising=False)  # once it is imported, the variables are of no use
+    monkeypatch.setenv("RAY_AUTH_MODE", mode)
+    with pytest.raises(InvalidValueError, match=f"RAY_AUTH_MODE: '{mode}' must be token, or unset"):
+        prepare_environment()
 
 
 def test_a_model_that_is_not_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 import pytest
 from google.protobuf.message import Message
@@ -12,16 +13,20 @@ from hypothesis import strategies as st
 
 from actors import wire
 from actors.target_server import request_from_proto
+from tests.random_messages import messages
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.client.results import FINISH_REASONS
 from triforce_core.config import SELECTOR_NAMES
+from triforce_core.engine.cache_sizes import MAX_BLOCK
+from triforce_core.engine.limits import Limits
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import GREEDY, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
 ids = st.integers(0, 2**64 - 1)
-positions = st.integers(0, 2**32 - 1)
+positions = st.integers(0, wire.MAX_CONTEXT)
+counts = st.integers(0, 2**30)
 token_tuples = st.lists(st.integers(0, 2**31 - 1), max_size=8).map(tuple)
 samplings = st.builds(
     SamplingParams,
@@ -44,12 +49,12 @@ samplings = st.builds(
 
 @st.composite
 def specs(draw: st.DrawFn) -> SequenceSpec:
-    prompt_length = draw(st.integers(1, 2**32 - 1))
+    prompt_length = draw(st.integers(1, wire.MAX_CONTEXT))
     return SequenceSpec(
         sampling=draw(samplings),
         seed=draw(st.integers(-(2**63), 2**63 - 1)),
         prompt_length=prompt_length,
-        max_length=draw(st.integers(prompt_length, 2**32 - 1)),
+        max_length=draw(st.integers(prompt_length, wire.MAX_CONTEXT)),
         stop_token_ids=draw(token_tuples),
         grammar=draw(st.text(max_size=8)),
     )
@@ -57,32 +62,33 @@ def specs(draw: st.DrawFn) -> SequenceSpec:
 
 @st.composite
 def spans(draw: st.DrawFn) -> Span:
-    start = draw(positions)
+    start = draw(st.integers(0, wire.MAX_CONTEXT - 8))
     spec = draw(specs() if start == 0 else st.none() | specs())
     return Span(draw(ids), start, draw(token_tuples), spec)
 
 
 @st.composite
 def tallies(draw: st.DrawFn) -> Tally:
-    accepted, rejected, unjudged = draw(positions), draw(positions), draw(positions)
-    return Tally(draw(positions), accepted + rejected + unjudged, accepted, rejected)
+    accepted, rejected, unjudged = draw(counts), draw(counts), draw(counts)
+    return Tally(draw(counts), accepted + rejected + unjudged, accepted, rejected)
 
 
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
-    tokens = draw(token_tuples)
+    tokens, start = draw(token_tuples), draw(positions)
     return Proposal(
         sequence_id=draw(ids),
-        start=draw(positions),
+        start=start,
         tokens=tokens,
         origins=bytes(draw(st.sampled_from(Tier)) for _ in tokens),
-        missing_from=draw(st.none() | positions),
+        missing_from=draw(st.none() | st.integers(0, start)),
         snapshot_wanted=draw(st.booleans()),
         tallies=tuple(draw(st.lists(tallies(), max_size=3))),
     )
 
 
-works = st.builds(Work, spans(), st.lists(positions, max_size=3).map(tuple), st.booleans(), st.sampled_from(Drafting))
+lookaheads = st.lists(st.integers(0, wire.MAX_DRAFTED), min_size=1, max_size=3).map(tuple)
+works = st.builds(Work, spans(), lookaheads, st.booleans(), st.sampled_from(Drafting))
 
 
 REQUEST_FIELDS = {
@@ -142,6 +148,33 @@ def test_no_field_is_left_behind(fields: Iterable[str], message: type[Message]) 
     assert [name for name in fields if name not in local] == [field.name for field in message.DESCRIPTOR.fields]
 
 
+@given(messages(pb.WorkBatch.DESCRIPTOR))
+def test_whatever_work_says_it_is_within_bounds_or_refused(batch: pb.WorkBatch) -> None:
+    with suppress(InvalidValueError):
+        for work in wire.work_batch_from_proto(batch, wire.Bounds(VOCABULARY, CONTEXT))[0]:
+            assert 1 <= len(work.lookaheads) <= len(Tier)
+            assert max(work.lookaheads) <= wire.MAX_DRAFTED
+            assert work.span.end <= CONTEXT
+            assert max(work.span.tokens, default=0) < VOCABULARY
+
+
+@given(messages(pb.ProposalBatch.DESCRIPTOR))
+def test_whatever_a_proposal_says_it_is_within_bounds_or_refused(batch: pb.ProposalBatch) -> None:
+    with suppress(InvalidValueError):
+        for proposal in wire.proposal_batch_from_proto(batch):
+            assert len(proposal.tokens) == len(proposal.origins) <= MAX_BLOCK
+            assert (proposal.missing_from or 0) <= proposal.start <= wire.MAX_CONTEXT
+            assert all(0 <= number < wire.MAX_COUNT for tally in proposal.tallies for number in tally)
+
+
+@given(messages(pb.DecodeRequest.DESCRIPTOR))
+def test_whatever_a_request_says_it_has_a_form_or_is_refused(message: pb.DecodeRequest) -> None:
+    with suppress(InvalidValueError):
+        request = request_from_proto(message, (0, 0))
+        Limits(CONTEXT, CONTEXT, VOCABULARY).check(request)
+        assert request.timeout_s is None or 0 < request.timeout_s < math.inf
+
+
 @given(samplings)
 def test_a_client_s_sampling_arrives_as_it_was_said(sampling: SamplingParams) -> None:
     assert wire.sampling_from_client(gen.Sampling.FromString(wire.sampling_to_proto(sampling).SerializeToString())) == (
@@ -193,6 +226,8 @@ def test_the_good_examples_are_good() -> None:
     wire.proposal_batch_from_proto(pb.ProposalBatch(proposals=[good_proposal()]))
 
 
+VOCABULARY, CONTEXT = 1000, 100  # what the tier of the tests below knows
+LONG = range(1025)
 BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
     ("span", lambda work: work.ClearField("span")),
     ("span.spec", lambda work: work.span.ClearField("spec")),
@@ -209,6 +244,27 @@ BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
     ("span.spec.prompt_length", lambda work: work.span.spec.ClearField("prompt_length")),
     ("span.spec.max_length", lambda work: setattr(work.span.spec, "max_length", 1)),
     ("span.spec.stop_token_ids", lambda work: work.span.spec.stop_token_ids.append(2**32 - 1)),
+    ("span.spec.stop_token_ids", lambda work: work.span.spec.stop_token_ids.append(VOCABULARY)),
+    ("span.spec.stop_token_ids", lambda work: work.span.spec.stop_token_ids.extend(range(257))),
+    ("span.spec.grammar", lambda work: setattr(work.span.spec, "grammar", "a" * (2**22 + 1))),
+    ("span.spec.max_length", lambda work: setattr(work.span.spec, "max_length", CONTEXT + 1)),
+    ("span.spec.max_length", lambda work: setattr(work.span.spec, "max_length", 2**32 - 1)),
+    ("span.spec.sampling.logit_bias", lambda work: work.span.spec.sampling.logit_bias.update({VOCABULARY: 1.0})),
+    ("span.spec.sampling.logit_bias", lambda work: work.span.spec.sampling.logit_bias.update({3: math.inf})),
+    ("span.spec.sampling.logit_bias", lambda work: work.span.spec.sampling.logit_bias.update(dict.fromkeys(LONG, 1.0))),
+    (
+        "span.spec.sampling.bad_word_ids",
+        lambda work: work.span.spec.sampling.bad_word_ids.append(gen.TokenIds(values=[VOCABULARY])),
+    ),
+    ("span.spec.sampling.bad_words", lambda work: work.span.spec.sampling.bad_word_ids.extend([gen.TokenIds()] * 257)),
+    ("span.start", lambda work: setattr(work.span, "start", CONTEXT + 1)),
+    ("span.tokens", lambda work: work.span.tokens.append(VOCABULARY)),
+    ("span.tokens", lambda work: work.span.tokens.extend(LONG)),
+    ("lookaheads", lambda work: work.ClearField("lookaheads")),
+    ("lookaheads", lambda work: work.lookaheads.extend([1, 1])),
+    ("lookaheads", lambda work: work.lookaheads.__setitem__(0, 129)),
+    ("lookaheads", lambda work: work.lookaheads.__setitem__(1, 2**32 - 1)),
+    ("drafting", lambda work: setattr(work, "drafting", 3)),
 ]
 
 BAD_PROPOSALS: list[tuple[str, Callable[[pb.Proposal], object]]] = [
@@ -216,6 +272,13 @@ BAD_PROPOSALS: list[tuple[str, Callable[[pb.Proposal], object]]] = [
     ("origins", lambda proposal: proposal.ClearField("origins")),
     ("origins", lambda proposal: setattr(proposal, "origins", b"\x00\x04")),
     ("tallies[0]", lambda proposal: setattr(proposal.tallies[0], "accepted", 2)),
+    ("tallies[0]", lambda proposal: setattr(proposal.tallies[0], "passes", 2**64 - 1)),
+    ("tallies[0]", lambda proposal: setattr(proposal.tallies[0], "busy_s", 1e300)),
+    ("tallies[0].busy_s", lambda proposal: setattr(proposal.tallies[0], "busy_s", math.nan)),
+    ("tallies", lambda proposal: proposal.tallies.extend([pb.Tally()] * 3)),
+    ("tokens", lambda proposal: proposal.tokens.extend([1] * 200)),
+    ("start", lambda proposal: setattr(proposal, "start", 2**32 - 1)),
+    ("missing_from", lambda proposal: setattr(proposal, "missing_from", 3)),
 ]
 
 
@@ -224,7 +287,7 @@ def test_bad_work_is_refused_by_name(field: str, spoil: Callable[[pb.Work], obje
     bad = good_work()
     spoil(bad)
     with pytest.raises(InvalidValueError) as refusal:
-        wire.work_batch_from_proto(pb.WorkBatch(work=[good_work(), bad]))
+        wire.work_batch_from_proto(pb.WorkBatch(work=[good_work(), bad]), wire.Bounds(VOCABULARY, CONTEXT))
     assert refusal.value.field == f"work[1].{field}"
 
 
