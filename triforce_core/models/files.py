@@ -144,12 +144,19 @@ def load_tokenizer(name: str) -> Any:
 
 def stop_token_ids(name: str) -> tuple[int, ...]:
     """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+    path = resolve(name, "target")
     try:
-        found = GenerationConfig.from_pretrained(resolve(name, "target")).eos_token_id
+        found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         found = None
+    except Exception as error:  # as for configurations
+        rule = f"has a generation_config.json that does not load ({reason_of(error)})"
+        raise UnknownModelError("target", name, rule) from None
     found = load_config(name, "target").eos_token_id if found is None else found
-    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    right = all(isinstance(each, int) for each in ids)
+    require(right, "target", name, f"must have token ids as its eos_token_id, not {found!r}")
+    return tuple(ids)
 
 
 def end_token_ids(tokenizer: Any) -> tuple[int, ...]:

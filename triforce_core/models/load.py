@@ -14,7 +14,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from triforce_core.attention import reference
+from triforce_core.attention.reference import reference
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.full import FullKV
@@ -28,7 +28,6 @@ from triforce_core.models.files import (
     check_same_vocabulary,
     check_self_drafter,
     check_stored,
-    check_supported,
     context_length,
     kv_shape,
     load_config,
@@ -48,7 +47,6 @@ __all__ = [
     "check_ranks",
     "check_same_vocabulary",
     "check_self_drafter",
-    "check_supported",
     "context_length",
     "kv_geometry",
     "kv_shape",
@@ -61,8 +59,8 @@ __all__ = [
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
-# By how much of their size logits may differ by rounding, which deep models amplify.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.2, torch.float16: 0.05}
+# By how much of their size logits may differ by rounding: several times what models of up to 40 layers have shown.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 TINY = torch.finfo(torch.float32).tiny
 UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that models may pass
 
@@ -121,11 +119,11 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
             config=config,
             distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
-    except KeyError as error:  # the architecture looks up our attention among its own classes
-        raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
     except Exception as error:  # the code of any architecture runs here, with any configuration
         if out_of_memory(error):
             raise too_large(role, name, error) from None
+        if ATTENTION in reason_of(error):  # the architecture looks it up among its own classes
+            raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
         raise UnknownModelError(role, name, f"holds no weights that load ({reason_of(error)})") from None
     check_stored(name, role)  # again: a hub id's files are only now here
     model, info = loaded

@@ -40,7 +40,7 @@ def no_size(field: str) -> Callable[[Any], str]:
 
 def several_models(config: Any) -> str:
     parts = sorted(type(config).sub_configs)
-    return f"model_type = {config.model_type!r}, made of {', '.join(parts)}," if parts else ""
+    return f"model_type = {config.model_type!r}, made of parts ({', '.join(parts)})," if parts else ""
 
 
 def quantization(config: Any) -> str:
@@ -60,8 +60,13 @@ def layer_kinds(config: Any) -> str:
 
 
 def rope(config: Any) -> str:
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    return "" if kind in SUPPORTED_ROPE else f"rope_type = {kind!r}"
+    found = getattr(config, "rope_parameters", None) or {}
+    every = [
+        found,
+        *(each for each in found.values() if isinstance(each, dict)),
+    ]  # some have one for each kind of layer
+    odd = [kind for each in every if (kind := each.get("rope_type", "default")) not in SUPPORTED_ROPE]
+    return f"rope_type = {odd[0]!r}" if odd else ""
 
 
 def no_causal_model(config: Any) -> str:
