@@ -62,3 +62,9 @@ def require(condition: bool, field: str, value: object, rule: str) -> None:
     """Raise `InvalidValueError` naming `field`, `value` and `rule` unless `condition` holds (NaN fails comparisons)."""
     if not condition:
         raise InvalidValueError(field, value, rule)
+
+
+def reason_of(error: BaseException) -> str:
+    """The first line of the error's message, and the next one where the first only introduces it."""
+    first, *rest = (str(error) or repr(error)).strip().split("\n")
+    return f"{first} {rest[0].strip()}" if rest and first.endswith(":") else first

@@ -13,8 +13,7 @@ from deploy.doctor.room import memory
 from deploy.doctor.serving import models, placement, weights
 from deploy.doctor.software import packages, ports, ray
 from triforce_core.config import Settings
-from triforce_core.errors import TriForceError
-from triforce_core.models.fallback import reason_of
+from triforce_core.errors import TriForceError, reason_of
 
 CHECKS: dict[str, Check] = {
     "cpu": cpu,

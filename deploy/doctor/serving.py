@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from math import prod
 from pathlib import Path
@@ -71,27 +70,17 @@ def parameters(name: str, role: str) -> int | None:
 
     Raises `OSError`, `ValueError`, `KeyError` or `SafetensorError` for files that are missing or damaged.
     """
-    from huggingface_hub import try_to_load_from_cache
     from safetensors import safe_open
 
-    from triforce_core.models.files import resolve
+    from triforce_core.models.files import resolve, weight_files
 
-    folder = Path(resolve(name, role))
-    local = folder.is_dir()
-    if not local:
-        cached = try_to_load_from_cache(name, "config.json")
-        if not isinstance(cached, str):
-            return None
-        folder = Path(cached).parent
-    index = folder / "model.safetensors.index.json"
-    shards = {"model.safetensors"}
-    if index.is_file():
-        shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-    if not local and not all((folder / shard).exists() for shard in shards):
+    shards = weight_files(name, role)
+    downloaded = shards is not None and all(shard.exists() for shard in shards)
+    if shards is None or not (downloaded or Path(resolve(name, role)).is_dir()):
         return None
     count = 0
-    for shard in sorted(shards):
-        with safe_open(folder / shard, "numpy") as tensors:
+    for shard in shards:
+        with safe_open(shard, "numpy") as tensors:
             count += sum(prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118  # no dict
     return count
 

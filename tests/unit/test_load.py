@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
     AutoModelForCausalLM,
     BloomConfig,
     BloomForCausalLM,
@@ -26,13 +28,15 @@ from transformers import (
     Qwen2Config,
 )
 
-from tests.random_models import FAMILIES, random_model
+from tests.random_models import FAMILIES, random_model, random_pair
 from triforce_core import __version__
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError
 from triforce_core.models.load import (
+    ATTENTION,
+    attention_through_kv,
+    check_attention,
     check_pair,
     check_same_vocabulary,
-    check_supported,
     context_length,
     kv_geometry,
     load_config,
@@ -40,6 +44,7 @@ from triforce_core.models.load import (
     load_tokenizer,
     stop_token_ids,
 )
+from triforce_core.models.refused import check_supported
 
 TINY: dict[str, Any] = {
     "vocab_size": 64,
@@ -141,6 +146,48 @@ def test_what_the_configuration_does_not_show_is_refused_too(name: str, tmp_path
     UNSEEN[name]().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError, match=str(tmp_path)):
         load_model(str(tmp_path), "target", "float32", "cpu")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_attention_that_differs_by_rounding_alone(family: str, dtype: torch.dtype) -> None:
+    ours = random_pair(family).ours.to(dtype)
+    check_attention(ours, "a model")
+    assert ours.config._attn_implementation == ATTENTION, "it attends through our caches again"
+
+
+def scaled(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query * 2, key, value
+
+
+def with_other_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query, key.flip(1), value.flip(1)
+
+
+def without_the_first_pass(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    return query, key, value if query.shape[2] == 3 else torch.zeros_like(value)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("wrong", [scaled, with_other_heads, without_the_first_pass])
+def test_attention_that_differs_from_that_of_transformers(
+    wrong: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]],
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *rest: Any, **more: Any) -> Any:
+        return attention_through_kv(module, *wrong(query, key, value), *rest, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, attention)
+    with pytest.raises(UnsupportedModelError, match=r"^model 'mine': attention through our caches changes its logits"):
+        check_attention(random_pair().ours.to(dtype), "mine")
+
+
+def test_logits_that_are_not_finite() -> None:
+    model = random_pair().ours
+    model.lm_head.weight.data[7] = torch.nan
+    with pytest.raises(UnsupportedModelError, match=r"^model 'mine': its logits are not finite in torch.float32"):
+        check_attention(model, "mine")
 
 
 def nothing(path: Path) -> None:

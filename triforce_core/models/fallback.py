@@ -10,7 +10,7 @@ from functools import cache
 import torch
 
 from triforce_core.config import Settings
-from triforce_core.errors import InvalidValueError
+from triforce_core.errors import InvalidValueError, reason_of
 
 # The remedy for any allocation that fails, because the tiers of a process share its memory.
 LOWER = "lower target.kv_pool_tokens, retrieval.budget or max_sequences"
@@ -50,8 +50,3 @@ def out_of_memory(error: BaseException) -> bool:
 def shortage(settings: Settings, error: BaseException) -> str:
     """The shortage of memory that `out_of_memory` recognised, as the rest of a message to the user."""
     return f"takes more memory than {settings.device} has ({reason_of(error)})"
-
-
-def reason_of(error: BaseException) -> str:
-    """The first line of the error's message."""
-    return (str(error) or repr(error)).strip().split("\n")[0]

@@ -6,17 +6,23 @@ import this module alone, in half the time of load.py.
 
 from __future__ import annotations
 
+import json
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import hf_hub_download, try_to_load_from_cache
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.demo import weights_dir
-from triforce_core.errors import UnknownModelError, UnsupportedModelError, require
+from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
+from triforce_core.models.refused import NOT, UNQUANTISED, check_supported
 
-SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies do not depend on the current length
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+FLOATS = {"F64", "F32", "F16", "BF16"}  # the dtypes of weights that are not quantised, as safetensors names them
 
 
 def resolve(name: str, role: str) -> str:
@@ -29,6 +35,11 @@ def resolve(name: str, role: str) -> str:
         return str(weights_dir(role))
     path = Path(name).expanduser()
     if path.exists() or name.startswith(("/", ".", "~")):
+        if (path / "adapter_config.json").exists():
+            rule = (
+                "holds a LoRA or another adapter (adapter_config.json), which is not supported: merge it into its model"
+            )
+            raise UnknownModelError(role, name, rule)
         if not (path / "config.json").is_file():
             raise UnknownModelError(role, name, "is not a directory with a config.json")
         return str(path)
@@ -41,35 +52,63 @@ def load_config(name: str, role: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # configurations raise many kinds of errors for wrong values
-        reason = str(error).strip().split("\n")[0]
-        raise UnknownModelError(
-            role, name, f"is neither a model directory nor a hub id that loads ({reason})"
-        ) from None
+        rule = f"is neither a model directory nor a hub id that loads ({reason_of(error)})"
+        raise UnknownModelError(role, name, rule) from None
     check_supported(config, name)
+    check_stored(name, role)
+    # A configuration may name code on the hub as its implementation. The engine chooses its own.
+    config._attn_implementation = config._experts_implementation = None
     return config  # type: ignore[no-any-return]
 
 
-def check_supported(config: PretrainedConfig, name: str) -> None:
-    """Raise `UnsupportedModelError` for a feature that this engine lacks and that changes the model's output."""
+def weight_files(name: str, role: str) -> list[Path] | None:
+    """The files of the model's weights, which need not exist; None for a hub id that is not downloaded.
 
-    def refuse(feature: str, value: object, rule: str = "is not supported") -> None:
-        raise UnsupportedModelError(f"model {name!r}: {feature} = {value!r} {rule}")
+    Raises `UnknownModelError` for an index that names anything but safetensors files in the model's own folder: other
+    files could run code when they are loaded, or be anyone's.
+    """
+    path = resolve(name, role)
+    folder = Path(path)
+    if not folder.is_dir():
+        cached = try_to_load_from_cache(path, "config.json")
+        if not isinstance(cached, str):
+            return None
+        folder = Path(cached).parent
+        with suppress(OSError):  # there is no index, or the hub cannot be reached
+            hf_hub_download(path, INDEX)
+    if any(folder.glob("shard-*.safetensors")):  # transformers would load these instead
+        raise UnknownModelError(role, name, "holds a distributed checkpoint: save it with save_pretrained")
+    index = folder / INDEX
+    if (folder / SINGLE).exists() or not index.exists():
+        return [folder / SINGLE]
+    try:
+        found = json.loads(index.read_bytes())
+        names = sorted({str(each) for each in found["weight_map"].values()})
+        found["metadata"].keys()  # transformers reads it, too
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        raise UnknownModelError(role, name, f"has a {INDEX} that is none: download it again") from None
+    for each in names:
+        if Path(each).name != each or not each.endswith(".safetensors"):
+            rule = f"must hold all files that its {INDEX} names, as *.safetensors in the same folder: {each!r} is not"
+            raise UnknownModelError(role, name, rule)
+    return [folder / each for each in names]
 
-    if getattr(config, "is_encoder_decoder", False):
-        refuse("is_encoder_decoder", True)
-    window = getattr(config, "sliding_window", None)
-    if window is not None and getattr(config, "use_sliding_window", True):
-        refuse("sliding_window", window)
-    kinds = set(getattr(config, "layer_types", None) or []) - {"full_attention"}
-    if kinds:
-        refuse("layer_types", sorted(kinds))
-    rope = getattr(config, "rope_parameters", None) or {}
-    kind = rope.get("rope_type", "default")
-    if kind not in SUPPORTED_ROPE:
-        refuse("rope_type", kind, f"must be one of {', '.join(sorted(SUPPORTED_ROPE))}")
-    for feature in ("attn_logit_softcapping", "attention_chunk_size", "kv_lora_rank", "sinks"):
-        if getattr(config, feature, None):
-            refuse(feature, getattr(config, feature))
+
+def check_stored(name: str, role: str) -> None:
+    """Raise `UnsupportedModelError` for weights that are stored quantised, by the headers of the files that are here.
+
+    transformers would load them as they are, without their scales.
+    """
+    for file in weight_files(name, role) or []:
+        try:
+            with safe_open(file, "numpy") as tensors:
+                stored = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118  # no dict
+        except (OSError, SafetensorError):
+            continue  # missing or damaged, as loading will say
+        for key, dtype in stored.items():
+            if key.endswith("weight") and dtype not in FLOATS:
+                rule = f"its weights are stored as {dtype} ({key}), which {NOT}"
+                raise UnsupportedModelError(f"model {name!r}: {rule}: {UNQUANTISED}")
 
 
 def context_length(config: PretrainedConfig) -> int:
@@ -100,18 +139,24 @@ def load_tokenizer(name: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # tokenizers raise bare `Exception`s
-        reason = str(error).strip().split("\n")[0]
-        raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason})") from None
+        raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason_of(error)})") from None
 
 
 def stop_token_ids(name: str) -> tuple[int, ...]:
     """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+    path = resolve(name, "target")
     try:
-        found = GenerationConfig.from_pretrained(resolve(name, "target")).eos_token_id
+        found = GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         found = None
+    except Exception as error:  # as for configurations
+        rule = f"has a generation_config.json that does not load ({reason_of(error)})"
+        raise UnknownModelError("target", name, rule) from None
     found = load_config(name, "target").eos_token_id if found is None else found
-    return tuple(found) if isinstance(found, list) else () if found is None else (int(found),)
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    right = all(isinstance(each, int) for each in ids)
+    require(right, "target", name, f"must have token ids as its eos_token_id, not {found!r}")
+    return tuple(ids)
 
 
 def end_token_ids(tokenizer: Any) -> tuple[int, ...]:

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
-from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, reason_of, shortage
+from triforce_core.errors import reason_of
+from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.toolchain import lacking
 

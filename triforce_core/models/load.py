@@ -5,26 +5,29 @@ Models with features that this engine does not support are refused, naming the f
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
-from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, require
-from triforce_core.kv.base import Batch, KVGeometry
+from triforce_core.attention.reference import reference
+from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, reason_of, require
+from triforce_core.kv.base import Batch, Forward, KVGeometry
+from triforce_core.kv.full import FullKV
+from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.device import DTYPES, check_dtype, torch_device
-from triforce_core.models.fallback import out_of_memory, reason_of
+from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import (
     check_pair,
     check_quantization,
     check_ranks,
     check_same_vocabulary,
     check_self_drafter,
-    check_supported,
+    check_stored,
     context_length,
     kv_shape,
     load_config,
@@ -33,6 +36,7 @@ from triforce_core.models.files import (
     stop_token_ids,
 )
 from triforce_core.models.rank_group import Group
+from triforce_core.models.runner import ModelRunner
 
 __all__ = [
     "ATTENTION",
@@ -43,7 +47,6 @@ __all__ = [
     "check_ranks",
     "check_same_vocabulary",
     "check_self_drafter",
-    "check_supported",
     "context_length",
     "kv_geometry",
     "kv_shape",
@@ -55,6 +58,10 @@ __all__ = [
 ]
 
 ATTENTION = "triforce"
+PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
+# By how much of their size logits may differ by rounding: several times what models of up to 40 layers have shown.
+TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
+TINY = torch.finfo(torch.float32).tiny
 UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that models may pass
 
 
@@ -109,19 +116,23 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
+            config=config,
             distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
-    except (OSError, ValueError, RuntimeError, MemoryError, SafetensorError) as error:
+    except Exception as error:  # the code of any architecture runs here, with any configuration
         if out_of_memory(error):
             raise too_large(role, name, error) from None
-        reason = str(error).strip().split("\n")[0]
-        raise UnknownModelError(role, name, f"holds no weights that load ({reason})") from None
-    except KeyError as error:  # the architecture looks up our attention among its own classes
-        raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
+        if ATTENTION in reason_of(error):  # the architecture looks it up among its own classes
+            raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
+        raise UnknownModelError(role, name, f"holds no weights that load ({reason_of(error)})") from None
+    check_stored(name, role)  # again: a hub id's files are only now here
     model, info = loaded
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
+    if unused := sorted(info["unexpected_keys"]):
+        rule = f"holds {len(unused)} weights that {type(model).__name__} has not: {', '.join(unused[:3])}"
+        raise UnknownModelError(role, name, f"{rule}: serve the checkpoint as it was published, unquantised")
     try:
         model.to(where).eval()
     except RuntimeError as error:
@@ -138,35 +149,62 @@ def too_large(role: str, name: str, error: Exception) -> InvalidValueError:
     return InvalidValueError(role, name, f"takes more memory than there is ({reason_of(error)})")
 
 
-class FirstToken:
-    """A stand-in for a batch and its cache in a pass over one token, which attends to itself alone."""
+class Recorded(FullKV):
+    """A full cache that records which layers called it."""
 
     def __init__(self, geometry: KVGeometry) -> None:
-        self.cache = self
-        self.shape = (geometry.num_kv_heads, 1, geometry.head_dim)
+        super().__init__(geometry, sum(PASSES), reference)
         self.layers: list[int] = []
 
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
         self.layers.append(layer)
-        if keys.shape != self.shape or values.shape != self.shape:
-            raise UnsupportedModelError(f"KV of shape {tuple(keys.shape)} where its configuration says {self.shape}")
-        return values.repeat_interleave(query.shape[0] // values.shape[0], 0).transpose(0, 1)
+        geometry = self.geometry
+        shape = (geometry.num_kv_heads, query.shape[1], geometry.head_dim)
+        if keys.shape != shape or values.shape != shape:
+            raise UnsupportedModelError(f"KV of shape {tuple(keys.shape)} where its configuration says {shape}")
+        return super().attend(layer, query, keys, values, scale, batch)
 
 
 @torch.inference_mode()
 def check_attention(model: PreTrainedModel, name: str) -> None:
-    """Raise `UnsupportedModelError` unless each layer calls our attention, and with supported arguments only.
+    """Raise `UnsupportedModelError` unless eight tokens in two passes, attending through one of our caches, have the
+    logits that they have in one pass with transformers' own attention.
 
-    A pass over one token reveals features that the configuration does not (learned sinks, custom attention code).
+    This reveals what the configuration does not say: learned sinks, layers without attention, attention of other code.
     """
-    first = FirstToken(kv_geometry(model))
-    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    vocab = model.config.vocab_size
+    # Tokens from all over the vocabulary, because its first and last ones are often untrained.
+    tokens = tuple(vocab * (index + 1) // (sum(PASSES) + 1) for index in range(sum(PASSES)))
+    kv = Recorded(kv_geometry(model))
+    runner, spec = ModelRunner(model, kv), SequenceSpec(SamplingParams(), 0, sum(PASSES), sum(PASSES))
+    inputs = torch.tensor([tokens, range(sum(PASSES))], device=model.device)
     try:
-        model(input_ids=token, position_ids=token, use_cache=False, kv=first)
+        parts = [
+            runner.forward([Forward(Span(0, 0, tokens[:stop], spec), count)])[0]
+            for count, stop in zip(PASSES, accumulate(PASSES), strict=True)
+        ]
+        model.set_attn_implementation("eager")
+        whole = model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False).logits[0].float()
+        model.set_attn_implementation(ATTENTION)
     except Exception as error:  # the code of any architecture may run here
-        raise UnsupportedModelError(f"model {name!r}: {error}") from None
-    if first.layers != list(range(model.config.num_hidden_layers)):
+        raise UnsupportedModelError(f"model {name!r}: {reason_of(error)}") from None
+    if kv.layers != list(range(model.config.num_hidden_layers)) * len(PASSES):
         raise UnsupportedModelError(f"model {name!r}: not all layers use attention that can be replaced")
+    if not whole.isfinite().all():
+        rule = f"its logits are not finite in {model.dtype}: choose another dtype, or download its weights again"
+        raise UnsupportedModelError(f"model {name!r}: {rule}")
+    found = max(distance(ours, theirs) for ours, theirs in zip(parts, whole.split(PASSES), strict=True))
+    if not found <= TOLERANCE[model.dtype]:
+        rule = f"attention through our caches changes its logits by {found:.1%}, which is more than rounding"
+        raise UnsupportedModelError(f"model {name!r}: {rule}")
+
+
+def distance(ours: Tensor, theirs: Tensor) -> float:
+    """By how much logits differ, as a share of their own size: the median over the tokens, because a token whose
+    experts are chosen by a narrow margin may differ more by rounding alone. Both [tokens, vocab].
+    """
+    spread = (theirs - theirs.mean(-1, keepdim=True)).norm(dim=-1)
+    return float(((ours - theirs).norm(dim=-1) / spread.clamp_min(TINY)).median())
 
 
 def kv_geometry(model: PreTrainedModel) -> KVGeometry:

@@ -1,0 +1,125 @@
+"""What a model's configuration may say that this engine does not support: one row for each kind, with the way out.
+
+To refuse another kind, add a row to `REFUSED` and a case to `tests/unit/test_refused.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from transformers.configuration_utils import PretrainedConfig
+
+from triforce_core.errors import UnsupportedModelError
+
+SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies do not depend on the current length
+CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of causal language models end
+
+
+class Refused(NamedTuple):
+    what: Callable[[Any], str]  # what the configuration says, as `field = value`; empty if it does not say it
+    rule: str
+    way_out: str
+
+
+def said(field: str, value: object) -> str:
+    return f"{field} = {value!r}" if value else ""
+
+
+def set_to_anything(field: str) -> Callable[[Any], str]:
+    return lambda config: said(field, getattr(config, field, None))
+
+
+def no_size(field: str) -> Callable[[Any], str]:
+    def what(config: Any) -> str:
+        value = getattr(config, field, None)
+        return "" if isinstance(value, int) and value > 0 else f"{field} = {value!r}"
+
+    return what
+
+
+def several_models(config: Any) -> str:
+    parts = sorted(type(config).sub_configs)
+    return f"model_type = {config.model_type!r}, made of parts ({', '.join(parts)})," if parts else ""
+
+
+def quantization(config: Any) -> str:
+    """The older of compressed-tensors' formats names its field otherwise."""
+    found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
+    return said("quantization_config", found.get("quant_method", found) if isinstance(found, dict) else found)
+
+
+def window(config: Any) -> str:
+    off = not getattr(config, "use_sliding_window", True)
+    return "" if off else said("sliding_window", getattr(config, "sliding_window", None))
+
+
+def layer_kinds(config: Any) -> str:
+    kinds = getattr(config, "layer_types", None) or []
+    return said("layer_types", sorted(set(kinds) - {"full_attention"}))
+
+
+def rope(config: Any) -> str:
+    found = getattr(config, "rope_parameters", None) or {}
+    every = [
+        found,
+        *(each for each in found.values() if isinstance(each, dict)),
+    ]  # some have one for each kind of layer
+    odd = [kind for each in every if (kind := each.get("rope_type", "default")) not in SUPPORTED_ROPE]
+    return f"rope_type = {odd[0]!r}" if odd else ""
+
+
+def no_causal_model(config: Any) -> str:
+    names = getattr(config, "architectures", None) or []
+    return "" if not names or any(str(name).endswith(CAUSAL) for name in names) else f"architectures = {names!r}"
+
+
+def no_divisor(config: Any) -> str:
+    kv_heads = getattr(config, "num_key_value_heads", None)
+    fits = kv_heads is None or (
+        no_size("num_key_value_heads")(config) == "" and config.num_attention_heads % kv_heads == 0
+    )
+    return "" if fits else f"num_key_value_heads = {kv_heads!r}"
+
+
+NOT = "is not supported"
+SIZE = "must be a whole number of at least 1"
+WHOLE = "serve a model in which every layer attends to the whole text"
+CAUSAL_LM = "serve a causal language model, such as Llama or Qwen"
+UNQUANTISED = "serve its unquantised weights; retrieval.quantization quantises the retrieval tier's copy of them"
+DOWNLOAD = "compare config.json with the published one"
+
+# In this order, so that a model is refused for what it is, rather than for what therefore lacks.
+REFUSED = [
+    Refused(set_to_anything("is_encoder_decoder"), NOT, CAUSAL_LM),
+    Refused(several_models, NOT, "serve a model of its family that takes and gives text alone"),
+    Refused(no_causal_model, f"names no causal language model ({' or '.join(f'*{end}' for end in CAUSAL)})", CAUSAL_LM),
+    Refused(quantization, NOT, UNQUANTISED),
+    Refused(set_to_anything("transformers_weights"), NOT, "name the file of the weights model.safetensors instead"),
+    Refused(set_to_anything("is_heterogeneous"), NOT, "serve a model whose layers are all alike"),
+    Refused(window, NOT, WHOLE),
+    Refused(layer_kinds, NOT, WHOLE),
+    Refused(rope, f"must be one of {', '.join(sorted(SUPPORTED_ROPE))}", "serve a model with one of these"),
+    Refused(set_to_anything("attn_logit_softcapping"), NOT, "serve a model without it"),
+    Refused(set_to_anything("attention_chunk_size"), NOT, WHOLE),
+    Refused(set_to_anything("kv_lora_rank"), NOT, "serve a model without latent attention"),
+    Refused(set_to_anything("sinks"), NOT, "serve a model without learned sinks"),
+    *(
+        Refused(no_size(field), SIZE, f"{DOWNLOAD}; a model of another kind, without it, is not supported")
+        for field in (
+            "num_attention_heads",
+            "num_hidden_layers",
+            "hidden_size",
+            "vocab_size",
+            "max_position_embeddings",
+        )
+    ),
+    Refused(no_divisor, "must be a divisor of num_attention_heads", DOWNLOAD),
+]
+
+
+def check_supported(config: PretrainedConfig, name: str) -> None:
+    """Raise `UnsupportedModelError` for a feature that this engine lacks and that changes the model's output."""
+    for row in REFUSED:
+        if what := row.what(config):
+            raise UnsupportedModelError(f"model {name!r}: {what} {row.rule}: {row.way_out}")
