@@ -85,3 +85,19 @@ def test_the_longest_output_is_the_most_that_passes(prompt: int, pool: int) -> N
         request = replace(request, max_tokens=longest + 1)
     with pytest.raises(ContextLengthError):
         limits.check(request)
+
+
+def test_an_error_reads_no_more_of_a_value_than_it_shows() -> None:
+    class Counted:
+        shown = 0
+
+        def __repr__(self) -> str:
+            Counted.shown += 1
+            return "x"
+
+    for value in ([Counted()] * 10_000, {number: Counted() for number in range(10_000)}, [[Counted()] * 1000] * 1000):
+        Counted.shown = 0
+        assert len(str(InvalidValueError("stop", value, "is wrong"))) <= 100
+        assert Counted.shown <= 1000
+    assert str(InvalidValueError("stop", "a" * 10**6, "is wrong")) == f"stop: '{'a' * 76}... is wrong"
+    assert str(InvalidValueError("stop", {"b": [1, None], "a": "é"}, "is wrong")).endswith("'b': [1, None]} is wrong")
