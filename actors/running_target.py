@@ -19,7 +19,13 @@ from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
-from triforce_core.errors import DeadlineError, FingerprintError, InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.errors import (
+    ContextLengthError,
+    DeadlineError,
+    FingerprintError,
+    InvalidValueError,
+    UnavailableError,
+)
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +144,7 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Excepti
     if error.code() is grpc.StatusCode.INVALID_ARGUMENT:
         return InvalidValueError.parsed(details)
     if error.code() is grpc.StatusCode.OUT_OF_RANGE:
-        return TooLargeError.parsed(details)
+        return ContextLengthError.parsed(details)
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:

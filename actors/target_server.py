@@ -34,7 +34,7 @@ from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import MAX_STOP_TOKENS
 from triforce_core.engine.sequence import FinishReason, Output, Request
-from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError, require
+from triforce_core.errors import ContextLengthError, InvalidValueError, UnavailableError, require
 from triforce_core.models.audit import AuditCounts
 from triforce_core.sampling.grammars import Grammars
 
@@ -187,7 +187,7 @@ class TargetServer(TargetServicer):
             await self._compile(wanted.grammar, slot)
             entering = pb.DecodeEvent(entered=True)
             sequence_id = self.engine_thread.submit(wanted, deliver, lambda: deliver(entering), slot)
-        except TooLargeError as error:
+        except ContextLengthError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidValueError as error:
             await context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))

@@ -10,7 +10,10 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import MAX_BAD_WORDS, Drafting, SamplingParams
 from triforce_core.sampling.guides import Guide
 
+MAX_MESSAGES = 16_384  # with the parts of their contents and their tool calls
+MAX_TOOLS = 128
 MAX_STOP_STRINGS = 16
+MAX_WORDS = MAX_BAD_WORDS // 2  # bad words of a request; each has two spellings
 MAX_STOP_CHARACTERS = 1024  # per stop string; the event loop prepares each string and checks it at every character
 MAX_SALT_CHARACTERS = 128
 MAX_PROMPT_LOGPROBS = 1 << 22  # of an answer, alternatives included; over HTTP each takes some hundreds of bytes
@@ -91,8 +94,7 @@ def check_texts(asked: ClientRequest) -> None:
     longest = max(map(len, asked.stop), default=0)
     rule = f"must be at most {MAX_STOP_CHARACTERS} characters in each string"
     require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
-    most = MAX_BAD_WORDS // 2  # each has two spellings
-    require(len(asked.bad_words) <= most, "bad_words", len(asked.bad_words), f"must be at most {most} words")
+    require(len(asked.bad_words) <= MAX_WORDS, "bad_words", len(asked.bad_words), f"must be at most {MAX_WORDS} words")
     longest = max(map(len, asked.bad_words), default=0)
     require(
         longest <= MAX_STOP_CHARACTERS, "bad_words", longest, f"must be at most {MAX_STOP_CHARACTERS} characters each"

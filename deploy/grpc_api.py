@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
@@ -14,15 +15,18 @@ from actors.wire import (
     seed_from_proto,
     seed_to_proto,
 )
-from deploy.client_request import ClientRequest
+from deploy.client_request import MAX_STOP_STRINGS, MAX_WORDS, ClientRequest
 from deploy.grpc_chat import messages_of, tools_of
 from deploy.service import Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
+from triforce_core.engine.limits import MAX_STOP_TOKENS
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import (
+    ContextLengthError,
     require,
 )
-from triforce_core.sampling.guides import Guide
+from triforce_core.messages import MAX_BAD_WORDS, MAX_BIASED_TOKENS
+from triforce_core.sampling.guides import MAX_CHOICES, Guide
 
 
 async def client_request_from(service: Service, request: pb.GenerateRequest) -> ClientRequest:
@@ -30,6 +34,7 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
 
     Raises `InvalidValueError` naming the field, as does the request's `prepare`.
     """
+    check_lists(service, request)
     converses = request.WhichOneof("prompt") == "messages"
     asked = ClientRequest(
         prompt="" if converses else await prompt_of(service, request),
@@ -62,12 +67,30 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
     return replace(asked, prepare=prepare) if converses else asked
 
 
+def check_lists(service: Service, request: pb.GenerateRequest) -> None:
+    """Raise `InvalidValueError` for a list that is too long, before its elements are read."""
+    sampling, context = request.sampling, service.model.limits.context_length
+    for field, given, most in (
+        ("stop", request.stop, MAX_STOP_STRINGS),
+        ("stop_token_ids", request.stop_token_ids, MAX_STOP_TOKENS),
+        ("bad_words", request.bad_words, MAX_WORDS),
+        ("bad_word_ids", sampling.bad_word_ids, MAX_BAD_WORDS),
+        ("logit_bias", sampling.logit_bias, MAX_BIASED_TOKENS),
+        ("choice", request.choice.values, MAX_CHOICES),
+        ("resume_token_ids", request.resume_token_ids, context),
+    ):
+        require(len(given) <= most, field, f"{len(given)} entries", f"must be at most {most}")
+    if (count := len(request.token_ids.values)) > context:
+        raise ContextLengthError("prompt", f"{count} tokens", f"must fit the context of {context} tokens")
+
+
 async def prompt_of(service: Service, request: pb.GenerateRequest | pb.TokenizeRequest) -> str | tuple[int, ...]:
     """The prompt, that of a conversation as tokens. Raises `InvalidValueError` naming the field."""
     form = request.WhichOneof("prompt")
     require(form is not None, "prompt", None, "must be a text, token ids or messages")
     if form == "messages":
-        return await service.chat.render(messages_of(request.messages), tools_of(request.messages))
+        messages = await asyncio.to_thread(messages_of, request.messages)
+        return await service.chat.render(messages, await asyncio.to_thread(tools_of, request.messages))
     if form == "token_ids" and isinstance(request, pb.GenerateRequest):
         return tuple(request.token_ids.values)
     return request.text

@@ -39,9 +39,9 @@ from triforce_core.engine.fingerprint import target_fingerprint
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
 from triforce_core.errors import (
+    ContextLengthError,
     DeadlineError,
     InvalidValueError,
-    TooLargeError,
     UnavailableError,
     UnknownModelError,
     require,
@@ -347,7 +347,7 @@ class Service:
             rule = (
                 f"cannot fit the context of {context} tokens, none of which is longer than {self.max_token_characters}"
             )
-            raise TooLargeError("prompt", f"{len(text)} characters", rule)
+            raise ContextLengthError("prompt", f"{len(text)} characters", rule)
         check_unicode("prompt", text)
         beginning = text[: MANY_CHARACTERS * context]
         if fits and len(beginning) < len(text):
@@ -355,7 +355,7 @@ class Service:
             # time, which the tiers may need.
             count = len(await self.encoder.encode(beginning, special=special))
             if count > context + CUT_TOKENS:
-                raise TooLargeError(
+                raise ContextLengthError(
                     "prompt", f"over {count - CUT_TOKENS} tokens", f"must fit the context of {context} tokens"
                 )
         return await self.encoder.encode(text, special=special)
@@ -364,7 +364,7 @@ class Service:
         """The tokens' text, special ones included. Raises `InvalidValueError` or a subclass."""
         context = self.model.limits.context_length
         if len(tokens) > context:
-            raise TooLargeError("tokens", f"{len(tokens)} tokens", f"must fit the context of {context} tokens")
+            raise ContextLengthError("tokens", f"{len(tokens)} tokens", f"must fit the context of {context} tokens")
         self.model.limits.check_tokens("tokens", tuple(tokens))
         return await self.encoder.decode(tokens)
 

@@ -2,7 +2,27 @@
 
 from __future__ import annotations
 
+import reprlib
+from itertools import islice
 from typing import Any
+
+MAX_SHOWN = 80  # characters of a value in a message
+
+
+class Shown(reprlib.Repr):
+    """`repr` that reads no more of a value than is shown of it, however large the value is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maxstring = self.maxother = self.maxlong = 3 * MAX_SHOWN  # what is longer loses its middle
+        self.maxlist = self.maxtuple = self.maxdict = MAX_SHOWN // len("1, ")
+        self.maxlevel = 3
+
+    def repr_dict(self, x: dict[Any, Any], level: int) -> str:
+        return super().repr_dict(dict(islice(x.items(), self.maxdict + 1)), level)  # it sorts all keys
+
+
+SHOWN = Shown()
 
 
 class TriForceError(Exception):
@@ -13,8 +33,8 @@ class InvalidValueError(TriForceError):
     """A value given by a user breaks a rule; the message names field, value and rule."""
 
     def __init__(self, field: str, value: object, rule: str) -> None:
-        shown = repr(value)
-        super().__init__(f"{field}: {shown if len(shown) <= 80 else shown[:77] + '...'} {rule}")
+        shown = SHOWN.repr(value)
+        super().__init__(f"{field}: {shown if len(shown) <= MAX_SHOWN else shown[: MAX_SHOWN - 3] + '...'} {rule}")
         self.field, self.value, self.rule = field, value, rule
 
     def __reduce__(self) -> tuple[Any, ...]:  # Ray carries errors between processes
@@ -30,6 +50,10 @@ class InvalidValueError(TriForceError):
 
 
 class TooLargeError(InvalidValueError):
+    """A request with more bytes than any valid one."""
+
+
+class ContextLengthError(InvalidValueError):
     """A prompt that the context window or the KV pool can never hold."""
 
 

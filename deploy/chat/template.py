@@ -18,8 +18,10 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
+from deploy.bounded_json import bounded_loads
 from deploy.encoding import Encoder
-from triforce_core.errors import InvalidValueError, TooLargeError, require
+from deploy.no_effect import refusal, without_effect
+from triforce_core.errors import ContextLengthError, InvalidValueError, require
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 PLAIN = """\
@@ -76,7 +78,8 @@ class ChatTemplate:
     ) -> tuple[int, ...]:
         """The prompt's tokens. `messages` and `tools` have OpenAI's form; `variables` are passed to the template.
 
-        Raises `InvalidValueError` for messages that are malformed or that the template refuses, and `TooLargeError`.
+        Raises `InvalidValueError` for messages that are malformed or that the template refuses, and
+        `ContextLengthError`.
         """
         variables = dict(variables or {})
         for name in variables:
@@ -132,7 +135,7 @@ class ChatTemplate:
         texts_only = len(text) - 2 * text.count("\\") - 4 * text.count("\\u00")
         fields = FIELDS_CHARACTERS * (len(chat) + sum(len(each.get("tool_calls", ())) for each in chat))
         if texts_only > self.max_characters + fields:
-            raise TooLargeError("messages", f"{len(text)} characters", "cannot fit the context")
+            raise ContextLengthError("messages", f"{len(text)} characters", "cannot fit the context")
         try:
             text.encode()
         except UnicodeEncodeError:
@@ -166,7 +169,9 @@ def message_for_template(message: Mapping[str, Any], index: int, keeps_developer
         found["content"] = ""
     found |= {name: message[name] for name in PASSED if message.get(name) is not None}
     if calls:
-        found["tool_calls"] = [call_for_template(call) for call in calls]
+        found["tool_calls"] = [
+            call_for_template(call, f"{place}.tool_calls.{number}") for number, call in enumerate(calls)
+        ]
     return found
 
 
@@ -179,20 +184,22 @@ def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
         kind = part.get("type")
         require(kind == "text", f"{place}.{index}.type", kind, "is not supported: only parts of type text are")
         for name in part:
-            require(name in ("type", "text"), f"{place}.{index}.{name}", part[name], "is not a field of a text part")
+            sound = name in ("type", "text") or without_effect(name, part[name])
+            require(sound, f"{place}.{index}.{name}", part[name], refusal(name))
         text = part.get("text")
         require(isinstance(text, str), f"{place}.{index}.text", text, "must be a text")
         texts.append(str(text))
     return "\n".join(texts)
 
 
-def call_for_template(call: Mapping[str, Any]) -> dict[str, Any]:
+def call_for_template(call: Mapping[str, Any], place: str) -> dict[str, Any]:
     """The call, with its arguments as an object. Arguments that are no JSON object stay text, because an answer that
     was cut within them may be part of the next request, too.
     """
     function = call["function"]
     try:
-        arguments = json.loads(function["arguments"] or "{}")
+        given = function["arguments"].encode(errors="surrogatepass") or b"{}"
+        arguments = bounded_loads(given, f"{place}.function.arguments")
     except (ValueError, RecursionError):
         arguments = None
     called = {

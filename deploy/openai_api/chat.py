@@ -9,12 +9,13 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning
 from deploy.openai_api.chat_requests import Chat, ChatRequest, chat_from
-from deploy.openai_api.completion import extras, progress, token_texts, usage
+from deploy.openai_api.completion import Usage, extras, progress, token_texts
 from deploy.openai_api.errors import ANSWERS, answer_to, documented, error_response
+from deploy.openai_api.large import LargeBodyRoute, json_response
 from deploy.openai_api.logprobs import TokenStrings
 from deploy.openai_api.streaming import WHOLE_OR_EVENTS, EventStream, event, with_idle
 from deploy.service import Part, Service
@@ -147,7 +148,7 @@ class ChatCompletion:
     """The answers to one request."""
 
     def __init__(self, service: Service, body: ChatRequest, chat: Chat, strings: TokenStrings) -> None:
-        self.body = body
+        self.usage = Usage(chat.asked.n, body.stream_options)
         self.choices = [Choice(chat, body, strings, index) for index in range(chat.asked.n)]
         self.frame = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -163,6 +164,7 @@ class ChatCompletion:
         ends: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:
+                self.usage.saw(part)
                 self.choices[part.index].chunks(part)
                 ends[part.index] = part
         choices = []
@@ -173,7 +175,7 @@ class ChatCompletion:
             made = {"triforce": extras(end, end.done)}
             choices.append(choice.whole(end) | (made if len(self.choices) > 1 else {}))
         answer = {**self.frame, "object": "chat.completion", "choices": choices}
-        answer["usage"] = usage([*ends.values()], len(choices))
+        answer["usage"] = self.usage.tokens()
         return answer | (made if len(choices) == 1 else {})
 
     async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
@@ -182,41 +184,41 @@ class ChatCompletion:
         The first chunk of a choice has its role and seed, and the last one how it was made; each chunk with token ids
         also says how the output was made until now.
         """
-        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
         frame = {**self.frame, "object": "chat.completion.chunk"}
-        no_usage = {"usage": None} if with_usage else {}
-        ends: list[Part] = []
+        ended = 0
         try:
             part = first
             while True:
                 if part is None:
                     yield ": waiting\n\n"
                 else:
+                    self.usage.saw(part)
+                    usage = self.usage.of_chunk()
                     choice = self.choices[part.index]
                     if not choice.begun:
                         choice.begun = True
                         opening = choice.chunk({"role": "assistant", "content": ""})
-                        yield event({**frame, "choices": [opening], "triforce": {"seed": part.seed}, **no_usage})
+                        yield event({**frame, "choices": [opening], "triforce": {"seed": part.seed}, **usage})
                     for chunk in choice.chunks(part):
                         made = progress(part) if "token_ids" in chunk else {}
                         if part.done:
                             made = extras(part, part.done) if chunk["finish_reason"] else {}
                         told = {"triforce": made} if made else {}
-                        yield event({**frame, "choices": [chunk], **told, **no_usage})
+                        yield event({**frame, "choices": [chunk], **told, **usage})
                     if part.done:
-                        ends.append(part)
-                        if len(ends) == len(self.choices):
+                        ended += 1
+                        if ended == len(self.choices):
                             break
                 part = await anext(rest)
-            if with_usage:
-                yield event({**frame, "choices": [], "usage": usage(ends, len(self.choices))})
+            if self.usage.at_end:
+                yield event({**frame, "choices": [], "usage": self.usage.tokens()})
             yield "data: [DONE]\n\n"
         except Exception as error:  # the HTTP status is already sent, so the error goes into an event
             yield event(answer_to(error)[1])
 
 
 def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
     refusals = {answer.status for answer in ANSWERS.values()}
 
     @router.post("/v1/chat/completions", responses=WHOLE_OR_EVENTS | documented(*refusals, 500))
@@ -229,7 +231,7 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
             completion = ChatCompletion(service, body, chat, strings)
             parts = service.complete(chat.asked)
             if not body.stream:
-                return JSONResponse(await completion.whole(parts))
+                return await json_response(await completion.whole(parts))
             paced = with_idle(parts, idle_s)
             try:
                 first = await anext(paced)

@@ -13,25 +13,15 @@ from pydantic import Field
 
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
-from deploy.client_request import ClientRequest
-from deploy.openai_api.requests import (
-    UNSUPPORTED_TEXT,
-    Body,
-    CommonRequest,
-    DictOf,
-    ListOf,
-    checked_as,
-    common_request_from,
-)
+from deploy.client_request import MAX_MESSAGES, MAX_TOOLS, ClientRequest
+from deploy.openai_api.requests import Body, CommonRequest, Int, ListOf, at_most, checked_as, common_request_from
 from deploy.service import Service
-from triforce_core.errors import InvalidValueError, TooLargeError, require
+from triforce_core.errors import InvalidValueError, require
 from triforce_core.sampling.guides import Guide
 
 MAX_TOP_LOGPROBS = 20
-MAX_TOOLS = 128
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
-IGNORED = "accepted and ignored"
 
 
 class CalledFunction(Body):
@@ -39,7 +29,6 @@ class CalledFunction(Body):
 
     name: str
     arguments: str = Field(description="a JSON object, as a text; the template gets another text as it stands")
-    parsed_arguments: Any = Field(None, description=IGNORED)
 
 
 class ToolCall(Body):
@@ -48,7 +37,6 @@ class ToolCall(Body):
     id: str
     type: Literal["function"] = "function"
     function: CalledFunction
-    index: int | None = Field(None, description=IGNORED)
 
 
 class Message(Body):
@@ -63,12 +51,12 @@ class Message(Body):
     tool_call_id: str | None = Field(None, description="which call a message of role `tool` answers; only there")
     reasoning_content: str | None = Field(None, description="an earlier answer's, for templates that repeat it")
     reasoning: str | None = Field(None, description="the same")
-    # What OpenAI's client sends when an answer's message becomes part of the next request.
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    annotations: list[Any] | None = Field(None, description=IGNORED)
-    parsed: Any = Field(None, description=IGNORED)
+
+
+def texts_in(messages: list[Any]) -> int:
+    """The messages, the parts of their contents and their tool calls."""
+    lists = [each.get(name) for each in messages if isinstance(each, dict) for name in ("content", "tool_calls")]
+    return len(messages) + sum(len(each) for each in lists if isinstance(each, list))
 
 
 class Function(Body):
@@ -107,46 +95,21 @@ ToolChoice = Annotated[
 class ChatRequest(CommonRequest):
     """The body of a chat completion request: OpenAI's fields, then those of this server."""
 
-    messages: ListOf[Message]
-    max_completion_tokens: int | None = Field(None, description="by default as many as the context has room for")
-    max_tokens: int | None = Field(None, description="the same, by its older name")
+    messages: Annotated[ListOf[Message], at_most(MAX_MESSAGES, texts_in)]
+    max_completion_tokens: Int | None = Field(None, description="by default as many as the context has room for")
+    max_tokens: Int | None = Field(None, description="the same, by its older name")
     logprobs: bool | None = Field(False, description="give each token's logprob")
-    top_logprobs: int | None = Field(None, description=f"with this many alternatives, at most {MAX_TOP_LOGPROBS}")
-    tools: ListOf[Tool] | None = Field(None, description="functions that the model may call")
+    top_logprobs: Int | None = Field(None, description=f"with this many alternatives, at most {MAX_TOP_LOGPROBS}")
+    tools: Annotated[ListOf[Tool] | None, at_most(MAX_TOOLS)] = Field(
+        None, description="functions that the model may call"
+    )
     tool_choice: ToolChoice = Field(None, description="none, auto (the default), required, or a named function")
     parallel_tool_calls: bool | None = Field(True, description="false: at most one tool call")
-    metadata: DictOf[str] | None = Field(None, description=IGNORED)
-    safety_identifier: str | None = Field(None, description=IGNORED)
-    prompt_cache_key: str | None = Field(None, description=IGNORED)
-    prompt_cache_retention: str | None = Field(None, description=IGNORED)
-    prompt_cache_options: dict[str, Any] | None = Field(None, description=IGNORED)
     add_generation_prompt: bool = Field(True, description="the prompt ends where the assistant's answer begins")
     continue_final_message: bool = Field(
         False, description="the last message is continued; with `add_generation_prompt: false` only"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
-    store: bool | None = Field(False, description=UNSUPPORTED_TEXT)
-    service_tier: str | None = Field("auto", description=UNSUPPORTED_TEXT)
-    modalities: ListOf[str] | None = Field(None, description=UNSUPPORTED_TEXT)
-    audio: Any = Field(None, description=UNSUPPORTED_TEXT)
-    prediction: Any = Field(None, description=UNSUPPORTED_TEXT)
-    web_search_options: Any = Field(None, description=UNSUPPORTED_TEXT)
-    functions: Any = Field(None, description=UNSUPPORTED_TEXT)
-    function_call: Any = Field(None, description=UNSUPPORTED_TEXT)
-    reasoning_effort: Any = Field(None, description=UNSUPPORTED_TEXT)
-    verbosity: Any = Field(None, description=UNSUPPORTED_TEXT)
-    chat_template: Any = Field(None, description=UNSUPPORTED_TEXT)
-
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no effect
-    "store": (None, False),
-    "service_tier": (None, "default", "auto"),
-    "modalities": (None, ["text"]),
-    **dict.fromkeys(("audio", "prediction", "web_search_options", "functions", "function_call"), (None,)),
-    **dict.fromkeys(("reasoning_effort", "chat_template", "prompt_logprobs"), (None,)),
-    "verbosity": (None, "medium"),
-    "truncate_prompt_tokens": (None,),  # it would cut the template's own text
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,11 +136,10 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
 
     Raises `InvalidValueError` or a subclass, naming the field, as does the request's `prepare`.
     """
-    check_messages(body.messages, service.model.limits.context_length)
-    for name, accepted in UNSUPPORTED.items():
-        value = getattr(body, name)
-        rule = f"is not supported: leave it out or set it to {json.dumps(accepted[-1])}"
-        require(value in accepted, name, value, rule)
+    for index, each in enumerate(body.messages):
+        rule = "must be given in messages of role tool, and only in these"
+        sound = (each.role == "tool") == (each.tool_call_id is not None)
+        require(sound, f"messages.{index}.tool_call_id", each.tool_call_id, rule)
     service.check_model(body.model or service.model.name)
     asked = common_request_from(body, "", service.settings.speculation)
     family = Family.of(service.chat.text)
@@ -206,19 +168,6 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
     return replace(chat, asked=replace(asked, prepare=prepare))
 
 
-def check_messages(messages: Sequence[Message], context_length: int) -> None:
-    """Refuse more messages than the context can hold, before any work is done for each, and malformed ones."""
-    parts = sum(len(each.content) for each in messages if isinstance(each.content, list))
-    calls = sum(len(each.tool_calls or ()) for each in messages)
-    if len(messages) + parts + calls > context_length:
-        counts = f"{len(messages)} messages, {parts} text parts and {calls} tool calls"
-        raise TooLargeError("messages", counts, f"cannot fit the context of {context_length} tokens")
-    for index, each in enumerate(messages):
-        rule = "must be given in messages of role tool, and only in these"
-        sound = (each.role == "tool") == (each.tool_call_id is not None)
-        require(sound, f"messages.{index}.tool_call_id", each.tool_call_id, rule)
-
-
 def plain(messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Messages and tools in the form that templates read."""
     return (
@@ -235,7 +184,6 @@ def reasoning_of(message: Message) -> dict[str, str]:
 def offered(body: ChatRequest, family: Family) -> list[Tool]:
     """The tools that the prompt tells of: none with `tool_choice: none`. Raises `InvalidValueError`."""
     tools = body.tools or []
-    require(len(tools) <= MAX_TOOLS, "tools", f"{len(tools)} tools", f"must be at most {MAX_TOOLS}")
     names = [tool.function.name for tool in tools]
     for index, name in enumerate(names):
         rule = "must be 1 to 128 letters, digits, underscores, dashes or dots"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import uuid
 from collections import defaultdict
@@ -14,7 +15,7 @@ from actors.wire import stats_from_proto
 from deploy.client_request import ClientRequest
 from deploy.openai_api.errors import answer_to
 from deploy.openai_api.logprobs import CompletionLogprobs, TokenStrings, merged_logprobs, prompt_logprobs
-from deploy.openai_api.requests import CompletionRequest
+from deploy.openai_api.requests import CompletionRequest, StreamOptions
 from deploy.openai_api.streaming import event
 from deploy.service import Done, Part, Service
 from triforce_core.messages import Origin
@@ -88,7 +89,8 @@ class Completions:
     def __init__(
         self, service: Service, body: CompletionRequest, strings: TokenStrings, asked: Sequence[ClientRequest]
     ) -> None:
-        self.body, self.n, self.count = body, asked[0].n, sum(request.n for request in asked)
+        self.body, self.count = body, sum(request.n for request in asked)
+        self.usage = Usage(asked[0].n, body.stream_options, len(asked[0].resume))
         # Made as their parts come: the service, which bounds their number, has not seen the request yet.
         self.choices = defaultdict[int, Choice](lambda: Choice(service, body, strings))
         self.frame = {
@@ -107,12 +109,14 @@ class Completions:
         last: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:
+                self.usage.saw(part)
                 chunks[part.index].append(self.choices[part.index].of(part))
                 last[part.index] = part
         ends = [last[index] for index in range(self.count)]
-        choices = [whole_choice(chunks[index]) for index in range(self.count)]
+        # Some have a hundred thousand entries.
+        choices = [await asyncio.to_thread(whole_choice, chunks[index]) for index in range(self.count)]
         made = [{"triforce": extras(end, end.done)} for end in ends if end.done]
-        answer = {**self.frame, "choices": choices, "usage": usage(ends, self.n)}
+        answer = {**self.frame, "choices": choices, "usage": self.usage.tokens()}
         if len(choices) == 1:
             return answer | made[0]
         return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
@@ -123,15 +127,14 @@ class Completions:
         The first chunk of a choice carries its seed, and the last one how it was made; if the client wants token ids,
         each chunk also says how the output was made until now.
         """
-        with_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
-        no_usage = {"usage": None} if with_usage else {}
-        ends: list[Part] = []
+        ended = 0
         try:
             part = first
             while True:
                 if part is None:
                     yield ": waiting\n\n"
                 else:
+                    self.usage.saw(part)
                     choice = self.choices[part.index]
                     if part.done or choice.has_content(part):
                         seed = {} if choice.begun else {"seed": part.seed}
@@ -139,30 +142,49 @@ class Completions:
                         known = seed | (progress(part) if self.body.return_token_ids else {})
                         made = extras(part, part.done) if part.done else known
                         told = {"triforce": made} if made else {}
-                        yield event({**self.frame, "choices": [choice.of(part)], **told, **no_usage})
+                        yield event({**self.frame, "choices": [choice.of(part)], **told, **self.usage.of_chunk()})
                     if part.done:
-                        ends.append(part)
-                        if len(ends) == self.count:
+                        ended += 1
+                        if ended == self.count:
                             break
                 part = await anext(rest)
-            if with_usage:
-                yield event({**self.frame, "choices": [], "usage": usage(ends, self.n)})
+            if self.usage.at_end:
+                yield event({**self.frame, "choices": [], "usage": self.usage.tokens()})
             yield "data: [DONE]\n\n"
         except Exception as error:  # the HTTP status is already sent, so the error goes into an event
             yield event(answer_to(error)[1])
 
 
-def usage(ends: Sequence[Part], n: int = 1) -> dict[str, Any]:
-    """The tokens of all completions, `n` of each prompt, from the last part of each."""
-    prompt_tokens = sum(end.prompt_tokens for end in ends if end.index % n == 0)
-    cached_tokens = sum(end.done.stats.cached_tokens for end in ends if end.done and end.index % n == 0)
-    completion_tokens = sum(end.done.completion_tokens for end in ends if end.done)
-    return {
-        "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {"cached_tokens": cached_tokens},
-    }
+class Usage:
+    """Counts the tokens of all completions of a request, `n` of each prompt, as their parts come."""
+
+    def __init__(self, n: int, options: StreamOptions | None, resumed: int = 0) -> None:
+        self.n = n
+        self.at_end = options is not None and bool(options.include_usage)
+        self.in_chunks = options is not None and self.at_end and bool(options.continuous_usage_stats)
+        self.latest: dict[int, Part] = {}  # by completion
+        self.output = defaultdict[int, int](lambda: resumed)  # tokens by completion
+
+    def saw(self, part: Part) -> None:
+        self.latest[part.index] = part
+        self.output[part.index] += len(part.piece.tokens)
+        if part.done:
+            self.output[part.index] = part.done.completion_tokens
+
+    def tokens(self) -> dict[str, Any]:
+        prompts = [part for index, part in self.latest.items() if index % self.n == 0]
+        prompt_tokens, completion_tokens = sum(part.prompt_tokens for part in prompts), sum(self.output.values())
+        cached_tokens = sum(part.so_far.cached_tokens for part in prompts if part.so_far)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    def of_chunk(self) -> dict[str, Any]:
+        """The field of a chunk before the last: null, unless each chunk tells the usage until then."""
+        return {"usage": self.tokens() if self.in_chunks else None} if self.at_end else {}
 
 
 def progress(part: Part) -> dict[str, Any]:

@@ -20,7 +20,9 @@ from deploy.errors import (
     entry_for,
     internal_error,
 )
+from deploy.no_effect import NO_EFFECT, refusal
 from triforce_core.errors import (
+    ContextLengthError,
     DeadlineError,
     FingerprintError,
     InvalidValueError,
@@ -45,7 +47,8 @@ class Answer(NamedTuple):
 ANSWERS: dict[type[TriForceError], Answer] = {
     InvalidValueError: Answer(400, INVALID, "invalid_value"),
     UnauthenticatedError: Answer(401, INVALID, "invalid_api_key"),
-    TooLargeError: Answer(413, INVALID, "context_length_exceeded"),
+    ContextLengthError: Answer(400, INVALID, "context_length_exceeded"),
+    TooLargeError: Answer(413, INVALID, "request_too_large"),
     UnknownModelError: Answer(404, INVALID, "model_not_found"),
     SlowBodyError: Answer(408, INVALID, "request_timeout"),
     OverloadedError: Answer(429, "rate_limit_error", "overloaded"),
@@ -127,14 +130,16 @@ def malformed_response(error: RequestValidationError) -> Response:
     elif not path:
         field, rule, value = "body", f"is refused: {first['msg']}", ABSENT
     elif first["type"] == "extra_forbidden":
-        field, rule, value = ".".join(path), "is not a field of this request", first["input"]
+        field, rule, value = ".".join(path), refusal(path[-1]), first["input"]
     elif first["type"] == "missing":
         field, rule, value = ".".join(path), "is required", ABSENT
     else:
         field, value = ".".join(path), first["input"]
         rule = "is refused: " + first["msg"].removeprefix("Value error, ")
     text = f"{field}: {rule}" if value is ABSENT else str(InvalidValueError(field, value, rule))
-    code = "unknown_parameter" if first["type"] == "extra_forbidden" else "malformed_request"
+    code = "malformed_request"
+    if first["type"] == "extra_forbidden":
+        code = "unsupported_value" if path and path[-1] in NO_EFFECT else "unknown_parameter"
     return AsciiJSON(error_body(text, Answer(400, INVALID, code), field), 400)
 
 

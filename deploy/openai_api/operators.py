@@ -18,12 +18,14 @@ from triforce_core.errors import UnavailableError
 def operator_routes(service: Service) -> APIRouter:
     app = APIRouter()
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health", responses=documented(503))
     async def health() -> dict[str, str]:
         """Reports whether a request would be served."""
         await service.check()
         return {"status": "ok"}
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready", responses=documented(503))
     async def ready() -> dict[str, str]:
         """Reports whether the server takes requests and a pipeline can serve them; decodes nothing."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from itertools import islice
+from functools import cache
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     FailFast,
     Field,
@@ -19,15 +20,23 @@ from pydantic import (
     model_validator,
 )
 
-from deploy.client_request import ClientRequest, check_drafter, check_lookaheads, check_places
+from deploy.client_request import (
+    MAX_STOP_STRINGS,
+    MAX_WORDS,
+    ClientRequest,
+    check_drafter,
+    check_lookaheads,
+    check_places,
+)
+from deploy.no_effect import without_effect
 from triforce_core.config import SELECTOR_NAMES, TIER_SETS, SpeculationSettings, TierSet
-from triforce_core.engine.limits import check_selector
+from triforce_core.engine.limits import MAX_STOP_TOKENS, check_selector
 from triforce_core.errors import require
-from triforce_core.messages import SamplingParams
-from triforce_core.sampling.guides import Guide
+from triforce_core.messages import MAX_BIASED_TOKENS, SamplingParams
+from triforce_core.sampling.guides import MAX_CHOICES, Guide
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
-ENTRIES_AT_ONCE = 100
+MAX_PROMPTS = 2048  # of a body, as at OpenAI's; `check_places` has the limit of the server, which is most often lower
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 
 
@@ -45,17 +54,20 @@ def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> Wrap
     return WrapValidator(validate)
 
 
-def in_pieces(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-    """Validate an object `ENTRIES_AT_ONCE` entries at a time, up to the first piece with errors, so that there are at
-    most that many errors.
-    """
-    if not isinstance(value, dict):
-        return handler(value)
-    entries = iter(value.items())
-    found: dict[str, Any] = {}
-    while piece := dict(islice(entries, ENTRIES_AT_ONCE)):
-        found |= handler(piece)
-    return found
+def at_most(most: int, count: Callable[[Any], int] = len) -> BeforeValidator:
+    """A validator that counts the entries of a list or object before one of them is built."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and (found := count(value)) > most:
+            raise ValueError(f"has {found} entries, of which at most {most} are allowed")
+        return value
+
+    return BeforeValidator(check)
+
+
+def whole_number(value: Any) -> Any:
+    """A float without a fraction as an integer, such as JavaScript's and Lua's clients send."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 @dataclass(unsafe_hash=True)
@@ -63,11 +75,11 @@ class AtFirstError(FailFast):
     """A `FailFast` that can be hashed, because typing hashes the members of a union."""
 
 
-# Lists and objects whose validation ends at or soon after the first error. The answer names the first only, and an
-# error takes a thousand bytes and more: one for each element of a body would be hundreds of times the body.
+# Lists whose validation ends at the first error. The answer names the first only, and an error takes a thousand bytes
+# and more: one for each element of a body would be hundreds of times the body.
 T = TypeVar("T")
 ListOf = Annotated[list[T], AtFirstError()]
-DictOf = Annotated[dict[str, T], WrapValidator(in_pieces)]
+Int = Annotated[int, BeforeValidator(whole_number)]
 
 
 class Body(BaseModel):
@@ -78,22 +90,30 @@ class Body(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
+    @classmethod
+    @cache
+    def names(cls) -> frozenset[str]:
+        return frozenset(field.alias or name for name, field in cls.model_fields.items())
+
     @model_validator(mode="before")
     @classmethod
-    def with_one_unknown_field(cls, given: Any) -> Any:
-        """The body. If it has more fields than the schema, all unknown ones but the first are left out, because each
+    def what_it_asks_for(cls, given: Any) -> Any:
+        """The body without fields that ask for nothing, and without all unknown fields but the first, because each
         would be an error of its own.
         """
-        if not isinstance(given, dict) or len(given) <= len(cls.model_fields):
+        if not isinstance(given, dict):
             return given
-        known = {field.alias or name for name, field in cls.model_fields.items()}
-        first = next(name for name in given if name not in known)
-        return {name: value for name, value in given.items() if name in known or name == first}
+        names = cls.names()
+        asking = {name: value for name, value in given.items() if not without_effect(name, value, names)}
+        unknown = next((name for name in asking if name not in names), None)
+        if unknown is None:
+            return asking
+        return {name: value for name, value in asking.items() if name in names or name == unknown}
 
 
 class StreamOptions(Body):
     include_usage: bool | None = False
-    include_obfuscation: bool | None = Field(None, description="not supported: `null` or `false` only")
+    continuous_usage_stats: bool | None = Field(False, description="with include_usage: usage so far in each chunk")
 
 
 class Speculation(Body):
@@ -102,7 +122,7 @@ class Speculation(Body):
     """
 
     tiers: TierSet | None = Field(None, description="tiers that take part; `target` alone is plain decoding")
-    lookaheads: ListOf[int] | None = Field(
+    lookaheads: Annotated[ListOf[int] | None, at_most(2)] = Field(
         None, description="tokens drafted by the retrieval tier, and by the draft tier"
     )
     drafter: str | None = Field(
@@ -129,13 +149,18 @@ def odd_element(prompt: Any) -> str:
     return ""
 
 
+def prompts_in(prompt: list[Any]) -> int:
+    return 1 if prompt and type(prompt[0]) is int else len(prompt)
+
+
 Prompt = Annotated[
     str | ListOf[int] | ListOf[str] | ListOf[ListOf[int]],
     checked_as("must be a text or a list of token ids, or a list of several of these", odd_element),
+    at_most(MAX_PROMPTS, prompts_in),
 ]
-Stop = Annotated[str | ListOf[str] | None, checked_as("must be a text or a list of texts")]
+Stop = Annotated[str | ListOf[str] | None, checked_as("must be a text or a list of texts"), at_most(MAX_STOP_STRINGS)]
+Choice = Annotated[ListOf[str] | None, at_most(MAX_CHOICES)]
 JsonSchema = Annotated[dict[str, Any] | str | None, checked_as("must be a JSON schema, as an object or a text")]
-UNSUPPORTED_TEXT = "accepted only with a value that has no effect"
 
 
 class StructuredOutputs(Body):
@@ -143,7 +168,7 @@ class StructuredOutputs(Body):
 
     json_: JsonSchema = Field(None, alias="json", description="a JSON schema")
     regex: str | None = Field(None, description="a regular expression, in Rust's syntax")
-    choice: ListOf[str] | None = Field(None, description="texts, one of which is the output")
+    choice: Choice = Field(None, description="texts, one of which is the output")
     grammar: str | None = Field(None, description="EBNF, as for Lark or llama.cpp")
     json_object: bool | None = Field(None, description="any JSON object")
 
@@ -169,39 +194,36 @@ class CommonRequest(Body):
 
     model: str | None = None
     temperature: float | None = 1.0
-    top_p: float | None = 1.0
-    seed: int | None = None
+    top_p: float | None = Field(1.0, description="as in OpenAI's API; 0 is greedy")
+    seed: Int | None = None
     stop: Stop = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
     presence_penalty: float | None = 0.0
     frequency_penalty: float | None = 0.0
-    logit_bias: DictOf[float] | None = None
-    n: int | None = Field(1, description="independent outputs of a prompt; each takes a place of its own in the server")
-    user: str | None = Field(None, description="accepted and ignored")
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASED_TOKENS)] = None
+    n: Int | None = Field(1, description="independent outputs of a prompt; each takes a place of its own in the server")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")
-    top_k: int | None = Field(0, description="keep the k most probable tokens; 0 keeps all")
+    top_k: Int | None = Field(0, description="keep the k most probable tokens; 0 or -1 keeps all")
     min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
     repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
-    min_tokens: int | None = Field(0, description="nothing ends the output before it has this many tokens")
-    stop_token_ids: ListOf[int] | None = Field(None, description="tokens that end the output, besides the model's own")
+    min_tokens: Int | None = Field(0, description="nothing ends the output before it has this many tokens")
+    stop_token_ids: Annotated[ListOf[int] | None, at_most(MAX_STOP_TOKENS)] = Field(
+        None, description="tokens that end the output, besides the model's own"
+    )
     include_stop_str_in_output: bool | None = Field(
         False, description="the output ends after its stop string, not before it"
     )
     ignore_eos: bool | None = Field(False, description="the model's own stop tokens do not end the output")
-    bad_words: ListOf[str] | None = Field(None, description="texts whose tokens never occur in the output")
+    bad_words: Annotated[ListOf[str] | None, at_most(MAX_WORDS)] = Field(
+        None, description="texts whose tokens never occur in the output"
+    )
     structured_outputs: StructuredOutputs | None = Field(None, description="the form of the output")
     guided_json: JsonSchema = Field(None, description="a JSON schema that the output obeys")
     guided_regex: str | None = Field(None, description="a regular expression that the output matches as a whole")
-    guided_choice: ListOf[str] | None = Field(None, description="texts, one of which is the output")
+    guided_choice: Choice = Field(None, description="texts, one of which is the output")
     guided_grammar: str | None = Field(None, description="a grammar of the output in EBNF, as for Lark or llama.cpp")
-    prompt_logprobs: int | None = Field(
-        None, description="give each prompt token's logprob with this many alternatives, at most 20"
-    )
-    truncate_prompt_tokens: int | None = Field(None, description="read only this many tokens, the last of the prompt")
-    skip_special_tokens: bool | None = Field(True, description=UNSUPPORTED_TEXT)
-    detokenize: bool | None = Field(True, description=UNSUPPORTED_TEXT)
-    priority: int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
+    priority: Int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
     cache_salt: str | None = Field(
         None,
         description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters",
@@ -215,24 +237,18 @@ class CompletionRequest(CommonRequest):
     """The body of a completion request: OpenAI's fields, then those of this server."""
 
     prompt: Prompt = Field(description="one prompt or several; each gets its own `n` choices, in order")
-    max_tokens: int | None = Field(
+    max_tokens: Int | None = Field(
         DEFAULT_MAX_TOKENS, description="0 is possible with `echo` or `prompt_logprobs`: the prompt is read, no more"
     )
     echo: bool | None = Field(False, description="the text begins with the prompt, and logprobs with its tokens")
-    logprobs: int | None = Field(None, description="give each token's logprob with this many alternatives, at most 20")
-    best_of: int | None = Field(1, description=UNSUPPORTED_TEXT)
-    suffix: str | None = Field(None, description=UNSUPPORTED_TEXT)
+    logprobs: Int | None = Field(None, description="give each token's logprob with this many alternatives, at most 20")
+    prompt_logprobs: Int | None = Field(
+        None, description="give each prompt token's logprob with this many alternatives, at most 20"
+    )
+    truncate_prompt_tokens: Int | None = Field(None, description="read only this many tokens, the last of the prompt")
     resume_token_ids: ListOf[int] | None = Field(
         None, description="output tokens that the client already has; they count as output and are not sent again"
     )
-
-
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {  # by field, the values that have no effect
-    "best_of": (None, 1),
-    "suffix": (None, ""),
-    "skip_special_tokens": (None, True),
-    "detokenize": (None, True),
-}
 
 
 def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings, room: int) -> list[ClientRequest]:
@@ -258,7 +274,9 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
         resume=tuple(body.resume_token_ids or ()),
         logprobs=body.logprobs,
         prompt_logprobs=max(scored, default=None),
+        every_prompt_logprobs=True,
         prompt_scores=sum(1 + number for number in scored),
+        truncate_prompt_tokens=body.truncate_prompt_tokens,
         echo=bool(body.echo),
     )
 
@@ -267,25 +285,20 @@ def common_request_from(
     body: CommonRequest, prompt: str | tuple[int, ...], defaults: SpeculationSettings
 ) -> ClientRequest:
     """The service's form of the fields that all kinds of requests share. Raises `InvalidValueError` by field."""
-    for name, accepted in UNSUPPORTED.items():
-        value = getattr(body, name, None)  # not every kind of request has them all
-        rule = f"is not supported: leave it out or set it to {json.dumps(accepted[-1])}"
-        require(value in accepted, name, value, rule)
     if body.stream_options is not None:
         require(bool(body.stream), "stream_options", body.stream_options.model_dump(), "needs stream: true")
-        padded, rule = body.stream_options.include_obfuscation, "is not supported: leave it out or set it to false"
-        require(not padded, "stream_options.include_obfuscation", padded, rule)
 
     drafter = body.speculation.drafter if body.speculation else None
     check_drafter("speculation.drafter", drafter)
     selector = body.speculation.selector if body.speculation else None
     check_selector("speculation.selector", selector)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
+    sampling = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    if body.top_p == 0:  # the most probable token alone
+        sampling |= {"temperature": 0.0, "top_p": 1.0}
     return ClientRequest(
         prompt=prompt,
-        sampling=SamplingParams(
-            **body.model_dump(include=SAMPLING_FIELDS, exclude_none=True), logit_bias=biases_from(body.logit_bias or {})
-        ),
+        sampling=SamplingParams(**sampling, logit_bias=biases_from(body.logit_bias or {})),
         max_tokens=None,
         seed=body.seed,
         stop=tuple(stop or ()),
@@ -298,9 +311,6 @@ def common_request_from(
         ignore_eos=bool(body.ignore_eos),
         bad_words=tuple(body.bad_words or ()),
         guide=guide_from(body),
-        prompt_logprobs=body.prompt_logprobs,
-        every_prompt_logprobs=True,
-        truncate_prompt_tokens=body.truncate_prompt_tokens,
         priority=body.priority or 0,
         drafter=drafter,
         selector=selector,

@@ -6,7 +6,7 @@ from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 import triforce_core
@@ -20,6 +20,7 @@ from deploy.openai_api.errors import (
     http_error_response,
     malformed_response,
 )
+from deploy.openai_api.large import LargeBodyRoute, json_response
 from deploy.openai_api.logprobs import TokenStrings
 from deploy.openai_api.operators import operator_routes
 from deploy.openai_api.requests import CompletionRequest, client_requests_from
@@ -37,6 +38,7 @@ def http_app(service: Service) -> FastAPI:
     """The routes over one service."""
     # FastAPI's own pages of the document load scripts from elsewhere; `describe` adds one that does not.
     app = App(title="TriForce Serve", version=triforce_core.__version__, docs_url=None, redoc_url=None)
+    app.router.route_class = LargeBodyRoute
     strings = TokenStrings()
 
     @app.exception_handler(TriForceError)
@@ -63,7 +65,7 @@ def http_app(service: Service) -> FastAPI:
             completions = Completions(service, body, strings, asked)
             parts = service.complete(*asked)
             if not body.stream:
-                return JSONResponse(await completions.whole(parts))
+                return await json_response(await completions.whole(parts))
             paced = with_idle(parts, IDLE_S)
             try:
                 first = await anext(paced)

@@ -6,6 +6,7 @@ from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
 from deploy.openai_api.errors import documented
+from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.requests import Body, ListOf
 from deploy.service import Service
 
@@ -38,7 +39,7 @@ class DetokenizeResponse(BaseModel):
 
 
 def token_routes(service: Service) -> APIRouter:
-    router = APIRouter()
+    router = APIRouter(route_class=LargeBodyRoute)
 
     @router.post("/tokenize", responses=documented(400, 404, 413, 429, 500, 503))
     async def tokenize(body: TokenizeRequest) -> TokenizeResponse:

@@ -4,10 +4,14 @@ export class Refused extends Error {}
 
 const UNREACHABLE = "The server cannot be reached. Check that it runs and that the network is up, then try again.";
 
+const TOO_LONG = (said) => `The text is too long for this server. ${said}`;
+
+// By the status of an answer, or by the code of its error.
 const WORDS = {
   401: () => "The server does not accept the API key any more. Reload the page, and give a valid key as the password.",
   403: () => "This API key may not do that.",
-  413: (said) => `The text is too long for this server. ${said}`,
+  413: TOO_LONG,
+  context_length_exceeded: TOO_LONG,
   429: (said, wait) => `The server is busy${wait ? `; try again in ${wait} s` : ""}. ${said}`,
   503: (said) => `The server cannot answer right now. ${said}`,
   504: (said) => `The server gave up, because the answer took too long. ${said}`,
@@ -25,9 +29,9 @@ async function ask(path, options = {}) {
   }
   if (answer.ok) return answer;
   // A proxy's answer may be other JSON than ours, or none.
-  const said = await answer.json().then((body) => body?.error?.message ?? "", () => "");
+  const { message: said = "", code } = await answer.json().then((body) => body?.error ?? {}, () => ({}));
   const wait = answer.headers.get("retry-after");
-  const words = WORDS[answer.status] ?? (() => `The server refuses this request (${answer.status}). ${said}`);
+  const words = WORDS[code] ?? WORDS[answer.status] ?? (() => `The server refuses this request (${answer.status}). ${said}`);
   throw new Refused(words(said, wait).trim());
 }
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from deploy.openai_api import chat_requests, requests
+from deploy.no_effect import IGNORED, NO_EFFECT
 from deploy.openai_api.errors import ANSWERS, RETRY
 from deploy.openai_api.routes import http_app
 from scripts.reference.markdown import code, fenced, sentence, table
@@ -26,10 +26,6 @@ SECTIONS = (
     ("TokenizeRequest", "Text to tokens"),
     ("DetokenizeRequest", "Tokens to text"),
 )
-UNSUPPORTED = {
-    "CompletionRequest": requests.UNSUPPORTED,
-    "ChatRequest": requests.UNSUPPORTED | chat_requests.UNSUPPORTED,
-}
 
 
 def page() -> str:
@@ -46,10 +42,16 @@ def page() -> str:
     ]
     for name, title in SECTIONS:
         schema = document["components"]["schemas"][name]
-        unsupported = UNSUPPORTED.get(name, {})
-        rows = [field_of(field, each, schema, unsupported) for field, each in schema["properties"].items()]
+        rows = [field_of(field, each, schema) for field, each in schema["properties"].items()]
         parts += [f"## {title}\n", sentence(schema["description"]) + "\n"]
         parts.append(table(("field", "type", "default", "meaning"), rows))
+    parts += [
+        "## Fields without effect\n",
+        "Clients send these by default. Each is accepted in any object of a request, with the values named here or"
+        " `null`; another value is refused, if the object has no use for it.\n",
+        table(("field", "values without effect", "instead of others"), [*map(no_effect_of, NO_EFFECT)]),
+        f"Accepted and ignored, whatever their value is: {', '.join(map(code, sorted(IGNORED)))}.\n",
+    ]
     errors = [
         (str(answer.status), code(answer.type), code(answer.code), sentence(error.__doc__), retry_of(RETRY, answer))
         for error, answer in ANSWERS.items()
@@ -75,9 +77,10 @@ def page() -> str:
         'Every error has the body `{"error": {"message", "type", "param", "code"}}`; `param` names the field. An error'
         " after the first event of a stream is an event with that body, since the status is already sent.\n",
         table(("status", "type", "code", "meaning", "header"), errors),
-        "A body that breaks the schema gets 400 and the code `malformed_request`, or `unknown_parameter` for a field"
-        " that the request does not have. `POST /v1/responses` and `POST /v1/embeddings` get 404. An unforeseen"
-        " error gets 500 and `internal_error`, with an id that the server's log explains.\n",
+        "A body that breaks the schema gets 400 and the code `malformed_request`, `unknown_parameter` for a field that"
+        " the request does not have, or `unsupported_value` for a field without effect that asks for something."
+        " `POST /v1/responses` and `POST /v1/embeddings` get 404. An unforeseen error gets 500 and `internal_error`,"
+        " with an id that the server's log explains.\n",
     ]
     return "\n".join(parts)
 
@@ -96,13 +99,14 @@ def route_of(path: str, verb: str, operation: dict[str, Any]) -> tuple[str, str,
     return code(f"{verb.upper()} {path}"), ", ".join(operation["responses"]), sentence(meaning)
 
 
-def field_of(
-    name: str, schema: dict[str, Any], owner: dict[str, Any], unsupported: dict[str, tuple[Any, ...]]
-) -> tuple[str, str, str, str]:
+def no_effect_of(name: str) -> tuple[str, str, str]:
+    values, instead = NO_EFFECT[name]
+    return code(name), " or ".join(code(json.dumps(value)) for value in values) or "none", instead
+
+
+def field_of(name: str, schema: dict[str, Any], owner: dict[str, Any]) -> tuple[str, str, str, str]:
     default = "required" if name in owner.get("required", ()) else code(json.dumps(schema.get("default")))
     meaning = schema.get("description", "as in OpenAI's API")
-    if name in unsupported:
-        meaning = f"not supported: {' or '.join(code(json.dumps(value)) for value in unsupported[name])} only"
     return code(name), " or ".join(dict.fromkeys(kinds_in(schema))) or "null", default, meaning
 
 

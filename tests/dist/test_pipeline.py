@@ -19,7 +19,7 @@ from triforce_core.config import Settings, load_settings
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
-from triforce_core.errors import InvalidValueError, TooLargeError, UnavailableError
+from triforce_core.errors import ContextLengthError, InvalidValueError, UnavailableError
 from triforce_core.messages import SamplingParams
 
 MAX_SEQUENCES = 3
@@ -214,7 +214,7 @@ BAD: list[tuple[pb.DecodeRequest, type[Exception], str]] = [
         "resume_token_ids: 3 must be at most max_tokens",
     ),
     (request((1,), lookaheads=(65, 0)), InvalidValueError, "lookaheads: (65, 0) must each be at most 64"),
-    (request((1,) * 16384, max_tokens=1), TooLargeError, "must fit the context of 16384 tokens"),
+    (request((1,) * 16384, max_tokens=1), ContextLengthError, "must fit the context of 16384 tokens"),
     (
         pb.DecodeRequest(prompt_token_ids=[1], max_tokens=1),
         InvalidValueError,

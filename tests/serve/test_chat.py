@@ -279,12 +279,12 @@ def test_a_chat_over_grpc_is_rendered_in_its_places_and_within_its_deadline(rend
     assert len(rendered) == 1
 
 
-def test_more_messages_than_the_context_holds_are_refused_before_they_are_rendered(
+def test_more_messages_than_a_conversation_has_are_refused_before_they_are_rendered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     rendered = []
     monkeypatch.setattr(ChatTemplate, "render", lambda *args, **_: rendered.append(args))
-    count = demo().limits.context_length + 1
+    count = 16_385
     part, call = {"type": "text", "text": ""}, {"id": "1", "function": {"name": "f", "arguments": "{}"}}
     many: list[list[dict[str, Any]]] = [
         [{"role": "user", "content": ""}] * count,
@@ -295,8 +295,8 @@ def test_more_messages_than_the_context_holds_are_refused_before_they_are_render
     http = TestClient(http_app(service_of("qwen", Answering("qwen", "a", cut=0))))
     for messages in many:
         answer = http.post("/v1/chat/completions", json={"messages": messages})
-        assert answer.status_code == 413
-        assert f"cannot fit the context of {count - 1} tokens" in answer.json()["error"]["message"]
+        assert answer.status_code == 400
+        assert f"of which at most {count - 1} are allowed" in answer.json()["error"]["message"]
     assert not rendered
 
 
@@ -345,7 +345,7 @@ def test_a_chat_that_is_too_long_is_refused_by_its_own_name() -> None:
     long = {"role": "user", "content": "a" * demo().limits.context_length}
     with answered("qwen", "a") as (client, _), pytest.raises(APIStatusError) as error:
         ask(client, messages=[long])
-    assert error.value.status_code == 413
+    assert (error.value.status_code, error.value.code) == (400, "context_length_exceeded")
     assert error.value.param == "messages"
 
 
@@ -502,6 +502,21 @@ def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
         ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "contradicts guided_regex"),
         ({"messages": []}, "messages: [] must hold at least one message"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
+        (
+            {"models": ["a", "b"]},
+            "models: ['a', 'b'] is not supported: leave it out or set it to []; one model",
+        ),
+        ({"lora_request": {"name": "a"}}, "is not supported: leave it out or set it to null; merge the adapter"),
+        ({"reasoning_effort": "high"}, "reasoning_effort: 'high' is not supported"),
+        ({"prompt_logprobs": 1}, "prompt_logprobs: 1 is not supported: leave it out or set it to null; use /v1/comp"),
+        (
+            {"messages": [{**USER, "prefix": True}]},
+            "messages.0.prefix: True is not supported: leave it out",
+        ),
+        (
+            {"messages": [USER | {"content": [TEXT | {"prefix": True}]}]},
+            "messages.0.content.0.prefix: True is not",
+        ),
         ({"messages": [{**USER, "mood": "x"}]}, "messages.0.mood: 'x' is not a field"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"tools": TOOLS, "tool_choice": "required", "stop": "\n"}, "stop: '\\n' contradicts tool_choice"),
@@ -540,6 +555,34 @@ def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
         client.post("/chat/completions", body=body, cast_to=object)
     assert named in error.value.message
     assert not pipelines.requests
+
+
+def test_a_conversation_may_hold_what_other_servers_and_clients_put_into_it() -> None:
+    """The prompt is that of the bare messages."""
+    extras: dict[str, Any] = {"id": "1", "cache_control": {"type": "ephemeral"}, "refusal": None, "prefix": False}
+    extras |= {"audio": None, "annotations": [{}], "function_call": None, "provider_specific_fields": {}, "parsed": {}}
+    request = {"reasoning_effort": None, "functions": [], "use_beam_search": False, "metadata": {"a": 1}, "echo": False}
+    request |= {"store": False, "logprobs": False, "best_of": 1, "top_k": -1, "user": "me", "modalities": ["text"]}
+    with answered("qwen", "a") as (client, pipelines):
+        bare = [{"role": "user", "content": [TEXT]}, {"role": "assistant", "content": "x"}, USER]
+        ask(client, messages=bare)
+        bare[0]["content"] = [TEXT | {"cache_control": {"type": "ephemeral"}}]
+        ask(client, messages=[each | extras for each in bare], extra_body=request)
+        ask(client, messages=bare, tools=[TOOLS[0] | {"cache_control": {"type": "ephemeral"}}])
+    assert pipelines.requests[0].prompt_token_ids == pipelines.requests[1].prompt_token_ids
+    assert len(pipelines.requests) == 3
+
+
+def test_each_chunk_of_an_answer_tells_the_usage_so_far() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    with answered("qwen", "one two three four", cut=1) as (client, _):
+        *chunks, last = ask(client, stream=True, stream_options=options)
+    counts = [chunk.usage.completion_tokens for chunk in chunks]
+    assert counts == sorted(counts)
+    assert len({*counts}) > 1
+    assert {chunk.usage.prompt_tokens for chunk in (*chunks, last)} == {last.usage.prompt_tokens}
+    assert counts[-1] == last.usage.completion_tokens
+    assert not last.choices
 
 
 def test_tools_are_refused_for_a_model_without_a_form_of_them() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import re
 from dataclasses import replace
 from typing import Annotated, Any, get_args, get_origin
 from unittest.mock import Mock
@@ -10,10 +12,14 @@ from unittest.mock import Mock
 import pytest
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from deploy.bounded_json import MOST
 from deploy.client_request import MAX_PROMPT_LOGPROBS
 from deploy.encoding import Encoder
+from deploy.no_effect import NO_EFFECT
+from deploy.openai_api import large
 from deploy.openai_api.chat_requests import ChatRequest, Message
-from deploy.openai_api.requests import UNSUPPORTED, Body, CompletionRequest, Prompt, Stop, client_requests_from
+from deploy.openai_api.large import LARGE_BYTES
+from deploy.openai_api.requests import Body, CompletionRequest, Prompt, Stop, client_requests_from
 from deploy.openai_api.tokens import DetokenizeRequest
 from deploy.service import MANY_CHARACTERS
 from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
@@ -137,8 +143,8 @@ def test_prompts_take_a_place_for_each_of_their_choices() -> None:
 def test_too_many_prompts_are_refused_before_a_request_is_made_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     copies = Mock(wraps=replace)
     monkeypatch.setattr("deploy.openai_api.requests.replace", copies)
-    body = CompletionRequest(prompt=["a"] * 10_000)
-    with pytest.raises(InvalidValueError, match="'10000 prompts' must need at most 8 places"):
+    body = CompletionRequest(prompt=["a"] * 2_000)
+    with pytest.raises(InvalidValueError, match="'2000 prompts' must need at most 8 places"):
         client_requests_from(body, load_settings().speculation, room=8)
     assert copies.call_count <= 2
 
@@ -165,7 +171,7 @@ def test_the_element_of_a_prompt_that_is_of_another_kind_is_named(prompt: Any, i
 def test_a_long_prompt_among_several_is_named() -> None:
     client, *_ = served(ENDED)
     answer = ask(client, prompt=["a", "a " * 20_000])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (413, "prompt.1")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt.1")
 
 
 # -- echo and logprobs -------------------------------------------------------------------------------------------------
@@ -326,7 +332,7 @@ def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypatch: py
     far, near = "a " * beginning, "a " * (context // 4) + " " * beginning
     client, _, pipelines = served(ENDED)
     answer = ask(client, prompt=far)
-    assert answer.status_code == 413
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert "must fit the context of" in answer.json()["error"]["message"]
     assert encoded == [beginning]
     assert pipelines.requests == []
@@ -458,24 +464,15 @@ UNKNOWN: dict[str, Any] = dict.fromkeys(map(str, range(MANY)), "")
 @pytest.mark.parametrize(
     ("made", "fields", "place"),
     [
-        (CompletionRequest, {"stop_token_ids": WRONG}, "stop_token_ids.0"),
-        (CompletionRequest, {"stop_token_ids": [1, *WRONG]}, "stop_token_ids.1"),
-        (CompletionRequest, {"bad_words": [1] * MANY}, "bad_words.0"),
+        (CompletionRequest, {"stop_token_ids": [1, ""]}, "stop_token_ids.1"),
         (CompletionRequest, {"resume_token_ids": WRONG}, "resume_token_ids.0"),
-        (CompletionRequest, {"guided_choice": [1] * MANY}, "guided_choice.0"),
-        (CompletionRequest, {"structured_outputs": {"choice": [1] * MANY}}, "structured_outputs.choice.0"),
-        (CompletionRequest, {"speculation": {"lookaheads": WRONG}}, "speculation.lookaheads.0"),
-        (CompletionRequest, {"logit_bias": UNKNOWN}, "logit_bias.0"),
-        (CompletionRequest, {"logit_bias": dict.fromkeys(map(str, range(MANY)), 0.0) | {"x": ""}}, "logit_bias.x"),
         (CompletionRequest, UNKNOWN, "0"),
         (CompletionRequest, {**UNKNOWN, "stream": "yes"}, "stream"),
         (CompletionRequest, {"structured_outputs": {"regex": "a", **UNKNOWN}}, "structured_outputs.0"),
-        (ChatRequest, {"messages": WRONG}, "messages.0"),
-        (ChatRequest, {"messages": [{}] * MANY}, "messages.0.role"),
-        (ChatRequest, {"messages": [{"role": "user", "tool_calls": WRONG}]}, "messages.0.tool_calls.0"),
-        (ChatRequest, {"tools": WRONG}, "tools.0"),
-        (ChatRequest, {"metadata": dict.fromkeys(UNKNOWN, 1)}, "metadata.0"),
-        (ChatRequest, {"modalities": [1] * MANY}, "modalities.0"),
+        (ChatRequest, {"messages": WRONG[:1000]}, "messages.0"),
+        (ChatRequest, {"messages": [{}] * 1000}, "messages.0.role"),
+        (ChatRequest, {"messages": [{"role": "user", "tool_calls": WRONG[:1000]}]}, "messages.0.tool_calls.0"),
+        (ChatRequest, {"tools": [1] * 128}, "tools.0"),
         (DetokenizeRequest, {"tokens": WRONG}, "tokens.0"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -519,10 +516,134 @@ def test_an_answer_to_many_errors_tells_the_first() -> None:
         assert refused(**{field: value}, **dict.fromkeys(map(str, range(1000)))) == refused(**{field: value})
 
 
+def test_a_body_that_opens_many_lists_is_refused_before_they_are_made() -> None:
+    def error_of(text: str) -> str:
+        answer = served(ENDED)[0].post("/v1/completions", content=text, headers={"content-type": "application/json"})
+        assert answer.status_code == 400
+        return str(answer.json()["error"]["message"])
+
+    for many in ("[]," * MOST, "[" * MOST, "{" * MOST, '"":1,' * MOST):
+        found = f"body: '{MOST + 3} objects, lists and fields' must be at most {MOST}"
+        assert error_of('{"x": [' + many) == found
+    for text in ("[" * 2 * MOST, '\\"[{' * MOST):  # marks in texts are none
+        assert error_of(json.dumps({"prompt": text})).startswith("prompt: ")
+
+
+LIMITED: list[tuple[type[Body], str, Any, int]] = [
+    (CompletionRequest, "stop", [1], 16),
+    (CompletionRequest, "stop_token_ids", ["a"], 256),
+    (CompletionRequest, "bad_words", [1], 128),
+    (CompletionRequest, "guided_choice", [1], 1024),
+    (CompletionRequest, "structured_outputs.choice", [1], 1024),
+    (CompletionRequest, "speculation.lookaheads", ["a"], 2),
+    (CompletionRequest, "prompt", [[1.5]], 2048),
+    (CompletionRequest, "prompt", [""], 2048),
+    (CompletionRequest, "logit_bias", {}, 1024),
+    (ChatRequest, "tools", [1], 128),
+    (ChatRequest, "messages", [1], 16_384),
+    (ChatRequest, "messages", [{"content": [1] * 16_384}], 16_384),
+    (ChatRequest, "messages", [{"tool_calls": [1] * 8_192}, {"tool_calls": [1] * 8_191}], 16_384),
+]
+
+
+@pytest.mark.parametrize(("made", "field", "wrong", "most"), LIMITED, ids=lambda value: str(value)[:30])
+def test_a_list_is_counted_before_its_entries_are_read(made: type[Body], field: str, wrong: Any, most: int) -> None:
+    """Each entry is wrong, so the error would be another if one was read."""
+    value = dict.fromkeys(map(str, range(most + 1)), "") if wrong == {} else (wrong * (most + 1))[: most + 1]
+    outer, _, inner = field.partition(".")
+    needed: dict[str, Any] = {"messages": []} if made is ChatRequest else {"prompt": "a"}
+    with pytest.raises(ValidationError) as caught:
+        made.model_validate(needed | {outer: {inner: value} if inner else value})
+    [error] = caught.value.errors()
+    assert ".".join(map(str, error["loc"])) == field
+    assert re.search(rf"has \d+ entries, of which at most {most} are allowed", error["msg"])
+
+
+def test_a_large_body_is_read_outside_the_event_loop_with_the_same_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    on_loop: list[bool] = []
+
+    def seen(name: str, plain: Any) -> Any:
+        def traced(*args: Any) -> Any:
+            try:
+                asyncio.get_running_loop()
+                on_loop.append(True)
+            except RuntimeError:
+                on_loop.append(False)
+            return plain(*args)
+
+        return traced
+
+    monkeypatch.setattr(large, "bounded_loads", seen("read", large.bounded_loads))
+    monkeypatch.setattr(CompletionRequest, "names", seen("names", CompletionRequest.names))
+    monkeypatch.setattr(large, "written", seen("written", large.written))
+    long = "a " * LARGE_BYTES
+    assert refused(prompt=long, temperature="hot") == refused(prompt="a", temperature="hot")
+    assert refused(prompt=long, nonsense=1) == refused(prompt="a", nonsense=1)
+    on_loop.clear()
+    answer, pipelines = answered(prompt=long, truncate_prompt_tokens=3)
+    assert on_loop
+    assert not any(on_loop)
+    assert answer["usage"]["prompt_tokens"] == 3 == len(pipelines.requests[0].prompt_token_ids)
+    client, *_ = served(ENDED)
+    for content, words in ((b"{" + b" " * LARGE_BYTES, "is not valid JSON"), (b"\xff" * LARGE_BYTES * 2, "UTF-8")):
+        broken = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
+        assert (broken.status_code, broken.json()["error"]["param"]) == (400, "body")
+        assert words in broken.json()["error"]["message"]
+
+
+def test_an_answer_written_in_pieces_is_the_same_json() -> None:
+    deep: Any = {"x": [1.5, None, True, "ü\n", {}, []]}
+    for _ in range(8):
+        deep = {"a": deep, "b": [deep], "c": (1, 2)}
+    assert large.written(deep) == json.dumps(deep, ensure_ascii=False, separators=(",", ":"))
+
+
+def sent(**fields: Any) -> pb.DecodeRequest:
+    """What the pipeline is asked for, without the time that is left for it."""
+    request = answered(**fields)[1].requests[0]
+    request.ClearField("timeout_s")
+    return request
+
+
+@pytest.mark.parametrize("name", NO_EFFECT)
+def test_a_field_without_effect_is_accepted_where_it_asks_for_nothing(name: str) -> None:
+    values, instead = NO_EFFECT[name]
+    plain = sent(seed=1)
+    for value in (None, *values):
+        if name in CompletionRequest.names() and value is None:
+            continue
+        assert sent(seed=1, **{name: value}) == plain
+    if name not in CompletionRequest.names():
+        error = refused(**{name: "other"})
+        assert error["message"].startswith(f"{name}: 'other' is not supported: leave it out or set it to ")
+        assert error["message"].endswith(instead)
+        assert (error["param"], error["code"]) == (name, "unsupported_value")
+        assert refused(**{name: 1.5 if True in values else True})["code"] == "unsupported_value"
+
+
+def test_numbers_that_only_look_odd_are_read() -> None:
+    odd = sent(max_tokens=2.0, top_k=5.0, seed=7.0, min_tokens=1.0, priority=1.0, n=1.0)
+    assert (odd.max_tokens, odd.sampling.top_k, odd.seed) == (2, 5, 7)
+    assert sent(top_k=-1, seed=1) == sent(top_k=0, seed=1)
+    assert sent(top_p=0, seed=1) == sent(temperature=0, seed=1)
+    for field in ("max_tokens", "top_k", "seed", "n"):
+        assert "valid integer" in refused(**{field: 2.5})["message"]
+        assert "valid integer" in refused(**{field: "2"})["message"]
+
+
+def test_each_chunk_tells_the_usage_so_far() -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    *chunks, last = streamed(SCRIPT, prompt=ids("def f"), stream_options=options)
+    prompt, first, whole = len(ids("def f")), len(ids("a b")), len(ids("a b c"))
+    found = [(each["usage"]["prompt_tokens"], each["usage"]["completion_tokens"]) for each in (*chunks, last)]
+    assert found == [(prompt, first), (prompt, whole), (prompt, whole)]
+    assert last["choices"] == []
+    *chunks, _ = streamed(SCRIPT, stream_options={"include_usage": True})
+    assert [chunk["usage"] for chunk in chunks] == [None, None]
+    assert all("usage" not in chunk for chunk in streamed(SCRIPT, stream_options={"continuous_usage_stats": True}))
+
+
 def test_unsupported_fields_are_accepted_where_they_ask_for_nothing() -> None:
-    for name, values in UNSUPPORTED.items():
-        for value in values:
-            answered(**{name: value})
     assert streamed(SCRIPT, stream_options={"include_obfuscation": False})
     assert streamed(SCRIPT, stream_options={"include_usage": None})[-1]["choices"], "no usage at the end"
     assert refused(nonsense=1)["code"] == "unknown_parameter"
@@ -553,7 +674,7 @@ def test_text_becomes_tokens_and_text_again() -> None:
         ("/tokenize", {"prompt": "a", "more": 1}, 400, "more"),
         ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
         ("/detokenize", {"tokens": [10**400]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [5] * 20_000}, 413, "tokens"),
+        ("/detokenize", {"tokens": [5] * 20_000}, 400, "tokens"),
         ("/detokenize", {}, 400, "tokens"),
     ],
     ids=lambda value: str(value)[:30],

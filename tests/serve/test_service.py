@@ -164,8 +164,10 @@ def test_a_server_that_shuts_down_is_not_healthy() -> None:
     service = Service(load_settings(), model(), WithoutTiers(event(ids("a"), gen.FINISH_REASON_LENGTH)))
     client = TestClient(http_app(service))
     assert client.get("/health").status_code == 200
+    assert [client.head(path).status_code for path in ("/health", "/ready")] == [200, 200]
     asyncio.run(service.drain(0.0))
     assert client.get("/health").status_code == 503
+    assert [client.head(path).status_code for path in ("/health", "/ready")] == [503, 503]
     assert client.get("/status").status_code == 200
 
 
@@ -666,6 +668,53 @@ def test_stop_strings_are_short() -> None:
     assert answer.json()["error"]["message"] == "stop: 1000000 must be at most 1024 characters in each string"
     with pytest.raises(InvalidValueError, match="stop: 1025 must be at most 1024 characters"):
         generated(service, stop=[longest + "b"])
+
+
+CHAT = gen.ChatMessage(role="user", content="a")
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"stop": ["a"] * 17}, "stop: '17 entries' must be at most 16"),
+        ({"stop_token_ids": [5] * 257}, "stop_token_ids: '257 entries' must be at most 256"),
+        ({"bad_words": ["a"] * 129}, "bad_words: '129 entries' must be at most 128"),
+        ({"choice": gen.Choices(values=["a"] * 1025)}, "choice: '1025 entries' must be at most 1024"),
+        ({"resume_token_ids": [5] * 16_385}, "resume_token_ids: '16385 entries' must be at most 16384"),
+        (
+            {"token_ids": gen.TokenIds(values=[5] * 16_385)},
+            "prompt: '16385 tokens' must fit the context of 16384",
+        ),
+        (
+            {"sampling": gen.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))},
+            "logit_bias: '1025 entries' must be at most 1024",
+        ),
+        (
+            {"sampling": gen.Sampling(bad_word_ids=[gen.TokenIds(values=[5])] * 257)},
+            "bad_word_ids: '257 entries' must be at most 256",
+        ),
+        (
+            {"messages": gen.ChatMessages(messages=[CHAT] * 16_385)},
+            "messages: '16385 messages' must be at most 16384",
+        ),
+        (
+            {"messages": gen.ChatMessages(messages=[CHAT], tools_json=json.dumps([{}] * 129))},
+            "tools_json: '129 objects' must be at most 128",
+        ),
+        (
+            {"messages": gen.ChatMessages(messages=[CHAT], tools_json="[" * 200_000)},
+            "tools_json: '200000 objects, lists and fields' must be at most 131072",
+        ),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_long_lists_of_messages_are_refused_by_their_number(fields: dict[str, Any], named: str) -> None:
+    _, service, pipelines = served(ENDED)
+    given = {} if {*fields} & {"token_ids", "messages"} else {"text": "def"}
+    with pytest.raises(InvalidValueError) as caught:
+        asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**given, **fields)))
+    assert named in str(caught.value)
+    assert not pipelines.requests
 
 
 def test_only_a_body_may_leave_the_model_out() -> None:

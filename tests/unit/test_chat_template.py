@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from deploy.chat.template import ChatTemplate
 from deploy.encoding import Encoder
 from tests.chat_models import SPECIAL, tokenizer
-from triforce_core.errors import InvalidValueError, TooLargeError
+from triforce_core.errors import ContextLengthError, InvalidValueError
 
 USER = {"role": "user", "content": "How warm is it?"}
 CALLS = [{"id": "123456789", "type": "function", "function": {"name": "f", "arguments": '{"city": "Łódź"}'}}]
@@ -119,7 +119,7 @@ def test_the_text_around_a_special_token_stays() -> None:
         (
             [{"role": "user", "content": [{"type": "text", "text": "a", "bogus": 1}]}],
             {},
-            "messages.0.content.0.bogus: 1 is not a field of a text part",
+            "messages.0.content.0.bogus: 1 is not a field of this request",
         ),
         ([{"role": "user", "content": "\ud800"}], {}, "must be text without lone surrogates"),
     ],
@@ -151,9 +151,9 @@ def test_a_template_is_in_a_sandbox(tmp_path: Path) -> None:
 
 
 def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
-    with pytest.raises(TooLargeError, match="cannot fit the context"):
+    with pytest.raises(ContextLengthError, match="cannot fit the context"):
         ids("qwen", {"role": "user", "content": "a" * 200_000})
-    with pytest.raises(TooLargeError, match="cannot fit the context"):  # whose limit messages raise by little
+    with pytest.raises(ContextLengthError, match="cannot fit the context"):  # whose limit messages raise by little
         ids("qwen", *[{"role": "user", "content": "a" * 700}] * 200)
     assert ids("qwen", {"role": "user", "content": "\n" * 90_000})  # which JSON writes with twice as many
     assert ids("qwen", {"role": "user", "content": "\x01" * 90_000})  # with six times as many

@@ -10,7 +10,7 @@ import pytest
 
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.sequence import Request
-from triforce_core.errors import InvalidValueError, TooLargeError
+from triforce_core.errors import ContextLengthError, InvalidValueError
 from triforce_core.messages import GREEDY
 
 LIMITS = Limits(context_length=100, kv_pool_tokens=80, vocab_size=50)
@@ -50,7 +50,7 @@ def test_a_bad_request(changes: dict[str, Any], message: str) -> None:
     ],
 )
 def test_what_is_too_large(prompt: int, max_tokens: int, limits: Limits, named: list[str]) -> None:
-    with pytest.raises(TooLargeError) as refusal:
+    with pytest.raises(ContextLengthError) as refusal:
         limits.check(replace(GOOD, prompt=(1,) * prompt, max_tokens=max_tokens))
     for part in named:
         assert part in str(refusal.value)
@@ -69,7 +69,7 @@ def test_what_fits_passes(changes: dict[str, Any]) -> None:
 
 
 def test_the_tokens_of_what_is_too_long_are_not_looked_at() -> None:
-    with pytest.raises(TooLargeError, match="1000000 prompt"):
+    with pytest.raises(ContextLengthError, match="1000000 prompt"):
         LIMITS.check(replace(GOOD, prompt=(50,) * 1_000_000))
 
 
@@ -83,5 +83,21 @@ def test_the_longest_output_is_the_most_that_passes(prompt: int, pool: int) -> N
     if prompt < min(pool, 100):
         limits.check(request)
         request = replace(request, max_tokens=longest + 1)
-    with pytest.raises(TooLargeError):
+    with pytest.raises(ContextLengthError):
         limits.check(request)
+
+
+def test_an_error_reads_no_more_of_a_value_than_it_shows() -> None:
+    class Counted:
+        shown = 0
+
+        def __repr__(self) -> str:
+            Counted.shown += 1
+            return "x"
+
+    for value in ([Counted()] * 10_000, {number: Counted() for number in range(10_000)}, [[Counted()] * 1000] * 1000):
+        Counted.shown = 0
+        assert len(str(InvalidValueError("stop", value, "is wrong"))) <= 100
+        assert Counted.shown <= 1000
+    assert str(InvalidValueError("stop", "a" * 10**6, "is wrong")) == f"stop: '{'a' * 76}... is wrong"
+    assert str(InvalidValueError("stop", {"b": [1, None], "a": "é"}, "is wrong")).endswith("'b': [1, None]} is wrong")

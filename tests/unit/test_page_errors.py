@@ -57,3 +57,10 @@ def test_a_proxy_s_error_is_told_by_its_status(page: Page, answer: dict[str, Any
     page.route("**/v1/completions", lambda route: route.fulfill(status=502, **answer))
     ask(page)
     expect(page.get_by_role("alert")).to_have_text("The server refuses this request (502).")
+
+
+def test_a_text_that_is_too_long_is_told_by_the_error_s_code(page: Page) -> None:
+    error = {"message": "So it is.", "code": "context_length_exceeded"}
+    page.route("**/v1/completions", lambda route: route.fulfill(status=400, json={"error": error}))
+    ask(page)
+    expect(page.get_by_role("alert")).to_have_text("The text is too long for this server. So it is.")

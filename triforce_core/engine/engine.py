@@ -162,7 +162,7 @@ class Engine:
         """Queue a request and return its id, which is the sequence id of its first `Sequence`. After a preemption the
         request goes on in another `Sequence`, and its own id stays.
 
-        Raises `InvalidValueError` or `TooLargeError`.
+        Raises `InvalidValueError` or `ContextLengthError`.
         """
         self.limits.check(request)
         retrieves = request.lookaheads is None or request.lookaheads[0] > 0

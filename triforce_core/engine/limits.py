@@ -10,7 +10,7 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.config import SELECTOR_NAMES, Settings
 from triforce_core.engine.cache_sizes import target_heavy_hitters, target_window
 from triforce_core.engine.sequence import Request
-from triforce_core.errors import TooLargeError, require
+from triforce_core.errors import ContextLengthError, require
 from triforce_core.models.files import context_length, kv_shape
 
 MAX_STOP_TOKENS = 256  # every tier looks for them at every position
@@ -28,7 +28,7 @@ class Limits:
     eviction: str = "none"  # unless "none", requests of any length take the same memory, and none speculates
 
     def check(self, request: Request) -> None:
-        """Raise `InvalidValueError` or `TooLargeError` for a request that can never be served."""
+        """Raise `InvalidValueError` or `ContextLengthError` for a request that can never be served."""
         require(len(request.prompt) > 0, "prompt", "", "must hold at least one token")
         require(request.max_tokens >= 1, "max_tokens", request.max_tokens, "must be at least 1")
         num_resumed = len(request.resume)
@@ -42,9 +42,9 @@ class Limits:
         length = len(request.prompt) + request.max_tokens
         counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
         if length > self.context_length:
-            raise TooLargeError("prompt", counts, f"must fit the context of {self.context_length} tokens")
+            raise ContextLengthError("prompt", counts, f"must fit the context of {self.context_length} tokens")
         if length > self.kv_pool_tokens and self.eviction == "none":
-            raise TooLargeError("prompt", counts, f"must fit the KV pool of {self.kv_pool_tokens} tokens")
+            raise ContextLengthError("prompt", counts, f"must fit the KV pool of {self.kv_pool_tokens} tokens")
         rule = f"must be (0, 0): target.eviction is {self.eviction}, and a target that forgets does not speculate"
         speculates = any(request.lookaheads or ())
         require(self.eviction == "none" or not speculates, "lookaheads", request.lookaheads, rule)
