@@ -14,6 +14,9 @@ from typing import Any
 
 MAX_EXACT = 2**53  # the library reads all numbers as doubles, and integers are all different up to here
 MAX_BOUND = 2**63 - 1024  # the largest double that the library's integers hold
+DIGITS = 15  # of a number that the library reads exactly; others become a neighbour
+SLACK = 4  # neighbours that a bound moves by, where it need not be exact
+LEAST_STEP = 1e-15  # between numbers: zero's own next number has hundreds of digits
 MAX_MULTIPLE = 10_000  # of a multipleOf without its point: the library builds a state for each remainder
 
 DAY = (
@@ -53,6 +56,7 @@ def _kept(schema: Any, root: Any, at: str) -> Any:
         if key not in ANNOTATIONS
     }
     _check_duplicates(schema, at)
+    _close_bounds(made)
     more: list[tuple[str, Any]] = []
     if made.get("format") in PATTERNS:
         more.append(("pattern", PATTERNS[made.pop("format")]))
@@ -99,13 +103,21 @@ def _constant(value: Any) -> Any:
         return {key: _constant(each) for key, each in value.items()}
     if isinstance(value, int) and abs(value) > MAX_EXACT:
         raise ValueError(f"{value} must be between -{MAX_EXACT} and {MAX_EXACT}, as other integers are not exact")
+    if isinstance(value, float) and not _short(value):
+        raise ValueError(f"{value} must have at most {DIGITS} digits, as numbers with more are not exact")
     return value
+
+
+def _short(value: float) -> bool:
+    return math.isfinite(value) and len(Decimal(repr(value)).as_tuple().digits) <= DIGITS
 
 
 def _bound(direction: float) -> Callable[[Any], Any]:
     """What makes a bound exact: the next integer in the direction that is."""
 
     def inward(value: Any) -> Any:
+        if isinstance(value, float) and not _short(value):
+            return value + direction * SLACK * math.ulp(value)
         if isinstance(value, bool) or not isinstance(value, int) or abs(value) <= MAX_EXACT:
             return value
         bound = max(-MAX_BOUND, min(value, MAX_BOUND))
@@ -119,12 +131,27 @@ def _bound(direction: float) -> Callable[[Any], Any]:
     return inward
 
 
+def _close_bounds(made: dict[str, Any]) -> None:
+    """The library allows some exclusive bounds themselves, unless the numbers are integers: name the next number."""
+    if made.get("type") == "integer":
+        return
+    for exclusive, inclusive, direction in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
+        bound, other = made.get(exclusive), made.get(inclusive)
+        bound = other if bound is True else bound  # as in drafts up to the fourth
+        if isinstance(bound, int | float) and not isinstance(bound, bool):
+            del made[exclusive]
+            next_bound = bound + direction * max(math.ulp(bound), LEAST_STEP)
+            made[inclusive] = (
+                next_bound if other is None else direction * max(direction * next_bound, direction * other)
+            )
+
+
 def _multiple(value: Any) -> Any:
     if isinstance(value, int | float) and math.isfinite(value):
         _, digits, exponent = Decimal(repr(value)).as_tuple()
         coefficient = int("".join(map(str, digits))) * 10 ** max(0, int(exponent))
         if coefficient > MAX_MULTIPLE:
-            raise ValueError(f"{value} must have digits that make at most {MAX_MULTIPLE}")
+            raise ValueError(f"{value} must be at most {MAX_MULTIPLE} when the decimal point is left out")
     return value
 
 
@@ -134,7 +161,9 @@ def _check_duplicates(schema: dict[str, Any], at: str) -> None:
     if isinstance(least, int) and (free is not False or schema.get("patternProperties")):
         most = 1 + len(schema.get("required") or ())
         if least > most:
-            raise ValueError(f"{at}.minProperties: {least} must be at most {most}, one more than what is required")
+            raise ValueError(
+                f"{at}{'.' if at else ''}minProperties: {least} must be at most {most}, one more than what is required"
+            )
 
 
 # -- patterns ----------------------------------------------------------------------------------------------------------
@@ -156,7 +185,8 @@ def _pattern(pattern: Any) -> Any:
         else:
             found = ESCAPE.match(rest)
             assert found is not None
-            _check_property(found[0])
+            if PROPERTY.match(rest):
+                raise ValueError(PROPERTIES)
             made += found[0]
         rest = rest[found.end() :]
     return made
@@ -165,6 +195,7 @@ def _pattern(pattern: Any) -> Any:
 ESCAPE = re.compile(r"\\.|.", re.DOTALL)
 CLASS = re.compile(r"\[(?P<not>\^?)(?P<body>(?:\\.|[^\]\\])+)\]", re.DOTALL)
 PROPERTY = re.compile(r"\\P|\\p\{?(?![LMNPSZ])")
+PROPERTIES = "of Unicode's properties, only \\p with one of L, M, N, P, S and Z is supported"
 SPECIAL = re.compile(r"(?P<escaped>\\.)|\[|&&|--|~~", re.DOTALL)  # in Rust's classes alone
 
 
@@ -173,7 +204,8 @@ def _class(negated: str, body: str) -> str:
     if negated:  # a class that lacks one control character is quoted rightly
         dash = "\\" if written.startswith("-") else ""
         return rf"[^\x00{dash}{written}]"
-    _check_property(body)
+    if PROPERTY.search(body):
+        raise ValueError(PROPERTIES)
     try:
         matches = re.compile(f"[{written}]").match
     except re.error:  # Rust has some escapes that Python lacks; otherwise the library refuses it
@@ -181,11 +213,6 @@ def _class(negated: str, body: str) -> str:
     if matches("\0") and not (matches('"') and matches("\\")):
         raise ValueError(f"[{body}] must not have control characters without the quotation mark and the backslash")
     return f"[{written}]"
-
-
-def _check_property(text: str) -> None:
-    if PROPERTY.search(text):
-        raise ValueError(f"{text} is not supported: of Unicode's properties, only those of L, M, N, P, S and Z are")
 
 
 KEYWORDS: dict[str, Callable[[Any], Any]] = {
