@@ -37,7 +37,10 @@ NAMED = {"properties", "patternProperties", "$defs", "definitions"}  # or schema
 
 def kept(schema: Any) -> Any:
     """The schema as the library keeps it. Raises `ValueError`, which names the place, for what it does not keep."""
-    return _kept(schema, schema, "")
+    try:
+        return _kept(schema, schema, "")
+    except (AttributeError, OverflowError, TypeError) as error:  # a keyword's value is of another type than it must be
+        raise ValueError(f"it is no JSON schema: {error}") from None
 
 
 def whole(pattern: str) -> str:
@@ -132,18 +135,18 @@ def _bound(direction: float) -> Callable[[Any], Any]:
 
 
 def _close_bounds(made: dict[str, Any]) -> None:
-    """The library allows some exclusive bounds themselves, unless the numbers are integers: name the next number."""
+    """The library allows some exclusive bounds towards zero themselves, unless the numbers are integers: name the next
+    number.
+    """
     if made.get("type") == "integer":
         return
     for exclusive, inclusive, direction in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):
         bound, other = made.get(exclusive), made.get(inclusive)
         bound = other if bound is True else bound  # as in drafts up to the fourth
-        if isinstance(bound, int | float) and not isinstance(bound, bool):
+        if isinstance(bound, int | float) and not isinstance(bound, bool) and bound * direction >= 0:
             del made[exclusive]
-            next_bound = bound + direction * max(math.ulp(bound), LEAST_STEP)
-            made[inclusive] = (
-                next_bound if other is None else direction * max(direction * next_bound, direction * other)
-            )
+            near = bound + direction * max(SLACK * math.ulp(bound), LEAST_STEP)
+            made[inclusive] = near if other is None else direction * max(direction * near, direction * other)
 
 
 def _multiple(value: Any) -> Any:

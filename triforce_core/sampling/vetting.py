@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
@@ -83,6 +84,7 @@ class Vetting:
             listening = self.listening.fileno()
             command = [sys.executable, "-m", "triforce_core.sampling.vetting", str(listening)]
             self.process = subprocess.Popen(command, stdin=subprocess.PIPE, pass_fds=[listening])
+            weakref.finalize(self, self.process.kill)
             assert self.process.stdin is not None
             with contextlib.suppress(BrokenPipeError), self.process.stdin as stdin:
                 stdin.write(json.dumps(described).encode())
