@@ -48,8 +48,8 @@ from triforce_core.errors import (
 )
 from triforce_core.messages import GREEDY, Drafting, SamplingParams, TokenLogprobs
 from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
-from triforce_core.sampling.grammars import Grammars
 from triforce_core.sampling.guides import Guide, no_token
+from triforce_core.sampling.vetting import Vetting
 from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellings
 
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
@@ -155,7 +155,7 @@ class Service:
         self.chat = ChatTemplate(
             model.tokenizer, settings.target.chat_template, self.encoder, context * self.max_token_characters
         )
-        self.grammars = Grammars(lambda: model.tokenizer, model.limits.vocab_size)
+        self.vetting = Vetting(lambda: model.tokenizer, model.limits.vocab_size)
         self.room = settings.places
         self.in_flight = 0
         self.shares = Shares(self.room)
@@ -323,8 +323,7 @@ class Service:
         """The grammar of the output. Raises `InvalidValueError` for one that cannot be compiled."""
         require(not asked.ignore_eos, "ignore_eos", True, f"contradicts {guide.name}, whose output has an end")
         grammar = await asyncio.to_thread(guide.grammar)
-        compiled = await self.grammars.matcher(grammar)
-        guide.check(compiled)
+        guide.check(await self.vetting.error(grammar))
         return grammar
 
     @property

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from deploy.chat.parsing import FindsCalls, Parser, PlainText, ReasoningForm, SplitsReasoning, ToolForm
+from triforce_core.sampling.guides import JSON_STYLE
+from triforce_core.sampling.schemas import kept
 
 HERMES = ToolForm("hermes", "<tool_call>", "", "", "</tool_call>", "arguments")
 MISTRAL = ToolForm("mistral", "[TOOL_CALLS]", "[", ",", "]", "arguments")
 LLAMA3 = ToolForm("llama3", "", "", ";", "", "parameters")
 THINK = ReasoningForm("<think>", "</think>")
 BRACKETED_THINK = ReasoningForm("[THINK]", "[/THINK]")
-# JSON as Python's json.dumps writes it, as everywhere in this server; see sampling/guides.py.
-JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +127,7 @@ def call_schema(form: ToolForm, function: dict[str, Any]) -> dict[str, Any]:
 
 
 def styled(schema: Any) -> str:
-    return json.dumps({**schema, "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema)
+    return json.dumps({**kept(schema), "x-guidance": JSON_STYLE} if isinstance(schema, dict) else schema)
 
 
 def escaped(text: str) -> str:

@@ -220,7 +220,7 @@ async def guide_of(
         if guide.form not in ("json_schema", "json_object") or (chat.family.reasoning is None and not tools):
             require(not tools, "tools", chat.tools, f"contradict {guide.name}")
             return guide
-        await asyncio.to_thread(guide.grammar)  # refuses what is no schema
+        await asyncio.to_thread(guide.grammar)  # refuses what is no schema, or cannot be kept
         answer = {"type": "object"} if guide.form == "json_object" else json.loads(guide.value)
         field, given, parts = guide.name, guide.value, [guide]
     elif not forced:
@@ -229,6 +229,7 @@ async def guide_of(
         schema = tool["function"].get("parameters")
         if schema:
             parts.append(Guide("json_schema", json.dumps(schema), f"tools.{index}.function.parameters", schema))
+            await asyncio.to_thread(parts[-1].grammar)
     if isinstance(choice, NamedTool):
         tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
     text = grammar(

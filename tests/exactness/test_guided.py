@@ -102,6 +102,20 @@ def test_a_form_that_admits_no_token_ends_the_request() -> None:
     ]
 
 
+def test_a_mask_beyond_its_budget_ends_the_request_alone() -> None:
+    """The masks after the first token are too large for the library's limits, in each tier."""
+    grammar = Guide("regex", "[xy]?(((a{1000}){1000}){1000}){1000}").grammar()
+    large = Request(PROMPT, 50, SamplingParams(), 1, (6, 2), stop_token_ids("demo"), grammar=grammar)
+    free = Request(PROMPT, 50, SamplingParams(), 1, (6, 2))
+    [alone] = [finish(engine(), [free])]
+    reasons, tokens = {}, dict[int, list[int]]()
+    for output in run_to_end(engine(), [large, free, large]):
+        reasons[output.sequence_id] = output.finish_reason
+        tokens.setdefault(output.sequence_id, []).extend(output.tokens)
+    assert [*reasons.values()].count(FinishReason.NO_TOKEN) == 2
+    assert [*alone.tokens.values()] == [t for i, t in tokens.items() if reasons[i] is FinishReason.LENGTH]
+
+
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_biases_that_exclude_all_but_bad_words_do_as_well(temperature: float) -> None:
     bad = SamplingParams(temperature, bad_word_ids=tuple((token,) for token in range(200)))

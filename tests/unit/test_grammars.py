@@ -7,10 +7,12 @@ import json
 import threading
 from functools import cache
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from llguidance import LLMatcher
 
 from triforce_core.errors import InvalidValueError
 from triforce_core.models.load import load_tokenizer, stop_token_ids
@@ -98,11 +100,20 @@ def test_a_tier_that_does_not_wait_decodes_unmasked_until_the_grammar_is_compile
     assert fresh.state(grammar, wait=False) is not None
 
 
-def test_few_compiled_grammars_are_kept() -> None:
+def test_compiled_grammars_are_kept_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
     fresh = Grammars(lambda: load_tokenizer("demo"), VOCAB)
-    for count in range(260):
-        fresh.compile(Guide("regex", f"a{{{count + 1}}}").grammar())
-    assert len(fresh.compiled) == 256
+
+    def compile(count: int) -> str:
+        grammar = Guide("regex", f"a{{{count + 1}}}").grammar()
+        fresh.compile(grammar).result()
+        return grammar
+
+    small = [compile(count) for count in range(260)]
+    assert len(fresh.compiled) == len(fresh.mib) == 256
+    assert small[0] not in fresh.compiled
+    monkeypatch.setattr("triforce_core.sampling.grammars.LEAST_MIB", 200)
+    large = [compile(1000), compile(1001)]
+    assert [*fresh.compiled] == [*fresh.mib] == large[1:]
 
 
 @pytest.mark.parametrize(
@@ -116,6 +127,11 @@ def test_few_compiled_grammars_are_kept() -> None:
         ("json_schema", '{"x": ' * 5000 + "1" + "}" * 5000),
         ("json_object", False),
         ("regex", "(a"),
+        ("regex", "a\\"),
+        ("regex", "(((a{1000}){1000}){1000}){1000}"),
+        ("json_schema", '{"type": "string", "pattern": "^(((a{1000}){1000}){1000}){1000}$"}'),
+        ("json_schema", '{"multipleOf": 999983}'),
+        ("grammar", "start: A\nA: /(((a{1000}){1000}){1000}){1000}/"),
         ("regex", "(?=a)b"),
         ("regex", "(" * 3000 + ")" * 3000),
         ("choice", []),
@@ -132,14 +148,20 @@ def test_what_is_no_grammar_is_refused_by_name(form: str, value: object) -> None
 
 
 def compiled(guide: Guide) -> None:
-    matcher = grammars().compile(guide.grammar()).result()
-    if matcher.is_error():
-        raise InvalidValueError(guide.form, guide.value, matcher.get_error())
+    guide.check(grammars().compile(guide.grammar()).result().get_error())
 
 
 @pytest.mark.timeout(30)
 @pytest.mark.parametrize(
-    "regex", ["(a{1,1000}){1,1000}b", "((a|b)*a(a|b){300})", "(.*a){0,500}b", "(((a?){50}){50}){50}"]
+    "regex",
+    [
+        "(a{1,1000}){1,1000}b",
+        "((a|b)*a(a|b){300})",
+        "(.*a){0,500}b",
+        "(((a?){50}){50}){50}",
+        "(((a{1000}){1000}){1000}){1000}",
+        "x?(((a{1000}){1000}){1000}){1000}",
+    ],
 )
 def test_a_regex_that_explodes_ends_by_the_librarys_limits(regex: str) -> None:
     """The regex is refused, so that no token is allowed, or it is masked like any other."""
@@ -148,7 +170,8 @@ def test_a_regex_that_explodes_ends_by_the_librarys_limits(regex: str) -> None:
 
 
 def test_both_kinds_of_ebnf_are_read() -> None:
-    for grammar in ('start: "a" ("b" | start)', 'root ::= "a" ("b" | root)'):
+    for start in ("start: ", "?start: ", "!start: ", "%llguidance {}\nstart: ", "// a comment\n?start : ", "root ::= "):
+        grammar = f'{start}"a" ("b" | {"root" if "root" in start else "start"})'
         masks = state(Guide("grammar", grammar)).masks(encoded("a"), [], 0, STOPS)
         assert {texts()[t] for t in allowed(masks[0])} >= {"a", "b"}
 
@@ -168,6 +191,15 @@ def test_who_stops_waiting_for_a_grammar_does_not_stop_others() -> None:
         return (await second).is_error()
 
     assert not asyncio.run(both())
+
+
+def test_the_first_mask_is_that_of_the_beginning() -> None:
+    """What the compiler tried in advance leaves no trace."""
+    for guide in (Guide("choice", ["return self"]), Guide("regex", "ab+"), Guide("json_schema", SCHEMA)):
+        [mask] = state(guide).masks([], [], 0, STOPS)
+        uncompiled = LLMatcher(grammars().tokenizer, guide.grammar(), log_level=0)
+        bits = np.unpackbits(np.frombuffer(uncompiled.compute_bitmask(), np.uint8), bitorder="little")
+        assert allowed(mask) == set(bits.nonzero()[0].tolist()) - set(STOPS)
 
 
 # Beyond "^" the library gives up: three thousand rules may begin at every place.

@@ -116,7 +116,7 @@ def generate(
         prompt_logprobs=prompt_logprobs,
     )
     if guide is not None:
-        guide.check(grammars_for(settings, len(tokenizer)).compile(request.grammar).result())
+        guide.check(grammars_for(settings, len(tokenizer)).compile(request.grammar).result().get_error())
         request = replace(request, stop_token_ids=(*stops, *end_token_ids(tokenizer)))
     meaning = TokenText(tokenizer)
     console = Console(highlight=False, soft_wrap=True)

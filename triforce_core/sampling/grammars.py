@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import psutil
 import torch
 from llguidance import LLMatcher, LLTokenizer
 from llguidance.hf import from_tokenizer
@@ -24,10 +25,11 @@ from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask
 from torch import Tensor
 
 from triforce_core.errors import InvalidValueError
+from triforce_core.sampling.compiling import compiled
 
-# Compiled grammars that are kept: by default more than the requests that may wait and run at a time. The least recently
-# used goes first.
-KEPT = 256
+# The compiled grammars that are kept take at most this much memory. The least recently used goes first.
+KEPT_MIB = 256
+LEAST_MIB = 1  # of one grammar: small ones take what the process held already, so it does not grow
 
 
 class Grammars:
@@ -38,6 +40,7 @@ class Grammars:
         self.load_tokenizer, self.vocab_size = load_tokenizer, vocab_size
         self.compiler = ThreadPoolExecutor(1, thread_name_prefix="grammars")
         self.compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self.mib: dict[str, float] = {}  # by grammar, what the process grew by when it was compiled
         self.lock = threading.Lock()
         self.tokenizer: LLTokenizer | None = None
 
@@ -52,8 +55,6 @@ class Grammars:
             # After an exception it is tried again: perhaps the tokenizer could not be loaded then, and can be now.
             if compiling is None or (compiling.done() and compiling.exception()):
                 compiling = self.compiled[grammar] = self.compiler.submit(self._compile, grammar)
-                if len(self.compiled) > KEPT:
-                    self.compiled.popitem(last=False)
             self.compiled.move_to_end(grammar)
             return compiling
 
@@ -71,7 +72,15 @@ class Grammars:
                 raise InvalidValueError(
                     "grammar", grammar, f"needs another tokenizer than this model's: {error}"
                 ) from None
-        return LLMatcher(self.tokenizer, grammar, log_level=0)
+        before = psutil.Process().memory_info().rss
+        matcher = compiled(self.tokenizer, grammar)
+        grown = psutil.Process().memory_info().rss - before
+        with self.lock:
+            self.mib[grammar] = max(grown / (1 << 20), LEAST_MIB)
+            while len(self.compiled) > 1 and sum(self.mib.values()) > KEPT_MIB:
+                oldest, _ = self.compiled.popitem(last=False)
+                self.mib.pop(oldest, None)
+        return matcher
 
     def state(self, grammar: str, *, wait: bool) -> GrammarState | None:
         """A new state of the grammar. With `wait` off, None if it is not compiled yet, or the tokenizer cannot be

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,9 +11,21 @@ from typing import Any
 from llguidance import LLMatcher, grammar_from
 
 from triforce_core.errors import InvalidValueError, require
+from triforce_core.sampling.schemas import kept, whole
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_CHOICES = 1024
+LARK = re.compile(r"^\s*[?!]*start\s*:", re.MULTILINE)  # llguidance knows no sign before the name
+
+
+# JSON as Python's json.dumps writes it. No character is written as \u…: the library would not notice that such a key is
+# one of the declared keys.
+JSON_STYLE: dict[str, Any] = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+    "json_allowed_escapes": 'nrbtf\\"',
+}
 
 
 def of_json_schema(schema: str) -> str:
@@ -28,7 +41,7 @@ def of_json_object(wanted: bool) -> str:
 
 def of_regex(regex: str) -> str:
     """The grammar of the texts that match a regular expression as a whole."""
-    return checked("regex", regex, lambda: LLMatcher.grammar_from_regex(regex))
+    return checked("regex", regex, lambda: LLMatcher.grammar_from_regex(whole(regex)))
 
 
 def of_choice(choices: Sequence[str]) -> str:
@@ -40,7 +53,7 @@ def of_choice(choices: Sequence[str]) -> str:
 
 def of_ebnf(grammar: str) -> str:
     """The grammar that a text in EBNF describes: as for Lark (`start: …`) or for llama.cpp (`root ::= …`)."""
-    return checked("grammar", grammar, lambda: grammar_from("ebnf", grammar))
+    return checked("grammar", grammar, lambda: grammar_from("lark" if LARK.search(grammar) else "ebnf", grammar))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +80,10 @@ class Guide:
         except InvalidValueError as error:
             raise InvalidValueError(self.name, error.value, error.rule) from None
 
-    def check(self, compiled: LLMatcher) -> None:
-        """Raise `InvalidValueError` if the grammar could not be compiled."""
-        reason = " ".join(compiled.get_error().split())  # llguidance shows the place in lines of its own
-        require(not compiled.is_error(), self.name, self.shown, f"cannot be compiled: {reason:.500}")
+    def check(self, error: str) -> None:
+        """Raise `InvalidValueError` if there is an error of compiling the grammar."""
+        reason = " ".join(error.split())  # llguidance shows the place in lines of its own
+        require(not error, self.name, self.shown, f"cannot be compiled: {reason:.500}")
 
 
 def no_token(guide: Guide | None, num_tokens: int) -> InvalidValueError:
@@ -83,9 +96,7 @@ def json_grammar(schema: Any) -> str:
     """The grammar of JSON as Python's json.dumps writes it: if white space were free, models would go on writing it
     until max_tokens.
     """
-    return LLMatcher.grammar_from_json_schema(
-        schema, defaults={"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
-    )
+    return LLMatcher.grammar_from_json_schema(kept(schema), defaults=JSON_STYLE)
 
 
 def parsed(schema: str) -> Any:

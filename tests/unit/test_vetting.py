@@ -1,0 +1,68 @@
+"""Vetting: a process of its own says which grammars can be compiled, and ends those that take too much."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from triforce_core.errors import InvalidValueError
+from triforce_core.models.load import load_tokenizer
+from triforce_core.sampling.guides import Guide
+from triforce_core.sampling.vetting import TOO_LARGE, Vetting
+
+SMALL = Guide("regex", "[a-z]+").grammar()
+# As a client's grammar in llguidance's own form may have it: schemas are checked before.
+ENDLESS = "start: %json " + json.dumps({"multipleOf": 999983})
+
+
+@pytest.fixture
+def vetting() -> Vetting:
+    return Vetting(lambda: load_tokenizer("demo"), 4096)
+
+
+def test_its_verdict_is_the_librarys(vetting: Vetting) -> None:
+    wrong = Guide("regex", "(a").grammar()
+    large = Guide("regex", "(((a{1000}){1000}){1000}){1000}").grammar()
+
+    async def verdicts() -> list[str]:
+        return [await vetting.error(grammar) for grammar in (SMALL, wrong, large, SMALL)]
+
+    first, second, third, again = asyncio.run(verdicts())
+    assert first == again == ""
+    assert "unclosed group" in second
+    assert "too many expressions" in third
+
+
+def test_what_takes_too_long_is_ended_and_nobody_waits_for_it(vetting: Vetting) -> None:
+    grammar = Guide("grammar", ENDLESS).grammar()
+
+    async def both() -> tuple[str, bool, str]:
+        await vetting.error(SMALL)
+        endless = asyncio.create_task(vetting.error(grammar))
+        quick = await vetting.error(Guide("regex", "[0-9]+").grammar())
+        return quick, endless.done(), await endless
+
+    assert asyncio.run(both()) == ("", False, TOO_LARGE)
+    process = vetting.process
+    assert asyncio.run(vetting.error(grammar)) == TOO_LARGE, "the verdict is kept"
+    assert vetting.process is process
+    assert process is not None
+    assert process.poll() is None, "only the grammar's own process was ended"
+
+
+def test_its_process_is_started_again(vetting: Vetting) -> None:
+    asyncio.run(vetting.error(SMALL))
+    assert vetting.process is not None
+    vetting.process.kill()
+    vetting.process.wait()
+    assert asyncio.run(vetting.error(Guide("regex", "[0-9]+").grammar())) == ""
+
+
+def test_a_slow_tokenizer_is_refused_by_name() -> None:
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(InvalidValueError, match=r"^grammar: 'Slow' needs a fast tokenizer"):
+        asyncio.run(Vetting(Slow, 4096).error(SMALL))
