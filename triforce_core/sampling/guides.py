@@ -6,12 +6,15 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, grammar_from
 
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.sampling.schemas import kept, whole
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_CHOICES = 1024
@@ -20,7 +23,7 @@ LARK = re.compile(r"^\s*[?!]*start\s*:", re.MULTILINE)  # llguidance knows no si
 
 # JSON as Python's json.dumps writes it. No character is written as \u…: the library would not notice that such a key is
 # one of the declared keys.
-JSON_STYLE: dict[str, Any] = {
+JSON_STYLE: JsonCompileOptions = {
     "item_separator": ", ",
     "key_separator": ": ",
     "whitespace_flexible": False,
