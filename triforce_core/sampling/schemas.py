@@ -54,9 +54,7 @@ def _kept(schema: Any, root: Any, at: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {
-        key: _keyword(key, value, root, f"{at}.{key}" if at else key)
-        for key, value in schema.items()
-        if key != OPTIONS
+        key: _keyword(key, value, root, f"{at}.{key}" if at else key) for key, value in schema.items() if key != OPTIONS
     }
     _check_duplicates(schema, at)
     _close_bounds(made)
