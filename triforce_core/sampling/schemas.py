@@ -28,7 +28,7 @@ TIME = r"(?:[01][0-9]|2[0-3]):[0-5][0-9]:[0-5][0-9](?:\.[0-9]{1,6})?(?:Z|[+-](?:
 # The library's own have days and seconds that no calendar has.
 PATTERNS = {"date": f"^{DAY}$", "time": f"^{TIME}$", "date-time": f"^{DAY}T{TIME}$"}
 FORMATS = {"duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"}  # which the library knows
-ANNOTATIONS = {"deprecated", "contentSchema", "discriminator", "x-guidance"}  # nothing is checked by them
+OPTIONS = "x-guidance"  # the library's: a client's could turn its checks off
 
 SCHEMA = {"additionalItems", "additionalProperties", "items", "not"}  # keywords whose value is a schema,
 SCHEMAS = {"allOf", "anyOf", "oneOf", "prefixItems", "items"}  # a list of schemas,
@@ -54,9 +54,7 @@ def _kept(schema: Any, root: Any, at: str) -> Any:
     if not isinstance(schema, dict):
         return schema
     made = {
-        key: _keyword(key, value, root, f"{at}.{key}" if at else key)
-        for key, value in schema.items()
-        if key not in ANNOTATIONS
+        key: _keyword(key, value, root, f"{at}.{key}" if at else key) for key, value in schema.items() if key != OPTIONS
     }
     _check_duplicates(schema, at)
     _close_bounds(made)
