@@ -32,7 +32,9 @@ def started() -> subprocess.Popen[str]:
     raise RuntimeError(process.communicate()[1])
 
 
-@pytest.mark.parametrize(("killed", "named"), [("an agent", "raylet"), ("gcs_server", "gcs_server")])
+@pytest.mark.parametrize(
+    ("killed", "named"), [("an agent", "raylet"), pytest.param("gcs_server", "gcs_server", marks=pytest.mark.ci)]
+)
 def test_the_server_ends_with_ray(local_ray: LocalRay, killed: str, named: str) -> None:
     local_ray.end()
     with tried_twice(started) as process:
