@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict
+from math import inf
 from typing import Any, TypeVar
 
 import grpc
@@ -264,6 +265,8 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
     """The engine's form of a request. Raises `InvalidValueError` naming the field."""
     rule = f"must be at most {MAX_SALT_CHARACTERS} characters"
     require(len(message.cache_salt) <= MAX_SALT_CHARACTERS, "cache_salt", len(message.cache_salt), rule)
+    timeout_s = message.timeout_s if message.HasField("timeout_s") else None
+    require(timeout_s is None or 0 < timeout_s < inf, "timeout_s", timeout_s, "must be above 0 and finite")
     lookaheads = default_lookaheads
     if message.HasField("lookaheads"):
         given = tuple(message.lookaheads.values[:3])
@@ -286,7 +289,7 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
         logprobs=message.logprobs if message.HasField("logprobs") else None,
         prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
         priority=message.priority,
-        timeout_s=message.timeout_s if message.HasField("timeout_s") else None,
+        timeout_s=timeout_s,
     )
 
 

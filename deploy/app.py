@@ -52,6 +52,7 @@ ENVIRONMENT = {
     "RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S": "60",
     # Ray gives its workers the niceness 15, with which any other busy process leaves the tiers a thirtieth of a core.
     "RAY_worker_niceness": "0",
+    "SPT_NOENV": "1",  # titles that Ray gives to its processes do not overwrite the mark by which remains.py finds them
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.headers.middlewares",
     "TOKENIZERS_PARALLELISM": "false",

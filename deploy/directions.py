@@ -57,8 +57,8 @@ def tiers_found(settings: Settings) -> Tiers:
 def open_ports() -> list[int]:
     """The ports on which the processes that this one has started listen on all interfaces."""
     ours = {each.pid for each in psutil.Process().children(recursive=True)}
-    listening = [each for each in psutil.net_connections("tcp") if each.status == psutil.CONN_LISTEN]
-    return sorted(each.laddr.port for each in listening if each.pid in ours and each.laddr.ip in ("::", "0.0.0.0"))
+    addresses = [each.laddr for each in psutil.net_connections("tcp") if each.pid in ours and each.status == "LISTEN"]
+    return sorted(address.port for address in addresses if address and address.ip in ("::", "0.0.0.0"))
 
 
 def longer_stall(settings: Settings, tiers: Tiers) -> dict[str, str]:

@@ -15,12 +15,14 @@ import pytest
 
 from actors import pass_times
 from actors.links import RemoteProposer
+from actors.marks import SLOT
 from actors.running_target import RunningTarget
 from actors.serving import LinkServer, TierServer
 from actors.target_server import AsyncServer, TargetServer
 from actors.wire import sampling_to_proto
 from tests.by_hand import Counting, NoProposer, Slots
 from tests.dist.test_links import Quiet
+from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.decoder import SpeculativeDecoder
@@ -170,12 +172,29 @@ def test_a_request_that_the_engine_ends_is_late(monkeypatch: pytest.MonkeyPatch)
         ({"timeout_s": 0.0}, r"^timeout_s: 0\.0 must be above 0"),
         ({"timeout_s": -0.25}, r"^timeout_s: -0\.25 must be above 0"),
         ({"timeout_s": float("nan")}, "^timeout_s: nan must be above 0"),
+        ({"timeout_s": float("inf")}, "^timeout_s: inf must be above 0 and finite"),
         ({"priority": -101}, "^priority: -101 must be at least -100"),
+        ({"logprobs": 2**32 - 1}, "^logprobs: 4294967295 must be between 0"),
+        ({"lookaheads": gen.Lookaheads(values=[2**32 - 1, 1])}, "^lookaheads: .* must each be at most 64"),
+        ({"resume_token_ids": [2**31]}, "^resume_token_ids: 2147483648 is not a token id"),
+        ({"stop_token_ids": range(257)}, "^stop_token_ids: 257 must hold at most 256"),
+        ({"grammar": "a" * (2**22 + 1)}, "^grammar: '4194305 characters' must be at most"),
+        ({"cache_salt": "a" * 4097}, "^cache_salt: 4097 must be at most 4096 characters"),
     ],
 )
-def test_a_deadline_in_the_past_and_a_priority_out_of_range_are_refused(fields: dict[str, Any], message: str) -> None:
+def test_a_value_out_of_range_is_refused(fields: dict[str, Any], message: str) -> None:
     with served(NoProposer(), Counting()) as (_, server), pytest.raises(InvalidValueError, match=message):
         stream(server.address, max_tokens=5, **fields)
+
+
+@pytest.mark.parametrize("slot", ["", "x", "-1", "1.5", "9" * 5000])
+def test_a_slot_that_is_no_number_is_refused(slot: str) -> None:
+    request = pb.DecodeRequest(prompt_token_ids=[1], sampling=sampling_to_proto(GREEDY), max_tokens=1)
+    with served(NoProposer(), Counting()) as (_, server), grpc.insecure_channel(server.address) as channel:
+        with pytest.raises(grpc.RpcError) as refusal:
+            list(TargetStub(channel).Decode(request, metadata=((SLOT, slot),), timeout=10))
+        assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert list(TargetStub(channel).Decode(request, metadata=((SLOT, "7"),), timeout=10))[-1].finish_reason
 
 
 def test_a_target_that_reports_too_late_is_unavailable() -> None:

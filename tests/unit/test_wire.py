@@ -103,7 +103,7 @@ REQUEST_FIELDS = {
     "logprobs": st.none() | positions,
     "prompt_logprobs": st.none() | positions,
     "priority": st.integers(-(2**31), 2**31 - 1),
-    "timeout_s": st.none() | st.floats(allow_nan=False),
+    "timeout_s": st.none() | st.floats(0, exclude_min=True, allow_infinity=False),
     "drafting": st.sampled_from(Drafting),
     "selector": st.none() | st.sampled_from(SELECTOR_NAMES),
     "cache_salt": st.text(max_size=8),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import inf
 
 from transformers.configuration_utils import PretrainedConfig
 
@@ -37,8 +36,8 @@ class Limits:
         rule = f"must be at least {-MAX_PRIORITY} and at most {MAX_PRIORITY}"
         require(-MAX_PRIORITY <= request.priority <= MAX_PRIORITY, "priority", request.priority, rule)
         check_selector("selector", request.selector)
-        in_time = request.timeout_s is None or 0 < request.timeout_s < inf
-        require(in_time, "timeout_s", request.timeout_s, "must be above 0 and finite")
+        in_time = request.timeout_s is None or request.timeout_s > 0
+        require(in_time, "timeout_s", request.timeout_s, "must be above 0")
         length = len(request.prompt) + request.max_tokens
         counts = f"{len(request.prompt)} prompt + {request.max_tokens} output tokens"
         if length > self.context_length:
