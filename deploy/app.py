@@ -315,14 +315,19 @@ def ends_with_ray(logs: Path) -> Iterator[None]:
     """
     over = threading.Event()
 
+    def has_ended(process: psutil.Process) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+        return True
+
     def watch() -> None:
-        ray = [each for each in psutil.Process().children() if each.name() in RAY_ITSELF]
+        ray = {each.name(): each for each in psutil.Process().children() if each.name() in RAY_ITSELF}
         while not over.wait(RAY_CHECK_S):
-            for each in ray:
-                if not each.is_running() or each.status() == psutil.STATUS_ZOMBIE:
-                    said = f"triforce: Ray has died: its {each.name()} has ended; see {logs}"
-                    print(said, file=sys.stderr, flush=True)
+            for name in filter(lambda name: has_ended(ray[name]), ray):
+                try:
+                    print(f"triforce: Ray has died: its {name} has ended; see {logs}", file=sys.stderr, flush=True)
                     end(os.environ[MARK])
+                finally:  # also where nobody reads standard error any more
                     os._exit(1)
 
     watcher = threading.Thread(target=watch, name="ray-watch", daemon=True)

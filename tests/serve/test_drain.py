@@ -6,11 +6,12 @@ import signal
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
 
-from deploy.app import ENVIRONMENT, application_of, prepare_environment
+from deploy.app import APPLICATION, ENVIRONMENT, application_of, drain, prepare_environment
 from tests.serve.conftest import Server, free_ports, start
 from tests.starting import tried_twice
 from triforce_core.client.request import MAX_MESSAGE_BYTES
@@ -34,6 +35,18 @@ def test_one_setting_for_all_that_drains(given: dict[str, Any], drain_s: float) 
 def test_the_port_and_replicas_take_what_clients_send() -> None:
     for name in ("RAY_SERVE_GRPC_MAX_MESSAGE_SIZE", "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH"):
         assert ENVIRONMENT[name] == str(MAX_MESSAGE_BYTES)
+
+
+@pytest.mark.parametrize(("answer", "deleted"), [(True, [APPLICATION]), (False, []), (TimeoutError(), [])])
+def test_only_a_drain_that_says_so_is_done(
+    monkeypatch: pytest.MonkeyPatch, answer: bool | Exception, deleted: list[str]
+) -> None:
+    """To delete the application, Serve waits for its requests as long again."""
+    drained, seen = Mock(side_effect=[answer]), list[str]()
+    monkeypatch.setattr("ray.serve.delete", seen.append)
+    drain(Mock(**{"drain.remote.return_value.result": drained}), 3.0)
+    assert drained.called
+    assert seen == deleted
 
 
 def said(log: Path, words: str, timeout_s: float) -> None:
