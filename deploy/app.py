@@ -299,9 +299,9 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     )
     try:
         logs = Path(context.address_info["session_dir"]) / "logs"
-        reason = misfit(placement, pipeline, nodes(), copies.min)
-        require(reason is None, "placement", placement.colocate, f"cannot be here: {reason}")
         with ends_with_ray(logs):
+            reason = misfit(placement, pipeline, nodes(), copies.min)
+            require(reason is None, "placement", placement.colocate, f"cannot be here: {reason}")
             yield logs
     finally:
         with on_signals(signal.SIG_IGN):  # an interrupted shutdown would leave processes behind
@@ -314,6 +314,7 @@ def ends_with_ray(logs: Path) -> Iterator[None]:
     Ray, and calls of Ray or Serve, those that stop them included, may then wait for ever.
     """
     over = threading.Event()
+    ray = {each.name(): each for each in psutil.Process().children() if each.name() in RAY_ITSELF}
 
     def has_ended(process: psutil.Process) -> bool:
         with suppress(psutil.NoSuchProcess):
@@ -321,7 +322,6 @@ def ends_with_ray(logs: Path) -> Iterator[None]:
         return True
 
     def watch() -> None:
-        ray = {each.name(): each for each in psutil.Process().children() if each.name() in RAY_ITSELF}
         while not over.wait(RAY_CHECK_S):
             for name in filter(lambda name: has_ended(ray[name]), ray):
                 try:

@@ -6,10 +6,9 @@ An upgrade of the protocol is ignored, as HTTP allows: httptools would drop the 
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import json
-import termios
-from array import array
+import socket
+import struct
 from http import HTTPStatus
 
 import httptools
@@ -25,6 +24,7 @@ RULES = {
     HTTPStatus.REQUEST_TIMEOUT: f"header: must be whole within {HEADER_S:g} s",
     HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: f"header: must be at most {MAX_HEADER_BYTES} bytes",
 }
+ACKED = struct.Struct("120xQ")  # tcpi_bytes_acked of Linux's struct tcp_info
 HOP_HEADERS = (b"upgrade", b"http2-settings")
 
 
@@ -32,9 +32,11 @@ class Connection(HttpToolsProtocol):
     """Serve's HTTP server makes one for each connection (`deploy.headers.middlewares`)."""
 
     timer: asyncio.TimerHandle | None = None  # runs while a header is awaited
+    in_header = False  # whether it has begun
     header_bytes = 0  # of the request that is being read
     unparsed = 0  # bytes since the parser last told anything
     refused: HTTPStatus | None = None
+    watch: asyncio.TimerHandle | None = None  # runs while something waits for the client
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -42,7 +44,13 @@ class Connection(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._header_came()
+        if self.watch is not None:
+            self.watch.cancel()
         super().connection_lost(exc)
+
+    def eof_received(self) -> None:
+        super().eof_received()  # the transport closes, when the client has read what waits for it
+        self._watch_client()
 
     def data_received(self, data: bytes) -> None:
         self._unset_keepalive_if_required()
@@ -50,7 +58,10 @@ class Connection(HttpToolsProtocol):
         try:
             self.parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            self._without_upgrade(data[upgrade.args[0] :])
+            if self.parser.get_method() == b"CONNECT":  # it is an upgrade in itself
+                self.refuse(HTTPStatus.BAD_REQUEST)
+            else:
+                self._without_upgrade(data[upgrade.args[0] :])
             return
         except httptools.HttpParserError:
             self.refuse(self.refused or HTTPStatus.BAD_REQUEST)
@@ -64,6 +75,7 @@ class Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.in_header = True
         self.header_bytes = self.unparsed = 0
 
     def on_url(self, url: bytes) -> None:
@@ -92,7 +104,7 @@ class Connection(HttpToolsProtocol):
         return False
 
     def _count(self, *parts: bytes) -> None:
-        self.header_bytes += sum(map(len, parts))
+        self.header_bytes += sum(map(len, parts)) + len(b": \r\n")
         self.unparsed = 0
         if self.header_bytes > MAX_HEADER_BYTES:
             self.refused = HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE
@@ -112,38 +124,47 @@ class Connection(HttpToolsProtocol):
         self.timer = self.loop.call_later(HEADER_S, self._header_is_late)
 
     def _header_came(self) -> None:
+        self.in_header = False
         if self.timer is not None:
             self.timer.cancel()
             self.timer = None
 
     def _header_is_late(self) -> None:
-        if self.header_bytes or self.unparsed:
+        if self.in_header:
             self.refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:  # nobody waits for an answer
-            self.transport.close()
+            self._close()
+
+    def timeout_keep_alive_handler(self) -> None:
+        self._close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._see_progress(self._unread())
+        self._watch_client()
 
-    def _see_progress(self, unread: int) -> None:
-        """End the connection if, in `UNREAD_S` seconds, the client takes nothing of `unread` bytes."""
+    def _close(self) -> None:
+        self.transport.close()
+        self._watch_client()  # it stays open until the client has read what waits for it
 
-        def look() -> None:
-            if self.flow.write_paused:
-                left = self._unread()
-                if left < unread:
-                    self._see_progress(left)
+    def _watch_client(self) -> None:
+        """End the connection when the client takes nothing for `UNREAD_S` seconds, while something waits for it."""
+
+        def look(acked_before: int) -> None:
+            self.watch = None
+            if self.flow.write_paused or self.transport.is_closing():
+                acked = self._acked()
+                if acked == acked_before:
+                    self.transport.abort()  # `close` would wait
                 else:
-                    self.transport.abort()  # `close` would wait for the client to read
+                    self.watch = self.loop.call_later(UNREAD_S, look, acked)
 
-        self.loop.call_later(UNREAD_S, look)
+        if self.watch is None:
+            self.watch = self.loop.call_later(UNREAD_S, look, self._acked())
 
-    def _unread(self) -> int:
-        """Bytes that wait for the client, here and in the socket, where megabytes may wait."""
-        in_socket = array("i", [0])
-        fcntl.ioctl(self.transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, in_socket)
-        return self.transport.get_write_buffer_size() + in_socket[0]
+    def _acked(self) -> int:
+        """How many bytes the client's machine has taken since the connection began."""
+        info = self.transport.get_extra_info("socket").getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, ACKED.size)
+        return int(ACKED.unpack(info)[0])
 
     def refuse(self, status: HTTPStatus) -> None:
         """Answer with an error, unless another answer has begun, and end the connection."""
@@ -154,4 +175,4 @@ class Connection(HttpToolsProtocol):
             ).encode()
             head = b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
             self.transport.write(STATUS_LINE[status] + head + body)
-        self.transport.close()
+        self._close()

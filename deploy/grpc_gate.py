@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from collections import Counter
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -22,12 +24,14 @@ from deploy.keys import keys_of
 from triforce_core.errors import DeadlineError, InvalidValueError, TriForceError
 
 KEYS = "TRIFORCE_API_KEYS"  # an environment variable with the value of `server.api_keys`, for the proxies
-MAX_CALLS = 512
+MAX_CALLS = 1024
+MAX_CALLS_PER_KEY = MAX_CALLS // 2
+MAX_OPEN_CALLS_PER_HOST = 16  # of a service that needs no key
 MAX_OPEN_BYTES = 1024  # of a message that needs no key
-MESSAGE_S = 10.0  # from the call until its message has come
+MESSAGE_S, OPEN_MESSAGE_S = 60.0, 10.0  # from the call until its message has come
+UNREAD_S = 30.0  # the client does not take an answer that waits for it
 LONG_BYTES, TRIM_S = 1 << 20, 5.0
 TRIM = getattr(ctypes.CDLL(None), "malloc_trim", None)  # of glibc, which keeps the memory of long messages
-UNREAD_S = 30.0  # the client takes nothing of what waits for it
 Context = grpc.aio.ServicerContext[Any, bytes]
 Handler = Any  # grpc.RpcMethodHandler, whose behaviours are typed for servers without asyncio
 
@@ -39,72 +43,88 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
         self._method_handlers = handlers  # Serve replaces them, under this name, by its own
         self.is_open = is_open
         self.keys = keys_of(os.environ.get(KEYS) or None)
-        self.calls = set[asyncio.Task[Any]]()
+        self.calls = Counter[str]()  # by the name of the key, or by the host
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
-        """The handler for a call, which gRPC asks for in the task of the call and before it reads the message."""
+        """The handler for a call. To gRPC it takes and gives streams of messages, because gRPC reads and writes those
+        only when it is asked to.
+        """
         handler = self._method_handlers.get(handler_call_details.method)
-        if handler is None:
-            return None
-        call = asyncio.current_task()
-        assert call is not None
-        metadata = {name: value for name, value in handler_call_details.invocation_metadata if isinstance(value, str)}
+        return handler and grpc.stream_stream_rpc_method_handler(partial(self.call, handler))
+
+    async def call(self, handler: Handler, unread: object, context: Context) -> None:
         try:
-            if not self.is_open:
-                self.keys.owner(metadata.get("authorization"))
-            if len(self.calls) >= MAX_CALLS:
-                raise OverloadedError(f"{MAX_CALLS} calls are open; try again later")
+            caller = self.admitted(context)
         except TriForceError as error:
-            return grpc.stream_unary_rpc_method_handler(refusal(error, metadata.get(REQUEST_ID, "")))
-        self.calls.add(call)
-        call.add_done_callback(self.calls.discard)
+            await refuse(error, context)
+        self.calls[caller] += 1
+        try:
+            message = await self.message(context)
+            given = handler.unary_stream if handler.response_streaming else partial(only, handler.unary_unary)
+            await send(given(message, context), context)
+        except TriForceError as error:
+            refused = error
+        else:
+            return
+        finally:
+            self.calls[caller] -= 1
+            if not self.calls[caller]:
+                del self.calls[caller]
+        # Not counted, because it may take as long as the connection: it comes after what the client has not taken.
+        await refuse(refused, context)
 
-        async def once(unread: object, context: Context) -> bytes:
-            return await handler.unary_unary(await self.message(context), context)  # type: ignore[no-any-return]
-
-        async def stream(unread: object, context: Context) -> None:
-            if not await sent(handler.unary_stream(await self.message(context), context), context):
-                self.calls.discard(call)  # an error reaches the client after what waits for it, or never
-                await refusal(DeadlineError(f"the client took nothing for {UNREAD_S:g} s"))(None, context)
-
-        # To gRPC these take streams of messages, which it reads when they ask.
-        if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream)
-        return grpc.stream_unary_rpc_method_handler(once)
+    def admitted(self, context: Context) -> str:
+        """Who calls. Raises `UnauthenticatedError` or `OverloadedError`."""
+        if self.is_open:
+            caller, most = context.peer().rpartition(":")[0], MAX_OPEN_CALLS_PER_HOST
+        else:
+            caller = self.keys.owner(given(context, "authorization") or None)
+            most = MAX_CALLS_PER_KEY if caller else MAX_CALLS
+        if self.calls[caller] >= most or self.calls.total() >= MAX_CALLS:
+            raise OverloadedError(f"{self.calls[caller]} calls of this caller are open; try again later")
+        return caller
 
     async def message(self, context: Context) -> bytes:
+        """The call's message. Raises `DeadlineError` or `InvalidValueError`."""
+        limit_s = OPEN_MESSAGE_S if self.is_open else MESSAGE_S
         try:
-            message = await asyncio.wait_for(context.read(), MESSAGE_S)
+            message = await asyncio.wait_for(context.read(), limit_s)
         except TimeoutError:
-            await refusal(DeadlineError(f"no message came within {MESSAGE_S:g} s"))(None, context)
+            raise DeadlineError(f"no message came within {limit_s:g} s") from None
         if not isinstance(message, bytes):  # the client has ended its stream without one
-            await refusal(InvalidValueError("request", None, "must be one message"))(None, context)
+            raise InvalidValueError("request", None, "must be one message")
         if TRIM is not None and len(message) > LONG_BYTES:
             asyncio.get_running_loop().call_later(TRIM_S, TRIM, 0)
         if self.is_open and len(message) > MAX_OPEN_BYTES:
             rule = f"must be at most {MAX_OPEN_BYTES} bytes for this service"
-            await refusal(InvalidValueError("request", f"{len(message)} bytes", rule))(None, context)
+            raise InvalidValueError("request", f"{len(message)} bytes", rule)
         return message
 
 
-def refusal(error: TriForceError, call_id: str = "") -> Callable[[Any, Context], Awaitable[NoReturn]]:
-    """A handler that reads no message and answers with the error."""
-
-    async def refuse(unread: object, context: Context) -> NoReturn:
-        await context.abort(*status_of(error), trailing_metadata=((REQUEST_ID, call_id),) if call_id else ())
-
-    return refuse
+def given(context: Context, name: str) -> str:
+    """A value of the call's metadata; empty if there is none, or if it is no text."""
+    value = dict(context.invocation_metadata() or ()).get(name, "")
+    return value if isinstance(value, str) else ""
 
 
-async def sent(answers: AsyncGenerator[bytes, None], context: Context) -> bool:
-    """Send the answers; False if the client takes nothing for `UNREAD_S` seconds. Waiting for an answer does not count.
+async def refuse(error: TriForceError, context: Context) -> NoReturn:
+    """End the call with the error."""
+    call_id = given(context, REQUEST_ID)
+    await context.abort(*status_of(error), trailing_metadata=((REQUEST_ID, call_id),) if call_id else ())
 
-    The answers end with this function, however it ends.
+
+async def only(behaviour: Any, message: bytes, context: Context) -> AsyncGenerator[bytes, None]:
+    yield await behaviour(message, context)
+
+
+async def send(answers: AsyncGenerator[bytes, None], context: Context) -> None:
+    """Send the answers, which end with this function, however it ends. Waiting for an answer has no limit here.
+
+    Raises `DeadlineError` if the client does not take one within `UNREAD_S` seconds.
     """
     async with aclosing(answers):
         async for answer in answers:
             try:
                 await asyncio.wait_for(context.write(answer), UNREAD_S)
             except TimeoutError:
-                return False
-    return True
+                raise DeadlineError(f"the client did not take an answer within {UNREAD_S:g} s") from None

@@ -15,6 +15,7 @@ from deploy import grpc_gate
 from deploy.grpc_gate import KEYS, Gate
 
 LIMIT = 1 << 20
+LONG = ("grpc.max_receive_message_length", -1)
 KEY = (("authorization", "Bearer alice-key"),)
 
 
@@ -26,6 +27,10 @@ class Service:
     async def once(self, message: bytes, context: Any) -> bytes:
         self.got.append(len(message))
         return b"answer"
+
+    async def long(self, message: bytes, context: Any) -> bytes:
+        self.got.append(len(message))
+        return bytes(100 << 20)
 
     async def flood(self, message: bytes, context: Any) -> AsyncIterator[bytes]:
         try:
@@ -43,13 +48,14 @@ def served(check: Callable[[aio.Channel, Service], Awaitable[None]], *, is_open:
         server = aio.server(options=[("grpc.max_receive_message_length", LIMIT)])
         handlers = {
             "/a/Once": grpc.unary_unary_rpc_method_handler(service.once),
+            "/a/Long": grpc.unary_unary_rpc_method_handler(service.long),
             "/a/Flood": grpc.unary_stream_rpc_method_handler(service.flood),
         }
         server.add_generic_rpc_handlers((Gate(handlers, is_open=is_open),))
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         try:
-            async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+            async with aio.insecure_channel(f"127.0.0.1:{port}", options=[LONG]) as channel:
                 await check(channel, service)
         finally:
             await server.stop(0)
@@ -68,7 +74,7 @@ async def code(call: Awaitable[Any]) -> str:
 @pytest.fixture(autouse=True)
 def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
-    path.write_text("alice: alice-key\n")
+    path.write_text("alice: alice-key\nbob: bob-key\n")
     monkeypatch.setenv(KEYS, str(path))
 
 
@@ -105,8 +111,12 @@ def test_a_service_that_needs_no_key_takes_short_messages() -> None:
     served(check, is_open=True)
 
 
-def test_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grpc_gate, "MAX_CALLS", 2)
+@pytest.mark.parametrize(
+    ("limit", "is_open"),
+    [("MAX_CALLS", False), ("MAX_CALLS_PER_KEY", False), ("MAX_OPEN_CALLS_PER_HOST", True)],
+)
+def test_calls_are_counted(monkeypatch: pytest.MonkeyPatch, limit: str, is_open: bool) -> None:
+    monkeypatch.setattr(grpc_gate, limit, 2)
 
     async def check(channel: aio.Channel, service: Service) -> None:
         once, flood = channel.unary_unary("/a/Once"), channel.unary_stream("/a/Flood")
@@ -114,11 +124,13 @@ def test_calls_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         for call in held:
             await call.read()
         assert await code(once(b"", metadata=KEY)) == "RESOURCE_EXHAUSTED"
+        other = await code(once(b"", metadata=(("authorization", "Bearer bob-key"),)))
+        assert other == ("OK" if limit == "MAX_CALLS_PER_KEY" else "RESOURCE_EXHAUSTED")
         held[0].cancel()
         while await code(once(b"", metadata=KEY)) != "OK":  # until the server has noticed
             await asyncio.sleep(0.01)
 
-    served(check)
+    served(check, is_open=is_open)
 
 
 def test_a_call_whose_message_does_not_come_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,5 +173,21 @@ def test_a_stream_that_is_read_slowly_goes_on(monkeypatch: pytest.MonkeyPatch) -
             assert await read.read() is not aio.EOF
             await asyncio.sleep(0.005)
         assert not service.ended
+
+    served(check)
+
+
+def test_a_long_answer_that_nobody_reads_holds_no_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grpc_gate, "UNREAD_S", 1.0)
+    monkeypatch.setattr(grpc_gate, "MAX_CALLS", 1)
+
+    async def check(channel: aio.Channel, service: Service) -> None:
+        unread = channel.unary_stream("/a/Long")(b"", metadata=KEY)
+        while not service.got:
+            await asyncio.sleep(0.01)
+        assert await code(channel.unary_unary("/a/Once")(b"", metadata=KEY)) == "RESOURCE_EXHAUSTED"
+        while await code(channel.unary_unary("/a/Once")(b"", metadata=KEY)) != "OK":
+            await asyncio.sleep(0.1)
+        assert not unread.done()
 
     served(check)
