@@ -42,7 +42,7 @@ class LargeBodyRoute(APIRoute):
 
         async def handler(request: Request) -> Response:
             content = await request.body()
-            if len(content) <= LARGE_BYTES or "json" not in request.headers.get("content-type", ""):
+            if len(content) <= LARGE_BYTES or "json" not in request.headers.get("content-type", "").lower():
                 return await handle(request)
             try:
                 found = await asyncio.to_thread(read, content)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+import time
 from functools import cache
 
 import numpy as np
@@ -17,7 +18,7 @@ from llguidance import LLMatcher
 from triforce_core.errors import InvalidValueError
 from triforce_core.models.load import load_tokenizer, stop_token_ids
 from triforce_core.sampling.grammars import Grammars, GrammarState
-from triforce_core.sampling.guides import Guide
+from triforce_core.sampling.guides import Guide, of_ebnf
 
 VOCAB, STOPS = 4096, stop_token_ids("demo")
 CHOICES = ["return self", "return None", "raise", "ra"]
@@ -257,3 +258,11 @@ def test_a_text_that_does_not_fit_leaves_no_trace() -> None:
     made, [r, x] = state(Guide("choice", CHOICES)), [encoded("ra")[0], encoded("else")[0]]
     made.masks([r, x], [r], 0, STOPS)
     assert not made.masks([r, x, r], [], 2, STOPS).any()
+
+
+def test_empty_lines_of_a_grammar_take_no_time() -> None:
+    began = time.process_time()
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        of_ebnf("\n" * 200_000 + "x")
+    assert time.process_time() - began < 10  # minutes, if the time grew with the square
+    assert of_ebnf('root ::= a\n\n \na ::= "x"') == of_ebnf('root ::= a\na ::= "x"')

@@ -21,6 +21,7 @@ from tests import drawn_schemas
 from triforce_core.errors import InvalidValueError
 from triforce_core.sampling.compiling import compiled
 from triforce_core.sampling.guides import of_json_schema
+from triforce_core.sampling.schemas import kept
 
 
 def allows(schema: Any, text: str) -> bool:
@@ -272,3 +273,45 @@ def test_names_and_values_are_no_keywords() -> None:
     """A property may be called pattern, and a constant may hold a multipleOf."""
     schema = {"properties": {"pattern": {"const": {"multipleOf": 999983, "format": "x"}}}, "required": ["pattern"]}
     assert allows({"type": "object", **schema}, '{"pattern": {"multipleOf": 999983, "format": "x"}}')
+
+
+@pytest.mark.parametrize(
+    ("schema", "rule"),
+    [
+        ({"const": "a\u0001b"}, "control characters"),
+        ({"enum": ["a", {"b\u007f": 1}]}, "control characters"),
+        ({"pattern": "^a\u001fb$"}, "control characters"),
+        ({"$ref": "#/components/schemas/A", "components": {"schemas": {"A": {"const": 2**60}}}}, "must refer to #"),
+        ({"$ref": "#/$defs/x/y", "$defs": {"x": {"y": {}}}}, "must refer to #"),
+        ({"pattern": r"^\p{Greek}$"}, "of Unicode's properties"),
+    ],
+)
+def test_what_the_library_would_change_is_named(schema: dict[str, Any], rule: str) -> None:
+    with pytest.raises(ValueError, match=rule):
+        kept(schema)
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"const": "a\n\tb"},
+        {"pattern": r"^\p{L}[\p{N}\s]+$"},
+        {"$ref": "#"},
+        {"$ref": "#/$defs/A", "$defs": {"A": {}}},
+        {"properties": {"a": {"items": {"anyOf": [{}]}}, "b": {"$ref": "#/properties/a/items/anyOf/0"}}},
+    ],
+)
+def test_what_the_library_keeps_stays(schema: dict[str, Any]) -> None:
+    assert kept(schema) == schema
+
+
+def test_branches_that_refer_to_each_other_are_compared_for_a_moment_only() -> None:
+    defs: dict[str, Any] = {"A40": {"type": "object"}, "B40": {"type": "object"}}
+    for level in range(40):
+        for side in "AB":
+            below = {"$ref": f"#/$defs/{side}{level + 1}"}
+            both = {"a": below, "b": below}
+            defs[f"{side}{level}"] = {"type": "object", "required": [*both], "properties": both}
+    branches = [{"$ref": "#/$defs/A0"}, {"$ref": "#/$defs/B0"}]
+    assert "oneOf" in kept({"oneOf": branches, "$defs": defs})  # it would take years to tell
+    assert "oneOf" in kept({"oneOf": [{"const": number} for number in range(16_000)]})

@@ -71,6 +71,7 @@ def rope(config: Any) -> str:
 
 def no_causal_model(config: Any) -> str:
     names = getattr(config, "architectures", None) or []
+    names = [names] if isinstance(names, str) else names
     return "" if not names or any(str(name).endswith(CAUSAL) for name in names) else f"architectures = {names!r}"
 
 

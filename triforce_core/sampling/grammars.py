@@ -76,7 +76,8 @@ class Grammars:
         matcher = compiled(self.tokenizer, grammar)
         grown = psutil.Process().memory_info().rss - before
         with self.lock:
-            self.mib[grammar] = max(grown / (1 << 20), LEAST_MIB)
+            if grammar in self.compiled:  # else it was the oldest before it was compiled
+                self.mib[grammar] = max(grown / (1 << 20), LEAST_MIB)
             while len(self.compiled) > 1 and sum(self.mib.values()) > KEPT_MIB:
                 oldest, _ = self.compiled.popitem(last=False)
                 self.mib.pop(oldest, None)

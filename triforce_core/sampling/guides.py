@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 MAX_GRAMMAR_CHARACTERS = 256 * 1024
 MAX_CHOICES = 1024
-LARK = re.compile(r"^\s*[?!]*start\s*:", re.MULTILINE)  # llguidance knows no sign before the name
+LARK = re.compile(r"^[ \t]*[?!]*start(\.\d+)?[ \t]*:", re.MULTILINE)  # llguidance knows no sign before the name
 
 
 # JSON as Python's json.dumps writes it. No character is written as \u…: the library would not notice that such a key is
@@ -56,6 +56,8 @@ def of_choice(choices: Sequence[str]) -> str:
 
 def of_ebnf(grammar: str) -> str:
     """The grammar that a text in EBNF describes: as for Lark (`start: …`) or for llama.cpp (`root ::= …`)."""
+    # The library takes time with the square of the number of empty lines.
+    grammar = "\n".join(line for line in grammar.splitlines() if line.strip())
     return checked("grammar", grammar, lambda: grammar_from("lark" if LARK.search(grammar) else "ebnf", grammar))
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from itertools import combinations
 from typing import Any
@@ -97,11 +97,18 @@ def _at(place: str, keep: Callable[[Any], Any], value: Any) -> Any:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 
+# Characters that are written as \u…, which the grammar does not have: the library would leave them out.
+UNQUOTED = re.compile(r"[\x00-\x07\x0b\x0e-\x1f\x7f]")
+CONTROLS = "must have no control characters, except newlines, tabs and the like"
+
+
 def _constant(value: Any) -> Any:
     if isinstance(value, list):
         return [_constant(each) for each in value]
     if isinstance(value, dict):
-        return {key: _constant(each) for key, each in value.items()}
+        return {_constant(key): _constant(each) for key, each in value.items()}
+    if isinstance(value, str) and UNQUOTED.search(value):
+        raise ValueError(CONTROLS)
     if isinstance(value, int) and abs(value) > MAX_EXACT:
         raise ValueError(f"{value} must be between -{MAX_EXACT} and {MAX_EXACT}, as other integers are not exact")
     if isinstance(value, float) and not _short(value):
@@ -176,26 +183,28 @@ def _pattern(pattern: Any) -> Any:
     """
     if not isinstance(pattern, str):
         return pattern
-    made, rest = "", whole(pattern)
-    while rest:
-        if rest[0] == "[":
-            found = CLASS.match(rest)
+    if UNQUOTED.search(pattern):
+        raise ValueError(CONTROLS)
+    made, at, end = "", 0, len(whole(pattern))
+    while at < end:
+        if pattern[at] == "[":
+            found = CLASS.match(pattern, at)
             if found is None:
                 raise ValueError(f"{pattern!r} has a class of characters that is empty or does not end")
             made += _class(found["not"], found["body"])
         else:
-            found = ESCAPE.match(rest)
+            found = ESCAPE.match(pattern, at)
             assert found is not None
-            if PROPERTY.match(rest):
+            if PROPERTY.match(pattern, at):
                 raise ValueError(PROPERTIES)
             made += found[0]
-        rest = rest[found.end() :]
+        at = found.end()
     return made
 
 
 ESCAPE = re.compile(r"\\.|.", re.DOTALL)
 CLASS = re.compile(r"\[(?P<not>\^?)(?P<body>(?:\\.|[^\]\\])+)\]", re.DOTALL)
-PROPERTY = re.compile(r"\\P|\\p\{?(?![LMNPSZ])")
+PROPERTY = re.compile(r"\\P|\\p(?!\{?[LMNPSZ])")
 PROPERTIES = "of Unicode's properties, only \\p with one of L, M, N, P, S and Z is supported"
 SPECIAL = re.compile(r"(?P<escaped>\\.)|\[|&&|--|~~", re.DOTALL)  # in Rust's classes alone
 
@@ -216,6 +225,22 @@ def _class(negated: str, body: str) -> str:
     return f"[{written}]"
 
 
+def _reference(reference: Any) -> Any:
+    """A reference to the document or to one of its schemas: others are not looked at, and would be kept as they are."""
+    parts = reference.split("/") if isinstance(reference, str) else []
+    if parts and parts[0] == "#":
+        del parts[0]
+        while parts:
+            keyword = parts.pop(0)
+            if keyword in NAMED or (keyword in SCHEMAS and parts and parts[0].isdecimal()):
+                del parts[:1]
+            elif keyword not in SCHEMA:
+                break
+        else:
+            return reference
+    raise ValueError(f"{reference!r} must refer to # or to a schema under {', '.join(sorted(NAMED))}")
+
+
 KEYWORDS: dict[str, Callable[[Any], Any]] = {
     "const": _constant,
     "enum": _constant,
@@ -225,18 +250,25 @@ KEYWORDS: dict[str, Callable[[Any], Any]] = {
     "exclusiveMaximum": _bound(-1),
     "multipleOf": _multiple,
     "pattern": _pattern,
+    "$ref": _reference,
 }
 
 
 # -- oneOf -------------------------------------------------------------------------------------------------------------
 
 
+MAX_COMPARISONS = 1000  # of the branches of one oneOf, and of what they refer to; beyond it is too much to look at
+
+
 def _exclude_each_other(branches: list[Any], root: Any) -> bool:
     """Whether no value can be valid under two of the branches; then oneOf means the same as anyOf."""
-    return all(_disjoint(a, b, root) for a, b in combinations(branches, 2))
+    left = iter(range(MAX_COMPARISONS))
+    return all(_disjoint(a, b, root, left) for a, b in combinations(branches, 2))
 
 
-def _disjoint(a: Any, b: Any, root: Any) -> bool:
+def _disjoint(a: Any, b: Any, root: Any, left: Iterator[int]) -> bool:
+    if next(left, None) is None:
+        return False
     a, b = _resolved(a, root), _resolved(b, root)
     if not isinstance(a, dict) or not isinstance(b, dict):
         return False
@@ -245,11 +277,12 @@ def _disjoint(a: Any, b: Any, root: Any) -> bool:
         return True
     values = [each["enum"] if "enum" in each else [each["const"]] if "const" in each else None for each in (a, b)]
     if isinstance(values[0], list) and isinstance(values[1], list):
-        return not any(one == other for one in values[0] for other in values[1])
+        return not any(one == other or next(left, None) is None for one in values[0] for other in values[1])
     if types != [{"object"}, {"object"}]:
         return False
     names = set(a.get("required", ())) & set(b.get("required", ()))
-    return any(_disjoint(a.get("properties", {}).get(n), b.get("properties", {}).get(n), root) for n in names)
+    pairs = ((a.get("properties", {}).get(name), b.get("properties", {}).get(name)) for name in names)
+    return any(_disjoint(one, other, root, left) for one, other in pairs)
 
 
 def _types(schema: dict[str, Any]) -> set[str]:

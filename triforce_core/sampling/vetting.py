@@ -28,11 +28,12 @@ from typing import Any
 
 from llguidance import LLTokenizer
 
-from triforce_core.errors import InvalidValueError
+from triforce_core.errors import InvalidValueError, TriForceError
 from triforce_core.sampling.compiling import compiled
 
 CPU_S = 2  # for one grammar
 MEMORY_MIB = 256  # for one grammar
+WALL_S = 30.0  # where other processes take the machine
 AT_ONCE = 4
 MAX_REASON = 500  # characters
 KEPT = 4096  # verdicts
@@ -45,7 +46,8 @@ class Vetting:
     def __init__(self, load_tokenizer: Callable[[], Any], vocab_size: int) -> None:
         """`load_tokenizer` gives the model's transformers tokenizer; it is called when the process starts."""
         self.load_tokenizer, self.vocab_size = load_tokenizer, vocab_size
-        self.verdicts: OrderedDict[bytes, str] = OrderedDict()
+        self.verdicts: OrderedDict[bytes, asyncio.Future[str]] = OrderedDict()
+        self.turns = asyncio.Semaphore(AT_ONCE)
         self.starting = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
         self.folder = tempfile.TemporaryDirectory(prefix="triforce-grammars-")
@@ -61,19 +63,32 @@ class Vetting:
         """
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self.verdicts:
-            await asyncio.to_thread(self._start)
-            reader, writer = await asyncio.open_unix_connection(self.address)
-            try:
-                writer.write(grammar.encode())
-                writer.write_eof()
-                answer = (await reader.read()).decode()
-            finally:
-                writer.close()
-            # The system has ended a process that does not answer.
-            self.verdicts[digest] = json.loads(answer or json.dumps(TOO_LARGE))
+            self.verdicts[digest] = asyncio.ensure_future(self._verdict(grammar))
             if len(self.verdicts) > KEPT:
                 self.verdicts.popitem(last=False)
-        return self.verdicts[digest]
+        asked = self.verdicts[digest]
+        try:
+            return await asyncio.shield(asked)  # others may wait for the same verdict
+        except (OSError, TriForceError):
+            self.verdicts.pop(digest, None)  # perhaps it can be found later
+            raise
+
+    async def _verdict(self, grammar: str) -> str:
+        async with self.turns:
+            for _ in range(2):  # whatever ended a process, such as a lack of memory, may be over
+                await asyncio.to_thread(self._start)
+                reader, writer = await asyncio.open_unix_connection(self.address)
+                try:
+                    writer.write(grammar.encode())
+                    writer.write_eof()
+                    answer = await asyncio.wait_for(reader.read(), WALL_S)
+                except TimeoutError:
+                    answer = b""
+                finally:
+                    writer.close()
+                if answer:
+                    return str(json.loads(answer))
+        return TOO_LARGE
 
     def _start(self) -> None:
         """Start the process, unless it runs."""
