@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import socket
@@ -21,6 +22,7 @@ import pytest
 import requests
 from openai import OpenAI
 
+from deploy.app import ENVIRONMENT
 from tests.starting import LocalRay, tried_twice
 from triforce_core.client import TriForceClient
 
@@ -107,8 +109,9 @@ TRIFORCE = (sys.executable, "-m", "triforce_core.cli")
 def start(config: Path, log: Path, triforce: Sequence[str] = TRIFORCE) -> subprocess.Popen[str]:
     """`triforce serve`, with what it prints in `log`; returns when it says that it is ready."""
     command = [*triforce, "serve", "--config", str(config)]
+    ours = {name: value for name, value in os.environ.items() if ENVIRONMENT.get(name) != value}  # not for its own Ray
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=ours)
     until = time.monotonic() + START_S
     while "ready after" not in log.read_text():
         ended = process.poll() is not None
