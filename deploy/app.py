@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -20,10 +19,9 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-import psutil
-
 from actors.cores import keep_awake
-from deploy.remains import MARK, end, nothing_remains
+from deploy.ray_watch import ends_with_ray
+from deploy.remains import nothing_remains
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError, require
 
@@ -42,8 +40,6 @@ LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
 # Serve replaces a replica after three failures in a row. The check waits for nothing, so no answer means that the
 # replica hangs.
 HEALTH_PERIOD_S, HEALTH_TIMEOUT_S = 2.0, 10.0
-RAY_ITSELF = ("gcs_server", "raylet")  # a raylet ends with each of its agents
-RAY_CHECK_S = 1.0
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # on one machine only, Ray binds its own ports to the loopback
@@ -289,14 +285,17 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     placement, copies = settings.placement, settings.server.replicas
     pipeline = bundles(settings, beside_target=FRONT_END_CPUS)
     cpus = math.ceil(FRONT_END_CPUS + copies.max * sum(bundle.get("CPU", 0.0) for bundle in pipeline))
-    context: Any = ray.init(
-        address="local",
-        num_cpus=max(os.cpu_count() or 1, cpus),
-        include_dashboard=False,
-        namespace=APPLICATION,
-        logging_level=logging.WARNING,
-        log_to_driver=False,  # Serve's proxy prints a traceback for every client that disconnects
-    )
+    try:
+        context: Any = ray.init(
+            address="local",
+            num_cpus=max(os.cpu_count() or 1, cpus),
+            include_dashboard=False,
+            namespace=APPLICATION,
+            logging_level=logging.WARNING,
+            log_to_driver=False,  # Serve's proxy prints a traceback for every client that disconnects
+        )
+    except Exception as error:  # Ray raises no class of its own, such as where its processes take too long to start
+        raise UnavailableError(f"Ray did not start: {error}") from None
     try:
         logs = Path(context.address_info["session_dir"]) / "logs"
         with ends_with_ray(logs):
@@ -306,37 +305,6 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     finally:
         with on_signals(signal.SIG_IGN):  # an interrupted shutdown would leave processes behind
             ray.shutdown()
-
-
-@contextmanager
-def ends_with_ray(logs: Path) -> Iterator[None]:
-    """Inside the context, end this process and all that it has started soon after Ray has died: nothing works without
-    Ray, and calls of Ray or Serve, those that stop them included, may then wait for ever.
-    """
-    over = threading.Event()
-    ray = {each.name(): each for each in psutil.Process().children() if each.name() in RAY_ITSELF}
-
-    def has_ended(process: psutil.Process) -> bool:
-        with suppress(psutil.NoSuchProcess):
-            return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
-        return True
-
-    def watch() -> None:
-        while not over.wait(RAY_CHECK_S):
-            for name in filter(lambda name: has_ended(ray[name]), ray):
-                try:
-                    print(f"triforce: Ray has died: its {name} has ended; see {logs}", file=sys.stderr, flush=True)
-                    end(os.environ[MARK])
-                finally:  # also where nobody reads standard error any more
-                    os._exit(1)
-
-    watcher = threading.Thread(target=watch, name="ray-watch", daemon=True)
-    watcher.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
 
 
 def prepare_environment() -> None:

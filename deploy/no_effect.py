@@ -32,7 +32,7 @@ USE_VARIABLES = "use chat_template_kwargs if the model's template has such a var
 NO_ADAPTERS = "merge the adapter into the model that is served"
 ONE_MODEL = "one model is served; name it in model"
 TEXT_ONLY = "only text is read and written"
-# By field: the values that have no effect (null has none in any field), and what to do instead of sending others.
+# By field: the values that have no effect, and what to do instead of sending others. Null has none in any field.
 NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "adapter_id": ((), NO_ADAPTERS),
     "adapters": (([],), NO_ADAPTERS),
@@ -86,7 +86,7 @@ def without_effect(name: str, value: Any, used: Collection[str] = ()) -> bool:
     """Whether this field asks for nothing. `used`: the fields that its object has a use for."""
     if name in NO_EFFECT and is_one_of(NO_EFFECT[name][0], value):
         return True
-    return name not in used and (name in IGNORED or (name in NO_EFFECT and value is None))
+    return name not in used and (name in IGNORED or value is None)
 
 
 def is_one_of(values: tuple[Any, ...], value: Any) -> bool:

@@ -621,9 +621,10 @@ def test_a_field_without_effect_is_accepted_where_it_asks_for_nothing(name: str)
         assert refused(**{name: 1.5 if True in values else True})["code"] == "unsupported_value"
 
 
-def test_numbers_that_only_look_odd_are_read() -> None:
+def test_values_that_only_look_odd_are_read() -> None:
     odd = sent(max_tokens=2.0, top_k=5.0, seed=7.0, min_tokens=1.0, priority=1.0, n=1.0)
     assert (odd.max_tokens, odd.sampling.top_k, odd.seed) == (2, 5, 7)
+    assert sent(vllm_xargs=None, seed=1) == sent(seed=1)
     assert sent(top_k=-1, seed=1) == sent(top_k=0, seed=1)
     assert sent(top_p=0, seed=1) == sent(temperature=0, seed=1)
     for field in ("max_tokens", "top_k", "seed", "n"):
