@@ -21,7 +21,7 @@ from deploy.service import Service
 from triforce_core.errors import TooLargeError, TriForceError
 
 # Paths that need no key, because they tell only whether the server is there. They are asked all the time, so they are
-# logged only where they fail. Their bodies are not read.
+# logged only where they fail. Nothing reads their bodies.
 OPEN_PATHS = frozenset({"/health", "/ready"})
 # A body that comes more slowly is refused, because its request holds a place.
 BODY_GRACE_S, LEAST_BODY_RATE = 10.0, 16 << 10  # bytes a second
@@ -65,9 +65,7 @@ class Guard:
         try:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
-                if path in OPEN_PATHS:
-                    receive = replayed(b"", receive)
-                else:
+                if path not in OPEN_PATHS:
                     call.key = self.keys.owner(headers.get("authorization"))
                     if scope["method"] == "POST":
                         with self.service.placed():  # whoever sends slowly holds no more than waiting requests do

@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 
+import psutil
 import pytest
 
 from triforce_core.errors import InvalidValueError
 from triforce_core.models.load import load_tokenizer
 from triforce_core.sampling.guides import Guide
-from triforce_core.sampling.vetting import TOO_LARGE, Vetting
+from triforce_core.sampling.vetting import CPU_S, MEMORY_MIB, TOO_LARGE, Vetting
 
 SMALL = Guide("regex", "[a-z]+").grammar()
 # As a client's grammar in llguidance's own form may have it: schemas are checked before.
@@ -50,6 +51,21 @@ def test_what_takes_too_long_is_ended_and_nobody_waits_for_it(vetting: Vetting) 
     assert vetting.process is process
     assert process is not None
     assert process.poll() is None, "only the grammar's own process was ended"
+
+
+def test_each_grammar_has_its_own_limits(vetting: Vetting) -> None:
+    async def limits() -> None:
+        endless = asyncio.create_task(vetting.error(Guide("grammar", ENDLESS).grammar()))
+        while not (vetting.process and (children := psutil.Process(vetting.process.pid).children())):
+            await asyncio.sleep(0.01)
+        while children[0].rlimit(psutil.RLIMIT_AS)[0] == psutil.RLIM_INFINITY:  # set last
+            await asyncio.sleep(0.01)
+        assert children[0].rlimit(psutil.RLIMIT_CPU) == (CPU_S, CPU_S)
+        room = children[0].rlimit(psutil.RLIMIT_AS)[0] - psutil.Process(vetting.process.pid).memory_info().vms
+        assert 0 < room <= (MEMORY_MIB + 16) << 20
+        await endless
+
+    asyncio.run(asyncio.wait_for(limits(), 60))
 
 
 def test_its_process_is_started_again(vetting: Vetting) -> None:
