@@ -109,9 +109,10 @@ TRIFORCE = (sys.executable, "-m", "triforce_core.cli")
 def start(config: Path, log: Path, triforce: Sequence[str] = TRIFORCE) -> subprocess.Popen[str]:
     """`triforce serve`, with what it prints in `log`; returns when it says that it is ready."""
     command = [*triforce, "serve", "--config", str(config)]
-    ours = {name: value for name, value in os.environ.items() if ENVIRONMENT.get(name) != value}  # not for its own Ray
+    # Without what this process has set for its own Ray.
+    variables = {name: value for name, value in os.environ.items() if ENVIRONMENT.get(name) != value}
     with log.open("w") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=ours)
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, text=True, env=variables)
     until = time.monotonic() + START_S
     while "ready after" not in log.read_text():
         ended = process.poll() is not None

@@ -11,11 +11,12 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
-from deploy.app import APPLICATION, ENVIRONMENT, application_of, drain, prepare_environment
+from deploy.app import APPLICATION, ENVIRONMENT, application_of, drain, local_ray, prepare_environment
 from tests.serve.conftest import Server, free_ports, start
 from tests.starting import tried_twice
 from triforce_core.client.request import MAX_MESSAGE_BYTES
 from triforce_core.config import load_settings
+from triforce_core.errors import UnavailableError
 
 
 @pytest.mark.parametrize(
@@ -47,6 +48,12 @@ def test_only_a_drain_that_says_so_is_done(
     drain(Mock(**{"drain.remote.return_value.result": drained}), 3.0)
     assert drained.called
     assert seen == deleted
+
+
+def test_a_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.init", Mock(side_effect=Exception("the node timed out")))
+    with pytest.raises(UnavailableError, match="^Ray did not start: the node timed out$"), local_ray(load_settings()):
+        pass
 
 
 def said(log: Path, words: str, timeout_s: float) -> None:

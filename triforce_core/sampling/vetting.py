@@ -17,6 +17,7 @@ import socket
 import socketserver
 import subprocess
 import sys
+import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -49,8 +50,10 @@ class Vetting:
         self.turns = asyncio.Semaphore(AT_ONCE)
         self.starting = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
+        self.folder = tempfile.TemporaryDirectory(prefix="triforce-grammars-")  # of this user alone
+        self.address = os.path.join(self.folder.name, "socket")
         self.listening = socket.socket(socket.AF_UNIX)
-        self.listening.bind("")  # an address of Linux's choice, which is no file
+        self.listening.bind(self.address)
         self.listening.listen()
 
     async def error(self, grammar: str) -> str:
@@ -74,9 +77,7 @@ class Vetting:
         async with self.turns:
             for _ in range(2):  # whatever ended a process, such as a lack of memory, may be over
                 await asyncio.to_thread(self._start)
-                connected = socket.socket(socket.AF_UNIX)
-                connected.connect(self.listening.getsockname())  # at once; uvloop cannot, as the address begins with 0
-                reader, writer = await asyncio.open_unix_connection(sock=connected)
+                reader, writer = await asyncio.open_unix_connection(self.address)
                 try:
                     writer.write(grammar.encode())
                     writer.write_eof()
