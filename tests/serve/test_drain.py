@@ -52,7 +52,7 @@ def test_only_a_drain_that_says_so_is_done(
 
 def test_a_ray_that_does_not_start_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.init", Mock(side_effect=Exception("the node timed out")))
-    with pytest.raises(UnavailableError, match="^Ray did not start: the node timed out$"), local_ray(load_settings()):
+    with pytest.raises(UnavailableError, match=r"^Ray did not start: the node timed out$"), local_ray(load_settings()):
         pass
 
 
