@@ -20,6 +20,9 @@ test: $(INSTALLED)
 
 # What every change must pass: `make check`, and all tests that take less than minutes each.
 ci: check
+# Triton, of the version that PyTorch for CUDA brings along: its kernels run in its interpreter.
+	$(BIN)/pip install --quiet --quiet triton==3.7.1
+	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/unit/test_flash_decoding.py tests/unit/test_chunk_sums.py
 	$(BIN)/pytest -m "not slow" -n 2
 
 # All tests, one at a time because some slow tests measure time.

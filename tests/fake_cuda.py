@@ -92,6 +92,7 @@ class Device(TorchDispatchMode):
         self.calls: Counter[str] = Counter()
         self.true_values: Callable[[Tensor], int] = Tensor.numel  # how many values of a mask are true
         self.capturing, self.capture_streams = False, list[Stream]()
+        self.launches = 0  # operators on its tensors, but for views
         self.storages: dict[int, Any] = {}
         self.pinned: dict[int, Any] = {}
         Device.now = self
@@ -154,6 +155,7 @@ class Device(TorchDispatchMode):
         self.calls[str(func)] += 1
         given = [each for each in tree_iter((args, kwargs)) if isinstance(each, Tensor)]
         on_gpu = any(tensor.device.type == "cuda" for tensor in given)
+        self.launches += on_gpu and not func.is_view and func.overloadpacket not in (aten.detach, torch.ops.prim.device)
         assert kwargs.get("block_table") is None, "with split keys it gives wrong rows from PyTorch 2.12 on (#194167)"
         if func in (aten.uniform_.default, aten.normal_.default):
             return args[0]

@@ -18,6 +18,7 @@ from tests.fake_cuda import Device, fake_cuda, fake_model
 from tests.random_models import random_model, with_noise
 from triforce_core import attention
 from triforce_core.attention import KERNELS
+from triforce_core.attention.chunk_sums import triton_chunk_sums
 from triforce_core.bench import device as bench
 from triforce_core.bench.device import DeviceWorkload, synthetic_engine
 from triforce_core.bench.geometry import Geometry, geometry_of
@@ -31,7 +32,10 @@ from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.pinned import BUFFER_BYTES
-from triforce_core.messages import SamplingParams, Tier
+from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
+from triforce_core.kv.selectors import SnapKV
+from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
 
 CONTEXT, OUTPUT = 124_928, 60  # tokens; whole chunks, so that the last, which is computed, is one
 LAYERS = 2
@@ -117,9 +121,33 @@ def test_a_snapshot_to_which_nothing_is_new_reads_nothing_from_the_host() -> Non
     """As at the end of a chunk, if the snapshot before has as many chunks: a GPU run failed there."""
     cuda = torch.device("cuda", 0)
     kv = OffloadedKV(KVGeometry(2, 4, 64, torch.bfloat16, cuda), 256, KERNELS["cuda_flash"], Offload(1))
-    heads, slots = torch.zeros(4, 1, dtype=torch.int64, device=cuda), torch.zeros(4, 0, dtype=torch.int64, device=cuda)
-    for keys in kv.keys:  # on the device, then on the host
-        assert kv.read(keys, heads, slots).shape == (4, 0, 64)
+    layers, heads, slots = (torch.zeros(shape, dtype=torch.int64, device=cuda) for shape in ((0, 1), (0, 1), (0, 8)))
+    for found in kv.read(layers, heads, slots):
+        assert found.shape == (0, 8, 64)
+
+
+def test_a_cut_launches_few_operators(device: Device) -> None:
+    """Of all layers of Llama2-7B-128K: they were 5,300, and the host took longer for them than the GPU."""
+    layers, kv_heads, lines = 32, 32, 512
+    geometry = KVGeometry(layers, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0))
+    full = FullKV(geometry, CONTEXT, KERNELS["cuda_flash"], unit=8, chunk_sums=triton_chunk_sums)
+    sparse = RetrievalKV(geometry, 1, 4096, 64, KERNELS["cuda_flash"])
+    every = layers * kv_heads * lines
+    device.true_values = lambda mask: every if mask.shape[-1] > lines else every // 10
+    spec = SequenceSpec(SamplingParams(), 0, CONTEXT, CONTEXT)
+    full.fill(Span(1, 0, (0,) * CONTEXT, spec))
+    held, base = sparse.open(1, spec), 0
+    assert isinstance(held, RetrievalHeld)
+    for position in (CONTEXT - 64, CONTEXT):  # a whole snapshot, then changes to it
+        before = device.launches
+        snapshot = full.cut(1, position, ChunkSettings.halved(4096, 8), SnapKV(), base)
+        assert (snapshot.changes is None) == (base == 0)
+        cut = device.launches
+        assert cut - before <= 3 * layers + 48
+        assert sparse.take(snapshot)
+        assert sparse._install(1, held)
+        assert device.launches - cut <= 16
+        base = snapshot.version
 
 
 def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[int, int]:

@@ -147,7 +147,7 @@ def test_attention_is_the_same_as_where_each_row_reads_alone(
 
     def attended(reading: Reading | None) -> tuple[Tensor, Tensor]:
         own = pools.clone()
-        cache = FullKV(shape, POOL, KERNELS[kernel], list(own))
+        cache = FullKV(shape, POOL, KERNELS[kernel], [own])
         batch = Batch(cache, rows, reading=reading)
         return KVCache.attend(cache, 0, query, keys, values, DIM**-0.5, batch), own
 

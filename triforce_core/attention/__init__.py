@@ -7,11 +7,13 @@ import torch
 
 from triforce_core.attention.base import Kernel, Partial, merge
 from triforce_core.attention.blocked import blocked
+from triforce_core.attention.chunk_sums import ChunkSums, torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cpu_flash import cpu_flash
 from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
-from triforce_core.attention.flash_decoding import can_run, triton_ranged
+from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import Ranged, gathered
 from triforce_core.attention.reference import reference
+from triforce_core.attention.trial import can_run
 from triforce_core.config import Settings
 from triforce_core.errors import require
 
@@ -91,17 +93,27 @@ def ranged_for(settings: Settings) -> Ranged:
     return triton_ranged if can_run(torch.device(settings.device)) else flash_ranged
 
 
+def chunk_sums_for(settings: Settings) -> ChunkSums:
+    """How selectors weigh all keys (chunk_sums.py)."""
+    if kernel_name(settings) not in ON_CUDA:
+        return torch_chunk_sums
+    return triton_chunk_sums if can_run(torch.device(settings.device)) else torch_chunk_sums
+
+
 __all__ = [
     "KERNELS",
     "ON_CUDA",
+    "ChunkSums",
     "Kernel",
     "Partial",
     "Ranged",
     "check_kernel",
+    "chunk_sums_for",
     "default_kernel",
     "gathered",
     "has_flash_attn",
     "kernel_for",
     "merge",
     "ranged_for",
+    "torch_chunk_sums",
 ]

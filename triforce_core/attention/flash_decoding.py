@@ -8,9 +8,7 @@ al., Flash-Decoding); the caller merges the items. Figures: docs/benchmarks/devi
 
 from __future__ import annotations
 
-import logging
 from functools import cache
-from importlib.util import find_spec
 from math import e, log2
 from typing import Any
 
@@ -19,38 +17,10 @@ from torch import Tensor
 
 from triforce_core.attention.base import Partial
 from triforce_core.attention.ranged import WorkItems
-from triforce_core.toolchain import lacking
-
-log = logging.getLogger(__name__)
 
 # Of eleven combinations none was faster by more than 2% on an H100, over 4,096 keys and over 107,008.
 KEYS, WARPS, STAGES = 64, 4, 3  # keys of a tile, warps of a program, tiles that are on their way from memory
 LEAST_ROWS, MOST_ROWS = 16, 64  # queries of a tile
-
-
-@cache
-def can_run(device: torch.device) -> bool:
-    """Whether Triton is installed, which PyTorch for CUDA brings along, and works on this device. If not, the log says
-    why, once.
-    """
-    why = "Triton is not installed" if find_spec("triton") is None else lacking("cuda")
-    if why is None:
-        why = failure(device)
-    if why is not None:
-        log.warning("%s: captured passes use FlashAttention, which is slower over long contexts", why)
-    return why is None
-
-
-def failure(device: torch.device) -> str | None:
-    """Why the kernel fails on the device: a compiler or a driver that is broken may raise anything."""
-    try:
-        some = torch.zeros(1, 1, 1, 16, dtype=torch.bfloat16, device=device)
-        starts, lengths = (torch.tensor(numbers, dtype=torch.int32, device=device) for numbers in ([0, 0], [1]))
-        attention(some, some[0], some[0], 1.0, starts, lengths)
-    except Exception as error:
-        reason = str(error).strip().rpartition("\n")[2]
-        return f"Triton fails on {device} ({type(error).__name__}: {reason})"
-    return None
 
 
 def triton_ranged(query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 from transformers.configuration_utils import PretrainedConfig
 
-from triforce_core.attention import kernel_for
+from triforce_core.attention import chunk_sums_for, kernel_for
 from triforce_core.config import Settings
 from triforce_core.engine.working_memory import Beside, beside_pool
 from triforce_core.errors import require
@@ -32,9 +33,15 @@ def target_kv(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, 
     # What is kept of every chunk in the pool for the configured selector; None: nothing. A request that names another
     # selector has the landmarks for it computed at its cuts.
     landmark = LANDMARKS.get(settings.retrieval.selector)
+    options: dict[str, Any] = {
+        "unit": unit,
+        "shares": shares,
+        "landmark": landmark,
+        "chunk_sums": chunk_sums_for(settings),
+    }
     if offload is None:
-        return FullKV(geometry, pool_tokens, kernel, unit=unit, shares=shares, landmark=landmark)
-    return OffloadedKV(geometry, pool_tokens, kernel, offload, unit=unit, shares=shares, landmark=landmark)
+        return FullKV(geometry, pool_tokens, kernel, **options)
+    return OffloadedKV(geometry, pool_tokens, kernel, offload, **options)
 
 
 def offload_for(settings: Settings, num_layers: int) -> Offload | None:

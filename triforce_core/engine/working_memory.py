@@ -7,7 +7,6 @@ draws do not coincide, so only the largest counts. What libraries take by themse
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -134,11 +133,8 @@ class Probe:
         self.kept += found.nbytes
         return found
 
-    def first_query(self) -> int:
-        return 0
-
-    def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
-        yield 0, self.keys
+    def log_sums(self) -> Tensor:
+        return torch.empty(*self.queries.shape[:2], self.count + 1, device="meta")
 
     def mass(self) -> Tensor:
         self.kept += 4 * self.kv_heads * self.count * self.keys.shape[2]

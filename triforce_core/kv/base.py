@@ -36,9 +36,12 @@ class KVGeometry:
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def new_pool(self, pool_tokens: int) -> Tensor:
-        """A new pool for one layer's keys and values, [2, kv_heads, pool_tokens, head_dim], on the device."""
-        shape = (2, self.num_kv_heads, pool_tokens, self.head_dim)
+    def new_pool(self, pool_tokens: int, layers: int | None = None) -> Tensor:
+        """A new pool on the device for keys and values of all layers, or of some, [layers, 2, kv_heads, pool_tokens,
+        head_dim].
+        """
+        layers = self.num_layers if layers is None else layers
+        shape = (layers, 2, self.num_kv_heads, pool_tokens, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
 
 
@@ -129,13 +132,12 @@ class KVCache(ABC):
     def __init__(
         self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, pools: Sequence[Tensor] | None = None
     ) -> None:
-        """`pools`: one per layer, shaped as by `KVGeometry.new_pool`; see `on_device`. By default new pools are made,
-        each with one more slot, the dump slot.
+        """`pools`: shaped as by `KVGeometry.new_pool`, of all layers in order; see `on_device`. By default one new pool
+        is made, with one more slot, the dump slot.
         """
-        if pools is None:
-            pools = [geometry.new_pool(pool_tokens + 1) for _ in range(geometry.num_layers)]
-        self.keys = [pool[0] for pool in pools]  # per layer: [kv_heads, pool_tokens, head_dim]
-        self.values = [pool[1] for pool in pools]
+        self.pools = [geometry.new_pool(pool_tokens + 1)] if pools is None else pools
+        self.keys = [layer[0] for pool in self.pools for layer in pool]  # per layer: [kv_heads, pool_tokens, head_dim]
+        self.values = [layer[1] for pool in self.pools for layer in pool]
         self.geometry, self.kernel = geometry, kernel
         # The first slot behind the pool, where the pools made here have one: padding tokens of a pass are written to it
         # (shaped.py), and it is never read.
@@ -217,7 +219,7 @@ class KVCache(ABC):
     @property
     def num_bytes(self) -> int:
         """The bytes of its tensors, wherever they are."""
-        return sum(pool.nbytes for pool in (*self.keys, *self.values))
+        return sum(pool.nbytes for pool in self.pools)
 
     def spare(self, count: int) -> list[Range] | None:
         """Slots for a pass that leaves the cache as it is, to be freed after it; None when the pool has too few."""

@@ -8,12 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from triforce_core.attention import ChunkSums
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full_held import FullHeld, Layout
 from triforce_core.kv.landmarks import READ_TOGETHER, LandmarkPool
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import sliced
-from triforce_core.kv.selectors import Landmark, Selector
+from triforce_core.kv.selectors import Landmark, Selector, grouped
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
 
 
@@ -22,13 +23,14 @@ class Pools(Protocol):
 
     geometry: KVGeometry
     keys: list[Tensor]  # per layer: [kv_heads, pool_tokens, head_dim], on the device or elsewhere
-    values: list[Tensor]  # same
     landmarks: LandmarkPool | None
+    chunk_sums: ChunkSums
 
-    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], on the device that computes.
+    def read(self, layers: Tensor, kv_heads: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values, [*shape, head_dim] each, on the device that computes.
 
-        `kv_heads` and `slots` broadcast to `shape`.
+        `layers`, `kv_heads` and `slots` broadcast to `shape`, and `layers` differ in the first dimension only, in which
+        they ascend.
         """
         ...
 
@@ -66,7 +68,9 @@ class SnapshotCutter:
         offsets = torch.arange(self.chunk, device=self.slots.device)
         tokens = (arranged[..., kept:, None] * self.chunk + offsets).flatten(2)
         rest = torch.arange(complete * self.chunk, self.position, device=self.slots.device)
-        keys, values = self._copy(torch.cat([tokens, rest.expand(*tokens.shape[:2], -1)], dim=2))
+        slots = self.slots[torch.cat([tokens, rest.expand(*tokens.shape[:2], -1)], dim=2)]
+        every = [torch.arange(count, device=self.slots.device) for count in slots.shape[:2]]
+        keys, values = self.pools.read(every[0][:, None, None], every[1][:, None], slots)
         version = self._remember(Layout(arranged, self.chunk, self.position), changes)
         return Snapshot(sequence_id, version, self.position, keys, values, changes)
 
@@ -98,59 +102,35 @@ class SnapshotCutter:
         first_local, complete = local_start // self.chunk, self.position // self.chunk
         if num_chosen == first_local:  # all fit
             return torch.arange(complete, device=self.slots.device).expand(layers, kv_heads, -1)
-        best = []
-        for layer in range(layers):
-            scores = self.selector.scores(LayerChunks(self, layer, first_local))
-            scores[:, 0] = torch.inf  # the attention sinks
-            best.append(scores.topk(num_chosen, dim=-1).indices.sort(-1).values)
+        scores = torch.stack([self.selector.scores(LayerChunks(self, layer, first_local)) for layer in range(layers)])
+        scores[:, :, 0] = torch.inf  # the attention sinks
+        best = scores.topk(num_chosen, dim=-1).indices.sort(-1).values
         local = torch.arange(first_local, complete, device=self.slots.device).expand(layers, kv_heads, -1)
-        return torch.cat([torch.stack(best), local], dim=2)
+        return torch.cat([best, local], dim=2)
 
-    def keys(self, layer: int, start: int, stop: int) -> Iterator[tuple[int, Tensor]]:
-        """The keys of the complete chunks from position `start` to `stop`, few at a time: the position of the first,
-        and [kv_heads, chunks, chunk, head_dim] on the device of the layer's pool.
+    def keys(self, layer: int, start: int, stop: int, together: int) -> Iterator[tuple[int, Tensor]]:
+        """The keys from position `start` to `stop`, at most `together` tokens at a time, in whole chunks but for the
+        last: the position of the first, and [kv_heads, tokens, head_dim] on the device of the layer's pool.
         """
         pool = self.pools.keys[layer]
-        for first in range(start, stop, READ_TOGETHER * self.chunk):
-            ranges = sliced(self.held.ranges, first, min(stop, first + READ_TOGETHER * self.chunk))
-            pieces = [pool[:, own[0] : own[1]] for own in ranges]
-            keys = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)  # mostly one, which is not copied
-            yield first, keys.unflatten(1, (-1, self.chunk))
+        for first in range(start, stop, together):
+            pieces = [pool[:, a:b] for a, b in sliced(self.held.ranges, first, min(stop, first + together))]
+            if any(piece.shape[1] % self.chunk for piece in pieces[:-1]):  # in pools of other chunks
+                pieces = [torch.cat(pieces, dim=1)]
+            position = first
+            for piece in pieces:
+                yield position, piece
+                position += piece.shape[1]
 
     # -- the copies ------------------------------------------------------------------------------------------------
 
     def _changes(self, base: int, kept: int, places: Tensor, chunks: Tensor) -> Changes:
         """Keep `kept` tokens but put `chunks` [replaced] at `places` [replaced, (layer, kv_head, place)]."""
-        layers, kv_heads, _ = places.unbind(1)
+        layers, kv_heads, _ = places.unsqueeze(-1).unbind(1)
         offsets = torch.arange(self.chunk, device=self.slots.device)
-        slots = self.slots[chunks[:, None] * self.chunk + offsets]  # [replaced, chunk]
-        keys, values = self._empty(len(places), self.chunk)
-        first = 0
-        for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):
-            rows = slice(first, first + count)
-            keys[rows] = self.pools.read(self.pools.keys[layer], kv_heads[rows, None], slots[rows])
-            values[rows] = self.pools.read(self.pools.values[layer], kv_heads[rows, None], slots[rows])
-            first = rows.stop
+        keys, values = self.pools.read(layers, kv_heads, self.slots[chunks[:, None] * self.chunk + offsets])
         # `nonzero` returns a column-major tensor, and collectives send contiguous tensors only.
         return Changes(base, kept, places.int().contiguous(), keys, values)
-
-    def _copy(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """The keys and values of `tokens` [layers, kv_heads, tokens]: [layers, kv_heads, tokens, head_dim] each."""
-        keys, values = self._empty(*tokens.shape)
-        for layer in range(self.geometry.num_layers):
-            slots = self.slots[tokens[layer]]
-            keys[layer] = self.pools.read(self.pools.keys[layer], self.all_heads(), slots)
-            values[layer] = self.pools.read(self.pools.values[layer], self.all_heads(), slots)
-        return keys, values
-
-    def all_heads(self) -> Tensor:
-        return torch.arange(self.geometry.num_kv_heads, device=self.slots.device)[:, None]
-
-    def _empty(self, *shape: int) -> tuple[Tensor, Tensor]:
-        """Empty tensors for keys and for values, [*shape, head_dim] each."""
-        size = (2, *shape, self.geometry.head_dim)
-        keys, values = torch.empty(size, dtype=self.geometry.dtype, device=self.geometry.device)
-        return keys, values
 
 
 class LayerChunks:
@@ -165,9 +145,19 @@ class LayerChunks:
         wanted = cutter.selector.num_queries or 1
         self.queries = kept.of(layer)[:, :usable][:, -wanted:]
 
-    def first_query(self) -> int:
-        kept = self.held.queries.positions
-        return max(min(self.cutter.position, kept.stop) - self.queries.shape[1], kept.start)
+    def log_sums(self) -> Tensor:
+        cutter, pool = self.cutter, self.cutter.pools.keys[self.layer]
+        query, rows, kept = grouped(self.queries, self.kv_heads), self.queries.shape[1], self.held.queries.positions
+        first = max(min(cutter.position, kept.stop) - rows, kept.start)  # the position of the first query
+        # Keys elsewhere are brought few at a time, which bounds the memory that they take on the device.
+        together = cutter.position if pool.device == query.device else READ_TOGETHER * cutter.chunk
+        sums = [
+            cutter.pools.chunk_sums(
+                query, cutter.pools.moved(keys), query.shape[-1] ** -0.5, cutter.chunk, first + 1 - start, rows
+            )
+            for start, keys in cutter.keys(self.layer, 0, cutter.position, together)
+        ]
+        return sums[0] if len(sums) == 1 else torch.cat(sums, dim=-1)
 
     def landmarks(self, landmark: Landmark) -> Tensor:
         pool, chunk = self.cutter.pools.landmarks, self.cutter.chunk
@@ -180,19 +170,12 @@ class LayerChunks:
         found = known[self.layer]
         covered = 0 if found is None else found.shape[1] * chunk
         if covered < self.count * chunk:
-            new = [landmark(keys) for _, keys in self.cutter.keys(self.layer, covered, self.count * chunk)]
+            pieces = self.cutter.keys(self.layer, covered, self.count * chunk, READ_TOGETHER * chunk)
+            new = [landmark(keys.unflatten(1, (-1, chunk))) for _, keys in pieces]
             found = torch.cat(new if found is None else [found, *new], dim=1)
             known[self.layer] = found
         assert found is not None
         return self.cutter.pools.moved(found[:, : self.count])
-
-    def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
-        cutter, local_start = self.cutter, self.count * self.cutter.chunk
-        for first, keys in cutter.keys(self.layer, 0, local_start):
-            yield first, cutter.pools.moved(keys)
-        if local_start < cutter.position:
-            local = cutter.pools.read(cutter.pools.keys[self.layer], cutter.all_heads(), cutter.slots[local_start:])
-            yield local_start, local[:, None]
 
     def mass(self) -> Tensor:
         held, cutter = self.held, self.cutter
@@ -200,8 +183,8 @@ class LayerChunks:
         counted = held.mass[self.layer].shape[1]
         if counted < cutter.position:
             queries, first = held.queries.of(self.layer), held.queries.positions.start
-            pool, heads = cutter.pools.keys[self.layer], cutter.all_heads()[:, 0]
-            keys = (cutter.pools.read(pool, head, cutter.slots) for head in heads)
+            pieces = [keys.split(1) for _, keys in cutter.keys(self.layer, 0, cutter.position, cutter.position)]
+            keys = (cutter.pools.moved(torch.cat(head, dim=1))[0] for head in zip(*pieces, strict=True))
             waiting = queries[:, counted - first : cutter.position - first]
             held.mass[self.layer] = with_more(held.mass[self.layer], waiting, keys)
         by_chunk: Tensor = held.mass[self.layer][:, : self.count * cutter.chunk].unflatten(1, (-1, cutter.chunk))

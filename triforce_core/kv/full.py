@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Kernel
+from triforce_core.attention import ChunkSums, Kernel, torch_chunk_sums
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry, Placement, joined
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full_held import FullHeld
@@ -53,11 +53,13 @@ class FullKV(KVCache):
         unit: int = 1,
         shares: bool = False,
         landmark: Landmark | None = None,
+        chunk_sums: ChunkSums = torch_chunk_sums,
     ) -> None:
         """`unit`: tokens of a chunk; ranges begin and end at whole chunks, and `pool_tokens` is rounded up to them.
-        `landmark`: what is kept of each chunk for selectors.
+        `landmark`: what is kept of each chunk for selectors. `chunk_sums`: how selectors that weigh all keys do so.
         """
         super().__init__(geometry, rounded_up(pool_tokens, unit), kernel, pools)
+        self.chunk_sums = chunk_sums
         self.allocator = RangeAllocator(self.dump_slot, unit)
         self.shares, self.tree = shares, PrefixTree(unit, self.allocator.free)
         self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
@@ -197,9 +199,9 @@ class FullKV(KVCache):
         """Copy the KV of the slots `sources` into the slots `targets`; both have the same number of slots."""
         if self.landmarks:
             self.landmarks.forget(targets)
-        for pool in (*self.keys, *self.values):
+        for pool in self.pools:
             for (first, last), (start, stop) in paired(sources, targets):
-                pool[:, start:stop] = pool[:, first:last]
+                pool[..., start:stop, :] = pool[..., first:last, :]
 
     def release(self, sequence_id: int) -> None:
         """Forget a sequence. Where texts are shared, the KV of its settled text is kept for others."""
@@ -395,12 +397,14 @@ class FullKV(KVCache):
         """
         return SnapshotCutter(self, self.held[sequence_id], position, chunks, selector).cut(sequence_id, base)
 
-    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
-        """A copy of keys or values of a layer, [*shape, head_dim], on the device that computes.
+    def read(self, layers: Tensor, kv_heads: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of keys and values, [*shape, head_dim] each, on the device that computes.
 
-        `kv_heads` and `slots` broadcast to `shape`.
+        `layers`, `kv_heads` and `slots` broadcast to `shape`, and `layers` differ in the first dimension only, in which
+        they ascend.
         """
-        return pool[kv_heads, slots]
+        keys, values = self.pools[0].unbind(1)
+        return keys[layers, kv_heads, slots], values[layers, kv_heads, slots]
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A part of a pool, or what was computed of it, on the device that computes."""

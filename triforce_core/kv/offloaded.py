@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.memory import gib, mapped
 from triforce_core.kv.pinned import PinnedStaging, lock
 from triforce_core.kv.ranges import Range, rounded_up, union
-from triforce_core.kv.selectors import Landmark, Selector
+from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 
 NUM_STAGED = 2  # layers
@@ -62,25 +63,24 @@ class OffloadedKV(FullKV):
         pool_tokens: int,
         kernel: Kernel,
         offload: Offload,
-        *,
-        unit: int = 1,
-        shares: bool = False,
-        landmark: Landmark | None = None,
+        **options: Any,
     ) -> None:
-        """Raises `InvalidValueError` if the KV file cannot be made or host memory cannot be locked."""
-        pool_tokens = rounded_up(pool_tokens, unit)
+        """`options`: as those of `FullKV`.
+
+        Raises `InvalidValueError` if the KV file cannot be made or host memory cannot be locked.
+        """
+        pool_tokens = rounded_up(pool_tokens, options.get("unit", 1))
         assert offload.resident_layers < geometry.num_layers, "something is offloaded"
-        resident = [geometry.new_pool(pool_tokens) for _ in range(offload.resident_layers)]
-        shape = (geometry.num_layers - len(resident), 2, geometry.num_kv_heads, pool_tokens, geometry.head_dim)
+        resident = geometry.new_pool(pool_tokens, offload.resident_layers)
+        shape = (geometry.num_layers - len(resident), *resident.shape[1:])
         if offload.directory is None:
             self.host = torch.empty(shape, dtype=geometry.dtype, device="cpu")
         else:
             self.host = mapped(offload.directory, shape, geometry.dtype)
-        pools = [*resident, *self.host]
-        super().__init__(geometry, pool_tokens, kernel, pools, unit=unit, shares=shares, landmark=landmark)
+        super().__init__(geometry, pool_tokens, kernel, [resident, self.host], **options)
         self.resident_layers = offload.resident_layers
         self.stream, self.copies = copy_stream(geometry.device), PinnedStaging(geometry.device)
-        staged = [geometry.new_pool(pool_tokens) for _ in range(offload.num_staged(geometry))]
+        staged = geometry.new_pool(pool_tokens, offload.num_staged(geometry))
         self.staging = [Staging(pool, self.stream.computed()) for pool in staged]
         if geometry.device.type == "cuda" and offload.directory is None:
             status = lock(self.host, self)
@@ -144,12 +144,24 @@ class OffloadedKV(FullKV):
         self.stream.wait()  # KV of the last pass may still be on its way to the host
         return super().cut(sequence_id, position, chunks, selector, base)
 
-    def read(self, pool: Tensor, kv_heads: Tensor, slots: Tensor) -> Tensor:
+    def read(self, layers: Tensor, kv_heads: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered on the host, because the link to the device is slower than the memory of the host."""
-        if pool.device.type == self.geometry.device.type:
-            return super().read(pool, kv_heads, slots)
-        rows = self.copies.numbers(kv_heads * pool.shape[1] + slots)
-        return self.copies.gather(pool.flatten(0, 1), rows.flatten()).view(*rows.shape, pool.shape[-1])
+        own = (layers < self.resident_layers).sum().tolist()
+        layers, kv_heads, slots = torch.broadcast_tensors(layers, kv_heads, slots)
+        here = super().read(layers[:own], kv_heads[:own], slots[:own]) if own else ()
+        layers, kv_heads, slots = layers[own:] - self.resident_layers, kv_heads[own:], slots[own:]
+        if self.host.device.type == self.geometry.device.type:
+            there = tuple(pool[layers, kv_heads, slots] for pool in self.host.unbind(1))
+        else:
+            _, _, heads, size, head_dim = self.host.shape
+            rows = self.copies.numbers((2 * layers * heads + kv_heads) * size + slots)  # of keys; values lie behind
+            flat = self.host.flatten(0, 3)
+            there = tuple(
+                self.copies.gather(flat, (rows + behind).flatten()).view(*rows.shape, head_dim)
+                for behind in (0, heads * size)
+            )
+        keys, values = map(torch.cat, zip(here, there, strict=True)) if own else there
+        return keys, values
 
     def moved(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == self.geometry.device.type:

@@ -150,11 +150,11 @@ class RetrievalKV(FixedKV):
         if snapshot.changes:
             self._replace(snapshot.changes, held)
             kept = snapshot.changes.kept
+        keys, values = self.pools[0].unbind(1)
         for start, stop in sliced(held.ranges, kept, snapshot.num_tokens):
             piece = slice(first, first + stop - start)
-            for layer in range(self.geometry.num_layers):
-                self.keys[layer][:, start:stop] = snapshot.keys[layer, :, piece]
-                self.values[layer][:, start:stop] = snapshot.values[layer, :, piece]
+            keys[:, :, start:stop] = snapshot.keys[:, :, piece]
+            values[:, :, start:stop] = snapshot.values[:, :, piece]
             first = piece.stop
 
     def _replace(self, changes: Changes, held: RetrievalHeld) -> None:
@@ -164,11 +164,8 @@ class RetrievalKV(FixedKV):
             return
         device = self.geometry.device
         slots = torch.cat([torch.arange(a, b, device=device) for a, b in sliced(held.ranges, 0, changes.kept)])
-        layers, kv_heads, places = changes.places.long().unbind(1)
-        into = slots[places[:, None] * chunk + torch.arange(chunk, device=device)]  # [replaced, chunk]
-        first = 0
-        for layer, count in enumerate(torch.bincount(layers, minlength=self.geometry.num_layers).tolist()):
-            rows = slice(first, first + count)
-            self.keys[layer][kv_heads[rows, None], into[rows]] = changes.keys[rows]
-            self.values[layer][kv_heads[rows, None], into[rows]] = changes.values[rows]
-            first = rows.stop
+        layers, kv_heads, places = changes.places.long().unsqueeze(-1).unbind(1)
+        into = slots[places * chunk + torch.arange(chunk, device=device)]  # [replaced, chunk]
+        keys, values = self.pools[0].unbind(1)
+        keys[layers, kv_heads, into] = changes.keys
+        values[layers, kv_heads, into] = changes.values

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 from torch import Tensor
@@ -27,13 +27,9 @@ class Chunks(Protocol):
         """The landmarks of the chunks, [kv_heads, count, …]; they are kept from one cut to the next."""
         ...
 
-    def first_query(self) -> int:
-        """The position of the first row of `queries`."""
-        ...
-
-    def key_pieces(self) -> Iterator[tuple[int, Tensor]]:
-        """All keys before the cut, some chunks at a time: the position of the first, and [kv_heads, chunks, chunk,
-        head_dim]. The last piece is the recent window as one chunk, unless it is empty.
+    def log_sums(self) -> Tensor:
+        """Of each query the log-sum-exp of its attention logits over each chunk, [kv_heads, heads per KV head × rows,
+        chunks] float32. The chunks of the recent window follow the `count` others; the last may be incomplete.
         """
         ...
 

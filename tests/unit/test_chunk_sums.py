@@ -1,0 +1,91 @@
+"""Log-sum-exps by chunk, against float64; the kernel in Triton's interpreter, which computes with NumPy.
+
+pip install triton && TRITON_INTERPRET=1 python -m pytest tests/unit/test_chunk_sums.py
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.test_flash_decoding import interpreted
+from triforce_core.attention import chunk_sums as ours
+from triforce_core.attention import chunk_sums_for
+from triforce_core.config import Settings
+
+# KV heads, queries of each, their period, width, tokens, chunk, keys that the first query sees
+SHAPES = [
+    (2, 8, 8, 64, 1000, 8, 993),  # the last query sees all keys, and the last chunk is whole
+    (1, 1, 1, 16, 5, 8, 5),  # one incomplete chunk
+    (2, 12, 4, 96, 259, 16, 250),  # grouped heads; a width that is no power of two; some see more than there is
+    (1, 80, 8, 32, 300, 4, 2),  # more queries than a tile has; most see nothing of most chunks
+    (1, 3, 3, 16, 130, 1, -1),  # chunks of one token; the first queries see nothing
+    (3, 8, 8, 128, 128, 128, 500),  # another piece follows, which they see too
+]
+
+
+def expected(query: Tensor, keys: Tensor, scale: float, chunk: int, seen: int, period: int) -> Tensor:
+    logits = (query.double() @ keys.double().mT) * scale
+    last = seen + torch.arange(query.shape[1]) % period
+    logits = logits.masked_fill(torch.arange(keys.shape[1]) >= last[:, None], -torch.inf)
+    return torch.stack([some.logsumexp(-1) for some in logits.split(chunk, dim=-1)], dim=-1)
+
+
+def drawn(kv_heads: int, queries: int, head_dim: int, tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Queries, and keys in the middle of a pool of which all else is NaN."""
+    pool = torch.full((kv_heads, tokens + 64, head_dim), torch.nan, dtype=dtype)
+    pool[:, 32 : 32 + tokens] = torch.randn(kv_heads, tokens, head_dim, generator=torch.Generator().manual_seed(0))
+    return torch.randn(kv_heads, queries, head_dim, dtype=dtype), pool[:, 32 : 32 + tokens]
+
+
+@pytest.mark.parametrize("together", [1, 64, 1 << 20])
+@pytest.mark.parametrize(("kv_heads", "queries", "period", "head_dim", "tokens", "chunk", "seen"), SHAPES)
+def test_with_operators(
+    kv_heads: int,
+    queries: int,
+    period: int,
+    head_dim: int,
+    tokens: int,
+    chunk: int,
+    seen: int,
+    together: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(ours, "MOST_LOGITS", {"cpu": together * kv_heads * queries})
+    query, keys = drawn(kv_heads, queries, head_dim, tokens, torch.float32)
+    found = ours.torch_chunk_sums(query, keys, 0.3, chunk, seen, period)
+    torch.testing.assert_close(found.double(), expected(query, keys, 0.3, chunk, seen, period), atol=1e-4, rtol=0)
+
+
+@interpreted
+@pytest.mark.parametrize(("kv_heads", "queries", "period", "head_dim", "tokens", "chunk", "seen"), SHAPES)
+def test_in_one_kernel(
+    kv_heads: int,
+    queries: int,
+    period: int,
+    head_dim: int,
+    tokens: int,
+    chunk: int,
+    seen: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    empty = ours.results
+    monkeypatch.setattr(ours, "results", lambda *given: empty(*given).fill_(torch.nan))
+    query, keys = drawn(kv_heads, queries, head_dim, tokens, torch.float16)
+    found = ours.triton_chunk_sums(query, keys, 0.3, chunk, seen, period)
+    torch.testing.assert_close(found.double(), expected(query, keys, 0.3, chunk, seen, period), atol=2e-3, rtol=0)
+
+
+def test_chunks_that_divide_no_tile_are_summed_with_operators() -> None:
+    query, keys = drawn(2, 8, 16, 40, torch.float32)
+    found = ours.triton_chunk_sums(query, keys, 0.3, 6, 33, 8)
+    assert torch.equal(found, ours.torch_chunk_sums(query, keys, 0.3, 6, 33, 8))
+
+
+@pytest.mark.parametrize("runs", [True, False])
+def test_the_kernel_runs_where_triton_does(runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triforce_core.attention.can_run", lambda device: runs)
+    settings = Settings.model_validate({"device": "cuda", "dtype": "bfloat16"})
+    assert chunk_sums_for(settings) is (ours.triton_chunk_sums if runs else ours.torch_chunk_sums)
+    assert chunk_sums_for(Settings()) is ours.torch_chunk_sums
