@@ -22,6 +22,7 @@ from triforce_core.kv.ranges import Range, size_of
 from triforce_core.kv.selectors import LANDMARKS, SELECTORS
 from triforce_core.kv.selectors.mean_key import mean_keys
 from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.messages import Span
 from triforce_core.models.runner import ModelRunner
 
 CHUNK, LENGTH = 8, 320
@@ -94,6 +95,23 @@ def test_the_first_cut_of_a_read_prompt_computes_no_landmarks(
     kv.cut(1, LENGTH, CHUNKS, SELECTORS["mean_key"]())
     kv.cut(1, LENGTH, CHUNKS, SELECTORS["mean_key"]())
     assert filled.tokens == len(kv.keys) * CHUNK, "the chunk that decoding has completed before the recent window"
+
+
+@pytest.mark.parametrize("offload", [None, Offload(1)], ids=["memory", "host"])
+def test_the_first_cut_of_drawn_kv_computes_no_landmarks(
+    pair: Pair, offload: Offload | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Benchmarks draw the KV of a prompt, and a real prefill would have left its landmarks."""
+    kv = full_kv(with_pool(pair, "mean_key", offload))
+    assert kv.landmarks is not None
+    text = random_tokens(LENGTH, seed=1)
+    for stop in (205, LENGTH):
+        kv.fill(Span(1, 0, text[:stop], spec(LENGTH)))
+    filled = Filled(kv.landmarks, monkeypatch)
+    found = kv.cut(1, LENGTH, CHUNKS, SELECTORS["mean_key"]())
+    assert filled.tokens == len(kv.keys) * CHUNK, "of the chunk that was drawn in two parts"
+    kv.landmarks.known[:] = False
+    assert all(map(torch.equal, found.tensors, kv.cut(1, LENGTH, CHUNKS, SELECTORS["mean_key"]()).tensors))
 
 
 def test_who_shares_slots_shares_their_landmarks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from transformers.configuration_utils import PretrainedConfig
 
+from triforce_core.attention.chunk_sums import MOST_LOGITS as SUM_LOGITS
 from triforce_core.config import Settings
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import MOST_RANGES
@@ -93,20 +94,26 @@ def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Set
 
 
 def cut_bytes(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, settings: Settings) -> int:
-    """The bytes for choosing and copying chunks, a layer at a time; the snapshot itself is not counted."""
+    """The bytes for choosing chunks and copying them; the snapshot itself is not counted."""
     item, chunk, budget = geometry.dtype.itemsize, settings.retrieval.chunk, settings.retrieval.budget
-    heads, kv_heads, head_dim = heads_of(config, geometry), geometry.num_kv_heads, geometry.head_dim
-    piece = min(READ_TOGETHER * chunk, pool_tokens)
-    scores = heads * RECENT_QUERIES * (piece * (item + 4 + 1) + 3 * 4 * pool_tokens // chunk)
-    reading = kv_heads * head_dim * item * (2 * piece + budget)
+    heads, kv_heads, layers = heads_of(config, geometry), geometry.num_kv_heads, geometry.num_layers
+    asking, chunks = heads * RECENT_QUERIES, pool_tokens // chunk
+    together, moved = pool_tokens, 0
+    if settings.target.offload != "none":  # few keys at a time are brought to the device
+        together = min(READ_TOGETHER * chunk, pool_tokens)
+        moved = 2 * kv_heads * geometry.head_dim * item * together
+    # Of one layer: logits, which only the Triton kernel does without, and what each query gives each chunk.
+    logits = min(SUM_LOGITS[geometry.device.type], asking * together) * (item + 4 + 1)
+    sums = logits + moved + 3 * 4 * asking * chunks
     # A layer's landmarks are joined with new ones, and widened to float32.
-    widened = landmark_bytes(geometry, settings) * pool_tokens // geometry.num_layers * (1 + 4 // item)
+    widened = landmark_bytes(geometry, settings) * pool_tokens // layers * (1 + 4 // item)
     counting = 0
     if SELECTORS[settings.retrieval.selector]().num_queries is None:
-        logits = MASS_LOGITS[geometry.device.type]
-        counting = logits * (item + 2 * 4) + pool_tokens * (head_dim * item + 2 * 4 * kv_heads)
-    tokens = 8 * geometry.num_layers * kv_heads * budget * (1 + 2 / chunk)  # their places, int64
-    return int(8 * pool_tokens + max(scores + reading, widened, counting, tokens))
+        counting = MASS_LOGITS[geometry.device.type] * (item + 2 * 4)
+        counting += pool_tokens * (geometry.head_dim * item + 2 * 4 * kv_heads)
+    # Of all layers: the scores and their order; then the places of the chosen tokens, int64, in the text and the pool.
+    scores, places = 2 * 4 * layers * kv_heads * chunks, 3 * 8 * layers * kv_heads * budget
+    return int(8 * pool_tokens + max(scores + max(sums, widened, counting), places))
 
 
 def landmark_bytes(geometry: KVGeometry, settings: Settings) -> int:

@@ -368,7 +368,7 @@ class FullKV(KVCache):
         if held.node is not None:  # nobody else may use what is drawn
             self.tree.leave(held.node)
             held.node = None
-        longest = max((stop - start for start, stop in placed.writes), default=0)
+        longest = max(stop - start for start, stop in placed.writes)
         drawn: dict[torch.device, Tensor] = {}  # by the device of a layer's pool
         for layer, pools in enumerate(zip(self.keys, self.values, strict=True)):
             place = pools[0].device
@@ -383,6 +383,10 @@ class FullKV(KVCache):
             held.queries.take(layer, queries, drawn_queries)
             if held.mass:
                 held.mass[layer] = torch.ones(geometry.num_kv_heads, held.count_to, device=geometry.device)
+        if self.landmarks:
+            chunk = self.landmarks.chunk
+            whole = [(-(-start // chunk) * chunk, stop // chunk * chunk) for start, stop in placed.writes]
+            self.landmarks.fill_alike(self.keys, [(start, stop) for start, stop in whole if start < stop])
 
     @torch.inference_mode()
     def cut(
