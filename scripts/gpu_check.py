@@ -1,168 +1,208 @@
-"""The steps of gpu_check.sh that need Python. Each writes a JSON file, in parts as it goes, so that what was measured
-before its time is over is kept.
+"""The worker of gpu_check.sh: one process that runs jobs before a deadline, the most telling first.
+
+Each job has a JSON file, which is written in parts as it goes. A job whose file says that it is done or failed is not
+run again, so a run that was killed can be resumed. A job that was begun twice and never ended is not begun again.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.metadata
 import json
+import os
+import signal
 import subprocess
 import sys
+import tarfile
 import time
+import traceback
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "triton", "torchao", "pydantic", "pydantic-core", "flash-attn", "numpy", "pytest")
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity
+
+from triforce_core.bench.device import DeviceWorkload, bench_device, check, room_for, synthetic_engine
+from triforce_core.bench.fitting import fitting_context
+from triforce_core.bench.generate import generate_ms
+from triforce_core.bench.geometry import Geometry, geometry_of, random_model
+from triforce_core.bench.peaks import measure_peaks, seconds, synchronize
+from triforce_core.bench.stages import decoding, drafting, level_below, verifying
+from triforce_core.bench.synthetic import SyntheticAcceptance
+from triforce_core.bench.together import Together, finish
+from triforce_core.config import Settings
+from triforce_core.decoder import SpeculativeDecoder
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.inspection import kernels_by_tier
+from triforce_core.engine.sequence import Request
+from triforce_core.messages import GREEDY, SamplingParams
+from triforce_core.models.load import DTYPES
+from triforce_core.toolchain import lacking
+
+PACKAGES = ("torch", "transformers", "triton", "ray", "torchao", "pydantic", "pydantic-core", "numpy", "pytest")
+SPARED_S = 5  # of the deadline, for packing
+Found = dict[str, Any]
+Keep = Callable[[Found], None]
 
 
-def versions(args: Namespace) -> dict[str, Any]:
-    """Versions of the packages, and the GPU's name and driver; the first thing to read where a step fails."""
-    found: dict[str, Any] = {"python": sys.version}
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What one job measures; see `DeviceWorkload`."""
+
+    geometry: str
+    context: int | None = None  # at most; None: as many tokens as fit
+    output: int = 128
+    requests: int = 1
+    repeats: int = 2
+    budget: int = 4096
+    offload: str = "none"
+    quantization: str | None = None
+    acceptance: SyntheticAcceptance = field(default_factory=lambda: SyntheticAcceptance(0.92, 0.6))
+    lookaheads: tuple[int, int] = (8, 3)
+    temperatures: tuple[float, ...] = (0.0, 0.6)
+    verified: tuple[int, ...] = (1, 3, 7, 9, 17)
+    prefills: tuple[int, ...] = (8192, 65_536)
+
+
+class Worker:
+    """The engine of the present case, which the jobs that follow use too if their case has the same."""
+
+    def __init__(self, args: Namespace) -> None:
+        self.args, self.device = args, torch.device(args.device)
+        self.case: Case | None = None
+        self.ready: tuple[Engine, Settings, Geometry, DeviceWorkload] | None = None
+
+    def engine(self, case: Case) -> tuple[Engine, Settings, Geometry, DeviceWorkload]:
+        case = replace(case, output=min(case.output, self.args.output or case.output))
+        if self.ready is None or self.case != case:
+            self.release()
+            settings, shapes = self.settings(case), self.shapes(case.geometry)
+            fitting = fitting_context(settings, shapes, room_for(case.output), case.requests)
+            context = min(each for each in (case.context, self.args.context, fitting) if each)
+            samplings = tuple(map(SamplingParams, case.temperatures))
+            load = DeviceWorkload(
+                context,
+                case.output,
+                case.prefills,
+                case.acceptance,
+                0,
+                case.repeats,
+                fill=True,
+                requests=case.requests,
+                samplings=samplings,
+                verified=case.verified,
+            ).of(context)
+            check(settings, shapes, load)
+            self.case, self.ready = case, (synthetic_engine(settings, shapes, load), settings, shapes, load)
+        return self.ready
+
+    def release(self) -> None:
+        """Give the engine's memory back."""
+        self.case = self.ready = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def settings(self, case: Case) -> Settings:
+        budget = min(case.budget, self.args.budget or case.budget)
+        given: Found = {
+            "device": self.args.device,
+            "dtype": self.args.dtype,
+            "max_sequences": 1,
+            "retrieval": {"budget": budget, "quantization": case.quantization},
+            "target": {"offload": case.offload},
+            "speculation": {"lookaheads": case.lookaheads},
+        }
+        if self.device.type == "cpu":
+            given["threads"] = 1  # a rehearsal: tiny passes on several threads wait for each other
+        return Settings.model_validate(given)
+
+    def shapes(self, name: str, layers: int | None = None) -> Geometry:
+        shapes = geometry_of(self.args.geometry or name)
+        shapes.target.num_hidden_layers = layers or self.args.layers or shapes.target.num_hidden_layers
+        return shapes
+
+    def bench(self, case: Case, keep: Keep) -> None:
+        engine, settings, shapes, load = self.engine(case)
+        given = {"geometry": case.geometry, "layers": shapes.target.num_hidden_layers}
+        found = bench_device(settings, shapes, load, say, lambda found: keep(given | found), engine)
+        keep(given | found)
+
+
+FULL = Case("llama2-7b-128k")
+
+
+def versions(worker: Worker, keep: Keep) -> None:
+    """Versions of the packages, the GPU's name and driver, the host's memory: the first to read where a job fails."""
+    found: Found = {"python": sys.version, "cuda": torch.version.cuda}
     for name in PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = None
-    import torch
-
-    found["cuda"] = torch.version.cuda
-    found["devices"] = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     query = ["nvidia-smi", "--query-gpu=name,driver_version,memory.total,clocks.sm,power.limit", "--format=csv"]
     try:
         found["nvidia_smi"] = subprocess.run(query, capture_output=True, text=True, timeout=20, check=False).stdout
     except (OSError, subprocess.TimeoutExpired) as error:
         found["nvidia_smi"] = str(error)
-    from triforce_core.toolchain import lacking
-
-    found["compiling"] = lacking("cuda") or "has a compiler and headers"
-    save(args.out, found)
-    assert found["devices"], "PyTorch sees no GPU"
-    return found
+    found["compiling"] = lacking(worker.device.type) or "has a compiler and headers"
+    found["host_memory"] = Path("/proc/meminfo").read_text().splitlines()[:3]
+    keep(found)
+    assert worker.device.type != "cuda" or torch.cuda.is_available(), "PyTorch sees no GPU"
 
 
-def bench(args: Namespace) -> dict[str, Any]:
-    """`triforce bench device`, without the command line and the packages that it takes. Kernels are fused where a
-    compiler works; `kernels` in the result says whether they were.
-    """
-    from triforce_core.bench.device import DeviceWorkload, bench_device, check
-    from triforce_core.bench.synthetic import SyntheticAcceptance
-    from triforce_core.messages import SamplingParams
-
-    settings, shapes, context = planned(args)
-    load = DeviceWorkload(
-        context,
-        args.output,
-        min(args.prefill, context),
-        SyntheticAcceptance.parse(args.acceptance),
-        0,
-        args.repeats,
-        fill=True,
-        requests=args.requests,
-        samplings=tuple(map(SamplingParams, args.temperatures)),
-        verified=args.verified,
-    )
-    check(settings, shapes, load)
-    given = {"geometry": args.geometry}
-    found = bench_device(settings, shapes, load, say, lambda found: save(args.out, given | found))
-    return given | found
-
-
-def plain(args: Namespace) -> dict[str, Any]:
-    """Milliseconds a token of our plain decoding, by context: a short one, a longer one, and the longest that fits."""
-    from triforce_core.bench.device import DeviceWorkload, synthetic_engine
-    from triforce_core.bench.synthetic import SyntheticAcceptance
-    from triforce_core.bench.together import Together
-    from triforce_core.engine.sequence import Request
-    from triforce_core.messages import GREEDY
-
-    settings, shapes, longest = planned(args)
-    rates = SyntheticAcceptance(1.0, 1.0)  # of nothing: plain decoding proposes no tokens
-    load = DeviceWorkload(longest, args.output, 1, rates, 0, 1, fill=True)
-    engine, found = synthetic_engine(settings, shapes, load), dict[str, Any]()
-    for context in contexts(longest):
-        request = Request(tuple(i % 256 for i in range(context)), load.room, GREEDY, 0, (0, 0))
-        found[str(context)] = min(Together(engine, [request], args.output).ms_per_token for _ in range(3))
-        say(f"{context} tokens: {found[str(context)]:.2f} ms a token")
-        save(args.out, found)
-    return found
+def tests(worker: Worker, keep: Keep) -> None:
+    """tests/gpu in a process of its own, while the kernels of the jobs that follow are compiled here."""
+    out: Path = worker.args.out
+    command = [sys.executable, "-m", "pytest", *worker.args.tests.split(), "-v", "-rf", "--tb=short", "--timeout=60"]
+    command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", f"--junitxml={out / 'tests.xml'}"]
+    with (out / "tests.log").open("w") as log:
+        tested = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    found: Found = {}
+    try:
+        began = time.monotonic()
+        # Two layers have the kernels of all.
+        shapes, case = worker.shapes(FULL.geometry, 2), replace(FULL, context=4096)
+        load = DeviceWorkload(min(4096, worker.args.context or 4096), 64, (64,), case.acceptance, 0, 1, fill=True)
+        engine = synthetic_engine(worker.settings(case), shapes, load)
+        for sampling in map(SamplingParams, case.temperatures):
+            Together(engine, [Request((1,) * load.context, load.room, sampling, 0, case.lookaheads)], 64)
+        found = {"compile_s": time.monotonic() - began, "kernels": kernels_by_tier(engine)}
+        keep(found)
+        del engine
+        worker.release()
+        if worker.args.kernels.is_dir():
+            pack(worker.args.kernels, out.with_name(f"{out.name}.kernels.tgz"))
+        found["tests_status"] = tested.wait()
+        found["tests_s"] = time.monotonic() - began
+    finally:
+        if tested.poll() is None:
+            os.killpg(tested.pid, signal.SIGINT)  # then pytest says what has failed by now
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                tested.wait(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(tested.pid, signal.SIGKILL)
+        found["last_lines"] = (out / "tests.log").read_text(errors="replace").splitlines()[-25:]
+        keep(found)
+    assert found["tests_status"] == 0, "tests failed; see tests.log"
 
 
-def generate(args: Namespace) -> dict[str, Any]:
-    """The same of transformers' `generate`, with the same weights, at the same contexts, in a process of its own."""
-    import torch
-
-    from triforce_core.bench.generate import generate_ms
-    from triforce_core.bench.geometry import random_model
-
-    settings, shapes, longest = planned(args)
-    model, found = random_model(shapes.target, settings), dict[str, Any]()
-    model.set_attn_implementation("sdpa")
-    for context in contexts(longest):
-        try:
-            found[str(context)] = generate_ms(model, context, args.output)
-        except Exception as error:  # its masks and graphs may need more memory than is there
-            found[str(context)] = f"{type(error).__name__}: {error}"[:300]
-        say(f"{context} tokens: {found[str(context)]} ms a token")
-        save(args.out, found)
-        torch.compiler.reset()  # what is compiled for one context does not make the next one slower
-    return found
+def full(worker: Worker, keep: Keep) -> None:
+    """All stages and decoding with one request, as long as fits."""
+    worker.bench(FULL, keep)
 
 
-def contexts(longest: int) -> list[int]:
-    return [*(each for each in (4096, 16_384) if each < longest), longest]
-
-
-def planned(args: Namespace) -> tuple[Any, Any, int]:
-    """Settings, geometry, and tokens of context: as many as fit, at most those that were asked for."""
-    from triforce_core.bench.device import room_for
-    from triforce_core.bench.fitting import fitting_context
-    from triforce_core.bench.geometry import geometry_of
-
-    settings, shapes = settings_of(args), geometry_of(args.geometry)
-    fitting = fitting_context(settings, shapes, room_for(args.output), args.prefill, args.requests)
-    return settings, shapes, min(args.context or fitting, fitting)
-
-
-def say(line: str) -> None:
-    print(line, flush=True)
-
-
-def attention(args: Namespace) -> dict[str, Any]:
-    """Microseconds of a layer's attention in captured passes, by each way of reading a range of keys."""
-    import torch
-
-    from triforce_core.bench.attention import CASES, bench_attention
-
-    device, found = torch.device(args.device), dict[str, Any]()
-    for case in CASES:
-        try:
-            found[str(case)] = bench_attention(device, torch.bfloat16, (case,), say)
-        except Exception as error:  # one case that fails must not cost the others
-            found[str(case)] = f"{type(error).__name__}: {error}"[:300]
-        save(args.out, found)
-    return found
-
-
-def profile(args: Namespace) -> dict[str, Any]:
-    """Kernels of one pass of each tier by the time that they take, and a Chrome trace of them beside."""
-    import torch
-    from torch.profiler import ProfilerActivity
-
-    from triforce_core.bench.device import DeviceWorkload, synthetic_engine
-    from triforce_core.bench.geometry import geometry_of
-    from triforce_core.bench.stages import decoding, drafting, level_below, verifying
-    from triforce_core.bench.synthetic import SyntheticAcceptance
-    from triforce_core.decoder import SpeculativeDecoder
-    from triforce_core.messages import GREEDY, SamplingParams
-
-    settings, shapes = settings_of(args), geometry_of(args.geometry)
-    load = DeviceWorkload(args.context or 16_384, 256, 1024, SyntheticAcceptance(0.92, 0.6), 0, 1, True)
-    engine = synthetic_engine(settings, shapes, load)
-    found: dict[str, Any] = {}
+def profile(worker: Worker, keep: Keep) -> None:
+    """Kernels of one pass of each tier, and of a round, by the time that they take; a Chrome trace of the rounds."""
+    engine, settings, _, load = worker.engine(FULL)
+    on = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if worker.device.type == "cuda" else [])]
+    found: Found = {}
     for name, sampling in (("greedy", GREEDY), ("sampled", SamplingParams(temperature=1.0, top_p=0.95))):
-        prompt = tuple(i % 1000 for i in range(load.context))
+        prompt = tuple(i % 200 for i in range(min(16_384, load.context)))
         sequences = decoding(engine, [prompt], settings.speculation.effective, sampling)
         retrieval = level_below(engine.decoder)
         assert isinstance(engine.decoder, SpeculativeDecoder)
@@ -175,94 +215,251 @@ def profile(args: Namespace) -> dict[str, Any]:
         }
         for tier, run in passes.items():
             run()
-            with torch.profiler.profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+            with torch.profiler.profile(activities=on) as seen:
                 run()
-                torch.cuda.synchronize()
+                synchronize(worker.device)
             rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)[:25]
             found[f"{tier}, {name}"] = [[row.key[:120], row.count, row.self_device_time_total] for row in rows]
-            seen.export_chrome_trace(str(args.out.with_name(f"trace_{tier}_{name}.json")))
-            save(args.out, found)
-        for sequence in sequences:
-            engine.cancel(sequence.sequence_id)
-        engine.run_once()
-    return found
+            if tier == "round":
+                seen.export_chrome_trace(str(worker.args.out / f"trace_{name}.json"))
+            keep(found)
+        finish(engine, {sequence.request_id for sequence in sequences})
 
 
-def link(args: Namespace) -> dict[str, Any]:
-    """Rates in GB/s: of copies between host and device, pinned and pageable, and of a CRC-32 on the host."""
-    import zlib
-
-    import torch
-
-    from triforce_core.bench.peaks import seconds
-
-    device, size = torch.device(args.device), 1 << 28
-    pageable, there = torch.ones(size, dtype=torch.uint8), torch.empty(size, dtype=torch.uint8, device=device)
-    found: dict[str, Any] = {}
-    for name, host in (("pageable", pageable), ("pinned", pageable.pin_memory())):
-        found[f"{name} to device"] = (
-            size / seconds(lambda host=host: there.copy_(host, non_blocking=True), device) / 1e9
-        )
-        found[f"device to {name}"] = (
-            size / seconds(lambda host=host: host.copy_(there, non_blocking=True), device) / 1e9
-        )
-        save(args.out, found)
-    began = time.perf_counter()
-    zlib.crc32(pageable.numpy().data)
-    found["crc32"] = size / (time.perf_counter() - began) / 1e9
-    return found
+def plain(worker: Worker, keep: Keep) -> None:
+    """Milliseconds a token of our plain decoding, by context, to compare with `generate`."""
+    engine, _, _, load = worker.engine(FULL)
+    found: Found = {}
+    for context in (4096, 16_384, load.context):
+        if context <= load.context:
+            request = Request((1,) * context, load.room, GREEDY, 0, (0, 0))
+            found[str(context)] = min(Together(engine, [request], 64).ms_per_token for _ in range(2))
+            keep(found)
 
 
-def settings_of(args: Namespace) -> Any:
-    from triforce_core.config import Settings
-
-    retrieval = {"budget": args.budget, "quantization": args.quantization}
-    given = {"device": args.device, "dtype": args.dtype, "retrieval": retrieval, "target": {"offload": args.offload}}
-    return Settings.model_validate({**given, "max_sequences": 1, "speculation": {"lookaheads": args.lookaheads}})
+def batch(worker: Worker, keep: Keep) -> None:
+    """Six requests; a budget of 4096 for each would leave no room on 80 GB."""
+    case = replace(FULL, requests=6, context=19_456, budget=768, output=64, repeats=1, prefills=(4096,))
+    worker.bench(case, keep)
 
 
-def save(path: Path, found: dict[str, Any]) -> None:
-    """Written beside and renamed, for a step may be killed at any moment and what it has measured must remain."""
+def offload(worker: Worker, keep: Keep) -> None:
+    """KV in the host's memory. The published figure is for two 4090s, 127K tokens and a slower link."""
+    case = Case(
+        FULL.geometry,
+        context=33_280,
+        output=32,
+        repeats=1,
+        offload="host",
+        acceptance=SyntheticAcceptance(0.94, 0.6),
+        lookaheads=(16, 3),
+        temperatures=(0.0,),
+        verified=(1, 17),
+        prefills=(4096,),
+    )
+    worker.bench(case, keep)
+
+
+def products(worker: Worker, keep: Keep) -> None:
+    """What is left alone where a pass is taken apart: its matrix products by number of tokens, as shares of the copy,
+    and the attention of a prefill, as shares of the matrix peak.
+    """
+    worker.release()
+    config, device, dtype = worker.shapes(FULL.geometry).target, worker.device, DTYPES[worker.args.dtype]
+    peaks, hidden, inner = measure_peaks(device, dtype), config.hidden_size, config.intermediate_size
+    heads, head_dim, found = config.num_attention_heads, config.hidden_size // config.num_attention_heads, Found()
+    for name, (inside, outside) in {
+        "query, key and value": (hidden, 3 * hidden),
+        "attention's output": (hidden, hidden),
+        "gate and up": (hidden, 2 * inner),
+        "down": (inner, hidden),
+    }.items():
+        weights = torch.randn(outside, inside, device=device).to(dtype)
+        for tokens in (1, 4, 9, 12):
+            some = torch.randn(tokens, inside, device=device).to(dtype)
+            taken = seconds(partial(torch.nn.functional.linear, some, weights), device)
+            found[f"{name}, {tokens}"] = {"us": 1e6 * taken, "share": weights.nbytes / taken / 1e9 / peaks.copy_gb_s}
+        keep(found)
+    own = min(8192, worker.args.context or 8192)
+    query = torch.randn(1, heads, own, head_dim, device=device).to(dtype)
+    for past in (0, own):
+        keys = torch.randn(1, heads, past or own, head_dim, device=device).to(dtype)
+        attend = partial(scaled_dot_product_attention, query, keys, keys, is_causal=not past)
+        taken = seconds(attend, device, repeats=3)
+        flops = 4 * heads * head_dim * own * (past or own / 2)
+        found[f"attention of {own} tokens to {past or 'each other'}"] = {
+            "ms": 1e3 * taken,
+            "share": flops / taken / 1e12 / peaks.matrix_tflops,
+        }
+        keep(found)
+
+
+def served(worker: Worker, keep: Keep) -> None:
+    """Three Ray actors on this device, in processes of their own; see gpu_served.py."""
+    worker.release()
+    path = worker.args.out / "served_parts.json"
+    command = [sys.executable, "-m", "scripts.gpu_served", str(path), f"--device={worker.args.device}"]
+    command += worker.args.served.split()
+    with (worker.args.out / "served.log").open("w") as log:
+        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+    try:
+        status = running.wait()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(running.pid, signal.SIGKILL)
+        if path.is_file():
+            keep(json.loads(path.read_text()))
+    assert status == 0, "it failed; see served.log"
+
+
+def int8(worker: Worker, keep: Keep) -> None:
+    """A self-drafter of 8-bit weights; its copy is made in full first, so less context fits."""
+    worker.bench(replace(FULL, quantization="int8", output=64, repeats=1, temperatures=(0.0,), prefills=(4096,)), keep)
+
+
+def gqa(worker: Worker, keep: Keep) -> None:
+    """A model whose query heads share KV heads."""
+    case = Case("llama-3.1-8b", output=64, repeats=1, temperatures=(0.0,), prefills=(4096,))
+    worker.bench(case, keep)
+
+
+def generate(worker: Worker, keep: Keep) -> None:
+    """transformers' `generate` with the same weights, to compare with `plain`; it compiles for over a minute."""
+    worker.release()
+    model = random_model(worker.shapes(FULL.geometry).target, worker.settings(FULL))
+    model.set_attn_implementation("sdpa")
+    context = min(4096, worker.args.context or 4096)
+    keep({str(context): generate_ms(model, context, 64)})
+
+
+# The most seconds of each, and what the two commands run.
+JOBS: dict[str, tuple[Callable[[Worker, Keep], None], int]] = {
+    "versions": (versions, 20),
+    "tests": (tests, 90),
+    "full": (full, 120),
+    "profile": (profile, 25),
+    "plain": (plain, 25),
+    "batch": (batch, 60),
+    "offload": (offload, 90),
+    "products": (products, 40),
+    "served": (served, 150),
+    "int8": (int8, 60),
+    "gqa": (gqa, 70),
+    "generate": (generate, 100),
+}
+FIRST = "versions tests full profile plain batch offload products"
+SECOND = "versions served int8 gqa generate"
+
+
+def say(line: str) -> None:
+    print(line, flush=True)
+
+
+def save(path: Path, found: Found) -> None:
+    """Written beside and renamed, for a job may be killed at any moment and what it has measured must remain."""
     part = path.with_suffix(".part")
     part.write_text(json.dumps(found, indent=1) + "\n")
     part.replace(path)
 
 
-STEPS: dict[str, Callable[[Namespace], dict[str, Any]]] = {
-    step.__name__: step for step in (versions, bench, plain, generate, attention, profile, link)
-}
+def pack(folder: Path, into: Path) -> None:
+    """Traces are left out: they are the one thing that may be too large to bring back."""
+    with tarfile.open(into, "w:gz") as packed:
+        packed.add(folder, ".", filter=lambda each: None if "/trace_" in each.name else each)
 
 
-def listed(kind: type[Any]) -> Callable[[str], tuple[Any, ...]]:
-    return lambda text: tuple(map(kind, text.split(",")))
+@contextlib.contextmanager
+def at_most(limit_s: float) -> Iterator[None]:
+    """Raise `TimeoutError` in the body after that many seconds."""
+
+    def ring(*_: object) -> None:
+        raise TimeoutError(f"cut off after {limit_s:.0f} s")
+
+    before = signal.signal(signal.SIGALRM, ring)
+    signal.setitimer(signal.ITIMER_REAL, limit_s)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def run_job(worker: Worker, name: str, left_s: float) -> bool:
+    """Run a job unless it is over; whether this process can go on. After an error another process must, since a GPU
+    may have been left in any state.
+    """
+    path = worker.args.out / f"{name}.json"
+    told: Found = json.loads(path.read_text()) if path.is_file() else {"begun": 0}
+    if told.get("state") in ("done", "failed", "cut off"):
+        return True
+    if told["begun"] == 2:
+        save(path, told | {"state": "failed", "why": "this process or its job was killed twice"})
+        return True
+    run, most = JOBS[name]
+    began, told = time.monotonic(), {"state": "begun", "begun": told["begun"] + 1}
+    save(path, told)
+
+    def keep(found: Found) -> None:
+        save(path, told | {"seconds": time.monotonic() - began} | {"found": found})
+        told["found"] = found
+
+    try:
+        with at_most(min(most, left_s)):
+            run(worker, keep)
+        told["state"] = "done"
+    except TimeoutError as error:
+        told |= {"state": "cut off", "why": str(error)}
+        worker.release()
+    except Exception:
+        told |= {"state": "failed", "why": traceback.format_exc().splitlines()[-12:]}
+    told["seconds"] = time.monotonic() - began
+    save(path, told)
+    say(f"{name}: {told['state']} after {told['seconds']:.1f} s {told.get('why', '')}")
+    return bool(told["state"] != "failed")
+
+
+def main() -> int:
+    args = parsed()
+    args.out.mkdir(parents=True, exist_ok=True)
+    worker, deadline = Worker(args), args.until or time.time() + args.seconds
+    for name in args.jobs:
+        left_s = deadline - time.time() - SPARED_S
+        if left_s < 1:
+            say(f"{name}: not begun, time is over")
+            continue
+        go_on = run_job(worker, name, left_s)
+        pack(args.out, args.out.with_name(f"{args.out.name}.tgz"))
+        if not go_on:
+            return 3
+    return 0
 
 
 def parsed(arguments: list[str] | None = None) -> Namespace:
     parser = ArgumentParser()
-    parser.add_argument("step", choices=STEPS)
     parser.add_argument("out", type=Path)
+    parser.add_argument("--jobs", type=jobs_of, default=FIRST.split(), help=f"of {' '.join(JOBS)}; or first, second")
+    parser.add_argument("--seconds", type=float, default=400.0, help="of all jobs together")
+    parser.add_argument("--until", type=float, help="instead: a time, in seconds since 1970")
+    parser.add_argument("--kernels", type=Path, default=Path("kernels"), help="folder of compiled kernels, to pack")
+    parser.add_argument("--tests", default="tests/gpu", help="what pytest gets")
+    parser.add_argument("--served", default="", help="what gpu_served.py gets")
+    # For a rehearsal where there is no such GPU:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="bfloat16")
-    parser.add_argument("--geometry", default="llama2-7b-128k")
-    parser.add_argument("--context", type=int, help="of each prompt, at most; by default as many tokens as fit")
-    parser.add_argument("--output", type=int, default=128)
-    parser.add_argument("--prefill", type=int, default=8192)
-    parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--requests", type=int, default=1, help="decoded together")
-    parser.add_argument("--budget", type=int, default=4096)
-    parser.add_argument("--acceptance", default=".92,.6")
-    parser.add_argument("--lookaheads", type=listed(int), default=(8, 3))
-    parser.add_argument("--temperatures", type=listed(float), default=(0.0, 0.6))
-    parser.add_argument("--verified", type=listed(int), default=(1, 3, 7, 9, 17), help="tokens of the target's passes")
-    parser.add_argument("--offload", default="none")
-    parser.add_argument("--quantization", help="of the self-drafter's weights")
+    parser.add_argument("--geometry", help="of all jobs")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--context", type=int, help="at most")
+    parser.add_argument("--budget", type=int, help="at most")
+    parser.add_argument("--output", type=int, help="at most")
     return parser.parse_args(arguments)
 
 
-def main() -> None:
-    args = parsed()
-    save(args.out, STEPS[args.step](args))
+def jobs_of(text: str) -> list[str]:
+    names = {"first": FIRST, "second": SECOND}.get(text, text).split()
+    if unknown := set(names) - set(JOBS):
+        raise ValueError(unknown)
+    return names
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

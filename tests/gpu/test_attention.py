@@ -8,6 +8,7 @@ from torch import Tensor
 
 from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_attn
 from triforce_core.attention.blocked import blocked
+from triforce_core.attention.chunk_sums import torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import WorkItems, attend, cut, gathered, over_items
@@ -29,10 +30,16 @@ def pool_of(kv_heads: int, slots: int, head_dim: int, dtype: torch.dtype) -> Ten
 
 
 @pytest.mark.parametrize("kernel", [KERNELS[name] for name in INSTALLED], ids=INSTALLED)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("head_dim", [16, 64, 96, 128, 256])
-@pytest.mark.parametrize("kv_heads", [1, 2, 8])
-@pytest.mark.parametrize(("queries", "past"), [(1, 0), (1, 700), (9, 1030), (64, 0), (300, 200), (2048, 5000)])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "kv_heads", "queries", "past"),
+    [
+        (torch.bfloat16, 128, 8, 1, 700),
+        (torch.bfloat16, 64, 2, 9, 1030),
+        (torch.float16, 96, 1, 300, 200),
+        (torch.bfloat16, 256, 2, 64, 0),
+        (torch.bfloat16, 128, 2, 2048, 5000),
+    ],
+)
 def test_a_kernel_is_the_reference(
     kernel: Kernel, dtype: torch.dtype, head_dim: int, kv_heads: int, queries: int, past: int
 ) -> None:
@@ -59,10 +66,9 @@ def test_one_query_over_128k_keys(kernel: Kernel) -> None:
 
 
 @pytest.mark.parametrize("ranged", [flash_ranged, triton_ranged])
-@pytest.mark.parametrize("queries", [1, 5, 17])
-@pytest.mark.parametrize("splits", [1, 3, 16])
-@pytest.mark.parametrize("group", [1, 4])
-@pytest.mark.parametrize("head_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize(
+    ("queries", "splits", "group", "head_dim"), [(1, 16, 1, 128), (5, 3, 4, 64), (17, 1, 4, 128), (9, 3, 1, 256)]
+)
 def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, group: int, head_dim: int) -> None:
     """The ranges are in any order, and some are empty. All else in the pool is NaN. The pass has tokens of its own,
     too.
@@ -112,6 +118,16 @@ def test_triton_runs_on_the_tensors_device_whichever_is_current() -> None:
     numbers = torch.tensor([0, 1], dtype=torch.int32, device="cuda:1")
     part = triton_ranged(some, some[0], some[0], 1.0, WorkItems(numbers, numbers[1:], numbers, 1, 1))
     assert part.output.eq(1).all()
+
+
+@pytest.mark.parametrize(
+    ("rows", "tokens", "chunk", "head_dim"), [(8, 20_003, 8, 128), (32, 5000, 16, 64), (5, 131, 128, 96)]
+)
+def test_sums_of_chunks(rows: int, tokens: int, chunk: int, head_dim: int) -> None:
+    query, keys = normal(2, rows, head_dim, seed=7), normal(2, tokens, head_dim, seed=8)
+    found = triton_chunk_sums(query, keys, head_dim**-0.5, chunk, tokens - 5, 6)
+    exact = torch_chunk_sums(query.double(), keys.double(), head_dim**-0.5, chunk, tokens - 5, 6)
+    torch.testing.assert_close(found, exact.float(), atol=LSE, rtol=0)
 
 
 def test_float32_over_128k_keys_takes_bounded_memory() -> None:

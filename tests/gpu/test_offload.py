@@ -40,8 +40,7 @@ def runners(model: PreTrainedModel, offload: Offload) -> tuple[ModelRunner, Mode
     return ModelRunner(model, memory), ModelRunner(model, offloaded)
 
 
-@pytest.mark.parametrize("resident", [0, 1, LAYERS - 1])
-@pytest.mark.parametrize("where", ["host", "disk"])
+@pytest.mark.parametrize(("resident", "where"), [(0, "host"), (1, "host"), (LAYERS - 1, "host"), (1, "disk")])
 def test_logits_and_snapshots_are_those_of_memory(
     model: PreTrainedModel, where: str, resident: int, tmp_path: Path
 ) -> None:

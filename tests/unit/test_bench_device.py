@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,6 +28,7 @@ from triforce_core.config import RetrievalSettings, TargetSettings, load_setting
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
+from triforce_core.kv.memory import HOST
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.load import kv_geometry
 
@@ -51,13 +53,25 @@ def shape(tmp_path: Path) -> str:
 
 
 def measured(shape: str, acceptance: SyntheticAcceptance, *, seed: int, output: int, fill: bool = True) -> Measurement:
-    load = DeviceWorkload(len(PROMPT), output, 50, acceptance, seed, repeats=1, fill=fill)
+    load = DeviceWorkload(len(PROMPT), output, (50,), acceptance, seed, repeats=1, fill=fill)
     engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), load)
     return Measurement(engine, Request(PROMPT, output, GREEDY, seed, (8, 3)))
 
 
 def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], shape: str) -> None:
-    small = ("--context", "300", "--output", "40", "--prefill", "100", "--repeats", "1", "--budget", "64", "--force")
+    small = (
+        "--context",
+        "300",
+        "--output",
+        "40",
+        "--prefill",
+        "100,4000",
+        "--repeats",
+        "1",
+        "--budget",
+        "64",
+        "--force",
+    )
     arguments = ("--geometry", shape, "--drafter-geometry", shape, "--threads", "1", "--dtype", "float32", "--json")
     assert run(monkeypatch, "bench", "device", *small, *arguments) == 0
     result = json.loads(capsys.readouterr().out)
@@ -73,10 +87,20 @@ def test_every_figure_is_there(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
         )
     own = stages["retrieval"]["bytes"] / result["copy_bandwidth_gb_s"] / 1e6
     assert stages["retrieval"]["roofline"] == pytest.approx(stages["retrieval"]["ms"] / own), "over weights and its KV"
-    assert stages["prefill"]["tokens_per_s"] == pytest.approx(100 / (stages["prefill"]["ms"] / 1e3))
+    assert list(stages["prefill"]) == ["100", "300"], "as many tokens as there are"
+    for tokens, prefill in stages["prefill"].items():
+        assert prefill["tokens_per_s"] == pytest.approx(int(tokens) / (prefill["ms"] / 1e3))
+    assert list(stages["cut"]) == ["whole", "install_whole", "changes", "install_changes"]
+    assert all(ms > 0 for ms in stages["cut"].values())
     assert list(result["decoding"]) == ["0", "0.6"], "by temperature"
     for runs in result["decoding"].values():
         assert runs["speedup"] == pytest.approx(runs["plain_ms_per_token"] / runs["triforce_ms_per_token"])
+        assert runs["speedup_as_asked"] == pytest.approx(runs["plain_ms_per_token"] * 7.0 / runs["round_ms"], rel=1e-3)
+        passes = {tier: count / runs["passes"]["target"] for tier, count in runs["passes"].items()}
+        alone = passes["draft"] * stages["draft"]["ms"] + passes["retrieval"] * stages["retrieval"]["ms"]
+        assert runs["passes_of_a_round_ms"] == pytest.approx(alone + stages["verify"]["9"]["ms"])
+        assert runs["between_passes_ms"] == pytest.approx(runs["round_ms"] - runs["passes_of_a_round_ms"])
+        assert runs["first_round_ms"] > 0
         assert runs["acceptance"]["synthetic"] is True
         assert runs["acceptance"]["asked"] == {"retrieval": 0.92, "draft": 0.6}
     # What a pass reads: the weights but the embeddings, and of KV what it sees.
@@ -99,6 +123,23 @@ def test_tokens_are_accepted_as_often_as_asked(shape: str, rates: SyntheticAccep
         assert tally.accepted / judged == pytest.approx(rate, abs=4 * (rate * (1 - rate) / judged) ** 0.5)
 
 
+@pytest.mark.parametrize("lookaheads", [(8, 3), (16, 3), (5, 0), (1, 2)])
+def test_the_tokens_expected_of_a_round_are_those_of_many_rounds(lookaheads: tuple[int, int]) -> None:
+    rates, rng, tokens = SyntheticAcceptance(0.92, 0.6), random.Random(0), 0
+
+    def run_of(most: int, rate: float) -> int:
+        """How many of so many proposed tokens are accepted."""
+        return next((n for n in range(most) if rng.random() >= rate), most)
+
+    rounds = 20_000
+    for _ in range(rounds):
+        block = 0
+        while block < lookaheads[0]:
+            block += run_of(lookaheads[1], rates.draft) + 1
+        tokens += run_of(block, rates.retrieval) + 1
+    assert rates.tokens_per_round(lookaheads) == pytest.approx(tokens / rounds, rel=0.02)
+
+
 def test_the_same_seed_gives_the_same_counts(shape: str) -> None:
     one, again, other = (
         [tally.counts for tally in measured(shape, SyntheticAcceptance(0.8, 0.6), seed=seed, output=200).stats.tallies]
@@ -108,7 +149,7 @@ def test_the_same_seed_gives_the_same_counts(shape: str) -> None:
 
 
 def small(**more: Any) -> DeviceWorkload:
-    given = {"output": 20, "prefill": 50, "acceptance": SyntheticAcceptance(0.9, 0.6), "seed": 0, "repeats": 1}
+    given = {"output": 20, "prefills": (50,), "acceptance": SyntheticAcceptance(0.9, 0.6), "seed": 0, "repeats": 1}
     return DeviceWorkload(**{"context": 200, "fill": True, "verified": (1, 5), **given, **more})
 
 
@@ -130,7 +171,7 @@ def test_what_was_measured_before_a_run_is_cut_off_remains(shape: str) -> None:
     assert "copy_bandwidth_gb_s" in stages[0]
     assert [list(each.get("stages", {})) for each in stages[:3]] == [[], ["draft"], ["draft", "retrieval"]]
     assert [list(each["stages"]["verify"]) for each in stages[3:5]] == [["1"], ["1", "5"]]
-    assert list(last["stages"]) == ["draft", "retrieval", "verify", "prefill", "draft_sampled"]
+    assert list(last["stages"]) == ["draft", "retrieval", "verify", "cut", "draft_sampled", "prefill"]
     assert list(last["decoding"]) == ["0"]
 
 
@@ -184,7 +225,7 @@ def test_offloaded_a_pass_is_held_against_the_link(shape: str, resident: int, mo
 @pytest.mark.parametrize("fill", [True, False])
 def test_the_models_run_every_pass(shape: str, fill: bool) -> None:
     """There is one exception: filled prompts need no passes up to the chunk that gives the first token."""
-    load = DeviceWorkload(len(PROMPT), 100, 50, SyntheticAcceptance(0.9, 0.6), 0, repeats=1, fill=fill)
+    load = DeviceWorkload(len(PROMPT), 100, (50,), SyntheticAcceptance(0.9, 0.6), 0, repeats=1, fill=fill)
     settings = SETTINGS.model_copy(update={"target": TargetSettings(prefill_chunk=len(PROMPT) // 4)})
     engine = synthetic_engine(settings, geometry_of(shape, shape), load)
     stats = Measurement(engine, Request(PROMPT, 100, GREEDY, 0, (8, 3))).stats
@@ -229,19 +270,29 @@ def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) ->
     found = {}
     for gib in (140, 79, 24):
         monkeypatch.setattr(fitting, "free_bytes", lambda place, gib=gib: gib << 30)
-        found[gib] = fitting_context(settings, shapes, 1024, 8192)
+        found[gib] = fitting_context(settings, shapes, 1024)
     assert found[140] == 124_928
     assert 80_000 < found[79] < 122_880
     assert 0 < found[24] < found[79]
     assert all(context % 1024 == 0 for context in found.values())
     monkeypatch.setattr(fitting, "free_bytes", lambda place: 140 << 30)
     six = settings.model_copy(update={"retrieval": RetrievalSettings(budget=768)})
-    assert 19_456 <= fitting_context(six, shapes, 1024, 4096, requests=6) < 124_928 / 3
+    assert 19_456 <= fitting_context(six, shapes, 1024, requests=6) < 124_928 / 3
     monkeypatch.setattr(fitting, "free_bytes", lambda place: 8 << 30)
     with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 7\.84 GiB are free on cpu"):
-        fitting_context(settings, shapes, 1024, 8192)
+        fitting_context(settings, shapes, 1024)
     with pytest.raises(InvalidValueError, match=r"output: 1100 leaves fewer than 1024 of the .* 2048 positions"):
-        fitting_context(settings, geometry_of("llama-68m"), 1100, 8192)
+        fitting_context(settings, geometry_of("llama-68m"), 1100)
+
+
+def test_offloaded_the_default_context_fits_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device has room for the layers on their way, and the host for 40 GiB of KV at .5 MiB a token."""
+    settings = load_settings(dtype="bfloat16", max_sequences=1, target=TargetSettings(offload="host"))
+    monkeypatch.setattr(fitting, "torch_device", lambda name: torch.device("cuda", 0))
+    monkeypatch.setattr(fitting, "free_bytes", lambda place: (40 if place == HOST else 79) << 30)
+    context = fitting_context(settings, geometry_of(NAMED), 1024)
+    assert 0.85 * 40 < (context + 1024) / 2048 < 0.95 * 40
+    assert fitting_context(settings.model_copy(update={"target": TargetSettings()}), geometry_of(NAMED), 1024) > context
 
 
 def test_stages_are_timed_on_all_sequences_or_not_at_all() -> None:
@@ -260,6 +311,8 @@ def test_stages_are_timed_on_all_sequences_or_not_at_all() -> None:
         (["--geometry", "gpt-5"], ["geometry", "gpt-5", "llama2-7b-128k"]),
         (["--acceptance", "1.2,.5"], ["acceptance", "1.2,.5", "between 0 and 1"]),
         (["--acceptance", "high"], ["acceptance", "high", "two numbers"]),
+        (["--prefill", "8192,0"], ["prefill", "8192,0", "1 or more"]),
+        (["--prefill", "long"], ["prefill", "long", "numbers of prompt tokens"]),
         (["--fill", "zeros"], ["fill", "zeros", "random or prefill"]),
         (["--device", "abacus"], ["device", "abacus", "must be cpu"]),
         (["--lookaheads", "8,0"], ["lookaheads", "(8, 0)", "must each be 1 or more"]),

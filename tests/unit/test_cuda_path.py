@@ -89,7 +89,7 @@ def run(device: Device, shape: Geometry, *requests: Request, together: bool = Fa
     device.true_values = true_values
     context = max(len(request.prompt) for request in requests)
     rates, sequences = SyntheticAcceptance(1.0, 1.0), settings.max_sequences
-    load = DeviceWorkload(context, OUTPUT, 2048, rates, 0, 1, fill=True, requests=sequences)
+    load = DeviceWorkload(context, OUTPUT, (2048,), rates, 0, 1, fill=True, requests=sequences)
     engine = synthetic_engine(settings, shape, load)
     runners = runners_of(engine)
     weights = {id(weight): weight.nbytes for runner in runners.values() for weight in runner.model.parameters()}

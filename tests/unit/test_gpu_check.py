@@ -1,193 +1,186 @@
-"""scripts/gpu_check.sh without a GPU: each step fails or runs out of time by itself, and the summary says so."""
+"""scripts/gpu_check.sh without a GPU: every job of it on a tiny model, killed and resumed, failing and cut off."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tarfile
-from argparse import Namespace
-from itertools import count
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts import gpu_check
+from scripts.gpu_check import Keep, Worker
 from tests.random_models import random_model
-from triforce_core.bench import attention, generate
-from triforce_core.bench.attention import AttentionCase
 
-USUAL = ["versions", "tests", "fused", "device_quick", "device_full", "attention", "profile", "link"]
 ROOT = Path(__file__).parents[2]
-# A stand-in for Python: what it is called with is a line of $CALLS, and the real one does all but the steps.
-PYTHON = f"""#!/bin/sh
-[ "$1" = - ] && exec {sys.executable} "$@"
-echo "$@" >> "$CALLS"
-cp "$SEEN/summary.json" "$SEEN/$(wc -l < "$CALLS").seen" 2> /dev/null || true
-"""
-
-
-def check(*arguments: str | Path, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run the script without a GPU, even where there is one."""
-    environment = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **variables}
-    command = [str(ROOT / "scripts" / "gpu_check.sh"), *map(str, arguments)]
-    return subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, check=False)
-
-
-def called(tmp_path: Path, steps: str, seconds: str = "100") -> tuple[list[str], dict[str, Any]]:
-    """Run these steps with a stand-in for Python. Return what Python was called with, and the summary."""
-    python, calls, out = tmp_path / "python", tmp_path / "calls", tmp_path / "out"
-    python.write_text(PYTHON)
-    python.chmod(0o755)
-    variables = {"PYTHON": str(python), "CALLS": str(calls), "SEEN": str(out), "STEPS": steps}
-    done = check(tmp_path / "none", out, seconds, **variables)
-    assert done.returncode == 0, done.stderr
-    return calls.read_text().splitlines(), json.loads((out / "summary.json").read_text())
-
-
-@pytest.mark.ci
-def test_every_step_is_tried_and_reported(tmp_path: Path) -> None:
-    """Each step is tried, although no wheel can be installed. Paths may be relative to the folder from which the script
-    is called.
-    """
-    wheels, out = tmp_path / "wheels", tmp_path / "out"
-    wheels.mkdir()
-    for name in ("one-1.0-py3-none-any.whl", "other-2.0-py3-none-any.whl"):
-        (wheels / name).write_text("no wheel")
-    done = check("wheels", "out", "8", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    summary = json.loads((out / "summary.json").read_text())
-    assert summary["bad_wheels"] == ["one-1.0-py3-none-any.whl", "other-2.0-py3-none-any.whl"]
-    assert [step["step"] for step in summary["steps"]] == USUAL
-    for step in summary["steps"]:
-        assert step["status"] != 0, f"{step['step']} cannot succeed without a GPU"
-        assert step["seconds"] < step["limit_s"] + 30
-        assert (out / f"{step['step']}.log").is_file()
-        assert f"{step['step']}: failed, {step['status']}" in done.stdout
-    assert f"0 of {len(USUAL)} steps done" in done.stdout
-
-
-def test_what_comes_back_is_two_files(tmp_path: Path) -> None:
-    """Traces are apart, because they may be too large."""
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "trace_draft_greedy.json").write_text("{}")
-    called(tmp_path, "link")
-    with tarfile.open(tmp_path / "out.tgz") as packed:
-        assert {"./summary.json", "./link.log", "./steps.tsv"} < set(packed.getnames())
-        assert not any("trace_" in name for name in packed.getnames())
-    with tarfile.open(tmp_path / "out.traces.tgz") as packed:
-        assert packed.getnames() == ["trace_draft_greedy.json"]
-
-
-def test_steps_that_are_named_share_the_time_and_one_alone_has_it_all(tmp_path: Path) -> None:
-    _, one = called(tmp_path, "device_offload")
-    assert [step["step"] for step in one["steps"]] == ["device_offload"]
-    assert 90 <= one["steps"][0]["limit_s"] <= 100
-    _, several = called(tmp_path, "link plain device_int4")
-    limits = {step["step"]: step["limit_s"] for step in several["steps"]}
-    assert list(limits) == ["link", "plain", "device_int4"]
-    assert limits["link"] == pytest.approx(100 * 4 / 44, abs=2)
-    assert limits["plain"] == pytest.approx(100 * 18 / 40, abs=5), "of what is left"
-    assert limits["device_int4"] >= 90, "the last has all that the others left"
-
-
-def test_the_summary_is_there_after_every_step(tmp_path: Path) -> None:
-    """If the script is cut off, the summary of the steps before is left."""
-    called(tmp_path, "versions link attention")
-    steps = [len(json.loads(path.read_text())["steps"]) for path in sorted((tmp_path / "out").glob("*.seen"))]
-    assert steps == [1, 2], "when the second and the third began"
-
-
-def test_a_step_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    done = check(tmp_path, tmp_path / "out", STEPS="versions devcie_full")
-    assert done.returncode == 2
-    assert "no step is called devcie_full" in done.stderr
-    assert "device_full" in done.stderr
-    assert not (tmp_path / "out").exists()
-
-
-def test_every_step_has_arguments_that_are_understood(tmp_path: Path) -> None:
-    known = check(tmp_path, tmp_path / "no", STEPS="?").stderr.split("only ")[1].split()
-    calls, _ = called(tmp_path, " ".join(set(known) - {"tests", "fused"}), "1000")
-    parsed = {args.out.stem: args for args in (gpu_check.parsed(call.split()[2:]) for call in calls)}
-    assert set(parsed) == set(known) - {"tests", "fused"}
-    offload, batch, int4 = (parsed[f"device_{name}"] for name in ("offload", "batch", "int4"))
-    settings = gpu_check.settings_of(offload)
-    assert (settings.target.offload, settings.speculation.lookaheads) == ("host", (16, 3))
-    assert (offload.verified, offload.temperatures, offload.acceptance) == ((1, 17), (0.0,), ".94,.6")
-    assert (batch.requests, batch.context, gpu_check.settings_of(batch).retrieval.budget) == (6, 19_456, 768)
-    assert gpu_check.settings_of(int4).retrieval.quantization == "int4"
-    assert (int4.temperatures, int4.verified) == ((0.0, 0.6), (1, 3, 7, 9, 17))
-
-
-def test_no_wheels_is_said(tmp_path: Path) -> None:
-    assert "no wheels in" in check(tmp_path, tmp_path / "out", "1", STEPS="link").stdout
-
-
-@pytest.mark.parametrize("arguments", [[], ["wheels"]], ids=len)
-def test_it_says_how_it_is_called(arguments: list[str]) -> None:
-    done = check(*arguments)
-    assert done.returncode == 2
-    assert "usage: scripts/gpu_check.sh WHEELS OUT" in done.stderr
-
-
-def test_attention_is_measured_case_by_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """If one case fails, the other cases are measured."""
-    cases = (AttentionCase(4, 2, 3, 600, 700, head_dim=-1), AttentionCase(4, 2, 3, 600, 700, head_dim=16))
-    monkeypatch.setattr(attention, "CASES", cases)
-    found = gpu_check.attention(Namespace(device="cpu", out=tmp_path / "attention.json"))
-    assert found == json.loads((tmp_path / "attention.json").read_text())
-    failed, measured = (found[str(case)] for case in cases)
-    assert failed.startswith("RuntimeError: ")
-    assert measured["attention"][0]["us"] > 0
 
 
 @pytest.fixture
-def arguments(tmp_path: Path) -> list[str]:
-    """Arguments for a tiny model on this machine's CPU."""
+def options(tmp_path: Path) -> list[str]:
+    """For a model of two layers on this machine's CPU."""
     random_model(max_position_embeddings=8192).config.save_pretrained(tmp_path)
-    shape = ["--device", "cpu", "--dtype", "float32", "--geometry", str(tmp_path / "config.json"), "--budget", "64"]
-    return [str(tmp_path / "found.json"), *shape, "--output", "8", "--prefill", "64"]
+    given = {"device": "cpu", "dtype": "float32", "geometry": tmp_path / "config.json", "context": 300, "budget": 64}
+    given |= {"output": 8, "layers": 2, "tests": "tests/gpu/test_quantization.py"}
+    return [f"--{name}={value}" for name, value in given.items()]
 
 
-def test_a_bench_leaves_its_figures_as_it_goes(
-    arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def command(wheels: Path, out: Path, seconds: int, *options: str) -> list[str]:
+    return [str(ROOT / "scripts" / "gpu_check.sh"), str(wheels), str(out), str(seconds), *options]
+
+
+ENVIRONMENT = {**os.environ, "PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": ""}
+
+
+def check(*arguments: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command(*arguments), env=ENVIRONMENT, capture_output=True, text=True, check=False)
+
+
+def told(out: Path) -> dict[str, dict[str, Any]]:
+    """What the file of each job says."""
+    return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json") if path.stem in gpu_check.JOBS}
+
+
+@pytest.mark.ci
+def test_all_jobs_run_killed_half_way_and_resumed(tmp_path: Path, options: list[str]) -> None:
+    """All but `served`, which has a test of its own: the process is killed in a job, by its pid, and another one goes
+    on by itself; then everything is stopped and begun again. What was done is not repeated.
+    """
+    out, wheels = tmp_path / "out", tmp_path / "wheels"
+    jobs = " ".join(name for name in gpu_check.JOBS if name != "served")
+    wheels.mkdir()
+    (wheels / "one-1.0-py3-none-any.whl").write_text("no wheel")
+    whole = command(wheels, out, 400, f"--jobs={jobs}", *options)
+    with subprocess.Popen(whole, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True) as running:
+        while "plain" not in told(out):  # the job after `full` and `profile`
+            time.sleep(0.02)
+            assert running.poll() is None
+        os.killpg(running.pid, signal.SIGKILL)
+    before = told(out)
+    assert before["full"]["state"] == "done"
+    assert len(before) < len(gpu_check.JOBS) - 1
+    done = check(wheels, out, 400, f"--jobs={jobs}", *options)
+    found = told(out)
+    assert {name: job.get("why") for name, job in found.items()} == dict.fromkeys(jobs.split())
+    assert all(job["state"] == "done" for job in found.values())
+    assert done.returncode == 0
+    assert found["full"] == before["full"]
+    assert "failed: one-1.0-py3-none-any.whl" in done.stdout
+    full, batch, offload = (found[name]["found"] for name in ("full", "batch", "offload"))
+    assert list(full["stages"]) == ["draft", "retrieval", "verify", "cut", "draft_sampled", "prefill"]
+    assert list(full["decoding"]) == ["0", "0.6"]
+    assert (batch["requests"], batch["context"]) == (6, 300)
+    assert (offload["offload"], offload["decoding"]["0"]["lookaheads"]) == ("host", [16, 3])
+    assert found["int8"]["found"]["self_drafter_quantization"] == "int8"
+    assert list(found["plain"]["found"]) == list(found["generate"]["found"]) == ["300"]
+    assert {"draft, greedy", "round, sampled"} < set(found["profile"]["found"])
+    assert "skipped" in found["tests"]["found"]["last_lines"][-1]
+    assert found["products"]["found"]["down, 4"]["us"] > 0
+    with tarfile.open(tmp_path / "out.tgz") as packed:
+        assert {"./full.json", "./generate.json", "./tests.log", "./wheels.log"} < set(packed.getnames())
+        assert not any("trace_" in name for name in packed.getnames()), "they may be too large"
+    assert (out / "trace_greedy.json").is_file()
+    assert (tmp_path / "out.kernels.tgz").is_file()
+
+
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, **jobs: Callable[[Worker, Keep], None]) -> list[str]:
+    monkeypatch.setattr(gpu_check, "JOBS", {name: (job, 1) for name, job in jobs.items()})
+    return [str(tmp_path / "out"), "--device=cpu", f"--jobs={' '.join(jobs)}"]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["gpu_check", *arguments])
+    return gpu_check.main()
+
+
+def test_after_an_error_another_process_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(worker: Worker, keep: Keep) -> None:
+        keep({"before": 1})
+        raise RuntimeError("an illegal memory access")
+
+    def works(worker: Worker, keep: Keep) -> None:
+        keep({"after": 2})
+
+    arguments = worker(tmp_path, monkeypatch, fails=fails, works=works)
+    assert run(monkeypatch, *arguments) == 3
+    assert not (tmp_path / "out" / "works.json").exists()
+    assert run(monkeypatch, *arguments) == 0
+    failed, worked = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("fails", "works"))
+    assert (failed["state"], failed["found"], failed["begun"]) == ("failed", {"before": 1}, 1)
+    assert failed["why"][-1] == "RuntimeError: an illegal memory access"
+    assert (worked["state"], worked["found"]) == ("done", {"after": 2})
+
+
+def test_a_job_that_takes_too_long_is_cut_off_and_leaves_its_figures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kept: list[dict[str, Any]] = []
-    monkeypatch.setattr(Path, "replace", lambda part, path: kept.append(json.loads(part.read_text())))
-    more = ["--context", "200", "--repeats", "1", "--temperatures", "0", "--requests", "2", "--verified", "3"]
-    found = gpu_check.bench(gpu_check.parsed(["bench", *arguments, *more]))
-    assert (found["context"], found["requests"], found["geometry"]) == (200, 2, str(tmp_path / "config.json"))
-    assert list(found["decoding"]) == ["0"]
-    assert list(found["stages"]["verify"]) == ["3"]
-    assert "stages" not in kept[0]
-    assert len(kept) >= 7
+    def slow(worker: Worker, keep: Keep) -> None:
+        keep({"first": 1})
+        time.sleep(30)
+
+    began = time.monotonic()
+    arguments = worker(tmp_path, monkeypatch, slow=slow, next=lambda worker, keep: keep({}))
+    assert run(monkeypatch, *arguments) == 0
+    assert time.monotonic() - began < 10
+    slow_job, following = (json.loads((tmp_path / "out" / f"{name}.json").read_text()) for name in ("slow", "next"))
+    assert (slow_job["state"], slow_job["found"], slow_job["why"]) == ("cut off", {"first": 1}, "cut off after 1 s")
+    assert following["state"] == "done"
 
 
-def test_plain_decoding_and_generate_are_measured_at_the_same_contexts(
-    arguments: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_job_that_kills_its_process_is_begun_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    begun = []
+    arguments = worker(tmp_path, monkeypatch, crash=lambda worker, keep: begun.append(1))
+    (out / "crash.json").write_text('{"state": "begun", "begun": 2}')
+    assert run(monkeypatch, *arguments) == 0
+    assert not begun
+    assert json.loads((out / "crash.json").read_text())["state"] == "failed"
+    (out / "crash.json").write_text('{"state": "begun", "begun": 1}')
+    assert run(monkeypatch, *arguments) == 0
+    assert begun
+
+
+def test_after_the_deadline_nothing_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What fails at one context must not cost the others."""
-    args = gpu_check.parsed(["plain", *arguments, "--context", "4500"])
-    ours = gpu_check.plain(args)
-    assert list(ours) == ["4096", "4500"]
-    assert all(ms > 0 for ms in ours.values())
-    whole, passes = generate.generate_ms, count()
+    arguments = worker(tmp_path, monkeypatch, late=lambda worker, keep: keep({}))
+    assert run(monkeypatch, *arguments, f"--until={time.time()}") == 0
+    assert "late: not begun, time is over" in capsys.readouterr().out
+    assert not (tmp_path / "out" / "late.json").exists()
 
-    def failing(model: Any, context: int, output: int) -> float:
-        if context == 4096:
-            raise RuntimeError("no memory")
-        # A clock that each pass advances by one second: on a real one, a short run may take longer than a long one.
-        clock = Namespace(now=0.0)
-        model.register_forward_pre_hook(lambda *_: setattr(clock, "now", float(next(passes))))
-        monkeypatch.setattr(generate, "time", Namespace(perf_counter=lambda: clock.now))
-        return whole(model, context, output, repeats=1)
 
-    monkeypatch.setattr(generate, "generate_ms", failing)
-    theirs = gpu_check.generate(args)
-    assert list(theirs) == ["4096", "4500"]
-    assert theirs["4096"] == "RuntimeError: no memory"
-    assert theirs["4500"] == 1e3, "a token is a pass"
+def test_kernels_of_an_earlier_run_are_brought_along(tmp_path: Path, options: list[str]) -> None:
+    wheels, kernels = tmp_path / "wheels", tmp_path / "kernels"
+    wheels.mkdir()
+    (kernels / "triton").mkdir(parents=True)
+    (kernels / "triton" / "one.cubin").write_text("a kernel")
+    gpu_check.pack(kernels, wheels / "kernels.tgz")
+    assert check(wheels, tmp_path / "out", 60, "--jobs=versions", *options).returncode == 0
+    assert (tmp_path / "out.kernels" / "triton" / "one.cubin").read_text() == "a kernel"
+
+
+def test_without_a_gpu_the_first_job_says_so(tmp_path: Path) -> None:
+    """A worker that cannot start is not started again and again."""
+    assert check(tmp_path, tmp_path / "out", 60, "--jobs=versions").returncode == 0
+    versions = told(tmp_path / "out")["versions"]
+    assert versions["state"] == "failed"
+    assert versions["why"][-1] == "AssertionError: PyTorch sees no GPU"
+    unknown = check(tmp_path, tmp_path / "out", 60, "--jobs=full devcie")
+    assert unknown.returncode == 2
+    assert "invalid jobs_of value: 'full devcie'" in unknown.stderr
+
+
+@pytest.mark.parametrize("arguments", [[], ["wheels", "out"]], ids=len)
+def test_it_says_how_it_is_called(arguments: list[str]) -> None:
+    done = subprocess.run(
+        [str(ROOT / "scripts" / "gpu_check.sh"), *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "usage: scripts/gpu_check.sh WHEELS OUT SECONDS" in done.stderr

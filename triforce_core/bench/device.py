@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from triforce_core.bench.cuts import cut_ms
 from triforce_core.bench.decode import Report
 from triforce_core.bench.geometry import Geometry, random_model
 from triforce_core.bench.peaks import Peaks, measure_peaks, seconds
@@ -32,7 +33,9 @@ from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
+from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.models.device import torch_device
 from triforce_core.models.files import context_length, kv_shape
@@ -43,6 +46,7 @@ from triforce_core.verification import ModelVerifier
 
 VERIFIED = (1, 3, 7, 9, 17)  # query tokens of the target passes that are timed
 STAGE_TOKENS = 1024  # room for output of the sequence on which stages are timed
+LONG = 16_384  # tokens of a prompt whose prefill is timed once
 PREFILLED = 2**60  # a sequence id that no engine uses
 
 Keep = Callable[[dict[str, Any]], object]  # is told the figures so far, so that a run which is cut off leaves some
@@ -54,7 +58,7 @@ class DeviceWorkload:
 
     context: int  # of each prompt
     output: int  # of each request, in the time that is measured
-    prefill: int  # of the prompt whose prefill is timed, at most `context`
+    prefills: tuple[int, ...]  # of the prompts whose prefill is timed, each at most `context`
     acceptance: SyntheticAcceptance
     seed: int
     repeats: int  # runs of each mode
@@ -68,16 +72,34 @@ class DeviceWorkload:
         """For the output of a request, which is decoded before and after the time that is measured, too."""
         return room_for(self.output)
 
+    def of(self, context: int) -> DeviceWorkload:
+        """The same with prompts of this length, and prefills of at most that."""
+        prefills = tuple(dict.fromkeys(min(tokens, context) for tokens in self.prefills))
+        return replace(self, context=context, prefills=prefills)
+
 
 def room_for(output: int) -> int:
     return max(2 * output, STAGE_TOKENS)
 
 
+def prefill_lengths(text: str) -> tuple[int, ...]:
+    """The lengths in a text such as `8192,65536`. Raises `InvalidValueError`."""
+    lengths = tuple(int(each) if each.strip().isdecimal() else 0 for each in text.split(","))
+    require(min(lengths) > 0, "prefill", text, "must be numbers of prompt tokens, each 1 or more")
+    return lengths
+
+
 def bench_device(
-    settings: Settings, geometry: Geometry, load: DeviceWorkload, report: Report, keep: Keep = lambda found: None
+    settings: Settings,
+    geometry: Geometry,
+    load: DeviceWorkload,
+    report: Report,
+    keep: Keep = lambda found: None,
+    engine: Engine | None = None,
 ) -> dict[str, Any]:
     """Run the benchmark and return its figures. The arguments must have passed `check`. `keep` gets the figures so far
-    whenever there are new ones, the same dictionary each time.
+    whenever there are new ones, the same dictionary each time. `engine`: a `synthetic_engine` for this load that is
+    there already.
     """
     device = torch_device(settings.device)
     peaks = measure_peaks(device, DTYPES[settings.dtype])
@@ -98,15 +120,17 @@ def bench_device(
         "matrix_peak_tflops": peaks.matrix_tflops,
     }
     keep(found)
-    engine = synthetic_engine(settings, geometry, load)
+    engine = engine or synthetic_engine(settings, geometry, load)
     rng = random.Random(load.seed)
     vocab_size = geometry.target.vocab_size
     prompts = [tuple(rng.randrange(vocab_size) for _ in range(load.context)) for _ in range(load.requests)]
     found["kernels"] = kernels_by_tier(engine)
     report("each stage by itself")
-    for found["stages"] in stages(engine, settings, load, prompts, peaks):
+    by_itself: dict[str, Any] = {}
+    for by_itself in stages(engine, settings, load, prompts, peaks):
+        found["stages"] = by_itself
         keep(found)
-    for found["decoding"] in decode(engine, settings, load, prompts, report):
+    for found["decoding"] in decode(engine, settings, load, prompts, by_itself, report):
         keep(found)
     return found
 
@@ -132,7 +156,7 @@ def check(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> None:
 
 def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkload) -> Engine:
     """The engine of a whole chain in this process, with random weights and room for everything that is measured."""
-    pool = load.requests * (load.context + load.room) + load.prefill
+    pool = load.requests * (load.context + load.room)
     # Nobody waits here: prompts are read as fast as they can be, so that all requests soon decode together.
     given = {"kv_pool_tokens": pool, "max_stall_ms": None}
     target_settings = settings.cold.target.model_copy(update=given)
@@ -151,8 +175,8 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkloa
 def stages(
     engine: Engine, settings: Settings, load: DeviceWorkload, prompts: list[tuple[int, ...]], peaks: Peaks
 ) -> Iterator[dict[str, Any]]:
-    """Figures of single passes over sequences of `context` tokens, and of the prefill of at most that many; those so
-    far after each of them.
+    """Figures of single passes over sequences of `context` tokens, of snapshots, and of prefills; those so far after
+    each of them.
     """
     lookaheads, retrieval = settings.speculation.effective, level_below(engine.decoder)
     assert isinstance(engine.decoder, SpeculativeDecoder)
@@ -173,13 +197,20 @@ def stages(
         run = verifying(engine.decoder.verifier, sequences, tokens)
         found["verify"][str(tokens)] = stage(Tier.TARGET, run, tokens)
         yield found
-    found["prefill"] = prefill(runners[Tier.TARGET], settings, prompts[0][: load.prefill], peaks)
+    full, sparse = runners[Tier.TARGET].kv, runners[Tier.RETRIEVAL].kv
+    assert isinstance(full, FullKV)
+    assert isinstance(sparse, RetrievalKV)
+    found["cut"] = cut_ms(engine, full, sparse, sequences[0])
     yield found
     finish(engine, {sequence.request_id for sequence in sequences})
     sequences = decoding(engine, prompts, lookaheads, SamplingParams(1.0))
     found["draft_sampled"] = stage(Tier.DRAFT, drafting(retrieval.proposer, sequences), 1)  # at temperature 1
     yield found
     finish(engine, {sequence.request_id for sequence in sequences})
+    found["prefill"] = {}
+    for tokens in load.prefills:
+        found["prefill"][str(tokens)] = prefill(runners[Tier.TARGET], settings, prompts[0][:tokens], peaks)
+        yield found
 
 
 def pass_figures(
@@ -190,9 +221,9 @@ def pass_figures(
     """
     table, head = tables(runner.model)
     weights = weight_bytes(runner.model) - (0 if table is head else tensor_bytes(table))
-    rows = runner.kv.prepare([Forward(newest(sequence), tokens) for sequence in sequences]).rows
-    cached = sum(stop - start for row in rows for start, stop in row.placed.visible)
-    own = sum(len(row.placed.tokens) for row in rows)
+    _, batch = runner.forward([Forward(newest(sequence), tokens) for sequence in sequences])
+    cached = sum(stop - start for row in batch.rows for start, stop in row.placed.visible)
+    own = sum(len(row.placed.tokens) for row in batch.rows)
     moved = weights + (cached + own) * runner.kv.geometry.bytes_per_token
     found = {"tokens": tokens, "ms": 1e3 * taken_s, "bytes": moved, "share": moved / taken_s / 1e9 / peaks.copy_gb_s}
     if isinstance(runner.kv, OffloadedKV):
@@ -205,7 +236,12 @@ def pass_figures(
 
 
 def decode(
-    engine: Engine, settings: Settings, load: DeviceWorkload, prompts: list[tuple[int, ...]], report: Report
+    engine: Engine,
+    settings: Settings,
+    load: DeviceWorkload,
+    prompts: list[tuple[int, ...]],
+    stages: dict[str, Any],
+    report: Report,
 ) -> Iterator[dict[str, Any]]:
     """Figures of plain decoding and TriForce by temperature, run in alternating order; those so far after each pair of
     runs.
@@ -225,21 +261,41 @@ def decode(
                 at = f"{name} at T = {sampling.temperature:g}, {repeat}/{load.repeats}"
                 report(f"{at}: {runs[-1].ms_per_token:.2f} ms a token")
             if repeat:
-                figures = decoding_figures(plain[1:], speculative[1:], load.acceptance)
+                figures = decoding_figures(plain[1:], speculative[1:], lookaheads, load.acceptance, stages)
                 found[f"{sampling.temperature:g}"] = {"output": load.output, "lookaheads": list(lookaheads)} | figures
                 yield found
 
 
-def decoding_figures(plain: list[Together], speculative: list[Together], asked: SyntheticAcceptance) -> dict[str, Any]:
-    """Times are medians, from one token of a request to its next; the rest is of the last run."""
+def decoding_figures(
+    plain: list[Together],
+    speculative: list[Together],
+    lookaheads: tuple[int, int],
+    asked: SyntheticAcceptance,
+    stages: dict[str, Any],
+) -> dict[str, Any]:
+    """Times are medians, from one token of a request to its next; the rest is of the last run.
+
+    Few rounds draw other rates than those asked for. So the speed-up is told as it was run, and for the expected tokens
+    of a round at the asked rates (`speedup_as_asked`). What the passes of a round take by themselves is reckoned from
+    `stages`; what is left of its time is the host between passes and the cuts of snapshots.
+    """
     plain_ms = statistics.median(run.ms_per_token for run in plain)
     triforce_ms = statistics.median(run.ms_per_token for run in speculative)
-    last = speculative[-1]
+    round_ms = statistics.median(1e3 * run.taken_s / run.passes["target"] for run in speculative)
+    last, expected = speculative[-1], asked.tokens_per_round(lookaheads)
+    verify = min(stages["verify"].values(), key=lambda stage: abs(stage["tokens"] - lookaheads[0] - 1))
+    alone = {"draft": stages["draft"]["ms"], "retrieval": stages["retrieval"]["ms"], "target": verify["ms"]}
+    passes_ms = sum(last.passes[tier] * ms for tier, ms in alone.items()) / last.passes["target"]
     return {
         "plain_ms_per_token": plain_ms,
         "triforce_ms_per_token": triforce_ms,
         "speedup": plain_ms / triforce_ms,
-        "tokens_per_round": last.stats.tokens_per_round,
+        "speedup_as_asked": plain_ms * expected / round_ms,
+        "round_ms": round_ms,
+        "first_round_ms": 1e3 * statistics.median(run.first_round_s for run in speculative),
+        "passes_of_a_round_ms": passes_ms,
+        "between_passes_ms": round_ms - passes_ms,
+        "tokens_per_round": {"drawn": last.stats.tokens_per_round, "as_asked": expected},
         "passes": last.passes,
         "acceptance": {**last.stats.acceptance, "asked": asdict(asked), "synthetic": True},
     }
@@ -264,7 +320,8 @@ def prefill(runner: ModelRunner, settings: Settings, prompt: tuple[int, ...], pe
             verifier.verify([Claim(span, (), sample=False)])
         verifier.release([PREFILLED])
 
-    taken = seconds(run, runner.kv.geometry.device)
+    # A long one takes seconds, and varies little.
+    taken = seconds(run, runner.kv.geometry.device, repeats=1 if len(prompt) > LONG else 3)
     flops = prefill_flops(runner.model, len(prompt))
     return {
         "tokens": len(prompt),

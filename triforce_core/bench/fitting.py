@@ -18,13 +18,14 @@ from triforce_core.models.device import DTYPES, torch_device
 from triforce_core.models.files import context_length, kv_shape
 
 LONGEST, STEP = 124_928, 1024  # tokens of prompt
+HOST_SHARE = 0.9  # of the host's free memory, for KV that is offloaded
 SPARED = 0.02  # share of the free memory that is left unused, for the gaps between allocations
 
 
-def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill: int, requests: int = 1) -> int:
-    """The longest prompt, in whole steps, for which weights, caches and passes fit, with `requests` of them at once,
-    room for `output` tokens after each, and for another prompt of `prefill`. Raises `InvalidValueError` where not even
-    the shortest fits.
+def fitting_context(settings: Settings, geometry: Geometry, output: int, requests: int = 1) -> int:
+    """The longest prompt, in whole steps, for which weights, caches and passes fit, with `requests` of them at once and
+    room for `output` tokens after each; offloaded KV must fit the host's memory. Raises `InvalidValueError` where not
+    even the shortest fits.
     """
     settings = settings.model_copy(update={"max_sequences": requests})
     device = torch_device(settings.device)
@@ -35,9 +36,11 @@ def fitting_context(settings: Settings, geometry: Geometry, output: int, prefill
     rule = f"leaves fewer than {STEP} of the geometry's {positions} positions for a prompt: choose a larger geometry"
     require(longest >= STEP, "output", output, rule)
     for context in range(longest - longest % STEP, 0, -STEP):
-        if pool_bytes(settings, geometry.target, requests * (context + output) + prefill) <= left:
+        tokens = requests * (context + output)
+        elsewhere = device == HOST or host_bytes(settings, geometry.target, tokens) <= free_bytes(HOST) * HOST_SHARE
+        if elsewhere and pool_bytes(settings, geometry.target, tokens) <= left:
             return context
-    needed = free - left + pool_bytes(settings, geometry.target, requests * (STEP + output) + prefill)
+    needed = free - left + pool_bytes(settings, geometry.target, requests * (STEP + output))
     rule = f"takes {gib(needed)} with {STEP} tokens of context, where {gib(free)} are free on {device}"
     require(False, "geometry", geometry.target.model_type, f"{rule}: choose a smaller one")
     return 0
@@ -63,6 +66,13 @@ def pool_bytes(settings: Settings, config: PretrainedConfig, pool_tokens: int) -
     on_device, elsewhere = offload.kv_bytes(shape, pool_tokens)
     on_host = shape.device == HOST and offload.directory is None
     return on_device + (elsewhere if on_host else 0) + beside.landmarks + beside.on_device
+
+
+def host_bytes(settings: Settings, config: PretrainedConfig, pool_tokens: int) -> int:
+    """The bytes of KV that the target keeps in the host's memory instead of the device's."""
+    shape = kv_geometry_of(config, settings)
+    offload = offload_for(settings, shape.num_layers)
+    return 0 if offload is None or offload.directory is not None else offload.kv_bytes(shape, pool_tokens)[1]
 
 
 def kv_geometry_of(config: PretrainedConfig, settings: Settings) -> KVGeometry:

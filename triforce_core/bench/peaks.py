@@ -47,10 +47,10 @@ def measured(device: torch.device, dtype: torch.dtype) -> Peaks:
     return Peaks(2 * count / copying / 1e9, link, 2 * side**3 / multiplying / 1e12)
 
 
-def seconds(run: Callable[[], object], device: torch.device) -> float:
+def seconds(run: Callable[[], object], device: torch.device, repeats: int = REPEATS) -> float:
     """Median seconds of `run`, including the work that it starts on the device, after one warm-up run."""
     taken = []
-    for _ in range(REPEATS + 1):
+    for _ in range(repeats + 1):
         synchronize(device)
         begin = time.perf_counter()
         run()

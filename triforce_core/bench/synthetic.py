@@ -39,6 +39,22 @@ class SyntheticAcceptance:
         """The rate at which `tier` accepts tokens that are proposed to it."""
         return self.retrieval if tier == Tier.TARGET else self.draft
 
+    def tokens_per_round(self, lookaheads: tuple[int, int]) -> float:
+        """The expected number of tokens that a round of the target gives. The self-drafter's block grows by one token
+        and the accepted drafts before it, until it has as many as were asked for.
+        """
+        block, drafted = lookaheads
+        steps = {1 + n: self.draft**n * (1 - self.draft) for n in range(drafted)} | {1 + drafted: self.draft**drafted}
+        lengths, chances = {0: 1.0}, dict[int, float]()
+        while lengths:
+            grown: dict[int, float] = {}
+            for length, chance in lengths.items():
+                for more, step in steps.items():
+                    into = grown if length + more < block else chances
+                    into[length + more] = into.get(length + more, 0.0) + chance * step
+            lengths = grown
+        return sum(chance * self.retrieval**n for length, chance in chances.items() for n in range(length + 1))
+
 
 def chance(seed: int, position: int, what: str) -> float:
     """A number uniform in [0, 1) that depends on the arguments only, so it is the same in every process."""

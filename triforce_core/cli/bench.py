@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -109,7 +108,7 @@ def device(
         int | None, typer.Option(min=1, help="prompt tokens; by default as many as fit the device, at most 124928")
     ] = None,
     output: Annotated[int, typer.Option(help="output tokens of each run")] = 256,
-    prefill: Annotated[int, typer.Option(min=1, help="prompt tokens whose prefill is measured")] = 8192,
+    prefill: Annotated[str, typer.Option(help="prompt tokens of the prefills that are measured")] = "8192,65536",
     acceptance: Annotated[
         str,
         typer.Option(help="acceptance rates of retrieval and draft tokens; simulated because the weights are random"),
@@ -122,7 +121,7 @@ def device(
     as_json: JsonOption = False,
 ) -> None:
     """Times of each stage for a model's geometry with random weights, and decoding with synthetic acceptance."""
-    from triforce_core.bench.device import DeviceWorkload, bench_device, check
+    from triforce_core.bench.device import DeviceWorkload, bench_device, check, prefill_lengths
     from triforce_core.bench.fitting import fitting_context
     from triforce_core.bench.geometry import geometry_of
     from triforce_core.bench.machine import quiet_machine
@@ -133,11 +132,12 @@ def device(
     rates = SyntheticAcceptance.parse(acceptance)
     shapes = geometry_of(geometry, drafter_geometry)
     torch_device(settings.device)  # a missing device is refused at once
-    load = DeviceWorkload(context or 1, output, prefill, rates, seed, repeats, fill == "random")
+    prefills = prefill_lengths(prefill)
+    load = DeviceWorkload(context or 1, output, prefills, rates, seed, repeats, fill == "random")
     check(settings, shapes, load)
     if context is None:
-        context = fitting_context(settings, shapes, load.room, prefill)
-    load = replace(load, context=context, prefill=min(prefill, context))
+        context = fitting_context(settings, shapes, load.room)
+    load = load.of(context)
     progress = Console(stderr=True, highlight=False)
     with quiet_machine(max_load, force=force):
         figures = bench_device(settings, shapes, load, progress.print)
