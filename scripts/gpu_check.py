@@ -10,7 +10,6 @@ import contextlib
 import gc
 import importlib.metadata
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -41,12 +40,14 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import kernels_by_tier
 from triforce_core.engine.sequence import Request
+from triforce_core.kv.memory import free_bytes
 from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.load import DTYPES
 from triforce_core.toolchain import lacking
 
 PACKAGES = ("torch", "transformers", "triton", "ray", "torchao", "pydantic", "pydantic-core", "numpy", "pytest")
 SPARED_S = 5  # of the deadline, for packing
+LEAST_S = 10  # with less time left no job begins
 Found = dict[str, Any]
 Keep = Callable[[Found], None]
 
@@ -68,6 +69,10 @@ class Case:
     temperatures: tuple[float, ...] = (0.0, 0.6)
     verified: tuple[int, ...] = (1, 3, 7, 9, 17)
     prefills: tuple[int, ...] = (8192, 65_536)
+
+
+class CutOff(BaseException):
+    """A job's time is over. No `Exception`: what falls back where a kernel cannot be compiled must not take it."""
 
 
 class Worker:
@@ -161,7 +166,7 @@ def tests(worker: Worker, keep: Keep) -> None:
     command = [sys.executable, "-m", "pytest", *worker.args.tests.split(), "-v", "-rf", "--tb=short", "--timeout=60"]
     command += ["-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib", f"--junitxml={out / 'tests.xml'}"]
     with (out / "tests.log").open("w") as log:
-        tested = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        tested = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     found: Found = {}
     try:
         began = time.monotonic()
@@ -175,17 +180,14 @@ def tests(worker: Worker, keep: Keep) -> None:
         keep(found)
         del engine
         worker.release()
-        if worker.args.kernels.is_dir():
-            pack(worker.args.kernels, out.with_name(f"{out.name}.kernels.tgz"))
         found["tests_status"] = tested.wait()
         found["tests_s"] = time.monotonic() - began
     finally:
-        if tested.poll() is None:
-            os.killpg(tested.pid, signal.SIGINT)  # then pytest says what has failed by now
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                tested.wait(5)
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(tested.pid, signal.SIGKILL)
+        tested.send_signal(signal.SIGINT)  # then pytest says what has failed by now
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            tested.wait(5)
+        tested.kill()
+        tested.wait()
         found["last_lines"] = (out / "tests.log").read_text(errors="replace").splitlines()[-25:]
         keep(found)
     assert found["tests_status"] == 0, "tests failed; see tests.log"
@@ -297,16 +299,20 @@ def products(worker: Worker, keep: Keep) -> None:
 def served(worker: Worker, keep: Keep) -> None:
     """Three Ray actors on this device, in processes of their own; see gpu_served.py."""
     worker.release()
+    free = free_bytes(worker.device)
     path = worker.args.out / "served_parts.json"
     command = [sys.executable, "-m", "scripts.gpu_served", str(path), f"--device={worker.args.device}"]
     command += worker.args.served.split()
     with (worker.args.out / "served.log").open("w") as log:
-        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
+        running = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
     try:
         status = running.wait()
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
+        running.kill()
+        running.wait()
+        until = time.monotonic() + 15  # its actors end some seconds after it, and the next job needs their memory
+        while worker.device.type == "cuda" and free_bytes(worker.device) < 0.99 * free and time.monotonic() < until:
+            time.sleep(0.2)
         if path.is_file():
             keep(json.loads(path.read_text()))
     assert status == 0, "it failed; see served.log"
@@ -364,16 +370,18 @@ def save(path: Path, found: Found) -> None:
 
 def pack(folder: Path, into: Path) -> None:
     """Traces are left out: they are the one thing that may be too large to bring back."""
-    with tarfile.open(into, "w:gz") as packed:
+    part = into.with_suffix(".part")
+    with tarfile.open(part, "w:gz") as packed:
         packed.add(folder, ".", filter=lambda each: None if "/trace_" in each.name else each)
+    part.replace(into)
 
 
 @contextlib.contextmanager
 def at_most(limit_s: float) -> Iterator[None]:
-    """Raise `TimeoutError` in the body after that many seconds."""
+    """Raise `CutOff` in the body after that many seconds."""
 
     def ring(*_: object) -> None:
-        raise TimeoutError(f"cut off after {limit_s:.0f} s")
+        raise CutOff(f"after {limit_s:.0f} s")
 
     before = signal.signal(signal.SIGALRM, ring)
     signal.setitimer(signal.ITIMER_REAL, limit_s)
@@ -396,7 +404,7 @@ def run_job(worker: Worker, name: str, left_s: float) -> bool:
         save(path, told | {"state": "failed", "why": "this process or its job was killed twice"})
         return True
     run, most = JOBS[name]
-    began, told = time.monotonic(), {"state": "begun", "begun": told["begun"] + 1}
+    began, told = time.monotonic(), told | {"state": "begun", "begun": told["begun"] + 1}
     save(path, told)
 
     def keep(found: Found) -> None:
@@ -407,8 +415,8 @@ def run_job(worker: Worker, name: str, left_s: float) -> bool:
         with at_most(min(most, left_s)):
             run(worker, keep)
         told["state"] = "done"
-    except TimeoutError as error:
-        told |= {"state": "cut off", "why": str(error)}
+    except CutOff as error:  # resumed if it was the time of all that was over
+        told |= {"state": "cut off" if most <= left_s else "begun", "why": str(error)}
         worker.release()
     except Exception:
         told |= {"state": "failed", "why": traceback.format_exc().splitlines()[-12:]}
@@ -424,13 +432,15 @@ def main() -> int:
     worker, deadline = Worker(args), args.until or time.time() + args.seconds
     for name in args.jobs:
         left_s = deadline - time.time() - SPARED_S
-        if left_s < 1:
+        if left_s < LEAST_S:
             say(f"{name}: not begun, time is over")
             continue
         go_on = run_job(worker, name, left_s)
         pack(args.out, args.out.with_name(f"{args.out.name}.tgz"))
         if not go_on:
             return 3
+    if args.kernels.is_dir():
+        pack(args.kernels, args.out.with_name(f"{args.out.name}.kernels.tgz"))
     return 0
 
 

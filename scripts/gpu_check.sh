@@ -41,4 +41,5 @@ while { [ "$status" -eq 3 ] || [ "$status" -ge 128 ]; } && [ $((until - $(date +
         "$python" -m scripts.gpu_check "$out" --until "$until" --kernels "$kernels" "$@"
     status=$?
 done
+tar -C "$out" --exclude './trace_*' -czf "$out.part" . && mv "$out.part" "$out.tgz" # a job that was cut off, too
 exit "$status"

@@ -17,7 +17,7 @@ from triforce_core.models.quantize import weight_bytes
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
-@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("kind", ["int8", "fp8", "int4"])
 def test_a_quantised_self_drafter_is_smaller_and_mostly_right(kind: str, held_out: HeldOut) -> None:
     settings = Settings.model_validate(
         {"device": "cuda", "dtype": "bfloat16", "retrieval": {"quantization": kind}, "target": {"kv_pool_tokens": 4096}}

@@ -68,7 +68,8 @@ def buffer_of_events(buffer: Any, device: torch.device, num_bytes: int) -> None:
 def test_what_is_gathered_is_what_indexing_gives(staging: PinnedStaging, rows: int) -> None:
     source, index = torch.randn(50, 5), torch.randint(50, (rows,))
     with Link() as Late.link:
-        found = staging.gather(source, index)
+        found = torch.full((rows, 5), torch.nan)
+        staging.gather(source, index, found)
         Late.link.run(len(Late.link.due))
     assert torch.equal(found, source[index])
 

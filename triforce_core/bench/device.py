@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.bench.cuts import cut_ms
+from triforce_core.bench.cuts import cut_figures
 from triforce_core.bench.decode import Report
 from triforce_core.bench.geometry import Geometry, random_model
 from triforce_core.bench.peaks import Peaks, measure_peaks, seconds
@@ -33,7 +33,6 @@ from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
-from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Tier
@@ -197,10 +196,9 @@ def stages(
         run = verifying(engine.decoder.verifier, sequences, tokens)
         found["verify"][str(tokens)] = stage(Tier.TARGET, run, tokens)
         yield found
-    full, sparse = runners[Tier.TARGET].kv, runners[Tier.RETRIEVAL].kv
-    assert isinstance(full, FullKV)
+    sparse = runners[Tier.RETRIEVAL].kv
     assert isinstance(sparse, RetrievalKV)
-    found["cut"] = cut_ms(engine, full, sparse, sequences[0])
+    found["cut"] = cut_figures(engine, sparse, sequences)
     yield found
     finish(engine, {sequence.request_id for sequence in sequences})
     sequences = decoding(engine, prompts, lookaheads, SamplingParams(1.0))
@@ -247,6 +245,7 @@ def decode(
     runs.
     """
     lookaheads, found = settings.speculation.effective, dict[str, Any]()
+    verify = min(stages["verify"].values(), key=lambda stage: abs(stage["tokens"] - lookaheads[0] - 1))
     for sampling in load.samplings:
         plain: list[Together] = []
         speculative: list[Together] = []
@@ -261,7 +260,9 @@ def decode(
                 at = f"{name} at T = {sampling.temperature:g}, {repeat}/{load.repeats}"
                 report(f"{at}: {runs[-1].ms_per_token:.2f} ms a token")
             if repeat:
-                figures = decoding_figures(plain[1:], speculative[1:], lookaheads, load.acceptance, stages)
+                draft = stages["draft_sampled" if sampling.temperature else "draft"]["ms"]
+                alone = {"draft": draft, "retrieval": stages["retrieval"]["ms"], "target": verify["ms"]}
+                figures = decoding_figures(plain[1:], speculative[1:], lookaheads, load.acceptance, alone)
                 found[f"{sampling.temperature:g}"] = {"output": load.output, "lookaheads": list(lookaheads)} | figures
                 yield found
 
@@ -271,20 +272,18 @@ def decoding_figures(
     speculative: list[Together],
     lookaheads: tuple[int, int],
     asked: SyntheticAcceptance,
-    stages: dict[str, Any],
+    alone: dict[str, float],
 ) -> dict[str, Any]:
     """Times are medians, from one token of a request to its next; the rest is of the last run.
 
     Few rounds draw other rates than those asked for. So the speed-up is told as it was run, and for the expected tokens
-    of a round at the asked rates (`speedup_as_asked`). What the passes of a round take by themselves is reckoned from
-    `stages`; what is left of its time is the host between passes and the cuts of snapshots.
+    of a round at the asked rates (`speedup_as_asked`). What the passes of a round take is reckoned from `alone`, the
+    milliseconds of one of each tier by itself; what is left of its time is the host between passes, and cuts.
     """
     plain_ms = statistics.median(run.ms_per_token for run in plain)
     triforce_ms = statistics.median(run.ms_per_token for run in speculative)
     round_ms = statistics.median(1e3 * run.taken_s / run.passes["target"] for run in speculative)
     last, expected = speculative[-1], asked.tokens_per_round(lookaheads)
-    verify = min(stages["verify"].values(), key=lambda stage: abs(stage["tokens"] - lookaheads[0] - 1))
-    alone = {"draft": stages["draft"]["ms"], "retrieval": stages["retrieval"]["ms"], "target": verify["ms"]}
     passes_ms = sum(last.passes[tier] * ms for tier, ms in alone.items()) / last.passes["target"]
     return {
         "plain_ms_per_token": plain_ms,

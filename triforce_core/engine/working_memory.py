@@ -98,12 +98,11 @@ def cut_bytes(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, 
     item, chunk, budget = geometry.dtype.itemsize, settings.retrieval.chunk, settings.retrieval.budget
     heads, kv_heads, layers = heads_of(config, geometry), geometry.num_kv_heads, geometry.num_layers
     asking, chunks = heads * RECENT_QUERIES, pool_tokens // chunk
-    together, moved = pool_tokens, 0
+    moved = 0
     if settings.target.offload != "none":  # few keys at a time are brought to the device
-        together = min(READ_TOGETHER * chunk, pool_tokens)
-        moved = 2 * kv_heads * geometry.head_dim * item * together
+        moved = 2 * kv_heads * geometry.head_dim * item * min(READ_TOGETHER * chunk, pool_tokens)
     # Of one layer: logits, which only the Triton kernel does without, and what each query gives each chunk.
-    logits = min(SUM_LOGITS[geometry.device.type], asking * together) * (item + 4 + 1)
+    logits = min(SUM_LOGITS[geometry.device.type], asking * pool_tokens) * (item + 4 + 1)
     sums = logits + moved + 3 * 4 * asking * chunks
     # A layer's landmarks are joined with new ones, and widened to float32.
     widened = landmark_bytes(geometry, settings) * pool_tokens // layers * (1 + 4 // item)
@@ -111,8 +110,9 @@ def cut_bytes(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, 
     if SELECTORS[settings.retrieval.selector]().num_queries is None:
         counting = MASS_LOGITS[geometry.device.type] * (item + 2 * 4)
         counting += pool_tokens * (geometry.head_dim * item + 2 * 4 * kv_heads)
-    # Of all layers: the scores and their order; then the places of the chosen tokens, int64, in the text and the pool.
-    scores, places = 2 * 4 * layers * kv_heads * chunks, 3 * 8 * layers * kv_heads * budget
+    # Of all layers: the scores and their order; then the places of the chosen tokens, int64, in the text and in
+    # the pool, for keys and for values.
+    scores, places = 2 * 4 * layers * kv_heads * chunks, 5 * 8 * layers * kv_heads * budget
     return int(8 * pool_tokens + max(scores + max(sums, widened, counting), places))
 
 

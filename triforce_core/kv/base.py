@@ -145,6 +145,13 @@ class KVCache(ABC):
         self.allocator = RangeAllocator(pool_tokens)
         self.held: dict[int, Held] = {}
 
+    def rows(self, layers: Tensor, kv_heads: Tensor, slots: Tensor) -> tuple[Tensor, int]:
+        """The rows of these keys, int64, in a pool of all layers that is flattened to [rows, head_dim]; and how many
+        rows behind its keys the values of a layer lie. The three broadcast to one shape.
+        """
+        heads, size, _ = self.keys[0].shape
+        return (2 * layers * heads + kv_heads) * size + slots, heads * size
+
     # -- host side -----------------------------------------------------------------------------------------------------
 
     def prepare(self, forwards: list[Forward]) -> Batch:

@@ -407,8 +407,9 @@ class FullKV(KVCache):
         `layers`, `kv_heads` and `slots` broadcast to `shape`, and `layers` differ in the first dimension only, in which
         they ascend.
         """
-        keys, values = self.pools[0].unbind(1)
-        return keys[layers, kv_heads, slots], values[layers, kv_heads, slots]
+        pool = self.pools[0].flatten(0, 3)
+        rows, behind = self.rows(layers, kv_heads, slots)
+        return pool[rows], pool[rows + behind]
 
     def moved(self, tensor: Tensor) -> Tensor:
         """A part of a pool, or what was computed of it, on the device that computes."""

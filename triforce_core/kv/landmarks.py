@@ -71,6 +71,7 @@ class LandmarkPool:
             like = first.setdefault(pool.device, layer)
             if like == layer:
                 self.fill(layer, pool, ranges)
+                continue
             for start, stop in ranges:
                 own = slice(start // self.chunk, stop // self.chunk)
                 self.layers[layer][own] = self.layers[like][own]

@@ -146,22 +146,22 @@ class OffloadedKV(FullKV):
 
     def read(self, layers: Tensor, kv_heads: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Gathered on the host, because the link to the device is slower than the memory of the host."""
-        own = (layers < self.resident_layers).sum().tolist()
-        layers, kv_heads, slots = torch.broadcast_tensors(layers, kv_heads, slots)
-        here = super().read(layers[:own], kv_heads[:own], slots[:own]) if own else ()
-        layers, kv_heads, slots = layers[own:] - self.resident_layers, kv_heads[own:], slots[own:]
-        if self.host.device.type == self.geometry.device.type:
-            there = tuple(pool[layers, kv_heads, slots] for pool in self.host.unbind(1))
-        else:
-            _, _, heads, size, head_dim = self.host.shape
-            rows = self.copies.numbers((2 * layers * heads + kv_heads) * size + slots)  # of keys; values lie behind
-            flat = self.host.flatten(0, 3)
-            there = tuple(
-                self.copies.gather(flat, (rows + behind).flatten()).view(*rows.shape, head_dim)
-                for behind in (0, heads * size)
-            )
-        keys, values = map(torch.cat, zip(here, there, strict=True)) if own else there
-        return keys, values
+        resident, geometry = self.resident_layers, self.geometry
+        own = len((layers < resident).nonzero()) if resident else 0
+        here, there = self.pools[0].flatten(0, 3), self.host.flatten(0, 3)
+        rows, behind = self.rows(layers, kv_heads, slots)
+        keys = torch.empty(*rows.shape, geometry.head_dim, dtype=geometry.dtype, device=geometry.device)
+        found = keys, torch.empty_like(keys)
+        on_host = (rows[own:] - len(here)).flatten()
+        if there.device.type != geometry.device.type:
+            on_host = self.copies.numbers(on_host)
+        for into, offset in zip(found, (0, behind), strict=True):
+            torch.index_select(here, 0, (rows[:own] + offset).flatten(), out=into[:own].flatten(0, -2))
+            if there.device.type == geometry.device.type:
+                torch.index_select(there, 0, on_host + offset, out=into[own:].flatten(0, -2))
+            else:
+                self.copies.gather(there, on_host + offset, into[own:].flatten(0, -2))
+        return found
 
     def moved(self, tensor: Tensor) -> Tensor:
         if tensor.device.type == self.geometry.device.type:

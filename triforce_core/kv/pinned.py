@@ -88,11 +88,11 @@ class PinnedStaging:
                 self.send(partial(copy_rows, one.flatten(0, -2)), other.flatten(0, -2))
         return into
 
-    def gather(self, rows: Tensor, index: Tensor) -> Tensor:
-        """`rows[index]` on the device. `rows` [all, dim] and `index` [count] int64 are on the host."""
-        into = torch.empty(len(index), rows.shape[1], dtype=rows.dtype, device=self.device)
+    def gather(self, rows: Tensor, index: Tensor, into: Tensor) -> None:
+        """Bring `rows[index]` to the device, into `into` [count, dim]. `rows` [all, dim] and `index` [count] int64 are
+        on the host.
+        """
         self.send(partial(gather_rows, rows, index), into)
-        return into
 
     def numbers(self, source: Tensor) -> Tensor:
         """A copy of a device tensor on the host, which waits for it."""

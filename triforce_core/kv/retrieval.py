@@ -166,6 +166,7 @@ class RetrievalKV(FixedKV):
         slots = torch.cat([torch.arange(a, b, device=device) for a, b in sliced(held.ranges, 0, changes.kept)])
         layers, kv_heads, places = changes.places.long().unsqueeze(-1).unbind(1)
         into = slots[places * chunk + torch.arange(chunk, device=device)]  # [replaced, chunk]
-        keys, values = self.pools[0].unbind(1)
-        keys[layers, kv_heads, into] = changes.keys
-        values[layers, kv_heads, into] = changes.values
+        pool = self.pools[0].flatten(0, 3)
+        rows, behind = self.rows(layers, kv_heads, into)
+        pool[rows] = changes.keys
+        pool[rows + behind] = changes.values
