@@ -18,7 +18,7 @@ import time
 import traceback
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
 
-from triforce_core.bench.device import DeviceWorkload, bench_device, check, room_for, synthetic_engine
-from triforce_core.bench.fitting import fitting_context
+from triforce_core.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
+from triforce_core.bench.fitting import LONGEST, fitting_context
 from triforce_core.bench.generate import generate_ms
 from triforce_core.bench.geometry import Geometry, geometry_of, random_model
 from triforce_core.bench.peaks import measure_peaks, seconds, synchronize
@@ -54,21 +54,19 @@ Keep = Callable[[Found], None]
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What one job measures; see `DeviceWorkload`."""
+    """What one job measures. Prompts are as long as the load says, where that fits."""
 
     geometry: str
-    context: int | None = None  # at most; None: as many tokens as fit
-    output: int = 128
-    requests: int = 1
-    repeats: int = 2
+    load: DeviceWorkload
     budget: int = 4096
     offload: str = "none"
     quantization: str | None = None
-    acceptance: SyntheticAcceptance = field(default_factory=lambda: SyntheticAcceptance(0.92, 0.6))
     lookaheads: tuple[int, int] = (8, 3)
-    temperatures: tuple[float, ...] = (0.0, 0.6)
-    verified: tuple[int, ...] = (1, 3, 7, 9, 17)
-    prefills: tuple[int, ...] = (8192, 65_536)
+
+
+LOAD = DeviceWorkload(LONGEST, 128, (8192, 65_536), SyntheticAcceptance(0.92, 0.6), seed=0, repeats=2, fill=True)
+BRIEF = replace(LOAD, output=64, repeats=1, samplings=(GREEDY,), prefills=(4096,))
+FULL = Case("llama2-7b-128k", LOAD)
 
 
 class CutOff(BaseException):
@@ -84,25 +82,12 @@ class Worker:
         self.ready: tuple[Engine, Settings, Geometry, DeviceWorkload] | None = None
 
     def engine(self, case: Case) -> tuple[Engine, Settings, Geometry, DeviceWorkload]:
-        case = replace(case, output=min(case.output, self.args.output or case.output))
         if self.ready is None or self.case != case:
             self.release()
             settings, shapes = self.settings(case), self.shapes(case.geometry)
-            fitting = fitting_context(settings, shapes, room_for(case.output), case.requests)
-            context = min(each for each in (case.context, self.args.context, fitting) if each)
-            samplings = tuple(map(SamplingParams, case.temperatures))
-            load = DeviceWorkload(
-                context,
-                case.output,
-                case.prefills,
-                case.acceptance,
-                0,
-                case.repeats,
-                fill=True,
-                requests=case.requests,
-                samplings=samplings,
-                verified=case.verified,
-            ).of(context)
+            load = replace(case.load, output=min(case.load.output, self.args.output or case.load.output))
+            fitting = fitting_context(settings, shapes, load.room, load.requests)
+            load = load.of(min(load.context, fitting, self.args.context or fitting))
             check(settings, shapes, load)
             self.case, self.ready = case, (synthetic_engine(settings, shapes, load), settings, shapes, load)
         return self.ready
@@ -140,9 +125,6 @@ class Worker:
         keep(given | found)
 
 
-FULL = Case("llama2-7b-128k")
-
-
 def versions(worker: Worker, keep: Keep) -> None:
     """Versions of the packages, the GPU's name and driver, the host's memory: the first to read where a job fails."""
     found: Found = {"python": sys.version, "cuda": torch.version.cuda}
@@ -171,11 +153,10 @@ def tests(worker: Worker, keep: Keep) -> None:
     try:
         began = time.monotonic()
         # Two layers have the kernels of all.
-        shapes, case = worker.shapes(FULL.geometry, 2), replace(FULL, context=4096)
-        load = DeviceWorkload(min(4096, worker.args.context or 4096), 64, (64,), case.acceptance, 0, 1, fill=True)
-        engine = synthetic_engine(worker.settings(case), shapes, load)
-        for sampling in map(SamplingParams, case.temperatures):
-            Together(engine, [Request((1,) * load.context, load.room, sampling, 0, case.lookaheads)], 64)
+        shapes, load = worker.shapes(FULL.geometry, 2), BRIEF.of(min(4096, worker.args.context or 4096))
+        engine = synthetic_engine(worker.settings(FULL), shapes, load)
+        for sampling in LOAD.samplings:
+            Together(engine, [Request((1,) * load.context, load.room, sampling, 0, FULL.lookaheads)], load.output)
         found = {"compile_s": time.monotonic() - began, "kernels": kernels_by_tier(engine)}
         keep(found)
         del engine
@@ -241,25 +222,14 @@ def plain(worker: Worker, keep: Keep) -> None:
 
 def batch(worker: Worker, keep: Keep) -> None:
     """Six requests; a budget of 4096 for each would leave no room on 80 GB."""
-    case = replace(FULL, requests=6, context=19_456, budget=768, output=64, repeats=1, prefills=(4096,))
-    worker.bench(case, keep)
+    load = replace(BRIEF, requests=6, context=19_456, samplings=LOAD.samplings)
+    worker.bench(replace(FULL, budget=768, load=load), keep)
 
 
 def offload(worker: Worker, keep: Keep) -> None:
     """KV in the host's memory. The published figure is for two 4090s, 127K tokens and a slower link."""
-    case = Case(
-        FULL.geometry,
-        context=33_280,
-        output=32,
-        repeats=1,
-        offload="host",
-        acceptance=SyntheticAcceptance(0.94, 0.6),
-        lookaheads=(16, 3),
-        temperatures=(0.0,),
-        verified=(1, 17),
-        prefills=(4096,),
-    )
-    worker.bench(case, keep)
+    load = replace(BRIEF, context=33_280, output=32, verified=(1, 17), acceptance=SyntheticAcceptance(0.94, 0.6))
+    worker.bench(replace(FULL, offload="host", lookaheads=(16, 3), load=load), keep)
 
 
 def products(worker: Worker, keep: Keep) -> None:
@@ -320,13 +290,12 @@ def served(worker: Worker, keep: Keep) -> None:
 
 def int8(worker: Worker, keep: Keep) -> None:
     """A self-drafter of 8-bit weights; its copy is made in full first, so less context fits."""
-    worker.bench(replace(FULL, quantization="int8", output=64, repeats=1, temperatures=(0.0,), prefills=(4096,)), keep)
+    worker.bench(replace(FULL, quantization="int8", load=BRIEF), keep)
 
 
 def gqa(worker: Worker, keep: Keep) -> None:
     """A model whose query heads share KV heads."""
-    case = Case("llama-3.1-8b", output=64, repeats=1, temperatures=(0.0,), prefills=(4096,))
-    worker.bench(case, keep)
+    worker.bench(Case("llama-3.1-8b", BRIEF), keep)
 
 
 def generate(worker: Worker, keep: Keep) -> None:
@@ -429,9 +398,9 @@ def run_job(worker: Worker, name: str, left_s: float) -> bool:
 def main() -> int:
     args = parsed()
     args.out.mkdir(parents=True, exist_ok=True)
-    worker, deadline = Worker(args), args.until or time.time() + args.seconds
+    worker = Worker(args)
     for name in args.jobs:
-        left_s = deadline - time.time() - SPARED_S
+        left_s = args.until - time.time() - SPARED_S
         if left_s < LEAST_S:
             say(f"{name}: not begun, time is over")
             continue
@@ -444,12 +413,11 @@ def main() -> int:
     return 0
 
 
-def parsed(arguments: list[str] | None = None) -> Namespace:
+def parsed() -> Namespace:
     parser = ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=jobs_of, default=FIRST.split(), help=f"of {' '.join(JOBS)}; or first, second")
-    parser.add_argument("--seconds", type=float, default=400.0, help="of all jobs together")
-    parser.add_argument("--until", type=float, help="instead: a time, in seconds since 1970")
+    parser.add_argument("--until", type=float, default=time.time() + 400, help="the deadline, in seconds since 1970")
     parser.add_argument("--kernels", type=Path, default=Path("kernels"), help="folder of compiled kernels, to pack")
     parser.add_argument("--tests", default="tests/gpu", help="what pytest gets")
     parser.add_argument("--served", default="", help="what gpu_served.py gets")
@@ -461,7 +429,7 @@ def parsed(arguments: list[str] | None = None) -> Namespace:
     parser.add_argument("--context", type=int, help="at most")
     parser.add_argument("--budget", type=int, help="at most")
     parser.add_argument("--output", type=int, help="at most")
-    return parser.parse_args(arguments)
+    return parser.parse_args()
 
 
 def jobs_of(text: str) -> list[str]:

@@ -6,6 +6,7 @@ pip install triton && TRITON_INTERPRET=1 python -m pytest tests/unit/test_flash_
 from __future__ import annotations
 
 import os
+import random
 from importlib.util import find_spec
 
 import pytest
@@ -42,14 +43,38 @@ def close(found: Partial, expected: Partial) -> None:
     torch.testing.assert_close(found.lse, expected.lse, atol=1e-4, rtol=0)
 
 
+def exact(query: torch.Tensor, pool: torch.Tensor, scale: float) -> Partial:
+    """The attention of each item's queries [items, rows, kv_heads, head_dim] to its piece of the pool, in float64."""
+    outputs, lses = [], []
+    for own, (start, length) in zip(query.double().transpose(1, 2), PIECES, strict=True):
+        keys, values = pool[:, :, start : start + length].double()
+        logits = own @ keys.mT * scale
+        outputs.append((logits.softmax(-1) @ values).transpose(0, 1))
+        lses.append(logits.logsumexp(-1))
+    return Partial(torch.stack(outputs).float(), torch.stack(lses, dim=1).float())
+
+
+DRAW = random.Random(7)
+
+
 @interpreted
-@pytest.mark.parametrize(("queries", "kv_heads", "head_dim"), [(1, 2, 64), (9, 8, 16), (20, 1, 96), (70, 2, 128)])
-def test_it_is_the_attention_over_ranges(queries: int, kv_heads: int, head_dim: int) -> None:
-    """Ragged ranges in any order and empty ones; widths that are no power of two; more queries than a tile has."""
+@pytest.mark.parametrize(
+    ("queries", "kv_heads", "head_dim"),
+    [(1, 2, 64), (9, 8, 16), (20, 1, 96), (70, 2, 128)]
+    + [(DRAW.randint(1, 80), DRAW.randint(1, 5), DRAW.choice([8, 16, 40, 64, 80, 128, 256])) for _ in range(16)],
+)
+def test_it_is_the_attention_over_ranges(
+    queries: int, kv_heads: int, head_dim: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ragged ranges in any order and empty ones; widths that are no power of two; more queries than a tile has. Every
+    result is written.
+    """
+    empty = ours.results
+    monkeypatch.setattr(ours, "results", lambda *given: tuple(each.fill_(torch.nan) for each in empty(*given)))
     pool = pool_of(kv_heads, head_dim)
     query, items = torch.randn(len(PIECES), queries, kv_heads, head_dim).half(), work_items(PIECES, queries, 2)
     found = ours.triton_ranged(query, pool[0], pool[1], 0.1, items)
-    close(found, gathered(query.float(), *pool.float(), 0.1, items))
+    close(found, exact(query, pool, 0.1))
 
 
 @interpreted
@@ -94,6 +119,7 @@ def test_flash_attention_is_called_where_triton_cannot_run(runs: bool, monkeypat
     assert ranged_for(Settings()) is gathered
 
 
+@pytest.mark.parametrize("failing", ["attention", "fused"])
 @pytest.mark.parametrize(
     ("installed", "lacks", "fails", "said"),
     [
@@ -109,17 +135,18 @@ def test_triton_must_be_there_and_work(
     lacks: str | None,
     fails: Exception | None,
     said: str | None,
+    failing: str,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    def attention(*arguments: object) -> None:
+    def kernel(*arguments: object) -> None:
         if fails:
             raise fails
 
     monkeypatch.setattr(trial, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(trial, "lacking", lambda device_type: lacks)
-    monkeypatch.setattr(trial, "attention", attention)
-    monkeypatch.setattr(trial, "fused", lambda *arguments: None)
+    for name in ("attention", "fused"):  # either may fail
+        monkeypatch.setattr(trial, name, kernel if name == failing else lambda *arguments: None)
     assert trial.can_run.__wrapped__(torch.device("cpu")) is (said is None)
     assert (said or "") in caplog.text
     assert ("read with PyTorch's operators" in caplog.text) is (said is not None)
