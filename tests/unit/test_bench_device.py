@@ -196,6 +196,9 @@ def test_several_requests_are_measured_while_all_of_them_decode(shape: str) -> N
     together = Together(engine, [Request(PROMPT, 1000, GREEDY, seed, (8, 3)) for seed in range(requests)], 40)
     assert engine.idle, "others have their room"
     assert 40 * requests <= together.tokens < 52 * requests
+    alone = Together(engine, [Request(PROMPT, 1000, GREEDY, 0, (8, 3))], 40)
+    assert alone.stats.tallies[0].rounds == alone.passes["target"] + 1, "the first round is told apart"
+    assert alone.first_round_s > 0
     counts = []
     for seed in range(2):
         engine = synthetic_engine(SETTINGS, geometry_of(shape, shape), small(requests=requests))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, Tokens, ask, assert_logits, fragment, full_kv, full_runner, geometry
 from triforce_core.attention import KERNELS
-from triforce_core.kv.base import Lack
+from triforce_core.kv.base import KVCache, Lack
 from triforce_core.kv.ranges import sliced
 from triforce_core.kv.retrieval import MAX_RELEASED, RetrievalKV
 from triforce_core.kv.selectors import MeanKey
@@ -54,6 +55,35 @@ def sparse_logits(pair: Pair, text: Tokens, position: int, chosen: list[int]) ->
     hidden = [t for t in range(position) if t not in chosen]
     visible[position:, hidden] = False
     return plain_logits(pair.theirs, text, torch.zeros(1, 1, count, count).masked_fill(~visible, -torch.inf))
+
+
+def slots_of(kv: KVCache, tokens: int) -> Tensor:
+    """The slots of the first tokens of sequence 1."""
+    return torch.tensor([slot for a, b in sliced(kv.held[1].ranges, 0, tokens) for slot in range(a, b)])
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_after_changes_the_cache_holds_keys_and_values_of_the_chosen_chunks(pair: Pair, in_pieces: bool) -> None:
+    """Of each layer and KV head its own, at the places that the target knows, and the tokens behind whole chunks."""
+    text, (runner, kv) = random_tokens(420, seed=2), retrieval_runner(pair)
+    target, base, replaced = full_runner(pair, 500), 0, 0
+    full = full_kv(target)
+    if in_pieces:
+        fragment(kv, 7, BUDGET + TAIL)
+    for position in range(150, 410, 13):
+        ask(target, Statement(1, text[:position]), max_length=500)
+        snapshot = full.cut(1, position, WHOLE, MeanKey(), base)
+        kv.deliver(snapshot)
+        ask(runner, Statement(1, text[: position + 1]), max_length=500)
+        base, replaced = snapshot.version, replaced + len(snapshot.changes.places if snapshot.changes else ())
+        chunks = full.held[1].layouts[base].chunks
+        rest = torch.arange(position // WHOLE.chunk * WHOLE.chunk, position).expand(*chunks.shape[:2], -1)
+        tokens = torch.cat([(chunks[..., None] * WHOLE.chunk + torch.arange(WHOLE.chunk)).flatten(2), rest], dim=2)
+        mine, theirs = slots_of(kv, snapshot.num_tokens), slots_of(full, position)
+        for found, expected in ((kv.keys, full.keys), (kv.values, full.values)):
+            for layer, head in product(range(len(found)), range(len(found[0]))):
+                assert torch.equal(found[layer][head, mine], expected[layer][head, theirs[tokens[layer, head]]])
+    assert replaced > 50
 
 
 def test_a_snapshot_of_everything_gives_the_targets_logits(pair: Pair) -> None:

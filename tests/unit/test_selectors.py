@@ -13,7 +13,7 @@ from tests.recording import Recorded, recorded
 from tests.stating import fragment, full_kv, full_runner, geometry
 from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Batch, Forward, KVGeometry
-from triforce_core.kv.cutting import SnapshotCutter
+from triforce_core.kv.cutting import LayerChunks, SnapshotCutter
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.mass import MOST_LOGITS, attention_mass
 from triforce_core.kv.offloaded import Offload, OffloadedKV
@@ -127,6 +127,26 @@ def dense_choice(name: str, record: Recorded, position: int) -> Tensor:
             heads.append([*best, *range(first_local, complete)])
         layers.append(heads)
     return torch.tensor(layers)
+
+
+@pytest.mark.parametrize("in_pieces", [False, True])
+def test_sums_of_chunks_are_causal_in_each_piece_of_keys(pair: Pair, in_pieces: bool) -> None:
+    """Queries do not see the keys behind their own, which lie in the recent window, also where that begins a piece."""
+    text = random_tokens(LENGTH, seed=7)
+    record, runner = recorded(pair, text), full_runner(pair, 3 * LENGTH)
+    if in_pieces:
+        fragment(runner.kv, 328, LENGTH)  # so that the last piece of the prompt is its last five tokens
+    read_prompt(runner, text, 2048, "snapkv")
+    kv, (local_start, _) = full_kv(runner), CHUNKS.split(PROMPT)
+    assert (len(kv.held[1].ranges) > 1) == in_pieces
+    with torch.inference_mode():
+        cutter = SnapshotCutter(kv, kv.held[1], PROMPT, CHUNKS, SELECTORS["snapkv"]())
+        for layer, (queries, keys) in enumerate(zip(record.queries, record.keys, strict=True)):
+            sums = LayerChunks(cutter, layer, local_start // CHUNKS.chunk).log_sums().softmax(-1)
+            for own, head, found in zip(queries.unflatten(0, (len(keys), -1)), keys, sums, strict=True):
+                exact = weights(own[:, :PROMPT], head[:PROMPT])[:, -WINDOW:].flatten(0, 1)
+                expected = torch.stack([each.sum(-1) for each in exact.split(CHUNKS.chunk, dim=-1)], dim=-1)
+                torch.testing.assert_close(found.double(), expected, atol=1e-5, rtol=0)
 
 
 def test_all_selectors_have_a_reference() -> None:
