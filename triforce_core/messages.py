@@ -204,7 +204,7 @@ class Tally(NamedTuple):
 
     @property
     def acceptance(self) -> float | None:
-        """The chance that a token is accepted if all before it were (alpha in docs/simulate.md). None without data."""
+        """The chance that a token is accepted if all before it were (α in docs/operations.md). None without data."""
         judged = self.accepted + self.rejected
         return self.accepted / judged if judged else None
 

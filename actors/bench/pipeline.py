@@ -6,16 +6,13 @@ import asyncio
 import os
 import statistics
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from actors.bench.arrangement import Arrangement, Run
-from actors.bench.calibration import calibration
 from actors.bench.paced import VOCAB_SIZE, Pace
-from actors.cores import keep_awake
 from actors.wire import sampling_to_proto, seed_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -55,9 +52,6 @@ def bench_pipeline(
     require(load.output >= 16, "output", load.output, "must be at least 16 tokens, to measure between them")
     load_before = os.getloadavg()[0]
     messages = decode_requests(settings, load, pace)
-    with keep_awake(placement.cpu_latency_us) or nullcontext():
-        report("each tier by itself")
-        alone = single_stages(settings, load, messages, pace)
     modes: dict[str, dict[str, Any]] = {
         "sequential": {"micro_batches": 1},
         "pipelined": {"run_ahead": load.requests == 1},
@@ -88,12 +82,6 @@ def bench_pipeline(
     figures = {
         **conditions(settings, load, pace),
         **compared(settings, load, runs, hop_ms),
-        "calibration": calibration(
-            alone,
-            [[stage for tier in Tier for stage in run.within(tier)] for run in runs["sequential"]],
-            hop_ms / 2,
-            shared_core=shares_a_core(settings),
-        ),
         "load_average": [load_before, os.getloadavg()[0]],
     }
     return figures, runs["pipelined"][-1]
@@ -140,23 +128,6 @@ def shortened(message: pb.DecodeRequest) -> pb.DecodeRequest:
     short.CopyFrom(message)
     short.max_tokens = min(32, message.max_tokens)
     return short
-
-
-def single_stages(
-    settings: Settings, load: PipelineWorkload, messages: list[pb.DecodeRequest], pace: Pace | None
-) -> dict[str, Any]:
-    """Times of each tier's passes with nothing else running, on the target's cores if the settings give it cores."""
-    if pace is not None:
-        return {tier.name.lower(): [{"batch": 1, "tokens": 1, "ms": pace.ms(tier)}] for tier in Tier}
-    from triforce_core.bench.stages import stage_times
-
-    roomy = scheduled(settings, PipelineWorkload(load.requests, load.context, 1024, load.sampling, load.seed))
-    before = os.sched_getaffinity(0)
-    try:
-        os.sched_setaffinity(0, settings.placement.target.cores or before)
-        return stage_times(roomy, [tuple(message.prompt_token_ids) for message in messages], load.sampling)
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 def conditions(settings: Settings, load: PipelineWorkload, pace: Pace | None) -> dict[str, Any]:

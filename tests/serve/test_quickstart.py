@@ -173,10 +173,6 @@ HANDLED: dict[tuple[str, str], Handler] = {
         "docs/sdk.md",
         """grpcurl -plaintext -d '{"text": "def fibonacci(n):", "max_tokens": 64, "seed": 1}' \\""",
     ): as_grpcurl(r"text: .+completion_tokens: 64"),
-    (
-        "docs/operations.md",
-        ".venv/bin/triforce simulate docs/examples/load.yaml --plan --p95-ms-per-token 200 --json",
-    ): runs(r'"serves": true, "best": \{"colocate"'),
     ("docs/operations.md", "curl http://127.0.0.1:8000/health"): runs(r'^\{"status":"ok"\}.*"places":\d+'),
     ("README.md", "make serve   # sets up .venv, starts three tier actors and the endpoint on 127.0.0.1:8000"): (
         is_what_the_tests_serve

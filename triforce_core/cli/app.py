@@ -17,7 +17,6 @@ from triforce_core.cli.doctor import doctor
 from triforce_core.cli.eval import evaluate
 from triforce_core.cli.generate import generate
 from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
-from triforce_core.cli.simulate import simulate
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import TriForceError
 from triforce_core.models.precision import resolved
@@ -27,7 +26,6 @@ app.command()(chat)
 app.command()(doctor)
 app.command("eval")(evaluate)
 app.command()(generate)
-app.command()(simulate)
 app.add_typer(bench_app, name="bench")
 app.add_typer(demo_app, name="demo")
 
