@@ -33,7 +33,7 @@ test-all: $(INSTALLED)
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy --strict triforce_core actors deploy
+	$(BIN)/mypy --strict triforce_core actors deploy tools
 	$(BIN)/lint-imports
 	$(BIN)/pytest -q tests/unit/test_protos.py tests/unit/test_docs.py
 
@@ -46,12 +46,13 @@ docs: $(INSTALLED)
 	$(BIN)/python -m scripts.generate_docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# Build what is published into dist/: the project and the weights of its demo pair, each as an sdist and a wheel. Every
+# Build what is published into dist/: the project, the weights of its demo pair, and its tools, each as an sdist and a wheel. Every
 # wheel is built from its sdist.
 dist: $(INSTALLED)
 	rm -rf dist
 	$(BIN)/python -m build --no-isolation --outdir dist .
 	$(BIN)/python -m build --no-isolation --outdir dist demo_weights
+	$(BIN)/python -m build --no-isolation --outdir dist tools
 	$(BIN)/twine check --strict dist/*
 
 # Format the code, and fix what ruff can fix.
@@ -61,11 +62,11 @@ format: $(INSTALLED)
 
 # Remove .venv, caches and build leftovers.
 clean:
-	rm -rf .venv build dist site *.egg-info demo_weights/*.egg-info
+	rm -rf .venv build dist site *.egg-info demo_weights/*.egg-info tools/*.egg-info
 	rm -rf .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(INSTALLED): requirements.lock pyproject.toml demo_weights/pyproject.toml
+$(INSTALLED): requirements.lock pyproject.toml demo_weights/pyproject.toml tools/pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 	    echo "error: Python 3.11 or newer is needed, '$(PYTHON)' is older or missing; try: make PYTHON=python3.11" >&2; \
 	    exit 1; }

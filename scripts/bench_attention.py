@@ -10,8 +10,8 @@ import json
 import sys
 
 import torch
+from triforce_tools.bench.attention import CASES, bench_attention
 
-from triforce_core.bench.attention import CASES, bench_attention
 from triforce_core.models.device import DTYPES, torch_device
 
 

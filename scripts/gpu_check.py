@@ -26,15 +26,15 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
+from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
+from triforce_tools.bench.fitting import LONGEST, fitting_context
+from triforce_tools.bench.generate import generate_ms
+from triforce_tools.bench.geometry import Geometry, geometry_of, random_model
+from triforce_tools.bench.peaks import measure_peaks, seconds, synchronize
+from triforce_tools.bench.stages import decoding, drafting, level_below, verifying
+from triforce_tools.bench.synthetic import SyntheticAcceptance
+from triforce_tools.bench.together import Together, finish
 
-from triforce_core.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
-from triforce_core.bench.fitting import LONGEST, fitting_context
-from triforce_core.bench.generate import generate_ms
-from triforce_core.bench.geometry import Geometry, geometry_of, random_model
-from triforce_core.bench.peaks import measure_peaks, seconds, synchronize
-from triforce_core.bench.stages import decoding, drafting, level_below, verifying
-from triforce_core.bench.synthetic import SyntheticAcceptance
-from triforce_core.bench.together import Together, finish
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine

@@ -33,12 +33,12 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from triforce_tools.bench.geometry import geometry_of, random_model
+from triforce_tools.bench.prompts import held_out_tokens
 
 from deploy.app import prepare_environment
 from deploy.remains import nothing_remains
 from scripts.gpu_check import save
-from triforce_core.bench.geometry import geometry_of, random_model
-from triforce_core.bench.prompts import held_out_tokens
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.loading import load_local_engine
@@ -145,8 +145,7 @@ def described(actor: Any) -> dict[str, Any]:
 def served(settings: Settings, right: list[list[int]], put: Put) -> None:
     prepare_environment()
     import ray
-
-    from actors.bench.arrangement import Arrangement
+    from triforce_tools.tiers.arrangement import Arrangement
 
     few: Any = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 1 << 29}
     ray.init(address="local", log_to_driver=False, **few)

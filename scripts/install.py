@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 LOCK = "requirements.lock"
 STEPS = (
     ["--requirement", LOCK],
-    ["--no-deps", "--no-build-isolation", "--editable", ".", "--editable", "./demo_weights"],
+    ["--no-deps", "--no-build-isolation", "--editable", ".", "--editable", "./demo_weights", "--editable", "./tools"],
 )
 
 PIP = [sys.executable, "-m", "pip"]

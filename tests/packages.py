@@ -1,4 +1,4 @@
-"""The two distributions as `make dist` builds them, for tests of what they hold and of what users install."""
+"""The three distributions as `make dist` builds them, for tests of what they hold and of what users install."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from scripts.install import output_of, prepare_uv
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-FOLDERS = ("triforce_core", "actors", "deploy", "demo_weights", "tests", "scripts", "docs")
+FOLDERS = ("triforce_core", "actors", "deploy", "demo_weights", "tools", "tests", "scripts", "docs")
 FILES = ("pyproject.toml", "MANIFEST.in", "Makefile", "requirements.lock", "README.md", "LICENSE", "CHANGELOG.md")
 
 
@@ -33,6 +33,10 @@ class Built:
     @property
     def demo_wheel(self) -> Path:
         return self.only("triforce_serve_demo-*.whl")
+
+    @property
+    def tools_wheel(self) -> Path:
+        return self.only("triforce_serve_tools-*.whl")
 
     @property
     def sdist(self) -> Path:

@@ -1,4 +1,4 @@
-"""Where the demo pair lies: the weights of a small target and its drafter, made by triforce_core/demo_training.
+"""Where the demo pair lies: the weights of a small target and its drafter, made by `triforce demo train`.
 
 They are a distribution of their own (folder demo_weights/), so that whoever installs only the client does not download
 them.

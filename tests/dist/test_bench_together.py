@@ -7,12 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from triforce_tools.bench.axes import Point
+from triforce_tools.tiers.arrangement import Decoded
+from triforce_tools.tiers.together import LEAD, Window, longest_output, roomy
 
-from actors.bench.arrangement import Decoded
-from actors.bench.together import LEAD, Window, longest_output, roomy
 from tests.command_line import run
 from tests.starting import LocalRay
-from triforce_core.bench.axes import Point
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from triforce_tools.load.prompts import HEAD_WORDS
 
-from deploy.bench.prompts import HEAD_WORDS
 from tests.command_line import run
 from tests.serve.conftest import MAX_QUEUED, MAX_SEQUENCES, Server
 

@@ -28,4 +28,4 @@ def refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 @pytest.fixture(autouse=True)
 def _own_lock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Tests that run benchmarks time nothing, so they need not wait for those of other processes."""
-    monkeypatch.setattr("triforce_core.bench.machine.LOCK", tmp_path / "bench.lock")
+    monkeypatch.setattr("triforce_tools.bench.machine.LOCK", tmp_path / "bench.lock")

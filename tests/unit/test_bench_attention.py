@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triforce_tools.bench.attention import CASES, AttentionCase, Way, bench_attention, inputs, items_of, ways
 
 from tests.fake_cuda import fake_cuda
 from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import gathered, over_items
 from triforce_core.attention.reference import reference
-from triforce_core.bench.attention import CASES, AttentionCase, Way, bench_attention, inputs, items_of, ways
 from triforce_core.kv.shaped import VerifyBatch
 
 CPU = torch.device("cpu")

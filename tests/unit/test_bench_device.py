@@ -11,19 +11,19 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from triforce_tools.bench import device, fitting
+from triforce_tools.bench.decode import Measurement
+from triforce_tools.bench.device import DeviceWorkload, bench_device, prefill_flops, synthetic_engine
+from triforce_tools.bench.fitting import fitting_context
+from triforce_tools.bench.geometry import SHAPES, geometry_of
+from triforce_tools.bench.geometry import random_model as model_of
+from triforce_tools.bench.peaks import Peaks
+from triforce_tools.bench.stages import decoding
+from triforce_tools.bench.synthetic import SyntheticAcceptance, chance
+from triforce_tools.bench.together import Together
 
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
-from triforce_core.bench import device, fitting
-from triforce_core.bench.decode import Measurement
-from triforce_core.bench.device import DeviceWorkload, bench_device, prefill_flops, synthetic_engine
-from triforce_core.bench.fitting import fitting_context
-from triforce_core.bench.geometry import SHAPES, geometry_of
-from triforce_core.bench.geometry import random_model as model_of
-from triforce_core.bench.peaks import Peaks
-from triforce_core.bench.stages import decoding
-from triforce_core.bench.synthetic import SyntheticAcceptance, chance
-from triforce_core.bench.together import Together
 from triforce_core.config import RetrievalSettings, TargetSettings, load_settings
 from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from triforce_tools.load.answers import FailedError, Piece, Question, Record
+from triforce_tools.load.measures import Goals, figures_of
+from triforce_tools.load.prompts import DOCUMENT_SHARE, WORDS, Prompts, words_of
+from triforce_tools.load.sender import Asking, Sender
+from triforce_tools.load.trace import read_trace
+from triforce_tools.load.workload import Lengths, Load, PlannedRequest
 
-from deploy.bench.answers import FailedError, Piece, Question, Record
-from deploy.bench.measures import Goals, figures_of
-from deploy.bench.prompts import DOCUMENT_SHARE, WORDS, Prompts, words_of
-from deploy.bench.sender import Asking, Sender
-from deploy.bench.trace import read_trace
-from deploy.bench.workload import Lengths, Load, PlannedRequest
 from tests.command_line import Refusals
 from triforce_core.client.results import Usage
 from triforce_core.errors import InvalidValueError

@@ -15,8 +15,8 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
+from triforce_tools.load.prompts import HEAD_WORDS
 
-from deploy.bench.prompts import HEAD_WORDS
 from tests.command_line import Refusals, run
 from tests.generation import Failure, Generation, Served
 

@@ -11,9 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-
-from tests.command_line import Refusals, run
-from triforce_core.bench.axes import (
+from triforce_tools.bench.axes import (
     AXES,
     Axes,
     Mode,
@@ -27,11 +25,13 @@ from triforce_core.bench.axes import (
     points_of,
     settings_at,
 )
-from triforce_core.bench.pairs import Measured, figures_of, geometric_mean, identical_share, summary_of
-from triforce_core.bench.sweep import Workload, estimate_s, num_runs, sweep
-from triforce_core.bench.sweep_figure import draw_speedups, lines_of
-from triforce_core.bench.sweep_file import SweepFile
-from triforce_core.cli.figures import save_figure
+from triforce_tools.bench.pairs import Measured, figures_of, geometric_mean, identical_share, summary_of
+from triforce_tools.bench.sweep import Workload, estimate_s, num_runs, sweep
+from triforce_tools.bench.sweep_figure import draw_speedups, lines_of
+from triforce_tools.bench.sweep_file import SweepFile
+from triforce_tools.cli.figures import save_figure
+
+from tests.command_line import Refusals, run
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.sequence import Stats
 from triforce_core.errors import InvalidValueError

@@ -17,12 +17,12 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
+from triforce_tools.bench.machine import quiet_machine
 
 from actors import cores
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core import __version__
-from triforce_core.bench.machine import quiet_machine
 from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
@@ -377,6 +377,19 @@ def test_without_the_demo_pair_only_the_commands_that_need_it_are_refused(
     hidden = "import sys; sys.modules['triforce_serve_demo'] = None; sys.argv = ['triforce', 'config']"
     fresh = [sys.executable, "-c", f"{hidden}; from triforce_core.cli import main; main()"]
     assert "model: demo" in subprocess.run(fresh, capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+@pytest.mark.parametrize("name", ["bench", "demo", "eval"])
+def test_without_the_tools_their_commands_say_what_to_install(name: str) -> None:
+    hidden = (
+        "import importlib.metadata as m, sys; m.entry_points = lambda **_: (); sys.modules['triforce_tools'] = None"
+    )
+    command = (
+        f"{hidden}; from triforce_core.cli import main; sys.argv = ['triforce', '{name}', 'some', '--thing']; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr == f"triforce: command: '{name}' is one of the tools: pip install 'triforce-serve[tools]'\n"
 
 
 def test_an_interrupted_command_exits_with_130(

@@ -13,16 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from triforce_tools.bench import device as bench
+from triforce_tools.bench.device import DeviceWorkload, synthetic_engine
+from triforce_tools.bench.geometry import Geometry, geometry_of
+from triforce_tools.bench.synthetic import SyntheticAcceptance
 
 from tests.fake_cuda import Device, fake_cuda, fake_model
 from tests.random_models import random_model, with_noise
 from triforce_core import attention
 from triforce_core.attention import KERNELS
 from triforce_core.attention.chunk_sums import triton_chunk_sums
-from triforce_core.bench import device as bench
-from triforce_core.bench.device import DeviceWorkload, synthetic_engine
-from triforce_core.bench.geometry import Geometry, geometry_of
-from triforce_core.bench.synthetic import SyntheticAcceptance
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.inspection import runners_of

@@ -15,24 +15,24 @@ import torch
 from jsonschema import validate
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from triforce_tools.bench.prompts import held_out_path
+from triforce_tools.evaluation import batches
+from triforce_tools.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
+from triforce_tools.evaluation.choice import choose
+from triforce_tools.evaluation.costs import measure_costs
+from triforce_tools.evaluation.measures import Counts, Scored
+from triforce_tools.evaluation.plan import Budget, EvalPlan
+from triforce_tools.evaluation.reading import SEQUENCE, WRITTEN, Model, Reading
+from triforce_tools.evaluation.report import by_budget, report
+from triforce_tools.evaluation.texts import MANY_KEYS, ONE_KEY, Input, Stretch, held_out_inputs, needle_inputs
+from triforce_tools.evaluation.walk import measure
 
 from tests.command_line import Refusals, run
 from tests.random_models import plain_logits, random_pair, random_tokens
 from triforce_core.attention import KERNELS
-from triforce_core.bench.prompts import held_out_path
 from triforce_core.config import Settings, load_settings
 from triforce_core.demo import weights_dir
 from triforce_core.errors import InvalidValueError
-from triforce_core.evaluation import batches
-from triforce_core.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
-from triforce_core.evaluation.choice import choose
-from triforce_core.evaluation.costs import measure_costs
-from triforce_core.evaluation.measures import Counts, Scored
-from triforce_core.evaluation.plan import Budget, EvalPlan
-from triforce_core.evaluation.reading import SEQUENCE, WRITTEN, Model, Reading
-from triforce_core.evaluation.report import by_budget, report
-from triforce_core.evaluation.texts import MANY_KEYS, ONE_KEY, Input, Stretch, held_out_inputs, needle_inputs
-from triforce_core.evaluation.walk import measure
 from triforce_core.models.load import ATTENTION, load_tokenizer
 
 CONTEXT, SCORED = 200, 24
@@ -119,7 +119,7 @@ def test_one_reading_serves_all_selectors(name: str, monkeypatch: pytest.MonkeyP
     for start in (150, CONTEXT):
         stretch = Stretch(start, start + 10, seen=start)
         for reading, pass_tokens in ((together, 48), (alone, 2048)):
-            monkeypatch.setattr("triforce_core.evaluation.reading.PREFILL_CHUNK", pass_tokens)
+            monkeypatch.setattr("triforce_tools.evaluation.reading.PREFILL_CHUNK", pass_tokens)
             reading.read(start)
         for other in CUT:
             together.cut(stretch, 64, selector_named(other))

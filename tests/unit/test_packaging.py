@@ -86,6 +86,11 @@ def declared(extra: str) -> list[Requirement]:
     return [Requirement(line) for line in extras[extra]]
 
 
+def needed_by_tools() -> list[Requirement]:
+    tools = tomllib.loads((REPOSITORY / "tools/pyproject.toml").read_text())["project"]
+    return [Requirement(line) for line in tools["dependencies"] if not line.startswith("triforce-serve")]
+
+
 def locked() -> dict[str, Version]:
     lines = (REPOSITORY / "requirements.lock").read_text().splitlines()
     pins = [re.fullmatch(r"([\w.\-]+)==(\S+)", line) for line in lines if line and not line.startswith("#")]
@@ -93,12 +98,13 @@ def locked() -> dict[str, Version]:
     return {canonicalize_name(pin[1]): Version(pin[2]) for pin in pins if pin}
 
 
-@pytest.mark.parametrize("extra", ["server", "dev", "docs"])
+@pytest.mark.parametrize("extra", ["server", "dev", "docs", "tools"])
 def test_the_lock_file_satisfies_what_is_declared(extra: str) -> None:
     pins = locked()
     ours = {"triforce-serve-demo"}  # scripts/install.py installs it from its folder
     assert not ours & pins.keys()
-    for requirement in (each for each in declared(extra) if each.name not in ours):
+    needed = needed_by_tools() if extra == "tools" else declared(extra)
+    for requirement in (each for each in needed if each.name not in ours):
         version = pins.get(canonicalize_name(requirement.name))
         assert version is not None, f"{requirement.name} is not in requirements.lock"
         assert requirement.specifier.contains(version), f"{requirement} excludes the locked {version}"
@@ -129,7 +135,6 @@ def test_the_wheel_carries_data_and_type_markers_and_no_weights(built: Built) ->
     names = names_in(built.wheel)
     assert {f"{package}/py.typed" for package in ("triforce_core", "actors", "deploy")} <= names
     assert {"triforce_core/_gen/triforce/v1/tiers_pb2.pyi", "actors/wire.py"} <= names
-    assert "triforce_core/demo_training/train.yaml" in names
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {
         "triforce_core",
         "actors",
@@ -148,12 +153,22 @@ def test_the_demo_pair_s_wheel_carries_all_of_its_data_and_no_code(built: Built)
     assert [name for name in packed if name.endswith(".py")] == ["triforce_serve_demo/__init__.py"]
 
 
-@pytest.mark.parametrize("folder", ["", "demo_weights"])
-def test_the_licence_is_in_every_wheel(built: Built, folder: str) -> None:
-    """The demo pair's copy is a file of its own, because setuptools takes none from outside a project's folder."""
-    wheel = zipfile.ZipFile(built.demo_wheel if folder else built.wheel)
-    (name,) = (name for name in wheel.namelist() if name.endswith("/licenses/LICENSE"))
-    assert wheel.read(name) == (REPOSITORY / "LICENSE").read_bytes()
+def test_the_tools_wheel_carries_tools_alone(built: Built) -> None:
+    names = names_in(built.tools_wheel)
+    assert {
+        "triforce_tools/py.typed",
+        "triforce_tools/demo_training/train.yaml",
+        "triforce_tools/cli/bench.py",
+    } <= names
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"triforce_tools", "triforce_serve_tools"}
+
+
+@pytest.mark.parametrize("wheel", ["wheel", "demo_wheel", "tools_wheel"])
+def test_the_licence_is_in_every_wheel(built: Built, wheel: str) -> None:
+    """There are copies, because setuptools takes no file from outside a project's folder."""
+    packed = zipfile.ZipFile(getattr(built, wheel))
+    (name,) = (name for name in packed.namelist() if name.endswith("/licenses/LICENSE"))
+    assert packed.read(name) == (REPOSITORY / "LICENSE").read_bytes()
 
 
 def test_the_sdist_is_what_a_wheel_is_built_from(built: Built) -> None:
@@ -166,12 +181,14 @@ def test_the_sdist_is_what_a_wheel_is_built_from(built: Built) -> None:
     assert built.sdist.stat().st_size < 1_000_000
 
 
-def test_both_distributions_have_one_version(built: Built) -> None:
-    demo = tomllib.loads((REPOSITORY / "demo_weights/pyproject.toml").read_text())["project"]
-    (needed,) = (each for each in declared("server") if each.name == demo["name"])
-    assert (demo["version"], str(needed.specifier)) == (__version__, f"=={__version__}")
+def test_all_distributions_have_one_version(built: Built) -> None:
+    for folder, extra in (("demo_weights", "server"), ("tools", "tools")):
+        other = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
+        (needed,) = (each for each in declared(extra) if each.name == other["name"])
+        assert (other["version"], str(needed.specifier)) == (__version__, f"=={__version__}")
+    assert f"triforce-serve[server]=={__version__}" in other["dependencies"]
     found = [path.name.split("-")[1].removesuffix(".tar.gz") for path in built.folder.iterdir()]
-    assert found == [__version__] * 4
+    assert found == [__version__] * 6
 
 
 def test_the_changelog_has_this_version() -> None:

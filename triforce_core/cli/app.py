@@ -4,30 +4,29 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable
+from importlib.metadata import entry_points
 from typing import Annotated, Any
 
 import typer
 import yaml
 
 import triforce_core
-from triforce_core.cli.bench import bench_app
 from triforce_core.cli.chat import chat
-from triforce_core.cli.demo import demo_app
 from triforce_core.cli.doctor import doctor
-from triforce_core.cli.eval import evaluate
 from triforce_core.cli.generate import generate
 from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
 from triforce_core.config import Settings, load_settings
-from triforce_core.errors import TriForceError
+from triforce_core.errors import InvalidValueError, TriForceError
 from triforce_core.models.precision import resolved
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, no_args_is_help=True)
 app.command()(chat)
 app.command()(doctor)
-app.command("eval")(evaluate)
 app.command()(generate)
-app.add_typer(bench_app, name="bench")
-app.add_typer(demo_app, name="demo")
+
+TOOLS = ("bench", "demo", "eval")
+ANYTHING = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 # The base class of all usage errors, from the version of click that typer uses.
 UsageError: Any = typer.BadParameter.__bases__[0]
@@ -74,6 +73,28 @@ def serve(settings: Settings) -> None:
     from deploy.app import run
 
     run(settings)
+
+
+def add_tools() -> None:
+    """Add the commands of another distribution, of folder tools/. Where it is not installed, each says how to do so."""
+    found = {entry.name: entry for entry in entry_points(group="triforce.commands")}
+    for name in TOOLS:
+        if name not in found:
+            app.command(name, help="Not installed.", context_settings=ANYTHING)(missing(name))
+        elif isinstance(command := found[name].load(), typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name)(command)
+
+
+def missing(name: str) -> Callable[[], None]:
+    def refuse() -> None:
+        raise InvalidValueError("command", name, "is one of the tools: pip install 'triforce-serve[tools]'")
+
+    return refuse
+
+
+add_tools()
 
 
 def main() -> None:

@@ -1,0 +1,53 @@
+"""One request at a time in this process: how a sweep runs the points whose requests are not decoded together."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from triforce_core.config import TIER_SETS, Settings
+from triforce_core.engine.engine import Engine
+from triforce_core.engine.followers import local_ranks
+from triforce_core.engine.inspection import kernels_by_tier, runners_of
+from triforce_core.engine.loading import load_local_engine
+from triforce_core.engine.local_threads import choose_threads
+from triforce_core.models.load import load_tokenizer
+from triforce_tools.bench.axes import Mode, Point
+from triforce_tools.bench.decode import Measurement
+from triforce_tools.bench.pairs import Measured
+from triforce_tools.bench.sweep import Requests, Workload
+
+
+class Alone:
+    """The whole chain in this process; each run is one request with a prefill of its own, which is not measured."""
+
+    def __init__(self, engine: Engine, requests: Requests) -> None:
+        self.engine, self.requests = engine, requests
+
+    @property
+    def about(self) -> dict[str, Any]:
+        threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(self.engine).items()}
+        return {
+            "threads": {tier: each and each._asdict() for tier, each in threads.items()},
+            "kernels": kernels_by_tier(self.engine),
+        }
+
+    def run(self, point: Point, mode: Mode, output: int) -> Measured:
+        [request] = self.requests.at(point, mode, output)
+        run = Measurement(self.engine, request)
+        return Measured(run.ms_per_token, run.stats.prefill_s, [run.tokens], run.stats)
+
+
+@contextmanager
+def alone(
+    settings: Settings, points: Sequence[Point], load: Workload, report: Callable[[str], None]
+) -> Iterator[Alone]:
+    """The engine of these settings. Its drafter is loaded whatever their lookaheads are, since plans have their own."""
+    gc.collect()  # the parts of an earlier engine refer to each other, and hold its memory
+    drafting = TIER_SETS[settings.speculation.tiers][1]
+    with local_ranks(settings) as ranks:
+        engine = load_local_engine(settings, drafting=drafting, ranks=ranks)
+        choose_threads(engine, settings, report)
+        yield Alone(engine, Requests(load_tokenizer(settings.target.model), load))

@@ -1,0 +1,1 @@
+"""The commands `triforce bench`, `eval` and `demo`."""
