@@ -26,14 +26,6 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
-from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
-from triforce_tools.bench.fitting import LONGEST, fitting_context
-from triforce_tools.bench.generate import generate_ms
-from triforce_tools.bench.geometry import Geometry, geometry_of, random_model
-from triforce_tools.bench.peaks import measure_peaks, seconds, synchronize
-from triforce_tools.bench.stages import decoding, drafting, level_below, verifying
-from triforce_tools.bench.synthetic import SyntheticAcceptance
-from triforce_tools.bench.together import Together, finish
 
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
@@ -44,6 +36,14 @@ from triforce_core.kv.memory import free_bytes
 from triforce_core.messages import GREEDY, SamplingParams
 from triforce_core.models.load import DTYPES
 from triforce_core.toolchain import lacking
+from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
+from triforce_tools.bench.fitting import LONGEST, fitting_context
+from triforce_tools.bench.generate import generate_ms
+from triforce_tools.bench.geometry import Geometry, geometry_of, random_model
+from triforce_tools.bench.peaks import measure_peaks, seconds, synchronize
+from triforce_tools.bench.stages import decoding, drafting, level_below, verifying
+from triforce_tools.bench.synthetic import SyntheticAcceptance
+from triforce_tools.bench.together import Together, finish
 
 PACKAGES = ("torch", "transformers", "triton", "ray", "torchao", "pydantic", "pydantic-core", "numpy", "pytest")
 SPARED_S = 5  # of the deadline, for packing

@@ -33,8 +33,6 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from triforce_tools.bench.geometry import geometry_of, random_model
-from triforce_tools.bench.prompts import held_out_tokens
 
 from deploy.app import prepare_environment
 from deploy.remains import nothing_remains
@@ -45,6 +43,8 @@ from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.load import load_config, load_tokenizer
+from triforce_tools.bench.geometry import geometry_of, random_model
+from triforce_tools.bench.prompts import held_out_tokens
 
 PLANS = {"plain": (0, 0), "speculative": (8, 3)}
 TWICE = (*PLANS, *PLANS)  # the first run of a plan makes kernels; what the second takes is reported
@@ -145,6 +145,7 @@ def described(actor: Any) -> dict[str, Any]:
 def served(settings: Settings, right: list[list[int]], put: Put) -> None:
     prepare_environment()
     import ray
+
     from triforce_tools.tiers.arrangement import Arrangement
 
     few: Any = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 1 << 29}

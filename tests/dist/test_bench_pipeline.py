@@ -6,14 +6,14 @@ import json
 from pathlib import Path
 
 import pytest
-from triforce_tools.tiers.arrangement import Run
-from triforce_tools.tiers.paced import VOCAB_SIZE, Pace
-from triforce_tools.tiers.pipeline import Rounds
 
 from tests.command_line import run
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Tier
+from triforce_tools.tiers.arrangement import Run
+from triforce_tools.tiers.paced import VOCAB_SIZE, Pace
+from triforce_tools.tiers.pipeline import Rounds
 
 
 @pytest.mark.slow

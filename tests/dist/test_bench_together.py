@@ -7,14 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from triforce_tools.bench.axes import Point
-from triforce_tools.tiers.arrangement import Decoded
-from triforce_tools.tiers.together import LEAD, Window, longest_output, roomy
 
 from tests.command_line import run
 from tests.starting import LocalRay
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
+from triforce_tools.bench.axes import Point
+from triforce_tools.tiers.arrangement import Decoded
+from triforce_tools.tiers.together import LEAD, Window, longest_output, roomy
 
 POINT = Point(context=1000, budget=1024, chunk=8, dtype="float32", temperature=0.0, concurrency=3)
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from triforce_tools.load.prompts import HEAD_WORDS
 
 from tests.command_line import run
 from tests.serve.conftest import MAX_QUEUED, MAX_SEQUENCES, Server
+from triforce_tools.load.prompts import HEAD_WORDS
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:

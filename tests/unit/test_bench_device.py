@@ -11,16 +11,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
-from triforce_tools.bench import device, fitting
-from triforce_tools.bench.decode import Measurement
-from triforce_tools.bench.device import DeviceWorkload, bench_device, prefill_flops, synthetic_engine
-from triforce_tools.bench.fitting import fitting_context
-from triforce_tools.bench.geometry import SHAPES, geometry_of
-from triforce_tools.bench.geometry import random_model as model_of
-from triforce_tools.bench.peaks import Peaks
-from triforce_tools.bench.stages import decoding
-from triforce_tools.bench.synthetic import SyntheticAcceptance, chance
-from triforce_tools.bench.together import Together
 
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
@@ -31,6 +21,16 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.kv.memory import HOST
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.load import kv_geometry
+from triforce_tools.bench import device, fitting
+from triforce_tools.bench.decode import Measurement
+from triforce_tools.bench.device import DeviceWorkload, bench_device, prefill_flops, synthetic_engine
+from triforce_tools.bench.fitting import fitting_context
+from triforce_tools.bench.geometry import SHAPES, geometry_of
+from triforce_tools.bench.geometry import random_model as model_of
+from triforce_tools.bench.peaks import Peaks
+from triforce_tools.bench.stages import decoding
+from triforce_tools.bench.synthetic import SyntheticAcceptance, chance
+from triforce_tools.bench.together import Together
 
 SETTINGS = load_settings(dtype="float32", retrieval={"budget": 64}, threads=1, max_sequences=1)
 PROMPT = tuple(range(200))

@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.command_line import Refusals
+from triforce_core.client.results import Usage
+from triforce_core.errors import InvalidValueError
 from triforce_tools.load.answers import FailedError, Piece, Question, Record
 from triforce_tools.load.measures import Goals, figures_of
 from triforce_tools.load.prompts import DOCUMENT_SHARE, WORDS, Prompts, words_of
 from triforce_tools.load.sender import Asking, Sender
 from triforce_tools.load.trace import read_trace
 from triforce_tools.load.workload import Lengths, Load, PlannedRequest
-
-from tests.command_line import Refusals
-from triforce_core.client.results import Usage
-from triforce_core.errors import InvalidValueError
 
 
 def test_the_same_seed_gives_the_same_load() -> None:

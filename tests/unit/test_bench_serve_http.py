@@ -15,10 +15,10 @@ from typing import Any
 import grpc
 import pytest
 from aiohttp import web
-from triforce_tools.load.prompts import HEAD_WORDS
 
 from tests.command_line import Refusals, run
 from tests.generation import Failure, Generation, Served
+from triforce_tools.load.prompts import HEAD_WORDS
 
 FIRST_S, GAP_S, CHUNKS = 0.03, 0.02, 5
 

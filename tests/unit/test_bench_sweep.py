@@ -11,6 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests.command_line import Refusals, run
+from triforce_core.config import Settings, load_settings
+from triforce_core.engine.sequence import Stats
+from triforce_core.errors import InvalidValueError
+from triforce_core.messages import Drafting, Tally
+from triforce_core.plans import PLAIN, Plan
 from triforce_tools.bench.axes import (
     AXES,
     Axes,
@@ -30,13 +37,6 @@ from triforce_tools.bench.sweep import Workload, estimate_s, num_runs, sweep
 from triforce_tools.bench.sweep_figure import draw_speedups, lines_of
 from triforce_tools.bench.sweep_file import SweepFile
 from triforce_tools.cli.figures import save_figure
-
-from tests.command_line import Refusals, run
-from triforce_core.config import Settings, load_settings
-from triforce_core.engine.sequence import Stats
-from triforce_core.errors import InvalidValueError
-from triforce_core.messages import Drafting, Tally
-from triforce_core.plans import PLAIN, Plan
 
 BASE = Point(context=4096, budget=1024, chunk=8, dtype="float32", temperature=0.0)
 HEADER = {"sweep": {"output": 8}, "settings": {"retrieval": {"budget": 1024, "chunk": 8}}}

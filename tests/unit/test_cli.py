@@ -17,7 +17,6 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
-from triforce_tools.bench.machine import quiet_machine
 
 from actors import cores
 from tests.command_line import Refusals, run
@@ -28,6 +27,7 @@ from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
 from triforce_core.models.load import load_tokenizer
 from triforce_core.models.precision import machine_dtype
+from triforce_tools.bench.machine import quiet_machine
 
 
 @pytest.fixture(autouse=True)

@@ -13,10 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from triforce_tools.bench import device as bench
-from triforce_tools.bench.device import DeviceWorkload, synthetic_engine
-from triforce_tools.bench.geometry import Geometry, geometry_of
-from triforce_tools.bench.synthetic import SyntheticAcceptance
 
 from tests.fake_cuda import Device, fake_cuda, fake_model
 from tests.random_models import random_model, with_noise
@@ -36,6 +32,10 @@ from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.kv.selectors import SnapKV
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
+from triforce_tools.bench import device as bench
+from triforce_tools.bench.device import DeviceWorkload, synthetic_engine
+from triforce_tools.bench.geometry import Geometry, geometry_of
+from triforce_tools.bench.synthetic import SyntheticAcceptance
 
 CONTEXT, OUTPUT = 124_928, 60  # tokens; whole chunks, so that the last, which is computed, is one
 LAYERS = 2

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tokenizers import Tokenizer
-from triforce_tools.demo_training.corpus import EOS, Package, build_corpus, is_held_out, permissive_licence
-from triforce_tools.demo_training.settings import load_settings
 
 from triforce_core.demo import weights_dir
+from triforce_tools.demo_training.corpus import EOS, Package, build_corpus, is_held_out, permissive_licence
+from triforce_tools.demo_training.settings import load_settings
 
 SETTINGS = load_settings()
 TOKENIZER = weights_dir("target") / "tokenizer.json"

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+
 from triforce_tools.demo_training import generations
 from triforce_tools.demo_training.generations import PROMPT, ROWS, written_by_target
 from triforce_tools.demo_training.modeling import build_model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from triforce_tools.demo_training.modeling import build_model, logits
 from triforce_tools.demo_training.settings import MODELS, ModelName, load_settings
 

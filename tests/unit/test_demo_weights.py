@@ -10,6 +10,12 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from triforce_core.demo import weights_dir
+from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.messages import SamplingParams
+from triforce_core.models.load import load_model
+from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_tools.demo_training.acceptance import (
     BUDGETS,
     POSITIONS,
@@ -26,12 +32,6 @@ from triforce_tools.demo_training.export import export_pair
 from triforce_tools.demo_training.learner import Learner
 from triforce_tools.demo_training.modeling import logits
 from triforce_tools.demo_training.settings import MODELS, DemoSettings, Geometry, load_settings
-
-from triforce_core.demo import weights_dir
-from triforce_core.errors import InvalidValueError, UnavailableError
-from triforce_core.messages import SamplingParams
-from triforce_core.models.load import load_model
-from triforce_core.sampling.draw import Draw, draw_tokens
 
 TOKENIZER = weights_dir("target") / "tokenizer.json"
 TINY = Geometry(hidden_size=32, intermediate_size=32, layers=2, heads=2, head_dim=16, rope_theta=1e4)

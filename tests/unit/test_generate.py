@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from transformers import StaticCache
-from triforce_tools.bench import generate
 
 from tests.random_models import random_model
+from triforce_tools.bench import generate
 
 
 def test_a_filled_cache_is_what_the_new_tokens_see() -> None:

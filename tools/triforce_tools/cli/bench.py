@@ -75,28 +75,6 @@ def decode(
 
 
 @bench_app.command()
-@with_options_of(decoding_settings)
-def parameters(
-    settings: Settings,
-    context: Annotated[int, typer.Option(help="prompt tokens")] = 2048,
-    output: Annotated[int, typer.Option(min=2, help="output tokens")] = 192,
-    repeats: Annotated[int, typer.Option(min=3, help="pairs of runs for each parameter")] = 5,
-    max_load: MaxLoadOption = 1.0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """What each sampling parameter costs: milliseconds a token with it on and off, and the times of grammars' masks."""
-    from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.bench.parameters import bench_parameters
-
-    settings.target.require_lossless()
-    progress = Console(stderr=True, highlight=False)
-    with quiet_machine(max_load, force=force):
-        figures = bench_parameters(settings, context=context, output=output, repeats=repeats, report=progress.print)
-    show_figures(figures, as_json=as_json)
-
-
-@bench_app.command()
 @with_options_of(geometry_settings)
 def device(
     settings: Settings,
