@@ -31,8 +31,10 @@ COLOCATED = {
     "all": (("target", "retrieval", "draft"),),
 }
 # The keys of `kv.selectors.SELECTORS`.
-SelectorName = Literal["mean_key", "mean_key_recent", "quest", "snapkv", "h2o", "streaming"]
+SelectorName = Literal["mean_key", "snapkv", "h2o", "streaming"]
 SELECTOR_NAMES: tuple[str, ...] = get_args(SelectorName)
+# Of earlier versions, with what chooses as well.
+REMOVED_SELECTORS = {"quest": "snapkv", "mean_key_recent": "mean_key"}
 # Greatest lookahead of a tier in settings and requests. A plan without the retrieval tier
 # may give both lookaheads to the draft tier.
 MAX_LOOKAHEAD = 64
@@ -111,6 +113,14 @@ class RetrievalSettings(Strict):
         description="how chunks are ranked, for requests that do not say (docs/selectors.md); with offload by default"
         " `mean_key`; `h2o` slows prompts down",
     )
+
+    @field_validator("selector", mode="before")
+    @classmethod
+    def _removed(cls, value: object) -> object:
+        if value in REMOVED_SELECTORS:
+            raise ValueError(f"{value!r} was removed: use {REMOVED_SELECTORS[str(value)]}")
+        return value
+
     transport: Literal["object_store", "rdt"] = Field(
         "object_store",
         description="how snapshots travel between tier actors: through Ray's object store, or from GPU to GPU by Ray"

@@ -144,9 +144,9 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
     ("selector", "offload"),
     [
         ("mean_key", "none"),
-        ("quest", "host"),
+        ("mean_key", "host"),
         pytest.param("mean_key", "host", marks=pytest.mark.slow),
-        pytest.param("quest", "none", marks=pytest.mark.slow),
+        pytest.param("mean_key", "none", marks=pytest.mark.slow),
     ],
 )
 def test_landmarks_of_a_shared_document_choose_as_those_of_a_cold_run(selector: str, offload: str) -> None:

@@ -129,7 +129,7 @@ def test_each_way_of_forgetting_has_a_fingerprint_of_its_own() -> None:
         ({"lookaheads": [8, 3]}, "lookaheads"),
         ({"tiers": "draft,retrieval,target"}, "lookaheads"),
         ({"drafter": "lookup"}, "drafter"),
-        ({"selector": "quest"}, "selector"),
+        ({"selector": "mean_key"}, "selector"),
     ],
 )
 def test_a_request_that_asks_for_speculation_is_refused_by_name(

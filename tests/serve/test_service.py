@@ -410,9 +410,11 @@ def test_every_field_reaches_the_pipeline_through_both_doors() -> None:
     assert SAMPLING.keys() == fields, "try the new field here, too"
     client, service, pipelines = served(ENDED)
     asked: dict[str, Any] = {"max_tokens": 9, "seed": -3, "priority": -7, "cache_salt": "mine"}
-    assert ask(client, **asked, **SAMPLING, speculation={"lookaheads": [5, 2], "selector": "quest"}).status_code == 200
+    asked |= {"speculation": {"lookaheads": [5, 2], "selector": "mean_key"}}
+    assert ask(client, **asked, **SAMPLING).status_code == 200
+    del asked["speculation"]
     asked["seed"] %= 2**64
-    asked["selector"] = "quest"
+    asked["selector"] = "mean_key"
     generated(service, **asked, sampling=gen.Sampling(**SAMPLING), lookaheads=gen.Lookaheads(values=[5, 2]))
     expected = pb.DecodeRequest(
         prompt_token_ids=ids("def"),
@@ -641,7 +643,7 @@ def test_an_unknown_selector_is_refused_at_both_doors() -> None:
     answer = ask(client, speculation={"selector": "best"})
     assert answer.status_code == 400
     message = answer.json()["error"]["message"]
-    assert "speculation.selector: 'best' must be one of mean_key, mean_key_recent, quest, snapkv, h2o, str" in message
+    assert "speculation.selector: 'best' must be one of mean_key, snapkv, h2o, streaming" in message
     with pytest.raises(InvalidValueError, match=r"selector: 'best' must be one of mean_key,"):
         generated(service, selector="best")
 

@@ -115,7 +115,7 @@ def test_the_first_cut_of_drawn_kv_computes_no_landmarks(
 
 
 def test_who_shares_slots_shares_their_landmarks(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    runner = with_pool(pair, "quest", None)
+    runner = with_pool(pair, "mean_key", None)
     kv, text = full_kv(runner), random_tokens(LENGTH, seed=1)
     kv.shares = True
     ask(runner, Statement(1, text[:248]), max_length=LENGTH)
@@ -126,12 +126,12 @@ def test_who_shares_slots_shares_their_landmarks(pair: Pair, monkeypatch: pytest
     assert other is not None
     assert other.cached == 248
     ask(runner, Statement(2, text[:280]), max_length=LENGTH)
-    kv.cut(2, 280, CHUNKS, SELECTORS["quest"]())
+    kv.cut(2, 280, CHUNKS, SELECTORS["mean_key"]())
     assert filled.tokens == len(kv.keys) * 16, "its own two chunks before the recent window"
     alone = ModelRunner(pair.ours, FullKV(geometry(pair), LENGTH, KERNELS["cpu_flash"]))
     ask(alone, Statement(2, text[:248]), max_length=LENGTH)
     ask(alone, Statement(2, text[:280]), max_length=LENGTH)
-    full_kv(alone).cut(2, 280, CHUNKS, SELECTORS["quest"]())
+    full_kv(alone).cut(2, 280, CHUNKS, SELECTORS["mean_key"]())
     found, expected = (each.held[2].layouts[1].chunks for each in (kv, full_kv(alone)))
     assert torch.equal(found, expected)
 
@@ -153,7 +153,7 @@ GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
 
 @pytest.mark.parametrize(
     ("selector", "per_token"),  # of the bytes of a layer's KV
-    [("snapkv", 0), ("h2o", 0), ("mean_key", 1 / 16), ("mean_key_recent", 1 / 16), ("quest", 2 / 16)],
+    [("snapkv", 0), ("h2o", 0), ("mean_key", 1 / 16)],
 )
 def test_the_setting_says_what_is_kept_and_it_is_counted(selector: str, per_token: float) -> None:
     kv = target_kv(random_model().config, GEOMETRY, 800, load_settings(retrieval={"selector": selector, "chunk": 8}))

@@ -20,8 +20,6 @@ from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.selectors.mean_key import mean_keys
 from triforce_core.kv.selectors.mean_key import shares as shares_of_means
-from triforce_core.kv.selectors.quest import bounds
-from triforce_core.kv.selectors.quest import shares as shares_of_bounds
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import GREEDY, SequenceSpec, Span
 from triforce_core.models.runner import ModelRunner
@@ -92,21 +90,10 @@ def of_means(queries: Tensor, keys: Tensor, count: int, last: int) -> Tensor:
     return (queries[:, -last:] @ means.T / keys.shape[-1] ** 0.5).softmax(-1).sum((0, 1))
 
 
-def of_bounds(queries: Tensor, keys: Tensor, count: int) -> Tensor:
-    pieces = [keys[i * CHUNKS.chunk : (i + 1) * CHUNKS.chunk] for i in range(count)]
-    wanted = torch.zeros(count)
-    for query in queries[:, -1]:
-        most = [torch.maximum(query * piece.min(0).values, query * piece.max(0).values).sum() for piece in pieces]
-        wanted += (torch.stack(most) / keys.shape[-1] ** 0.5).softmax(-1)
-    return wanted
-
-
 # By selector: queries [heads of the group, tokens, head_dim] and keys [tokens, head_dim] before the cut, and the number
 # of chunks → how much each is wanted.
 DENSE: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "mean_key": lambda q, k, count: of_means(q, k, count, 1),
-    "mean_key_recent": lambda q, k, count: of_means(q, k, count, RECENT),
-    "quest": of_bounds,
     "snapkv": lambda q, k, count: by_chunk(weights(q, k)[:, -WINDOW:].sum((0, 1)), count),
     "h2o": lambda q, k, count: by_chunk(weights(q, k).sum((0, 1)), count),
     "streaming": lambda q, k, count: torch.arange(float(count)),
@@ -182,17 +169,16 @@ def test_the_selectors_choose_differently(pair: Pair) -> None:
         assert (differing > 1) == (name != "streaming")
 
 
-@pytest.mark.parametrize("name", ["mean_key", "quest"])
-def test_landmarks_do_not_depend_on_how_the_prompt_came(pair: Pair, name: str) -> None:
+def test_landmarks_do_not_depend_on_how_the_prompt_came(pair: Pair) -> None:
     """Neither passes of other lengths nor cuts in between change them."""
     text, found = random_tokens(LENGTH, seed=3), []
     for chunk in (1, 64, 2048):
         runner = full_runner(pair, LENGTH)
         for stop in [*range(chunk, PROMPT, chunk), PROMPT]:
-            state(runner, text[:stop], 0, name)
+            state(runner, text[:stop], 0, "mean_key")
             if chunk == 64:
-                chosen(full_kv(runner), stop, name)
-        chosen(full_kv(runner), PROMPT, name)
+                chosen(full_kv(runner), stop, "mean_key")
+        chosen(full_kv(runner), PROMPT, "mean_key")
         [layers] = full_kv(runner).held[1].landmarks.values()
         found.append(torch.stack([each for each in layers if each is not None]))
     assert found[0].shape[0] == 2
@@ -201,29 +187,25 @@ def test_landmarks_do_not_depend_on_how_the_prompt_came(pair: Pair, name: str) -
         torch.testing.assert_close(other, found[0], atol=1e-5, rtol=0)
 
 
-@pytest.mark.parametrize("landmark", [mean_keys, bounds])
-def test_landmarks_are_made_chunk_by_chunk(landmark: Callable[[Tensor], Tensor]) -> None:
+def test_landmarks_are_made_chunk_by_chunk() -> None:
     """The landmarks of two halves are the landmarks of the whole. So the landmarks of a growing text can be kept."""
     keys = torch.randn(2, 12, 8, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
-    assert torch.equal(torch.cat([landmark(keys[:, :5]), landmark(keys[:, 5:])], 1), landmark(keys))
+    assert torch.equal(torch.cat([mean_keys(keys[:, :5]), mean_keys(keys[:, 5:])], 1), mean_keys(keys))
 
 
-@pytest.mark.parametrize(("landmark", "shares"), [(mean_keys, shares_of_means), (bounds, shares_of_bounds)])
-def test_query_heads_of_a_group_share_their_vote(
-    landmark: Callable[[Tensor], Tensor], shares: Callable[[Tensor, Tensor], Tensor]
-) -> None:
+def test_query_heads_of_a_group_share_their_vote() -> None:
     """Within a group the order of heads does not matter; a head that moves to another group takes its vote with it."""
     generator = torch.Generator().manual_seed(0)
     queries, keys = torch.randn(6, 3, 16, generator=generator), torch.randn(2, 40, 8, 16, generator=generator)
-    landmarks = landmark(keys)
-    scores = shares(queries, landmarks)
+    landmarks = mean_keys(keys)
+    scores = shares_of_means(queries, landmarks)
     assert scores.shape == (2, 40)
-    torch.testing.assert_close(shares(queries[[2, 0, 1, 3, 5, 4]], landmarks), scores)
-    assert not torch.allclose(shares(queries[[3, 1, 2, 0, 4, 5]], landmarks), scores)
+    torch.testing.assert_close(shares_of_means(queries[[2, 0, 1, 3, 5, 4]], landmarks), scores)
+    assert not torch.allclose(shares_of_means(queries[[3, 1, 2, 0, 4, 5]], landmarks), scores)
     louder = queries.clone()
     # Three heads share a KV head. The loud one can move its own third of the votes to other chunks, and no more.
     louder[0] *= 1000
-    moved = (shares(louder, landmarks) - scores).abs().sum(1)
+    moved = (shares_of_means(louder, landmarks) - scores).abs().sum(1)
     assert 0.1 < moved[0] <= 2 / 3 + 1e-5
     assert moved[1] == 0
 

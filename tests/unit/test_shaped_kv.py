@@ -203,7 +203,7 @@ def test_any_history(make: Callable[[], FixedKV | FullKV], history: list[list[St
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("selector", ["mean_key_recent", "h2o"])
+@pytest.mark.parametrize("selector", ["snapkv", "h2o"])
 @given(histories)
 def test_selectors_find_the_same_queries_and_the_same_mass(selector: str, history: list[list[Statement]]) -> None:
     both = Both(full, selector)

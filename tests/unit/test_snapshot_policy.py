@@ -16,7 +16,7 @@ from triforce_core.engine.freshness import has_sagged
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Request, Sequence
-from triforce_core.kv.selectors import Quest, Selector
+from triforce_core.kv.selectors import MeanKey, Selector
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
 from triforce_core.messages import GREEDY, Drafting, SequenceSpec, Tally
 from triforce_core.plans import Plan
@@ -34,7 +34,7 @@ class Recorder:
         self.sent_off = False  # what is delivered keeps the sink busy
         self.policy = SnapshotSchedule(self, self, ChunkSettings(), "mean_key", refresh_every)  # type: ignore[arg-type]
         request = Request((1,) * 100, 1000, GREEDY, 0, (4, 2))
-        self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100, selector="quest"), [1] * 100)
+        self.sequence = Sequence(7, request, SequenceSpec(GREEDY, 0, 100, 1100, selector="mean_key"), [1] * 100)
 
     def grow(self, count: int, *, wanted: bool = False) -> list[Sent]:
         """Commit tokens, and return what was sent then."""
@@ -108,7 +108,7 @@ def test_whoever_does_not_draft_gets_none() -> None:
 def test_a_snapshot_is_cut_by_the_selector_of_its_request() -> None:
     it = Recorder(refresh_every=10)
     it.grow(0)
-    assert it.selectors == [Quest()]
+    assert it.selectors == [MeanKey()]
 
 
 def tally(accepted: int, rejected: int) -> Tally:

@@ -88,7 +88,7 @@ def test_landmarks_count_in_memory(offload: Offload | None) -> None:
 
 
 def test_the_pool_is_checked_with_the_landmarks_of_the_setting() -> None:
-    settings = load_settings(retrieval={"selector": "quest", "chunk": 16})
+    settings = load_settings(retrieval={"selector": "mean_key", "chunk": 16})
     message = refused(lambda: target_kv(CONFIG, GEOMETRY, TOO_MANY, settings))
     _, beside, _ = re.findall(r"([\d.]+) GiB", message)
     assert float(beside) * 2**30 > TOKEN_BYTES * TOO_MANY / 16

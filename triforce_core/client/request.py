@@ -58,7 +58,7 @@ class CallArguments(TypedDict, total=False):
     model: str  # a name from `models`; empty: the default model
     lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
     drafter: str | None  # at the lowest tier: model, lookup or both; without `lookaheads`, the server's are used
-    selector: str | None  # of chunks for the retrieval tier: mean_key, quest, …; by default the server's setting
+    selector: str | None  # of chunks for the retrieval tier: mean_key, snapkv, …; by default the server's setting
     cache_salt: str | None  # KV of equal prefixes is shared with calls of the same salt only; at most 128 characters
     resume_token_ids: Sequence[int]  # output tokens of a call that broke off
     fingerprint: str  # of that call's first chunk: a server with another model or other settings then refuses

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
 
-from triforce_core.config import SELECTOR_NAMES, Settings
+from triforce_core.config import REMOVED_SELECTORS, SELECTOR_NAMES, Settings
 from triforce_core.engine.cache_sizes import target_heavy_hitters, target_window
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import ContextLengthError, require
@@ -75,6 +75,8 @@ class Limits:
 
 def check_selector(field: str, selector: str | None) -> None:
     rule = f"must be one of {', '.join(SELECTOR_NAMES)}"
+    if selector in REMOVED_SELECTORS:
+        rule = f"was removed: use {REMOVED_SELECTORS[selector]}"
     require(selector is None or selector in SELECTOR_NAMES, field, selector, rule)
 
 

@@ -1,7 +1,6 @@
 """TriForce's selector: scores each chunk's mean key under the latest queries (Sun et al. 2024, arXiv 2404.11912, 4.1).
 
-The paper uses the last query alone (`mean_key`). The mean over several (`mean_key_recent`) is steadier: a single query
-may look for something that the next tokens do not need. But what only one of them looks for is outvoted.
+The mean over several queries is steadier than the last one alone, and finds less of what stands far back.
 """
 
 from __future__ import annotations
@@ -16,11 +15,10 @@ from triforce_core.kv.selectors.base import Chunks, grouped
 
 @dataclass(frozen=True, slots=True)
 class MeanKey:
-    """Scores the last `num_queries` queries against each chunk's mean key.
+    """Scores the last query against each chunk's mean key.
 
     Query heads that share a KV head share one selection: their softmaxes over the chunks are averaged, so that no head
-    dominates by the scale of its scores. With one query head per KV head and one query this ranks chunks as the paper
-    does. Several queries are averaged in the same way.
+    dominates by the scale of its scores. With one query head per KV head this ranks chunks as the paper does.
     """
 
     num_queries: int = 1
