@@ -6,11 +6,13 @@ import asyncio
 import os
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import ray
 
+from actors.cores import keep_awake
 from actors.wire import sampling_to_proto, seed_to_proto
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -52,6 +54,8 @@ def bench_pipeline(
     require(load.output >= 16, "output", load.output, "must be at least 16 tokens, to measure between them")
     load_before = os.getloadavg()[0]
     messages = decode_requests(settings, load, pace)
+    with keep_awake(placement.cpu_latency_us) or nullcontext():  # refused here, before actors start, which do the same
+        pass
     modes: dict[str, dict[str, Any]] = {
         "sequential": {"micro_batches": 1},
         "pipelined": {"run_ahead": load.requests == 1},
