@@ -24,8 +24,8 @@ cd "$(dirname "$0")/.." || exit 2
 kernels=$out.kernels
 mkdir -p "$out" "$kernels" || exit 2
 export TORCHINDUCTOR_CACHE_DIR=$kernels/inductor TRITON_CACHE_DIR=$kernels/triton TOKENIZERS_PARALLELISM=false
-# The tests decode with the demo pair, which is not installed there.
-export PYTHONPATH="$PWD:$PWD/demo_weights${PYTHONPATH:+:$PYTHONPATH}"
+# Neither this project is installed there, nor the demo pair, with which the tests decode.
+export PYTHONPATH="$PWD:$PWD/tools:$PWD/demo_weights${PYTHONPATH:+:$PYTHONPATH}"
 
 [ ! -f "$wheels/kernels.tgz" ] || tar -C "$kernels" -xzf "$wheels/kernels.tgz"
 for wheel in "$wheels"/*.whl; do
