@@ -144,7 +144,7 @@ def test_uv_installs_what_pip_would(calls: Path, monkeypatch: pytest.MonkeyPatch
     assert lock.startswith("uv pip install")
     assert lock.endswith("--requirement requirements.lock")
     assert project.startswith("uv pip install")
-    assert project.endswith("--no-deps --no-build-isolation --editable . --editable ./demo_weights")
+    assert project.endswith("--no-deps --no-build-isolation --editable . --editable ./demo_weights --editable ./tools")
 
 
 @pytest.mark.parametrize(
