@@ -1,6 +1,5 @@
 """`python -m scripts.generate_chart` writes what the Helm chart k8s/triforce has from scripts/chart_values.py and the
-settings: values.yaml, values.schema.json, and the table of values in its README. It also copies deploy/grafana.json,
-because Helm reads no file outside a chart. A test fails where they are stale.
+settings: values.yaml, values.schema.json, and the table of values in its README. A test fails where they are stale.
 """
 
 from __future__ import annotations
@@ -145,7 +144,6 @@ def generated() -> dict[str, str]:
         "values.yaml": values_yaml(),
         "values.schema.json": json.dumps(schema(), indent=1) + "\n",
         "README.md": readme((CHART / "README.md").read_text(encoding="utf-8")),
-        "files/dashboard.json": (REPOSITORY / "deploy" / "grafana.json").read_text(encoding="utf-8"),
     }
 
 

@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.exactness.cases import AnyPlan, CountingRetrievalKV, Tokens, finish
+from tests.integrity import check
 from tests.lossy_link import LossyLink
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
@@ -17,7 +18,6 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import draft_proposer, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
-from triforce_core.kv.integrity import check
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposal, Proposer, SamplingParams, Tally, Tier, Work

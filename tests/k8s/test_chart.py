@@ -51,7 +51,7 @@ def settings_of(values: Path, *more: str) -> Settings:
     return load_settings(None, **application["args"])
 
 
-@pytest.mark.parametrize("name", ["values.yaml", "values.schema.json", "README.md", "files/dashboard.json"])
+@pytest.mark.parametrize("name", ["values.yaml", "values.schema.json", "README.md"])
 def test_what_is_generated_is_up_to_date(name: str) -> None:
     assert (CHART / name).read_text() == generated()[name], "run `python -m scripts.generate_chart`"
 

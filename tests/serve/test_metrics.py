@@ -438,9 +438,9 @@ def test_acceptance_by_tier_is_that_of_the_answer(server: Server) -> None:
 def test_the_dashboard_and_the_pages_name_metrics_that_exist() -> None:
     listed = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
     known = set(re.findall(r"^\| `(triforce_\w+)`", listed, re.MULTILINE))
-    panels = json.loads((REPOSITORY / "deploy" / "grafana.json").read_text())["panels"]
+    panels = json.loads((REPOSITORY / "k8s/triforce/files/dashboard.json").read_text())["panels"]
     shown = " ".join(target["expr"] for panel in panels for target in panel["targets"])
-    texts = {"grafana.json": shown} | {
+    texts = {"dashboard.json": shown} | {
         page: (REPOSITORY / "docs" / page).read_text() for page in ("metrics.md", "operations.md")
     }
     for name, text in texts.items():

@@ -34,6 +34,7 @@ from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
 from triforce_tools.bench import device as bench
 from triforce_tools.bench.device import DeviceWorkload, synthetic_engine
+from triforce_tools.bench.fill import fill
 from triforce_tools.bench.geometry import Geometry, geometry_of
 from triforce_tools.bench.synthetic import SyntheticAcceptance
 
@@ -137,7 +138,7 @@ def test_a_cut_launches_few_operators(device: Device) -> None:
     every = layers * kv_heads * lines
     device.true_values = lambda mask: every if mask.shape[-1] > lines else every // 10
     spec = SequenceSpec(SamplingParams(), 0, CONTEXT, CONTEXT)
-    full.fill(Span(1, 0, (0,) * CONTEXT, spec))
+    fill(full, Span(1, 0, (0,) * CONTEXT, spec))
     held, base = sparse.open(1, spec), 0
     assert isinstance(held, RetrievalHeld)
     for position in (CONTEXT - 64, CONTEXT):  # a whole snapshot, then changes to it

@@ -24,6 +24,7 @@ from triforce_core.kv.selectors.mean_key import mean_keys
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Span
 from triforce_core.models.runner import ModelRunner
+from triforce_tools.bench.fill import fill
 
 CHUNK, LENGTH = 8, 320
 CHUNKS = ChunkSettings(64, CHUNK, 16)
@@ -106,7 +107,7 @@ def test_the_first_cut_of_drawn_kv_computes_no_landmarks(
     assert kv.landmarks is not None
     text = random_tokens(LENGTH, seed=1)
     for stop in (205, LENGTH):
-        kv.fill(Span(1, 0, text[:stop], spec(LENGTH)))
+        fill(kv, Span(1, 0, text[:stop], spec(LENGTH)))
     filled = Filled(kv.landmarks, monkeypatch)
     found = kv.cut(1, LENGTH, CHUNKS, SELECTORS["mean_key"]())
     assert filled.tokens == len(kv.keys) * CHUNK, "of the chunk that was drawn in two parts"

@@ -26,6 +26,7 @@ from triforce_core.kv.selectors import MeanKey, Selector, SnapKV
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import Span
 from triforce_core.models.runner import ModelRunner
+from triforce_tools.bench.fill import fill
 
 LAYERS, POOL = 5, 400
 CHUNKS = ChunkSettings(32, 4, 8)
@@ -188,7 +189,7 @@ def test_random_kv_lies_where_the_texts_would(pair: Pair, where: str, tmp_path: 
         _, kv = offloaded_runner(pair, Offload(1, tmp_path if where == "disk" else None))
     for pool in (*kv.keys, *kv.values):
         pool.fill_(torch.nan)
-    kv.fill(Span(1, 0, random_tokens(120, seed=1), spec(120)), group=2)
+    fill(kv, Span(1, 0, random_tokens(120, seed=1), spec(120)), group=2)
     [[start, stop]] = kv.held[1].ranges
     for pool in (*kv.keys, *kv.values):
         assert 0.8 < pool[:, start:stop].std() < 1.2
@@ -217,7 +218,7 @@ def test_few_random_numbers_are_drawn(pair: Pair) -> None:
     """
     _, kv = offloaded_runner(pair, Offload(1))
     with Drawn() as drawn:
-        kv.fill(Span(1, 0, random_tokens(300, seed=1), spec(300)))
+        fill(kv, Span(1, 0, random_tokens(300, seed=1), spec(300)))
     head = 300 * kv.geometry.head_dim
     queries = sum(kv.held[1].queries.of(layer).numel() for layer in range(LAYERS))
     assert 2 * head <= drawn.count <= 2 * head + queries

@@ -15,6 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.integrity import check
 from triforce_core.attention import KERNELS
 from triforce_core.engine import scheduler
 from triforce_core.engine.scheduler import Scheduler
@@ -22,7 +23,6 @@ from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv import prefix_tree
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.full import MOST_RANGES, FullKV
-from triforce_core.kv.integrity import check
 from triforce_core.kv.prefix_tree import Cursor, agreement
 from triforce_core.kv.ranges import size_of, sliced, slots_of
 from triforce_core.messages import GREEDY, SequenceSpec, Span

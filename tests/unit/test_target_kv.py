@@ -27,6 +27,7 @@ from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import GREEDY, SequenceSpec, Span
+from triforce_tools.bench.fill import fill
 
 CONFIG = random_model().config
 GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
@@ -149,7 +150,7 @@ def test_the_other_tiers(make: Callable[[Settings], object], settings: dict[str,
 def test_landmarks_are_reckoned_as_they_are_kept(selector: str) -> None:
     """The landmarks of a whole pool count, in all layers. Where a selector counts attention, so does the mass."""
     kv, settings = FullKV(GEOMETRY, 400, KERNELS["cpu_flash"]), load_settings(retrieval={"selector": selector})
-    kv.fill(Span(1, 0, tuple(range(400)), SequenceSpec(GREEDY, 0, 1, 400, selector=selector)))
+    fill(kv, Span(1, 0, tuple(range(400)), SequenceSpec(GREEDY, 0, 1, 400, selector=selector)))
     kv.cut(1, 400, ChunkSettings(64, 8, 0), SELECTORS[selector]())
     held = kv.held[1]
     kept = [layer for layers in held.landmarks.values() for layer in layers if layer is not None] + held.mass

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import ChunkSums, Kernel, torch_chunk_sums
-from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry, Placement, joined
+from triforce_core.kv.base import Batch, Held, KVCache, KVGeometry, Placement, joined
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.kept_queries import KeptQueries
@@ -19,7 +19,7 @@ from triforce_core.kv.prefix_tree import Cursor, PrefixTree
 from triforce_core.kv.ranges import Range, RangeAllocator, paired, rounded_up, size_of, sliced
 from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
-from triforce_core.messages import SequenceSpec, Span
+from triforce_core.messages import SequenceSpec
 
 MOST_RANGES = 4  # most ranges of a sequence: attention runs over each, and captured passes have no room for more
 SHARED_RANGES = 2  # most ranges that a sequence may share with others, so that some ranges are left for its growth
@@ -350,43 +350,6 @@ class FullKV(KVCache):
         keys = (torch.cat([head[start:stop] for start, stop in ranges]) for head in pool_keys)
         settled = queries[:, counted - first : held.count_to - first]
         held.mass[layer] = with_more(held.mass[layer], settled, keys)
-
-    @torch.inference_mode()
-    def fill(self, span: Span, group: int = 1) -> None:
-        """Hold KV up to the end of `span`; draw missing KV from a normal distribution.
-
-        Benchmarks use it for passes over a long context, whose times do not depend on the values. All heads and layers
-        get the same values, because a CPU takes minutes to draw all values of a long context. The sequence must already
-        be open, or `span` must start at 0. `group`: query heads of each KV head.
-        """
-        placed = self._align(Forward(span, num_sampled=0))
-        assert isinstance(placed, Placement)
-        held, geometry = self.held[span.sequence_id], self.geometry
-        assert not held.given, "KV that others may use is not written again"
-        if not placed.tokens:
-            return
-        if held.node is not None:  # nobody else may use what is drawn
-            self.tree.leave(held.node)
-            held.node = None
-        longest = max(stop - start for start, stop in placed.writes)
-        drawn: dict[torch.device, Tensor] = {}  # by the device of a layer's pool
-        for layer, pools in enumerate(zip(self.keys, self.values, strict=True)):
-            place = pools[0].device
-            if place not in drawn:
-                drawn[place] = torch.empty(2, longest, geometry.head_dim, dtype=geometry.dtype, device=place).normal_()
-            for start, stop in placed.writes:
-                for pool, values in zip(pools, drawn[place], strict=True):
-                    pool[:, start:stop] = values[: stop - start]
-            drawn_queries = min(len(placed.tokens), len(held.queries.positions))
-            shape = group * geometry.num_kv_heads, drawn_queries, geometry.head_dim
-            queries = torch.empty(shape, dtype=geometry.dtype, device=geometry.device).normal_()
-            held.queries.take(layer, queries, drawn_queries)
-            if held.mass:
-                held.mass[layer] = torch.ones(geometry.num_kv_heads, held.count_to, device=geometry.device)
-        if self.landmarks:
-            chunk = self.landmarks.chunk
-            whole = [(-(-start // chunk) * chunk, stop // chunk * chunk) for start, stop in placed.writes]
-            self.landmarks.fill_alike(self.keys, [(start, stop) for start, stop in whole if start < stop])
 
     @torch.inference_mode()
     def cut(

@@ -64,19 +64,6 @@ class LandmarkPool:
                 self.layers[layer][own] = found.transpose(0, 1)
                 self.known[layer, own] = True
 
-    def fill_alike(self, keys: list[Tensor], ranges: list[Range]) -> None:
-        """Compute the landmarks of these slots, where all layers on a device have the same `keys` there."""
-        first: dict[torch.device, int] = {}
-        for layer, pool in enumerate(keys):
-            like = first.setdefault(pool.device, layer)
-            if like == layer:
-                self.fill(layer, pool, ranges)
-                continue
-            for start, stop in ranges:
-                own = slice(start // self.chunk, stop // self.chunk)
-                self.layers[layer][own] = self.layers[like][own]
-                self.known[layer, own] = True
-
     def read(self, layer: int, keys: Tensor, ranges: list[Range]) -> Tensor:
         """The landmarks of these slots, in order, [kv_heads, chunks, …]. Those not known yet are computed first."""
         for start, stop in ranges:

@@ -14,6 +14,7 @@ from triforce_core.models.files import kv_shape
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier, judge
+from triforce_tools.bench.fill import fill
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class SyntheticVerifier(ModelVerifier):
             for claim in claims:
                 if not claim.sample:
                     config = self.runner.model.config
-                    self.runner.kv.fill(claim.span, config.num_attention_heads // kv_shape(config)[1])
+                    fill(self.runner.kv, claim.span, config.num_attention_heads // kv_shape(config)[1])
         verdicts = super().verify(claims)
         return [
             self._draw(claim, verdict) if claim.proposed and verdict.tokens else verdict

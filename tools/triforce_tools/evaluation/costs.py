@@ -17,6 +17,7 @@ from triforce_core.config import Settings
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Span
 from triforce_core.models.files import kv_shape
+from triforce_tools.bench.fill import fill
 from triforce_tools.evaluation.caches import selector_named
 from triforce_tools.evaluation.plan import EvalPlan
 from triforce_tools.evaluation.reading import SEQUENCE, Model, Reading
@@ -91,7 +92,7 @@ def _turn(target: Model, name: str, context: int, block: int, settings: Settings
     full, chunks = reading.full, ChunkSettings.halved(budget, chunk)
     config = target.model.config
     group = config.num_attention_heads // kv_shape(config)[1]
-    full.fill(Span(SEQUENCE, 0, tokens[:context], reading.spec), group)
+    fill(full, Span(SEQUENCE, 0, tokens[:context], reading.spec), group)
     first = _ms(target, lambda: full.cut(SEQUENCE, context, chunks, selector))
     later = context + every
     reading.logits(Stretch(context, later, seen=context))
