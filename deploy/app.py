@@ -10,7 +10,6 @@ import math
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,11 +18,11 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from actors.cores import keep_awake
+from deploy.checks import CHECKS, FRONT_END_CPUS, check_models
 from deploy.ray_watch import ends_with_ray
 from deploy.remains import nothing_remains
 from triforce_core.config import Settings, load_settings
-from triforce_core.errors import InvalidValueError, UnavailableError, require
+from triforce_core.errors import UnavailableError, require
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from triforce_core.engine.limits import Limits
 
 APPLICATION = "triforce"
-FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the tiers do the work
 SPARE_CALLS = 64  # room for health and status calls, and for requests that the gateway refuses with its own error
 UPSCALE_DELAY_S = 30.0  # overload for this long adds a replica; a shorter burst would end before one has started
 LOOK_BACK_S = 11.0  # Serve requires more than its metrics' interval of 10 s
@@ -166,20 +164,13 @@ def run(settings: Settings) -> None:
     """
     from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
-    from deploy.keys import keys_of
-    from triforce_core.engine.target_kv import offload_directory
-    from triforce_core.models.device import torch_device
     from triforce_core.models.precision import resolved
 
     settings = resolved(settings)
     began = time.monotonic()
-    if request := keep_awake(settings.placement.cpu_latency_us):
-        request.close()  # only a check that this machine permits the request; each tier makes its own later
-    check_ports(settings)
-    torch_device(settings.device)  # can be checked early because the tiers run on this machine
-    offload_directory(settings.target.offload_path)
+    for check in CHECKS.values():
+        check(settings)
     context = check_models(settings).context_length
-    keys_of(settings.server.api_keys)
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)
     os.environ.setdefault(PORT_LIMIT, str(min(lowered, int(MESSAGE_LIMITS[PORT_LIMIT]))))
@@ -204,57 +195,6 @@ def run(settings: Settings) -> None:
 
 def tell(text: str) -> None:
     print(text, flush=True)
-
-
-def check_ports(settings: Settings) -> None:
-    """Raise `InvalidValueError` unless both ports can be bound."""
-    server = settings.server
-    require(server.grpc_port != server.port, "server.grpc_port", server.grpc_port, "must not be server.port")
-    for field, host, port in (("port", server.host, server.port), ("grpc_port", "0.0.0.0", server.grpc_port)):
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except socket.gaierror as error:
-                raise InvalidValueError(
-                    "server.host", host, f"is no address of this machine: {error.strerror}"
-                ) from None
-            except OSError as error:
-                reason = error.strerror or str(error)
-                raise InvalidValueError(f"server.{field}", port, f"must be free on {host}: {reason.lower()}") from None
-
-
-def check_models(settings: Settings) -> Limits:
-    """The limits of what the target can serve.
-
-    Raises now, with a one-line message, the errors with which the tiers would otherwise fail to start.
-    """
-    from triforce_core.attention import check_kernel
-    from triforce_core.engine.drafters import drafter_weights
-    from triforce_core.engine.limits import target_limits
-    from triforce_core.models.files import (
-        check_pair,
-        check_quantization,
-        check_ranks,
-        check_self_drafter,
-        kv_shape,
-        load_config,
-    )
-
-    drafter = None if settings.target.lossy else drafter_weights(settings)
-    check_pair(settings.target.model, drafter)
-    if settings.retrieval.model:
-        check_self_drafter(settings.target.model, settings.retrieval.model)
-    check_quantization(settings.retrieval.quantization)
-    target = load_config(settings.target.model, "target")
-    check_ranks(target, settings.target.model, settings.ranks(("target",)), "target.tensor_parallel")
-    own, shared = settings.retrieval.model, settings.target.model
-    lower = load_config(own, "self-drafter") if own else target
-    check_ranks(lower, own or shared, settings.ranks(("retrieval",)), "retrieval.tensor_parallel")
-    for config in (target, load_config(drafter, "drafter")) if drafter else (target,):
-        check_kernel(settings, head_dim=kv_shape(config)[2])
-    return target_limits(target, settings)
 
 
 @contextmanager

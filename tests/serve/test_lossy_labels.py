@@ -13,9 +13,8 @@ import yaml
 from starlette.testclient import TestClient
 
 from actors.target_server import event_to_proto, request_from_proto
+from deploy.checks import kv_bytes, models, models_of
 from deploy.directions import directions
-from deploy.doctor.room import kv_bytes
-from deploy.doctor.serving import models, models_of
 from deploy.grpc_api import generate, list_models
 from deploy.openai_api.routes import http_app
 from deploy.service import ServedModel, Service
@@ -163,7 +162,7 @@ def test_the_commands_say_so(
     arguments = ("--prompt-file", str(tmp_path / "prompt.txt"), "--max-tokens", "4", "--config", str(path))
     assert f"LOSSY: {TEXT}" in " ".join(triforce("generate", *arguments)[0].split())
     assert f"LOSSY  {TEXT}" in directions(settings, tmp_path, [])
-    assert "LOSSY" in models(settings).found
+    assert "LOSSY" in models(settings)
 
 
 def test_the_doctor_counts_what_is_allocated(settings: Settings) -> None:

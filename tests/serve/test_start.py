@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.app import check_models, prepare_environment
+from deploy.app import prepare_environment
+from deploy.checks import check_models
 from tests.random_models import random_model
 from tests.serve.conftest import free_ports
 from triforce_core.config import Settings

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import CONFIG_MAPPING, AutoConfig
 
-from deploy.doctor import Status, examine, serving
+from deploy.checks import CHECKS
 from tests.command_line import Refusals
 from tests.random_models import random_model
 from triforce_core.config import load_settings
@@ -234,7 +234,7 @@ def test_files_that_are_refused(
         load_config(str(folder), "target")
     assert named in str(refusal.value)
     with pytest.raises(UnknownModelError) as again:
-        serving.weights(load_settings(None, target={"model": str(folder)}))
+        CHECKS["weights"](load_settings(None, target={"model": str(folder)}))
     assert str(again.value) == str(refusal.value), "the doctor says the same"
 
 
@@ -346,6 +346,6 @@ def test_commands_say_it_in_one_line(
     settings.write_text(json.dumps(given))
     refusals.check([str(folder), named], "serve", "--config", str(settings))
     refusals.check([str(folder), named], "generate", "--config", str(settings), "--prompt-file", str(prompt))
-    [(_, said)] = examine(load_settings(settings), {"models": serving.models})
-    assert said.status == Status.PROBLEM
-    assert named in said.found
+    with pytest.raises(TriForceError) as said:
+        CHECKS["models"](load_settings(settings))
+    assert named in str(said.value)

@@ -1,0 +1,273 @@
+"""The checks of a start. `triforce serve` makes them before Ray starts, so that a mistake costs seconds and one line;
+`triforce doctor` prints what each found. A check returns what it found, or raises `TriForceError`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from actors.cores import keep_awake
+from triforce_core.config import DeviceGroup, Settings
+from triforce_core.errors import InvalidValueError, require
+
+if TYPE_CHECKING:
+    from triforce_core.engine.limits import Limits
+
+FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the tiers do the work
+
+
+def cpu(settings: Settings) -> str:
+    """The CPU's instruction sets, and the cores to which the settings bind tiers."""
+    from triforce_core.models.cpu import cpu_summary
+
+    allowed = os.sched_getaffinity(0)
+    for group in settings.placement.groups:
+        rule = f"must be among the cores that this process may use, {sorted(allowed)}"
+        require(allowed.issuperset(group.cores or ()), f"placement.{group.tiers[0]}.cores", group.cores, rule)
+    if request := keep_awake(settings.placement.cpu_latency_us):
+        request.close()  # only a check that this machine permits the request; each tier makes its own later
+    return f"{cpu_summary()}; {len(allowed)} cores; dtype {settings.dtype}"
+
+
+def device(settings: Settings) -> str:
+    import torch
+
+    from triforce_core.models.device import check_dtype, torch_device
+
+    found = torch_device(settings.device)
+    check_dtype(settings.dtype, found)
+    seen = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)]
+    return f"{found}; PyTorch {torch.__version__} sees {', '.join(seen) or 'no GPU'}"
+
+
+def ports(settings: Settings) -> str:
+    check_ports(settings)
+    server = settings.server
+    return f"{server.port} (HTTP) on {server.host} and {server.grpc_port} (gRPC) are free"
+
+
+def keys(settings: Settings) -> str:
+    from deploy.keys import keys_of
+
+    keys_of(settings.server.api_keys)
+    return settings.server.api_keys or "none: whoever reaches the ports may ask"
+
+
+def models(settings: Settings) -> str:
+    """Whether target and drafter are found, are supported, and share a vocabulary."""
+    limits = check_models(settings)
+    lossy = f"; LOSSY, {settings.target.lossy}" if settings.target.lossy else ""
+    return (
+        f"target {settings.target.model} (vocabulary of {limits.vocab_size}, context of {limits.context_length} tokens,"
+        f" KV for {limits.kv_pool_tokens}), drafter {settings.draft.model}{lossy}"
+    )
+
+
+def weights(settings: Settings) -> str:
+    """Whether the weights of all models are here, or to be downloaded, and can be read."""
+    from safetensors import SafetensorError
+
+    found = []
+    for name, role in dict.fromkeys(models_of(settings).values()):
+        try:
+            count = parameters(name, role)
+        except (OSError, ValueError, KeyError, SafetensorError) as error:
+            rule = f"has no weights that can be read: {error}: copy its *.safetensors again, whole (git lfs pull)"
+            raise InvalidValueError(role, name, rule) from None
+        found.append(f"{role} {name}: {'not downloaded yet' if count is None else f'{count / 1e6:.1f}M parameters'}")
+    return "; ".join(found)
+
+
+def memory(settings: Settings) -> str:
+    """Whether weights and KV fit what is free, by the container's limit where there is one."""
+    from triforce_core.engine.target_kv import offload_directory
+    from triforce_core.kv.memory import HOST, free_bytes, gib, named
+    from triforce_core.models.device import torch_device
+
+    offload_directory(settings.target.offload_path)
+    place, copies = torch_device(settings.device), settings.server.replicas.min
+    needs = [(group, process_bytes(settings, group)) for group in settings.placement.groups]
+    needed, free = on_one_gpu(needs, copies), free_bytes(place)
+    if place == HOST:
+        needed = copies * sum(settings.ranks(group.tiers) * each for group, each in needs)
+    rule = f"take {gib(needed)} with the KV, where {gib(free)} are free in {named(place)}: choose smaller models, or"
+    rule += " lower target.kv_pool_tokens, retrieval.budget or max_sequences"
+    require(needed <= free, "target.model", f"the weights of {settings.target.model}", rule)
+    return f"weights and KV take {gib(needed)}; {gib(free)} are free in {named(place)}"
+
+
+def placement(settings: Settings) -> str:
+    """Whether this machine has the GPUs that the pipelines reserve. Only Ray knows about labels and other nodes."""
+    import torch
+
+    from actors.fit import Node, misfit
+    from actors.placement import bundles
+
+    where, copies = settings.placement, settings.server.replicas.min
+    names = "; ".join(f"{group.name}{f' ({group.gpus:g} GPU a rank)' if group.gpus else ''}" for group in where.groups)
+    if any(group.labels for group in where.groups):
+        return f"{names}; only Ray knows which nodes have these labels"
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    wanted = bundles(settings, FRONT_END_CPUS)
+    # Ray is started with as many CPUs as are reserved, if the machine has fewer.
+    cpus = max(os.cpu_count() or 1, copies * sum(each.get("CPU", 0.0) for each in wanted))
+    reason = misfit(where, wanted, [Node({"CPU": cpus, "GPU": gpus}, {})], copies)
+    require(reason is None, "placement", where.colocate, f"cannot be here: {reason}")
+    return names
+
+
+Check = Callable[[Settings], str]
+CHECKS: dict[str, Check] = {
+    each.__name__: each for each in (cpu, device, ports, keys, models, weights, memory, placement)
+}
+
+
+def check_ports(settings: Settings) -> None:
+    """Raise `InvalidValueError` unless both ports can be bound."""
+    server = settings.server
+    require(server.grpc_port != server.port, "server.grpc_port", server.grpc_port, "must not be server.port")
+    for field, host, port in (("port", server.host, server.port), ("grpc_port", "0.0.0.0", server.grpc_port)):
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except socket.gaierror as error:
+                raise InvalidValueError(
+                    "server.host", host, f"is no address of this machine: {error.strerror}"
+                ) from None
+            except OSError as error:
+                reason = error.strerror or str(error)
+                raise InvalidValueError(f"server.{field}", port, f"must be free on {host}: {reason.lower()}") from None
+
+
+def check_models(settings: Settings) -> Limits:
+    """The limits of what the target can serve.
+
+    Raises now, with a one-line message, the errors with which the tiers would otherwise fail to start.
+    """
+    from triforce_core.attention import check_kernel
+    from triforce_core.engine.drafters import drafter_weights
+    from triforce_core.engine.limits import target_limits
+    from triforce_core.models.files import (
+        check_pair,
+        check_quantization,
+        check_ranks,
+        check_self_drafter,
+        kv_shape,
+        load_config,
+    )
+
+    drafter = None if settings.target.lossy else drafter_weights(settings)
+    check_pair(settings.target.model, drafter)
+    if settings.retrieval.model:
+        check_self_drafter(settings.target.model, settings.retrieval.model)
+    check_quantization(settings.retrieval.quantization)
+    target = load_config(settings.target.model, "target")
+    check_ranks(target, settings.target.model, settings.ranks(("target",)), "target.tensor_parallel")
+    own, shared = settings.retrieval.model, settings.target.model
+    lower = load_config(own, "self-drafter") if own else target
+    check_ranks(lower, own or shared, settings.ranks(("retrieval",)), "retrieval.tensor_parallel")
+    for config in (target, load_config(drafter, "drafter")) if drafter else (target,):
+        check_kernel(settings, head_dim=kv_shape(config)[2])
+    return target_limits(target, settings)
+
+
+def models_of(settings: Settings) -> dict[str, tuple[str, str]]:
+    """The name and the role of each tier's model; a drafter without a model is left out."""
+    from triforce_core.engine.drafters import drafter_weights
+
+    found = {"target": (settings.target.model, "target")}
+    if settings.target.lossy:
+        return found
+    own = settings.retrieval.model
+    found["retrieval"] = found["target"] if own is None else (own, "self-drafter")
+    if drafter := drafter_weights(settings):
+        found["draft"] = (drafter, "drafter")
+    return found
+
+
+def parameters(name: str, role: str) -> int | None:
+    """The number of weights, by the headers of the files, which are all read; None for a hub id that is not downloaded.
+
+    Raises `OSError`, `ValueError`, `KeyError` or `SafetensorError` for files that are missing or damaged.
+    """
+    from safetensors import safe_open
+
+    from triforce_core.models.files import resolve, weight_files
+
+    shards = weight_files(name, role)
+    downloaded = shards is not None and all(shard.exists() for shard in shards)
+    if shards is None or not (downloaded or Path(resolve(name, role)).is_dir()):
+        return None
+    count = 0
+    for shard in shards:
+        with safe_open(shard, "numpy") as tensors:
+            count += sum(prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118  # no dict
+    return count
+
+
+def on_one_gpu(needs: list[tuple[DeviceGroup, int]], copies: int) -> int:
+    """The most bytes that one GPU must hold: those of one process, or of all processes that reserve no whole GPU."""
+    whole = [each for group, each in needs if group.gpus >= 1]
+    shared = sum(each for group, each in needs if group.gpus < 1)
+    unreserved = not any(group.gpus for group, _ in needs)  # then all pipelines use the first GPU
+    return max([*whole, shared * (copies if unreserved else 1)])
+
+
+def process_bytes(settings: Settings, group: DeviceGroup) -> int:
+    """The bytes of weights and KV that one rank of the group takes: on its device, and in host memory if that is its
+    device. Weights count as not quantised, since they are loaded so; those not downloaded yet count as nothing.
+    """
+    from triforce_core.models.device import DTYPES
+
+    models, own = models_of(settings), settings.retrieval.own_weights
+    tiers = [tier for tier in group.tiers if tier in models]
+    # Tiers of one process share weights, unless they are changed for the retrieval tier.
+    loaded = {(*models[tier], tier == "retrieval" and own): settings.ranks((tier,)) for tier in tiers}
+    item_bytes = DTYPES[settings.dtype].itemsize
+    weights = sum((parameters(name, role) or 0) * item_bytes // ranks for (name, role, _), ranks in loaded.items())
+    return weights + sum(kv_bytes(settings, tier, *models[tier]) for tier in tiers)
+
+
+def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
+    """The bytes of a tier's KV on one rank: on its device, and in host memory if that is its device."""
+    from triforce_core.engine.cache_sizes import draft_heavy_hitters, draft_window, retrieval_tail
+    from triforce_core.engine.limits import target_limits
+    from triforce_core.engine.lossy import lossy_bytes
+    from triforce_core.engine.target_kv import check_pool, offload_for
+    from triforce_core.engine.working_memory import beside_pool
+    from triforce_core.kv.base import KVGeometry
+    from triforce_core.kv.memory import HOST
+    from triforce_core.models.device import DTYPES, torch_device
+    from triforce_core.models.files import kv_shape, load_config
+
+    config = load_config(name, role)
+    layers, kv_heads, head_dim = kv_shape(config)
+    device = torch_device(settings.device)
+    geometry = KVGeometry(layers, kv_heads // settings.ranks((tier,)), head_dim, DTYPES[settings.dtype], device)
+    heads = config.num_attention_heads
+    if tier == "draft" and settings.draft.cache == "heavy_hitter":
+        return settings.max_sequences * draft_heavy_hitters(settings).bytes_each(geometry, heads)
+    if tier == "draft":
+        return geometry.bytes_per_token * settings.max_sequences * draft_window(settings).capacity
+    if tier == "retrieval":
+        return (
+            geometry.bytes_per_token * settings.max_sequences * (settings.retrieval.budget + retrieval_tail(settings))
+        )
+    if settings.target.lossy:
+        return settings.max_sequences * lossy_bytes(geometry, heads, settings)
+    pool, offload = target_limits(config, settings).kv_pool_tokens, offload_for(settings, layers)
+    beside = beside_pool(config, geometry, pool, settings)
+    check_pool(offload, geometry, pool, beside)
+    if offload is None:
+        return geometry.bytes_per_token * pool + beside.landmarks
+    on_device, elsewhere = offload.kv_bytes(geometry, pool)
+    resident = beside.landmarks * offload.resident_layers // layers
+    in_host = beside.landmarks - resident + (elsewhere if offload.directory is None else 0)
+    return on_device + resident + (in_host if device == HOST else 0)
