@@ -22,7 +22,7 @@ from triforce_core.kv.memory import HOST
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.load import kv_geometry
 from triforce_tools.bench import device, fitting
-from triforce_tools.bench.decode import Measurement
+from triforce_tools.bench.alone import Measurement
 from triforce_tools.bench.device import DeviceWorkload, bench_device, prefill_flops, synthetic_engine
 from triforce_tools.bench.fitting import fitting_context
 from triforce_tools.bench.geometry import SHAPES, geometry_of

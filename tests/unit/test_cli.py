@@ -314,7 +314,7 @@ def test_serve_takes_offload_too(refusals: Refusals) -> None:
     refusals.check(["offload_path '/x' must be null where offload is host"], *("serve", "--offload", "host"), *path)
 
 
-@pytest.mark.parametrize("command", [("serve",), ("bench", "pipeline", "--paced", "1,2,3,.5,.5", "--force")])
+@pytest.mark.parametrize("command", [("serve",), ("bench", "pipeline", "--force")])
 def test_cores_that_cannot_be_kept_awake_are_refused_at_once(
     refusals: Refusals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
@@ -322,18 +322,9 @@ def test_cores_that_cannot_be_kept_awake_are_refused_at_once(
     refusals.check(["placement.cpu_latency_us: 7 cannot be asked", "No such file"], *command, "--cpu-latency-us", "7")
 
 
-@pytest.mark.parametrize(
-    ("option", "path", "rule"),
-    [
-        ("--trace", "/nowhere/trace.json", "is in a directory that does not exist"),
-        ("--figure", "/nowhere/trace.svg", "is in a directory that does not exist"),
-        ("--figure", "trace.pdf", "must end in one of .svg, .png"),
-    ],
-)
-def test_files_that_cannot_be_written_are_refused_before_a_pipeline_is_measured(
-    refusals: Refusals, option: str, path: str, rule: str
-) -> None:
-    refusals.check([option.strip("-"), path, rule], "bench", "pipeline", "--paced", "1,2,3,.5,.5", option, path)
+def test_a_trace_that_cannot_be_written_is_refused_before_a_pipeline_is_measured(refusals: Refusals) -> None:
+    path = "/nowhere/trace.json"
+    refusals.check(["trace", path, "is in a directory that does not exist"], "bench", "pipeline", "--trace", path)
 
 
 def test_an_empty_and_a_binary_prompt_are_refused(
@@ -417,24 +408,6 @@ def test_config_prints_what_config_reads(
     told = json.loads(capsys.readouterr().out)
     assert told["speculation"]["lookaheads"] == [5, 2]
     assert told["dtype"] == machine_dtype("cpu"), "auto, as what it is here"
-
-
-def test_bench_decode_reports_what_it_promises(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    small = ("--context", "200", "--output", "24", "--dtype", "float32", "--threads", "1", "--force", "--json")
-    assert run(monkeypatch, "bench", "decode", *small) == 0
-    result = json.loads(capsys.readouterr().out)
-    assert result["identical"] is True
-    for mode, speedup in (("triforce", "speedup"), ("controller", "controller_speedup")):
-        ratio = result["autoregressive_ms_per_token"] / result[f"{mode}_ms_per_token"]
-        assert result[speedup] == pytest.approx(ratio)
-    assert 0 <= result["controller_speculative_share"] <= 1
-    assert set(result["step_ms"]) == {"draft", "retrieval", "target", "plain"}
-    assert all(ms > 0 for ms in result["step_ms"].values())
-    assert result["tokens_per_round"] > 1
-    assert 0 <= result["repeated_16gram_share"] < 1
-    assert result["noise"] >= 0
 
 
 def test_two_benchmarks_never_run_at_once_nor_on_a_busy_machine() -> None:

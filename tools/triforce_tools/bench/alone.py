@@ -8,16 +8,44 @@ from contextlib import contextmanager
 from typing import Any
 
 from triforce_core.config import TIER_SETS, Settings
-from triforce_core.engine.engine import Engine
+from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.followers import local_ranks
 from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
+from triforce_core.engine.sequence import Request, Stats
 from triforce_core.models.load import load_tokenizer
 from triforce_tools.bench.axes import Mode, Point
-from triforce_tools.bench.decode import Measurement
-from triforce_tools.bench.pairs import Measured
+from triforce_tools.bench.pairs import Measured, Steps
 from triforce_tools.bench.sweep import Requests, Workload
+
+
+class Measurement:
+    """One request decoded by one engine: its tokens, its statistics, and the passes of each tier after the prefill."""
+
+    def __init__(self, engine: Engine, request: Request) -> None:
+        before: Steps = {}
+        tokens: list[int] = []
+        for output in run_to_end(engine, [request]):
+            if not tokens:  # the prompt's passes are not decoding steps
+                before = counters(engine)
+            tokens += output.tokens
+            self.stats: Stats = output.stats
+        self.tokens = tokens
+        self.steps = {
+            tier: (passes - before[tier][0], seconds - before[tier][1])
+            for tier, (passes, seconds) in counters(engine).items()
+        }
+
+    @property
+    def ms_per_token(self) -> float:
+        assert self.stats.ms_per_token is not None
+        return self.stats.ms_per_token
+
+
+def counters(engine: Engine) -> Steps:
+    """Forward passes so far and their seconds, by tier."""
+    return {tier.name.lower(): (runner.passes, runner.seconds) for tier, runner in runners_of(engine).items()}
 
 
 class Alone:
@@ -37,7 +65,7 @@ class Alone:
     def run(self, point: Point, mode: Mode, output: int) -> Measured:
         [request] = self.requests.at(point, mode, output)
         run = Measurement(self.engine, request)
-        return Measured(run.ms_per_token, run.stats.prefill_s, [run.tokens], run.stats)
+        return Measured(run.ms_per_token, run.stats.prefill_s, [run.tokens], run.stats, run.steps)
 
 
 @contextmanager

@@ -36,7 +36,6 @@ from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight
 from triforce_core.models.runner import ModelRunner
 from triforce_core.verification import ModelVerifier
 from triforce_tools.bench.cuts import cut_figures
-from triforce_tools.bench.decode import Report
 from triforce_tools.bench.geometry import Geometry, random_model
 from triforce_tools.bench.peaks import Peaks, measure_peaks, seconds
 from triforce_tools.bench.stages import decoding, drafting, level_below, newest, verifying
@@ -92,7 +91,7 @@ def bench_device(
     settings: Settings,
     geometry: Geometry,
     load: DeviceWorkload,
-    report: Report,
+    report: Callable[[str], None],
     keep: Keep = lambda found: None,
     engine: Engine | None = None,
 ) -> dict[str, Any]:
@@ -239,7 +238,7 @@ def decode(
     load: DeviceWorkload,
     prompts: list[tuple[int, ...]],
     stages: dict[str, Any],
-    report: Report,
+    report: Callable[[str], None],
 ) -> Iterator[dict[str, Any]]:
     """Figures of plain decoding and TriForce by temperature, run in alternating order; those so far after each pair of
     runs.

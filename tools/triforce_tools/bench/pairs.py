@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
 from triforce_core.engine.sequence import Stats
+
+Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tier
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +22,7 @@ class Measured:
     prefill_s: float  # until the last request had its first token
     tokens: list[list[int]]  # of each request
     stats: Stats  # summed over the requests
+    steps: Steps = field(default_factory=dict)  # after the prefill; none where tiers are in other processes
 
 
 Runs = dict[str, list[Measured]]  # by mode, "plain" first; the same number of each, in the order of the turns
@@ -79,6 +82,8 @@ def mode_figures(runs: Sequence[Measured], plain: Sequence[Measured]) -> dict[st
     return {
         "ms_per_token": ms_per_token,
         "tokens_per_s": 1e3 / ms_per_token,
+        "prefill_s": median(run.prefill_s for run in runs),
+        "step_ms": {tier: step_ms(runs, tier) for tier in runs[0].steps},
         "speedup": median(against_plain),
         "speedup_min": min(against_plain),
         "speedup_max": max(against_plain),
@@ -88,6 +93,12 @@ def mode_figures(runs: Sequence[Measured], plain: Sequence[Measured]) -> dict[st
         "identical": same == 1,
         "identical_share": same,
     }
+
+
+def step_ms(runs: Sequence[Measured], tier: str) -> float | None:
+    """Mean milliseconds of a tier's pass; None where it made none."""
+    passes, seconds = (sum(values) for values in zip(*(run.steps[tier] for run in runs), strict=True))
+    return 1e3 * seconds / passes if passes else None
 
 
 def against_best(runs: Runs) -> dict[str, Any]:

@@ -100,12 +100,9 @@ def check_points(points: Sequence[Point], settings: Settings, load: Workload) ->
 
 
 def num_runs(points: Sequence[Point], load: Workload) -> int:
-    """The number of runs, without warm-ups."""
-    return load.repeats * sum(len(modes_at(point, load.plans)) for point in points)
-
-
-def num_warm_ups(points: Sequence[Point], load: Workload) -> int:
-    return sum(len(modes_at(largest(group), load.plans)) for group in by_engine(points))
+    """The number of runs, warm-ups included."""
+    timed = load.repeats * sum(len(modes_at(point, load.plans)) for point in points)
+    return timed + sum(len(modes_at(largest(group), load.plans)) for group in by_engine(points))
 
 
 def largest(points: Sequence[Point]) -> Point:
@@ -123,38 +120,14 @@ def sweep(
     watch: Watch,
 ) -> None:
     """Measure the points, engine by engine."""
-    left = list(points)
     for group in by_engine(points):
         with open_bench(settings_at(settings, group[0]), group) as bench:
-            warm = warm_up(bench, largest(group), load, watch)
-            if len(left) == len(points):
-                seconds = estimate_s(left, load, largest(group), warm)
-                watch.report(f"{len(left)} points, {num_runs(left, load)} runs: about {seconds / 60:.1f} minutes")
+            for mode in modes_at(largest(group), load.plans):  # memory, threads, caches
+                watch.begin(f"warm-up, {mode.name}")
+                bench.run(largest(group), mode, min(load.output, WARM_UP_TOKENS))
             for point in group:
                 keep(point, measured(bench, point, load, watch, name_of(point, axes)))
-                left.remove(point)
         del bench  # or it would stay in memory while the next one is loaded
-
-
-def warm_up(bench: Bench, point: Point, load: Workload, watch: Watch) -> Measured:
-    """Run each mode once: memory, threads, caches. Returns the plain run, from which the rest can be estimated."""
-    runs = []
-    for mode in modes_at(point, load.plans):
-        watch.begin(f"warm-up, {mode.name}")
-        runs.append(bench.run(point, mode, min(load.output, WARM_UP_TOKENS)))
-    return runs[0]
-
-
-def estimate_s(points: Sequence[Point], load: Workload, at: Point, warm: Measured) -> float:
-    """Seconds for all runs of the points if their prompt and output tokens take as long as those of `warm`, a
-    plain run at the point `at`.
-    """
-    per_prompt_token = warm.prefill_s / at.prompt_tokens
-    return sum(
-        num_runs([point], load)
-        * (per_prompt_token * point.prompt_tokens + warm.ms_per_token / 1e3 * load.output * point.requests)
-        for point in points
-    )
 
 
 def measured(bench: Bench, point: Point, load: Workload, watch: Watch, name: str) -> dict[str, Any]:

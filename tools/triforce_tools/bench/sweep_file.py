@@ -43,47 +43,41 @@ class SweepFile:
     """The finished points, in the file and in `points`: figures, each with the values of its `point`."""
 
     def __init__(self, path: Path, header: dict[str, Any]) -> None:
-        """Opens the file, or creates it. Raises `InvalidValueError` if it holds anything but a sweep under the same
+        """Reads the file, if there is one. Raises `InvalidValueError` if it holds anything but a sweep under the same
         conditions.
         """
         self.path, self.header = path, json.loads(json.dumps(header))
         require(path.parent.is_dir(), "out", str(path), "is in a directory that does not exist")
         self.points: list[dict[str, Any]] = []
-        text, line = self._read(), json.dumps(self.header) + "\n"
-        if text != line and line.startswith(text):  # empty, or this very header, which lacks its end
-            self._append(line.removeprefix(text))
-            return
-        whole = text[: text.rfind("\n") + 1]  # a line that lacks its end was being written when a sweep was stopped
-        first, *self.points = self._parse(whole)
-        self._check(first)
-        if len(whole) < len(text):
-            os.truncate(path, len(whole.encode()))
+        if path.exists():
+            first, *self.points = self._read()
+            self._check(first)
 
     def figures_at(self, point: Point) -> dict[str, Any] | None:
         """The figures of a point, if it is finished."""
         return next((figures for figures in self.points if figures["point"] == coordinates(point)), None)
 
     def keep(self, point: Point, figures: dict[str, Any]) -> None:
+        """Write the file again with this point: a sweep may be stopped at any moment."""
         self.points.append({"point": coordinates(point)} | figures)
-        self._append(json.dumps(self.points[-1]) + "\n")
-
-    def _read(self) -> str:
+        whole = self.path.with_name(self.path.name + ".part")
         try:
-            return self.path.read_text(encoding="utf-8") if self.path.exists() else ""
+            whole.write_text("".join(json.dumps(line) + "\n" for line in (self.header, *self.points)), "utf-8")
+            whole.replace(self.path)
         except OSError as error:
-            raise InvalidValueError("out", str(self.path), f"cannot be read: {error.strerror}") from None
-        except UnicodeDecodeError:
-            raise InvalidValueError("out", str(self.path), NO_SWEEP) from None
+            raise InvalidValueError("out", str(self.path), f"cannot be written: {error.strerror}") from None
 
-    def _parse(self, text: str) -> list[dict[str, Any]]:
+    def _read(self) -> list[dict[str, Any]]:
         """The lines of a sweep: the header first."""
         try:
-            lines = [json.loads(line) for line in text.splitlines()]
+            lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+        except OSError as error:
+            raise InvalidValueError("out", str(self.path), f"cannot be read: {error.strerror}") from None
         except ValueError:
             lines = []
-        header, points = self.header.keys(), {"point", "modes"}
+        wanted = [self.header.keys(), *[{"point", "modes"}] * (len(lines) - 1)]
         sound = bool(lines) and all(
-            isinstance(line, dict) and line.keys() >= (points if index else header) for index, line in enumerate(lines)
+            isinstance(line, dict) and line.keys() >= keys for line, keys in zip(lines, wanted, strict=False)
         )
         require(sound, "out", str(self.path), NO_SWEEP)
         return lines
@@ -95,13 +89,6 @@ class SweepFile:
         more = [f"{len(differing) - NAMED} more"] if len(differing) > NAMED else []
         rule = f"was measured otherwise ({'; '.join(named + more)}): name another file"
         require(not differing, "out", str(self.path), rule)
-
-    def _append(self, text: str) -> None:
-        try:
-            with self.path.open("a", encoding="utf-8") as file:
-                file.write(text)
-        except OSError as error:
-            raise InvalidValueError("out", str(self.path), f"cannot be written: {error.strerror}") from None
 
 
 def flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,7 +9,7 @@ import time
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
-from triforce_tools.bench.decode import counters
+from triforce_tools.bench.alone import counters
 from triforce_tools.bench.pairs import pooled
 
 

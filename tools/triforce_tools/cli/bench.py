@@ -12,7 +12,6 @@ from triforce_core.cli.options import (
     JsonOption,
     SeedOption,
     TemperatureOption,
-    decoding_settings,
     geometry_settings,
     pipeline_settings,
     with_options_of,
@@ -20,11 +19,10 @@ from triforce_core.cli.options import (
 from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
-from triforce_tools.bench.axes import check_controlled
 from triforce_tools.cli.bench_paths import paths
 from triforce_tools.cli.bench_serve import serve
 from triforce_tools.cli.bench_sweep import sweep
-from triforce_tools.cli.figures import check_figure, show_figures
+from triforce_tools.cli.figures import show_figures
 
 MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load average")]
 ForceOption = Annotated[bool, typer.Option("--force", help="run at any load average")]
@@ -33,45 +31,6 @@ bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks. Compare figures 
 bench_app.command()(serve)
 bench_app.command()(paths)
 bench_app.command()(sweep)
-
-
-@bench_app.command()
-@with_options_of(decoding_settings)
-def decode(
-    settings: Settings,
-    context: Annotated[int, typer.Option(help="prompt tokens")] = 16128,
-    output: Annotated[int, typer.Option(help="output tokens")] = 256,
-    temperature: TemperatureOption = 0.0,
-    seed: SeedOption = 0,
-    repeats: Annotated[int, typer.Option(min=3, help="runs of each mode; the medians are reported")] = 3,
-    first_file: Annotated[int, typer.Option(min=0, help="which held-out file the prompt begins with")] = 0,
-    transformers: Annotated[bool, typer.Option("--transformers", help="also measure transformers generate")] = False,
-    max_load: MaxLoadOption = 1.0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Plain decoding against TriForce and the controller on the same held-out text, in alternating order."""
-    from triforce_core.engine.followers import local_ranks
-    from triforce_tools.bench.decode import bench_decode
-    from triforce_tools.bench.machine import quiet_machine
-
-    settings.target.require_lossless()
-    check_controlled(settings)
-    progress = Console(stderr=True, highlight=False)
-    with quiet_machine(max_load, force=force), local_ranks(settings) as ranks:
-        figures = bench_decode(
-            settings,
-            context=context,
-            output=output,
-            sampling=SamplingParams(temperature),
-            seed=seed,
-            repeats=repeats,
-            first_file=first_file,
-            with_transformers=transformers,
-            report=progress.print,
-            ranks=ranks,
-        )
-    show_figures(figures, as_json=as_json)
 
 
 @bench_app.command()
@@ -136,100 +95,35 @@ def pipeline(
     cores: Annotated[
         str | None, typer.Option(help="CPU core of draft, retrieval and target, e.g. 0,0,1; by default all cores")
     ] = None,
-    paced: Annotated[
-        str | None,
-        typer.Option(
-            help="run no models: sleep these ms for a draft step, a retrieval and a target pass, and accept at these"
-            " rates, e.g. .5,4.6,21,.6,.92"
-        ),
-    ] = None,
     trace: Annotated[Path | None, typer.Option(help="write a Chrome trace of a pipelined run here")] = None,
-    figure: Annotated[Path | None, typer.Option(help="draw half a second of that run here, as .svg or .png")] = None,
     max_load: MaxLoadOption = 1.0,
     force: ForceOption = False,
     as_json: JsonOption = False,
 ) -> None:
     """Compare sequential with pipelined decoding: three tier actors on this machine."""
     from deploy.app import prepare_environment
+    from triforce_tools.bench.axes import Point
     from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.tiers.paced import Pace
-    from triforce_tools.tiers.pipeline import PipelineWorkload, bench_pipeline
-    from triforce_tools.tiers.trace import draw_trace, write_trace
+    from triforce_tools.bench.sweep import Workload, check_points
+    from triforce_tools.tiers.pipeline import bench_pipeline
+    from triforce_tools.tiers.stages import write_trace
 
     if trace is not None:
         require(trace.parent.is_dir(), "trace", str(trace), "is in a directory that does not exist")
-    if figure is not None:
-        check_figure(figure)
     settings.target.require_lossless()
     speculation = settings.speculation.model_copy(update={"micro_batches": micro_batches})
     placement = settings.placement if cores is None else settings.placement.model_copy(update=parse_cores(cores))
     settings = settings.model_copy(update={"speculation": speculation, "placement": placement})
-    load = PipelineWorkload(requests, context, output, SamplingParams(temperature), seed)
-    pace = Pace.parse(paced) if paced is not None else None
+    sparse, sampled = settings.retrieval, SamplingParams(temperature)
+    point = Point(context, sparse.budget, sparse.chunk, settings.dtype, sampled.temperature, concurrency=requests)
+    load = Workload(output, repeats, seed, 0, ())
+    check_points([point], settings, load)
     progress = Console(stderr=True, highlight=False)
     prepare_environment()
     with quiet_machine(max_load, force=force):
-        figures, last = bench_pipeline(settings, load, repeats=repeats, pace=pace, report=progress.print)
+        figures, stages = bench_pipeline(settings, point, load, progress.print)
     if trace is not None:
-        write_trace(last, trace)
-    if figure is not None:
-        title = f"{requests} requests in {micro_batches} micro-batches" + (" (paced: stages sleep)" if pace else "")
-        draw_trace(last, figure, seconds=0.5, title=title)
-    show_figures(figures, as_json=as_json)
-
-
-@bench_app.command()
-@with_options_of(pipeline_settings)
-def stalls(
-    settings: Settings,
-    context: Annotated[int, typer.Option(min=1, help="tokens of each of the two long prompts")] = 12_000,
-    output: Annotated[int, typer.Option(min=2, help="output tokens of the running stream")] = 3072,
-    repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
-    max_load: MaxLoadOption = 1.0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """How long a running stream waits while two long prompts arrive, and how long a short prompt waits behind them,
-    with and without target.max_stall_ms.
-    """
-    from deploy.app import prepare_environment
-    from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.tiers.stalls import StallWorkload, bench_stalls
-
-    progress = Console(stderr=True, highlight=False)
-    prepare_environment()
-    with quiet_machine(max_load, force=force):
-        load = StallWorkload(context, output)
-        figures = bench_stalls(settings, load, repeats=repeats, report=progress.print)
-    show_figures(figures, as_json=as_json)
-
-
-@bench_app.command()
-@with_options_of(pipeline_settings)
-def shared(
-    settings: Settings,
-    context: Annotated[int, typer.Option(min=1, help="tokens of the document")] = 12_000,
-    questions: Annotated[int, typer.Option(min=2, help="requests on the document")] = 8,
-    output: Annotated[int, typer.Option(min=2, help="output tokens of each answer")] = 64,
-    temperature: TemperatureOption = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="runs of the whole load; the medians are reported")] = 1,
-    max_load: MaxLoadOption = 1.0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare questions on one shared document with the same questions on documents of their own: first text, KV,
-    acceptance and tokens/s.
-    """
-    from deploy.app import prepare_environment
-    from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.tiers.shared import SharedWorkload, bench_shared
-
-    settings.target.require_lossless()
-    progress = Console(stderr=True, highlight=False)
-    prepare_environment()
-    with quiet_machine(max_load, force=force):
-        load = SharedWorkload(context, questions, output, SamplingParams(temperature))
-        figures = bench_shared(settings, load, repeats=repeats, report=progress.print)
+        write_trace(stages, trace)
     show_figures(figures, as_json=as_json)
 
 

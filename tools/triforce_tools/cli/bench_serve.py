@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from triforce_core.cli.options import JsonOption, TemperatureOption, with_options_of
 from triforce_core.errors import TriForceError, require
-from triforce_tools.cli.figures import check_figure, save_figure, show_figures
+from triforce_tools.cli.figures import check_figure, show_figures
 from triforce_tools.load.trace import read_trace
 from triforce_tools.load.workload import Lengths, Load
 
@@ -140,6 +140,7 @@ def serve(
     figures = {"server": client.address} | figures
     if figure is not None:
         from triforce_tools.load.figure import draw_latencies
+        from triforce_tools.plots import save_figure
 
         save_figure(draw_latencies(records, goals, f"{len(records)} requests, {client.address}"), figure)
     show_figures(figures, as_json=as_json)

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, pipeline_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.messages import SamplingParams
-from triforce_tools.bench.axes import AXES, Point, check_modes, parse_axes, parse_plans, points_of
-from triforce_tools.cli.figures import check_figure, save_figure
-from triforce_tools.cli.sweep_table import show_sweep
+from triforce_tools.bench.axes import AXES, Axes, Point, check_modes, parse_axes, parse_plans, points_of, shown
+from triforce_tools.cli.figures import check_figure, progression
+from triforce_tools.tables import markdown_table, number
 
 if TYPE_CHECKING:
     from triforce_tools.bench.sweep import OpenBench, Watch, Workload
@@ -27,6 +23,10 @@ if TYPE_CHECKING:
 AXIS_HELP = (
     "what to vary, and its values: context=256,1024 or lookaheads=8,3/4,2, or a name alone for its default values; give"
     f" several for their product; one of {', '.join(AXES)}; context if not given"
+)
+COLUMNS = (
+    *("mode", "ms/token", "tokens/s", "spread", "speed-up", "min–max", "tokens/round"),
+    *("acceptance retrieval / draft", "speculative", "same tokens"),
 )
 PLANS_HELP = "fixed plans to measure at every point: retrieval,draft or retrieval,draft:drafter, e.g. 8,3/0,3:lookup"
 
@@ -65,7 +65,7 @@ def sweep(
 
     from triforce_tools.bench.machine import quiet_machine
     from triforce_tools.bench.pairs import summary_of
-    from triforce_tools.bench.sweep import Workload, check_points, num_runs, num_warm_ups, sweep
+    from triforce_tools.bench.sweep import Workload, check_points, num_runs, sweep
     from triforce_tools.bench.sweep_file import SweepFile, conditions
 
     load = Workload(output, repeats, seed, first_file, fixed)
@@ -73,20 +73,21 @@ def sweep(
     file = SweepFile(out, conditions(settings, load))
     left = [point for point in points if file.figures_at(point) is None]
     if left:
-        runs = num_runs(left, load) + num_warm_ups(left, load)
-        with quiet_machine(max_load, force=force), progression(runs) as watch:
+        with quiet_machine(max_load, force=force), progression(num_runs(left, load)) as watch:
             open_bench = opener("concurrency" in axes, load, watch)
             sweep(left, axes, settings, load, open_bench=open_bench, keep=file.keep, watch=watch)
     finished = [figures for point in points if (figures := file.figures_at(point))]
     summary = summary_of(finished)
     if figure is not None:
-        from triforce_tools.bench.sweep_figure import draw_speedups
+        from triforce_tools.plots import draw_speedups, save_figure
 
         save_figure(draw_speedups(finished, axes), figure)
     if as_json:
         typer.echo(json.dumps(file.header | {"points": finished, "summary": summary}))
     else:
-        show_sweep(finished, list(axes), summary)
+        typer.echo(markdown_table([*axes, *COLUMNS], [row for point in finished for row in rows_of(point, axes)]))
+        for line in summary_lines(summary, len(finished)):
+            typer.echo(line)
 
 
 def opener(together: bool, load: Workload, watch: Watch) -> OpenBench:
@@ -105,24 +106,28 @@ def opener(together: bool, load: Workload, watch: Watch) -> OpenBench:
     return partial(in_actors, load=load)
 
 
-class Progression:
-    """A bar over runs on standard error. It is drawn between runs only, since drawing takes their time."""
+def rows_of(point: dict[str, Any], axes: Axes) -> Iterator[list[str]]:
+    """A row for each mode at a point."""
+    place = [shown(point["point"][name]) for name in axes]
+    for name, figures in point["modes"].items():
+        accepted, plain = figures["acceptance"], name == "plain"
+        yield [
+            *place,
+            name,
+            f"{figures['ms_per_token']:.2f}",
+            f"{figures['tokens_per_s']:.1f}",
+            f"{figures['spread']:.0%}" if plain else "",
+            "" if plain else f"{figures['speedup']:.2f}",
+            "" if plain else f"{figures['speedup_min']:.2f}–{figures['speedup_max']:.2f}",
+            number(figures["tokens_per_round"], ".2f"),
+            f"{number(accepted['retrieval'], '.2f')} / {number(accepted['draft'], '.2f')}",
+            f"{figures['speculative_share']:.0%}",
+            "yes" if figures["identical"] else f"{figures['identical_share']:.0%}",
+        ]
 
-    def __init__(self, progress: Progress, runs: int) -> None:
-        self.progress, self.bar = progress, progress.add_task("", total=runs)
-        self.begun = itertools.count()
 
-    def report(self, text: str) -> None:
-        self.progress.console.print(text, highlight=False, soft_wrap=True)
-
-    def begin(self, name: str) -> None:
-        self.progress.update(self.bar, description=name, completed=next(self.begun), refresh=True)
-
-
-@contextmanager
-def progression(runs: int) -> Iterator[Progression]:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
-        shown = Progression(progress, runs)
-        yield shown
-        progress.update(shown.bar, description="", completed=runs)
+def summary_lines(summary: dict[str, Any], num_points: int) -> Iterator[str]:
+    means = ", ".join(f"{name} {mean:.2f}×" for name, mean in summary["speedup"].items())
+    yield f"geometric mean of the speed-ups over {num_points} points: {means}"
+    if summary["auto_over_best"] is not None:
+        yield f"controller against the best fixed plan of each point: {summary['auto_over_best']:.2f}×"

@@ -12,8 +12,7 @@ import typer
 from triforce_core.cli.options import JsonOption, decoding_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
-from triforce_tools.cli.bench_sweep import progression
-from triforce_tools.cli.figures import save_figure
+from triforce_tools.cli.figures import progression
 from triforce_tools.evaluation.plan import TASKS, TIMED, Budget, EvalPlan, listed, parse_lengths
 
 DEFAULTS = EvalPlan()
@@ -70,6 +69,7 @@ def evaluate(
         figures = evaluation.run(watch)
     if out is not None:
         from triforce_tools.evaluation.figure import draw_evaluation
+        from triforce_tools.plots import save_figure
 
         save_text(out, "eval.json", json.dumps(figures, indent=1) + "\n")
         save_text(out, "eval.md", report(figures))

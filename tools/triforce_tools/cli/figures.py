@@ -1,19 +1,20 @@
-"""Output of the commands that measure: figures as a table or as JSON, and pictures."""
+"""Output of the commands that measure: figures as a table or as JSON, and how far they are."""
 
 from __future__ import annotations
 
+import itertools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from triforce_core.errors import InvalidValueError, require
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from triforce_core.errors import require
 
 FORMATS = (".svg", ".png")
 
@@ -35,9 +36,24 @@ def check_figure(path: Path) -> None:
     require(path.parent.is_dir(), "figure", str(path), "is in a directory that does not exist")
 
 
-def save_figure(figure: Figure, path: Path) -> None:
-    """Write the picture into an SVG or PNG file. Raises `InvalidValueError` if it cannot be written."""
-    try:
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-    except OSError as error:
-        raise InvalidValueError("figure", str(path), f"cannot be written: {error.strerror}") from None
+class Progression:
+    """A bar over runs on standard error. It is drawn between runs only, since drawing takes their time."""
+
+    def __init__(self, progress: Progress, runs: int) -> None:
+        self.progress, self.bar = progress, progress.add_task("", total=runs)
+        self.begun = itertools.count()
+
+    def report(self, text: str) -> None:
+        self.progress.console.print(text, highlight=False, soft_wrap=True)
+
+    def begin(self, name: str) -> None:
+        self.progress.update(self.bar, description=name, completed=next(self.begun), refresh=True)
+
+
+@contextmanager
+def progression(runs: int) -> Iterator[Progression]:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=Console(stderr=True), auto_refresh=False) as progress:
+        shown = Progression(progress, runs)
+        yield shown
+        progress.update(shown.bar, description="", completed=runs)

@@ -1,0 +1,72 @@
+"""The pictures of what was measured."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.figure import Figure
+
+from triforce_core.errors import InvalidValueError
+from triforce_tools.bench.axes import Axes, shown
+
+PANEL = (4.4, 3.4)  # inches
+APART = 0.04  # share of the distance between two values by which lines are shifted, so that their bars do not overlap
+Figures = dict[str, Any]
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """Write the picture into an SVG or PNG file. Raises `InvalidValueError` if it cannot be written."""
+    try:
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+    except OSError as error:
+        raise InvalidValueError("figure", str(path), f"cannot be written: {error.strerror}") from None
+
+
+# -- bench sweep -------------------------------------------------------------------------------------------------------
+
+
+def draw_speedups(points: Sequence[Figures], axes: Axes) -> Figure:
+    """Speed-ups over the first axis: a panel for each mode and each combination of the values of the third axis and
+    those after it, in which each value of the second axis has a line. Lines go through medians; bars reach from the
+    least to the greatest ratio of a pair.
+    """
+    first, *others = axes
+    modes = [name for name in points[0]["modes"] if name != "plain"]
+    rest = list(itertools.product(*(axes[name] for name in others[1:])))
+    figure = Figure(figsize=(PANEL[0] * len(modes), PANEL[1] * len(rest)), layout="constrained")
+    panels = figure.subplots(len(rest), len(modes), squeeze=False, sharey=True)
+    for row, values in enumerate(rest):
+        place = dict(zip(others[1:], values, strict=True))
+        here = [point for point in points if all(point["point"][name] == value for name, value in place.items())]
+        for panel, mode in zip(panels[row], modes, strict=True):
+            for index, (label, line) in enumerate(lines_of(here, axes)):
+                figures = [point["modes"][mode] for point in line]
+                at = [axes[first].index(point["point"][first]) + APART * index for point in line]
+                medians = [each["speedup"] for each in figures]
+                below = [each["speedup"] - each["speedup_min"] for each in figures]
+                above = [each["speedup_max"] - each["speedup"] for each in figures]
+                panel.errorbar(at, medians, yerr=(below, above), fmt="o-", capsize=3, markersize=4, label=label)
+            panel.axhline(1, linestyle="--", color="grey", linewidth=1)
+            panel.set_xticks(range(len(axes[first])), [shown(value) for value in axes[first]])
+            panel.set_xlabel(first)
+            panel.set_title(", ".join([mode, *(f"{name} {shown(value)}" for name, value in place.items())]))
+            panel.grid(alpha=0.3)
+            if others:
+                panel.legend()
+        panels[row, 0].set_ylabel("times as fast as plain decoding")
+    highest = max(point["modes"][mode]["speedup_max"] for point in points for mode in modes)
+    panels[0, 0].set_ylim(0, 1.1 * max(1.0, highest))  # of all panels
+    return figure
+
+
+def lines_of(points: Sequence[Figures], axes: Axes) -> Iterator[tuple[str, Sequence[Figures]]]:
+    """The lines of a panel: label and points."""
+    if len(axes) == 1:
+        yield "", points
+        return
+    second = list(axes)[1]
+    for value in axes[second]:
+        yield f"{second} {shown(value)}", [point for point in points if point["point"][second] == value]
