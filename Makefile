@@ -22,7 +22,7 @@ test: $(INSTALLED)
 ci: check
 # Triton, of the version that PyTorch for CUDA brings along: its kernels run in its interpreter.
 	$(BIN)/pip install --quiet --quiet triton==3.7.1
-	TRITON_INTERPRET=1 $(BIN)/pytest -q tests/unit/test_flash_decoding.py tests/unit/test_chunk_sums.py
+	cd tests/unit/core/attention && TRITON_INTERPRET=1 $(CURDIR)/$(BIN)/pytest -q test_flash_decoding.py test_chunk_sums.py
 	$(BIN)/pytest -m "not slow" -n 2
 
 # All tests, one at a time because some slow tests measure time.
@@ -35,7 +35,7 @@ check: $(INSTALLED)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy --strict triforce_core actors deploy tools
 	$(BIN)/lint-imports
-	$(BIN)/pytest -q tests/unit/test_protos.py tests/unit/test_docs.py
+	$(BIN)/pytest -q tests/unit/repository/test_protos.py tests/unit/repository/test_docs.py
 
 # Generate triforce_core/_gen from protos/.
 protos: $(INSTALLED)

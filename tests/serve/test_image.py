@@ -21,7 +21,7 @@ from tests.dockerfile import image
 from tests.no_engine import Built, can_run, first_processes
 from tests.serve.conftest import STOP_S, Server, free_ports
 from tests.starting import LocalRay
-from tests.unit.test_packaging import locked
+from tests.unit.repository.test_packaging import locked
 from triforce_core import __version__
 from triforce_core.client import TriForceClient
 

@@ -1,6 +1,6 @@
 """What a model's configuration may say that this engine does not support: one row for each kind, with the way out.
 
-To refuse another kind, add a row to `REFUSED` and a case to `tests/unit/test_refused.py`.
+To refuse another kind, add a row to `REFUSED` and a case to `tests/unit/core/models/test_refused.py`.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.runner import ModelRunner
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "extending.md"
+PAGE = Path(__file__).resolve().parents[4] / "docs" / "extending.md"
 
 
 @cache

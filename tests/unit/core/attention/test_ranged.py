@@ -9,7 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.unit.test_attention import textbook
+from tests.unit.core.attention.test_attention import textbook
 from triforce_core.attention.ranged import LEAST_KEYS, WorkItems, attend, cut, gathered, num_splits
 
 HEAD_DIM, LONGEST = 8, 600

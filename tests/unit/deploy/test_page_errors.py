@@ -11,7 +11,7 @@ from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.browser import chromium
 
-FOLDER = Path(__file__).parents[2] / "deploy" / "page"
+FOLDER = Path(__file__).parents[3] / "deploy" / "page"
 PLACE = "http://page.test/"
 
 

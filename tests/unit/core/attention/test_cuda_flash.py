@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.unit.test_attention import HEAD_DIM, pool_views, textbook
-from tests.unit.test_ranged import work_items
+from tests.unit.core.attention.test_attention import HEAD_DIM, pool_views, textbook
+from tests.unit.core.attention.test_ranged import work_items
 from triforce_core.attention import KERNELS, Ranged, kernel_for, ranged_for
 from triforce_core.attention.base import Partial
 from triforce_core.attention.cuda_flash import (

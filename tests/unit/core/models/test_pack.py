@@ -11,7 +11,7 @@ from torch import nn
 
 from tests.exactness.cases import finish
 from tests.random_models import FAMILIES, random_model, random_pair, random_tokens, with_noise
-from tests.unit.test_join import logits_of
+from tests.unit.core.models.test_join import logits_of
 from triforce_core.config import load_settings
 from triforce_core.engine import assembly
 from triforce_core.engine.assembly import local_engine, runner_for, streaming_kv

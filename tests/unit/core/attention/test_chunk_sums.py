@@ -1,6 +1,6 @@
 """Log-sum-exps by chunk, against float64; the kernel in Triton's interpreter, which computes with NumPy.
 
-pip install triton && TRITON_INTERPRET=1 python -m pytest tests/unit/test_chunk_sums.py
+pip install triton && TRITON_INTERPRET=1 python -m pytest tests/unit/core/attention/test_chunk_sums.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.test_flash_decoding import interpreted
+from tests.unit.core.attention.test_flash_decoding import interpreted
 from triforce_core.attention import chunk_sums as ours
 from triforce_core.attention import chunk_sums_for
 from triforce_core.config import Settings

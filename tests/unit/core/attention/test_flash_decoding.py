@@ -1,6 +1,6 @@
 """The kernel in Triton as far as it goes without a GPU: in Triton's interpreter, which computes with NumPy.
 
-pip install triton && TRITON_INTERPRET=1 python -m pytest tests/unit/test_flash_decoding.py
+pip install triton && TRITON_INTERPRET=1 python -m pytest tests/unit/core/attention/test_flash_decoding.py
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 
-from tests.unit.test_ranged import work_items
+from tests.unit.core.attention.test_ranged import work_items
 from triforce_core.attention import flash_decoding as ours
 from triforce_core.attention import ranged_for, trial
 from triforce_core.attention.base import Partial

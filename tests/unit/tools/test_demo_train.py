@@ -100,7 +100,7 @@ def test_a_batch_is_a_function_of_seed_stage_and_step(tmp_path: Path) -> None:
 def training(path: Path) -> Iterator[subprocess.Popen[str]]:
     """`triforce demo train --resume` with these settings, once it has written two checkpoints; killed in the end."""
     command = [sys.executable, "-m", "triforce_core.cli", "demo", "train", "--settings", str(path), "--resume"]
-    run_dir, repository = load_settings(path).run_dir, Path(__file__).parents[2]
+    run_dir, repository = load_settings(path).run_dir, Path(__file__).parents[3]
     process = subprocess.Popen([*command, "--threads", "1"], stdout=subprocess.PIPE, text=True, cwd=repository)
     try:
         deadline = time.monotonic() + 60

@@ -20,7 +20,7 @@ from scripts import gpu_check
 from scripts.gpu_check import Keep, Worker
 from tests.random_models import random_model
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.fixture

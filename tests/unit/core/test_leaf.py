@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.random_models import random_pair, random_tokens
 from tests.stating import full_runner
-from tests.unit.test_ngram import searched
+from tests.unit.core.test_ngram import searched
 from triforce_core.drafting import ModelProposer
 from triforce_core.leaf import Leaf
 from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, Proposal, SequenceSpec, Span, Tally, Work

@@ -32,7 +32,7 @@ from triforce_core.kv import container
 from triforce_core.kv import memory as kv_memory
 from triforce_core.models.load import load_model
 
-REPOSITORY = Path(__file__).resolve().parents[2]
+REPOSITORY = Path(__file__).resolve().parents[4]
 MIB = 2**20
 ON_CUDA = {"device": "cuda"}
 
