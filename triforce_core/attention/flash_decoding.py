@@ -3,7 +3,7 @@
 FlashAttention has tiles of 64 or 128 queries, and a decoding pass has a few: most of its arithmetic is spent on padding
 and takes longer than reading the keys. Tiles here have as few queries as a matrix product can have, 16. One program
 reads the keys and values of one item and KV head, for all query heads of the group and up to 64 queries in all (Dao et
-al., Flash-Decoding); the caller merges the items. Figures: docs/benchmarks/device.md
+al., Flash-Decoding); the caller merges the items. Figures: docs/benchmarks/gpu.md
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class ChunkSettings:
     def halved(cls, budget: int, chunk: int) -> ChunkSettings:
         """One half for the latest tokens, the other for chosen chunks. On held-out files, at 1,024 tokens, more drafts
         are accepted in this way than with fewer recent tokens, with every selector but `streaming`, for which the
-        division makes no difference (docs/benchmarks/selectors.md).
+        division makes no difference (docs/benchmarks/cpu.md).
         """
         return cls(budget, chunk, budget // 2)
 

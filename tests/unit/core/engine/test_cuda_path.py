@@ -193,7 +193,7 @@ def test_a_long_context_on_one_device(device: Device, name: str, selector: str) 
 
 @pytest.mark.ci
 def test_two_of_six_sequences_at_once(device: Device) -> None:
-    """This is the batch of docs/benchmarks/device.md: captured passes with padding sequences, and a pool that several
+    """This is the batch of docs/benchmarks/gpu.md: captured passes with padding sequences, and a pool that several
     sequences share.
     """
     shape, prompt = geometry("llama2-7b-128k"), 19 * 1024
