@@ -29,7 +29,7 @@ ci: check
 test-all: $(INSTALLED)
 	$(BIN)/pytest
 
-# Check style, types, layering, that the generated code and pages are up to date, and that the site builds.
+# Check style, types, layering, that the generated code is up to date, and that the site builds.
 check: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -41,9 +41,8 @@ check: $(INSTALLED)
 protos: $(INSTALLED)
 	$(BIN)/python -m scripts.generate_protos
 
-# Generate the reference and the figures, and build the documentation as a site in site/.
+# Build the documentation, with the reference from the code, as a site in site/.
 docs: $(INSTALLED)
-	$(BIN)/python -m scripts.generate_docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # Build what is published into dist/: the project, the weights of its demo pair, and its tools, each as an sdist and a wheel. Every

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from typing import Any
@@ -21,6 +22,7 @@ th, td { text-align: left; vertical-align: top; padding: .3rem .6rem; border-bot
 code { font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
 """
 NOTHING_ELSE = {"Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"}
+BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 OPEN, KEYED, WITH_BODY = documented(400), documented(400, 401), documented(400, 401, 408, 413, 429, 503)
 
 
@@ -66,17 +68,21 @@ def page(document: dict[str, Any]) -> str:
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style></head><body><main><h1>{title}</h1>',
         '<p>The same as a document for tools: <a href="openapi.json">openapi.json</a>.</p>',
     ]
+    return "".join([*parts, *described(document), "</main></body></html>\n"])
+
+
+def described(document: dict[str, Any]) -> Iterator[str]:
+    """The operations and the schemas, each after a heading."""
     for path, verbs in document["paths"].items():
         for verb, operation in verbs.items():
-            parts += operation_part(f"{verb.upper()} {path}", operation)
-    parts.append("<h2>Schemas</h2>")
+            yield from operation_part(f"{verb.upper()} {path}", operation)
+    yield "<h2>Schemas</h2>"
     for name, schema in document["components"]["schemas"].items():
-        parts += schema_part(name, schema)
-    return "".join([*parts, "</main></body></html>\n"])
+        yield from schema_part(name, schema)
 
 
 def operation_part(name: str, operation: dict[str, Any]) -> Iterator[str]:
-    yield f"<h2><code>{escape(name)}</code></h2><p>{escape(operation.get('description', operation['summary']))}</p>"
+    yield f"<h2><code>{escape(name)}</code></h2><p>{prose(operation.get('description', operation['summary']))}</p>"
     for kind, content in operation.get("requestBody", {}).get("content", {}).items():
         yield f"<p>Body: {type_of(content['schema'])} as {escape(kind)}</p>"
     rows = [
@@ -89,7 +95,7 @@ def operation_part(name: str, operation: dict[str, Any]) -> Iterator[str]:
         [
             (
                 escape(status),
-                escape(each["description"]),
+                prose(each["description"]),
                 " or ".join(
                     type_of(content["schema"]) if "schema" in content else escape(kind)
                     for kind, content in each.get("content", {}).items()
@@ -101,7 +107,7 @@ def operation_part(name: str, operation: dict[str, Any]) -> Iterator[str]:
 
 
 def schema_part(name: str, schema: dict[str, Any]) -> Iterator[str]:
-    yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{escape(schema.get("description", ""))}</p>'
+    yield f'<h3 id="{escape(name)}"><code>{escape(name)}</code></h3><p>{prose(schema.get("description", ""))}</p>'
     if "properties" not in schema:
         yield f"<p>{type_of(schema)}</p>"
         return
@@ -111,12 +117,17 @@ def schema_part(name: str, schema: dict[str, Any]) -> Iterator[str]:
             (
                 f"<code>{escape(field)}</code>",
                 type_of(each),
-                "required" if field in schema.get("required", ()) else code(each.get("default")),
-                escape(each.get("description", "")),
+                "required" if field in schema.get("required", ()) else default_of(each),
+                prose(each.get("description", "")),
             )
             for field, each in schema["properties"].items()
         ],
     )
+
+
+def default_of(schema: dict[str, Any]) -> str:
+    """The default; of a section of settings none, since the section has a table of its own."""
+    return code(schema["default"]) if "default" in schema and "$ref" not in schema else ""
 
 
 def type_of(schema: dict[str, Any]) -> str:
@@ -130,10 +141,15 @@ def type_of(schema: dict[str, Any]) -> str:
     if "enum" in schema or "const" in schema:
         return ", ".join(code(value) for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
-        return f"list of {type_of(schema.get('items', {}))}"
+        return f"list of {type_of(schema.get('items') or schema.get('prefixItems', [{}])[0])}"
     if isinstance(schema.get("additionalProperties"), dict):
         return f"mapping to {type_of(schema['additionalProperties'])}"
-    return escape(str(schema.get("type", "any value")))
+    bounds = [f" {sign} {schema[bound]}" for bound, sign in BOUNDS.items() if bound in schema]
+    return escape(",".join([str(schema.get("type", "any value")), *bounds]))
+
+
+def prose(text: str) -> str:
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def code(value: Any) -> str:

@@ -19,7 +19,8 @@ from deploy.calls import Call, begin
 from deploy.metrics import FRESH_S, GAPS, LATENCIES
 from deploy.openai_api.routes import http_app
 from deploy.service import Service
-from scripts.reference.markdown import REPOSITORY
+from scripts.site_hooks import metrics
+from tests.packages import REPOSITORY
 from tests.serve.conftest import Server
 from tests.serve.test_service import Scripted, ask, event, events_of, ids, model, served, wanted
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
@@ -436,8 +437,7 @@ def test_acceptance_by_tier_is_that_of_the_answer(server: Server) -> None:
 
 
 def test_the_dashboard_and_the_pages_name_metrics_that_exist() -> None:
-    listed = (REPOSITORY / "docs" / "reference" / "metrics.md").read_text()
-    known = set(re.findall(r"^\| `(triforce_\w+)`", listed, re.MULTILINE))
+    known = set(re.findall(r"^\| `(triforce_\w+)`", metrics(), re.MULTILINE))
     panels = json.loads((REPOSITORY / "k8s/triforce/files/dashboard.json").read_text())["panels"]
     shown = " ".join(target["expr"] for panel in panels for target in panel["targets"])
     texts = {"dashboard.json": shown} | {

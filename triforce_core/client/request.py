@@ -29,41 +29,41 @@ class CallArguments(TypedDict, total=False):
     a new argument needs one line here.
     """
 
-    max_tokens: int | None  # of the output, `resume_token_ids` included
-    temperature: float | None  # 0 is greedy
-    top_p: float | None  # keep the most probable tokens up to this probability
-    top_k: int | None  # keep the k most probable tokens; 0 keeps all
-    min_p: float | None  # keep tokens at least this probable relative to the most probable one
-    repetition_penalty: float | None  # for tokens in prompt or output: divides positive logits; 1 is off
-    presence_penalty: float | None  # subtracted from the logit of each token in the output
-    frequency_penalty: float | None  # the same, times the number of its occurrences
-    logit_bias: Mapping[int, float] | None  # by token id, what to add to its logit
-    bad_words: Sequence[str]  # texts that never occur in the output
-    bad_word_ids: Sequence[Sequence[int]]  # the same in tokens
-    min_tokens: int | None  # nothing ends the output before it has this many tokens
-    seed: int | None  # the same seed gives the same tokens; None: the client draws one
-    n: int | None  # independent completions, with seeds derived from `seed`
-    stop: str | Sequence[str]  # the output ends before the first of these strings
-    stop_token_ids: Sequence[int]  # these tokens end the output, besides the model's own stop tokens
-    ignore_eos: bool  # the model's own stop tokens do not end the output
-    # At most one of the next five: a form that the output has.
-    json_schema: str | Mapping[str, Any] | None  # JSON that is valid under this schema
-    json_object: bool | None  # any JSON object
-    regex: str | None  # a text that matches this regular expression as a whole
-    choice: Sequence[str] | None  # one of these texts
-    grammar: str | None  # a text of this grammar in EBNF
-    logprobs: int | None  # give each output token's logprob, and this many alternatives
-    prompt_logprobs: int | None  # the same for the prompt's tokens
-    echo: bool  # the text begins with the prompt's
-    model: str  # a name from `models`; empty: the default model
-    lookaheads: Sequence[int] | None  # tokens to draft at the level below the target, then at each below that
-    drafter: str | None  # at the lowest tier: model, lookup or both; without `lookaheads`, the server's are used
-    selector: str | None  # of chunks for the retrieval tier: mean_key, snapkv, …; by default the server's setting
-    cache_salt: str | None  # KV of equal prefixes is shared with calls of the same salt only; at most 128 characters
-    resume_token_ids: Sequence[int]  # output tokens of a call that broke off
-    fingerprint: str  # of that call's first chunk: a server with another model or other settings then refuses
-    priority: int | None  # -100 to 100: waiting requests with a lower number are served earlier; 0 by default
-    timeout_s: float | None  # by default the client's own
+    max_tokens: int | None  #: of the output, `resume_token_ids` included
+    temperature: float | None  #: 0 is greedy
+    top_p: float | None  #: keep the most probable tokens up to this probability
+    top_k: int | None  #: keep the k most probable tokens; 0 keeps all
+    min_p: float | None  #: keep tokens at least this probable relative to the most probable one
+    repetition_penalty: float | None  #: for tokens in prompt or output: divides positive logits; 1 is off
+    presence_penalty: float | None  #: subtracted from the logit of each token in the output
+    frequency_penalty: float | None  #: the same, times the number of its occurrences
+    logit_bias: Mapping[int, float] | None  #: by token id, what to add to its logit
+    bad_words: Sequence[str]  #: texts that never occur in the output
+    bad_word_ids: Sequence[Sequence[int]]  #: the same in tokens
+    min_tokens: int | None  #: nothing ends the output before it has this many tokens
+    seed: int | None  #: the same seed gives the same tokens; None: the client draws one
+    n: int | None  #: independent completions, with seeds derived from `seed`
+    stop: str | Sequence[str]  #: the output ends before the first of these strings
+    stop_token_ids: Sequence[int]  #: these tokens end the output, besides the model's own stop tokens
+    ignore_eos: bool  #: the model's own stop tokens do not end the output
+    #: At most one of the next five: a form that the output has.
+    json_schema: str | Mapping[str, Any] | None  #: JSON that is valid under this schema
+    json_object: bool | None  #: any JSON object
+    regex: str | None  #: a text that matches this regular expression as a whole
+    choice: Sequence[str] | None  #: one of these texts
+    grammar: str | None  #: a text of this grammar in EBNF
+    logprobs: int | None  #: give each output token's logprob, and this many alternatives
+    prompt_logprobs: int | None  #: the same for the prompt's tokens
+    echo: bool  #: the text begins with the prompt's
+    model: str  #: a name from `models`; empty: the default model
+    lookaheads: Sequence[int] | None  #: tokens to draft at the level below the target, then at each below that
+    drafter: str | None  #: at the lowest tier: model, lookup or both; without `lookaheads`, the server's are used
+    selector: str | None  #: of chunks for the retrieval tier: mean_key, snapkv, …; by default the server's setting
+    cache_salt: str | None  #: KV of equal prefixes is shared with calls of the same salt only; at most 128 characters
+    resume_token_ids: Sequence[int]  #: output tokens of a call that broke off
+    fingerprint: str  #: of that call's first chunk: a server with another model or other settings then refuses
+    priority: int | None  #: -100 to 100: waiting requests with a lower number are served earlier; 0 by default
+    timeout_s: float | None  #: by default the client's own
 
 
 Prompt = str | Sequence[int] | pb.ChatMessages

@@ -19,7 +19,7 @@ FINISH_REASONS: dict[int, FinishReason] = {
 class Usage:
     prompt_tokens: int
     completion_tokens: int
-    cached_tokens: int = 0  # of `prompt_tokens`, those whose KV the server held from earlier calls
+    cached_tokens: int = 0  #: of `prompt_tokens`, those whose KV the server held from earlier calls
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +37,10 @@ class Acceptance:
 class Controller:
     """How the completion was drafted."""
 
-    plan: str = ""  # of the latest round, such as `retrieval+model 8,3`, or `plain`
-    rounds: dict[str, int] = field(default_factory=dict)  # rounds of the target by kind of plan
-    changes: int = 0  # how often the server changed the kind of plan
-    # As expected with the latest plan, and with plain decoding; None where the call set its lookaheads.
+    plan: str = ""  #: of the latest round, such as `retrieval+model 8,3`, or `plain`
+    rounds: dict[str, int] = field(default_factory=dict)  #: rounds of the target by kind of plan
+    changes: int = 0  #: how often the server changed the kind of plan
+    #: As expected with the latest plan, and with plain decoding; None where the call set its lookaheads.
     expected_ms_per_token: float | None = None
     plain_ms_per_token: float | None = None
 
@@ -53,19 +53,19 @@ class Stats:
 
     prefill_s: float
     ms_per_token: float | None
-    tokens_per_round: float | None  # mean output tokens per round of the target; 1 is plain decoding
+    tokens_per_round: float | None  #: mean output tokens per round of the target; 1 is plain decoding
     acceptance: Acceptance
-    preempted: int = 0  # how many times its KV was dropped because the server's pool was full
+    preempted: int = 0  #: how many times its KV was dropped because the server's pool was full
     controller: Controller = field(default_factory=Controller)
-    lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
+    lossy: str | None = None  #: what the target has forgotten, in words; None: the output is the model's own
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log probabilities of one token in the model's own distribution, before any sampling parameter."""
 
-    logprob: float | None  # None for the first token of a prompt, which nothing predicts
-    top: dict[int, float]  # the most probable token ids with theirs, the best first
+    logprob: float | None  #: None for the first token of a prompt, which nothing predicts
+    top: dict[int, float]  #: the most probable token ids with theirs, the best first
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ class Choice:
 
     text: str
     token_ids: tuple[int, ...]
-    origins: bytes  # where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
-    finish_reason: FinishReason | None  # None: a reason that this version of the SDK does not know
+    origins: bytes  #: where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
+    finish_reason: FinishReason | None  #: None: a reason that this version of the SDK does not know
     stats: Stats
-    # For the first completion the call's own seed, given or drawn by the client; for the others one derived from it. A
-    # call with this seed gives this completion.
+    #: For the first completion the call's own seed, given or drawn by the client; for the others one derived from it. A
+    #: call with this seed gives this completion.
     seed: int
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
+    logprobs: tuple[TokenLogprobs, ...] = ()  #: one per token, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +89,8 @@ class Completion:
 
     model: str
     choices: tuple[Choice, ...]
-    usage: Usage  # of all choices together
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # one per token of the prompt, if asked for
+    usage: Usage  #: of all choices together
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  #: one per token of the prompt, if asked for
 
     @property
     def text(self) -> str:
@@ -125,25 +125,25 @@ class Completion:
 class Chunk:
     """A part of a completion. Its first chunk has the seed; its last one has finish reason, usage and stats."""
 
-    text: str  # may be empty while `token_ids` is not, and vice versa
+    text: str  #: may be empty while `token_ids` is not, and vice versa
     token_ids: tuple[int, ...]
-    origins: bytes  # where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
+    origins: bytes  #: where each token comes from: 0 draft, 1 retrieval, 2 target, 3 prompt lookup
     finish_reason: FinishReason | None = None
     usage: Usage | None = None
     stats: Stats | None = None
     seed: int | None = None
-    index: int = 0  # which of the call's `n` completions it continues
-    logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, if asked for
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of some tokens of the prompt; in the first chunks, if asked for
-    text_lengths: tuple[int, ...] = ()  # one per token: how many characters of `text` it completes
-    fingerprint: str | None = None  # in the first chunk: of the model and of the settings that determine its tokens
+    index: int = 0  #: which of the call's `n` completions it continues
+    logprobs: tuple[TokenLogprobs, ...] = ()  #: one per token, if asked for
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  #: of some tokens of the prompt; in the first chunks, if asked for
+    text_lengths: tuple[int, ...] = ()  #: one per token: how many characters of `text` it completes
+    fingerprint: str | None = None  #: in the first chunk: of the model and of the settings that determine its tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Model:
     id: str
-    context_length: int  # tokens of prompt and output together
-    lossy: str | None = None  # what the target forgets, in words; None: nothing
+    context_length: int  #: tokens of prompt and output together
+    lossy: str | None = None  #: what the target forgets, in words; None: nothing
 
 
 def completion_from_proto(message: pb.GenerateResponse) -> Completion:
