@@ -21,7 +21,6 @@ from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
 from triforce_tools.bench.axes import check_controlled
-from triforce_tools.cli.bench_paths import paths
 from triforce_tools.cli.bench_serve import serve
 from triforce_tools.cli.bench_sweep import sweep
 from triforce_tools.cli.figures import check_figure, show_figures
@@ -31,7 +30,6 @@ ForceOption = Annotated[bool, typer.Option("--force", help="run at any load aver
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks. Compare figures within one run only.")
 bench_app.command()(serve)
-bench_app.command()(paths)
 bench_app.command()(sweep)
 
 
@@ -175,61 +173,6 @@ def pipeline(
     if figure is not None:
         title = f"{requests} requests in {micro_batches} micro-batches" + (" (paced: stages sleep)" if pace else "")
         draw_trace(last, figure, seconds=0.5, title=title)
-    show_figures(figures, as_json=as_json)
-
-
-@bench_app.command()
-@with_options_of(pipeline_settings)
-def stalls(
-    settings: Settings,
-    context: Annotated[int, typer.Option(min=1, help="tokens of each of the two long prompts")] = 12_000,
-    output: Annotated[int, typer.Option(min=2, help="output tokens of the running stream")] = 3072,
-    repeats: Annotated[int, typer.Option(min=1, help="runs of each mode; the medians are reported")] = 3,
-    max_load: MaxLoadOption = 1.0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """How long a running stream waits while two long prompts arrive, and how long a short prompt waits behind them,
-    with and without target.max_stall_ms.
-    """
-    from deploy.app import prepare_environment
-    from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.tiers.stalls import StallWorkload, bench_stalls
-
-    progress = Console(stderr=True, highlight=False)
-    prepare_environment()
-    with quiet_machine(max_load, force=force):
-        load = StallWorkload(context, output)
-        figures = bench_stalls(settings, load, repeats=repeats, report=progress.print)
-    show_figures(figures, as_json=as_json)
-
-
-@bench_app.command()
-@with_options_of(pipeline_settings)
-def shared(
-    settings: Settings,
-    context: Annotated[int, typer.Option(min=1, help="tokens of the document")] = 12_000,
-    questions: Annotated[int, typer.Option(min=2, help="requests on the document")] = 8,
-    output: Annotated[int, typer.Option(min=2, help="output tokens of each answer")] = 64,
-    temperature: TemperatureOption = 0.0,
-    repeats: Annotated[int, typer.Option(min=1, help="runs of the whole load; the medians are reported")] = 1,
-    max_load: MaxLoadOption = 1.0,
-    force: ForceOption = False,
-    as_json: JsonOption = False,
-) -> None:
-    """Compare questions on one shared document with the same questions on documents of their own: first text, KV,
-    acceptance and tokens/s.
-    """
-    from deploy.app import prepare_environment
-    from triforce_tools.bench.machine import quiet_machine
-    from triforce_tools.tiers.shared import SharedWorkload, bench_shared
-
-    settings.target.require_lossless()
-    progress = Console(stderr=True, highlight=False)
-    prepare_environment()
-    with quiet_machine(max_load, force=force):
-        load = SharedWorkload(context, questions, output, SamplingParams(temperature))
-        figures = bench_shared(settings, load, repeats=repeats, report=progress.print)
     show_figures(figures, as_json=as_json)
 
 
