@@ -19,7 +19,6 @@ from triforce_core.cli.options import (
 from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
-from triforce_tools.cli.bench_paths import paths
 from triforce_tools.cli.bench_serve import serve
 from triforce_tools.cli.bench_sweep import sweep
 from triforce_tools.cli.figures import show_figures
@@ -29,7 +28,6 @@ ForceOption = Annotated[bool, typer.Option("--force", help="run at any load aver
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks. Compare figures within one run only.")
 bench_app.command()(serve)
-bench_app.command()(paths)
 bench_app.command()(sweep)
 
 

@@ -3,146 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+import json
+from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from triforce_core.cli.options import JsonOption, TemperatureOption, with_options_of
-from triforce_core.errors import TriForceError, require
-from triforce_tools.cli.figures import check_figure, show_figures
-from triforce_tools.load.trace import read_trace
-from triforce_tools.load.workload import Lengths, Load
+from triforce_core.cli.options import JsonOption, TemperatureOption
+from triforce_core.errors import InvalidValueError, require
+from triforce_tools.tables import markdown_table
 
-if TYPE_CHECKING:
-    from triforce_tools.load.answers import Record
-
-DEFAULT_URL = "http://127.0.0.1:8000"
+LOOKAHEADS = (8, 3)  # for the tiers that a server has: left to itself, it might decode each answer differently
 
 
-def load_given(
-    rate: Annotated[float | None, typer.Option(help="requests per second, Poisson")] = None,
-    concurrency: Annotated[int | None, typer.Option(help="users, each with one request at a time")] = None,
-    trace: Annotated[
-        Path | None,
-        typer.Option(help="requests as in this file: arrival_s, input_tokens, output_tokens, one JSON object a line"),
-    ] = None,
-    requests: Annotated[int | None, typer.Option(help="end after this many requests")] = None,
-    duration: Annotated[float | None, typer.Option(help="send no more requests after this many seconds")] = None,
-    input: Annotated[
-        str | None, typer.Option(help="prompt tokens: 2048, or 512:8192 for a range; 512 if not given")
-    ] = None,
-    output: Annotated[
-        str | None, typer.Option(help="output tokens at most, written likewise; 128 if not given")
-    ] = None,
-    shared: Annotated[float, typer.Option(help="share of requests that begin with a common document")] = 0.0,
-    documents: Annotated[int, typer.Option(help="number of common documents")] = 1,
-    seed: Annotated[int, typer.Option(help="the same seed gives the same load")] = 0,
-) -> Load:
-    """The load of the options. Raises `InvalidValueError`."""
-    stated = [name for name, value in (("input", input), ("output", output)) if value is not None]
-    if trace is not None:
-        require(not stated, "trace", str(trace), f"states the lengths: leave out {' and '.join(stated)}")
-    return Load(
-        rate=rate,
-        concurrency=concurrency,
-        trace=None if trace is None else read_trace(trace),
-        requests=requests,
-        duration_s=duration,
-        input=Lengths.parse("input", "512" if input is None else input),
-        output=Lengths.parse("output", "128" if output is None else output),
-        shared=shared,
-        documents=documents,
-        seed=seed,
-    )
-
-
-@contextmanager
-def load_progress(load: Load) -> Iterator[Callable[[Record], None]]:
-    """Shows a progress bar on standard error, and gives the function that is told each record. The bar has no end where
-    only the time bounds the load.
-    """
-    columns = (
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("requests, {task.fields[refused]} refused, {task.fields[failed]} failed"),
-        TimeElapsedColumn(),
-    )
-    bounds = [*([load.requests] if load.requests else []), *([len(load.trace)] if load.trace else [])]
-    refused = failed = 0
-    # Drawn rarely, since drawing takes the sender's time.
-    with Progress(*columns, console=Console(stderr=True), refresh_per_second=2) as progress:
-        bar = progress.add_task("", total=min(bounds, default=None), refused=0, failed=0)
-
-        def watch(record: Record) -> None:
-            nonlocal refused, failed
-            refused += record.failure is not None and record.failure.refused
-            failed += record.failure is not None and not record.failure.refused
-            progress.update(bar, advance=1, refused=refused, failed=failed)
-
-        yield watch
-
-
-@with_options_of(load_given)
 def serve(
-    load: Load,
-    url: Annotated[str | None, typer.Option(help=f"an OpenAI-compatible server; {DEFAULT_URL} if not given")] = None,
-    grpc: Annotated[str | None, typer.Option(help="our gRPC service instead, such as 127.0.0.1:9000")] = None,
-    model: Annotated[str | None, typer.Option(help="by default the first that the server names")] = None,
-    temperature: TemperatureOption = 1.0,
-    slo_ttft_ms: Annotated[
-        float | None, typer.Option(help="for goodput: the first text comes within this time")
+    url: Annotated[str, typer.Option(help="a running server of one replica")] = "http://127.0.0.1:8000",
+    grpc: Annotated[str, typer.Option(help="the same server's gRPC address")] = "127.0.0.1:9000",
+    context: Annotated[int, typer.Option(help="tokens of each long prompt, or of each document")] = 12_000,
+    output: Annotated[int, typer.Option(help="output tokens of each answer")] = 128,
+    streams: Annotated[int, typer.Option(help="answers at the same time, each to a prompt of its own")] = 1,
+    repeats: Annotated[int, typer.Option(help="turns; the medians are reported")] = 5,
+    temperature: TemperatureOption = 0.0,
+    beside: Annotated[
+        str | None, typer.Option(help="also measure streams beside a load: bodies (of 1 MB) | long-prompts")
     ] = None,
-    slo_itl_ms: Annotated[
-        float | None, typer.Option(help="for goodput: the mean time between an answer's chunks is at most this")
-    ] = None,
-    timeout: Annotated[float, typer.Option(help="seconds until a request that is not answered is an error")] = 600.0,
-    figure: Annotated[Path | None, typer.Option(help="draw the latencies into this file: .svg or .png")] = None,
+    shared_document: Annotated[
+        bool, typer.Option("--shared-document", help="instead: eight questions on one document, and on eight")
+    ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Send a load to a running server and measure its latencies, its throughput, and its errors.
+    """Milliseconds per token of a running server over HTTP, over gRPC and from its target's own process, in turns.
 
-    The key in $TRIFORCE_API_KEY is sent, as by the SDK.
+    The key in $TRIFORCE_API_KEY is sent, as by the SDK. For a load of many users, see docs/benchmarks/serve.md.
     """
-    from triforce_tools.load.grpc_client import GrpcClient
-    from triforce_tools.load.http_client import HttpClient
-    from triforce_tools.load.measures import Goals
-    from triforce_tools.load.serve import bench_serve
+    from triforce_core.models.cpu import cpu_summary
+    from triforce_tools.serving.doors import open_server
+    from triforce_tools.serving.shared import measure_shared
+    from triforce_tools.serving.streams import BESIDE, Streams, measure_streams
 
-    require(url is None or grpc is None, "grpc", grpc, "excludes --url: one server is asked")
-    require(0 < timeout < float("inf"), "timeout", timeout, "must be above 0 s and finite")
+    least = {"context": (context, 64), "output": (output, 16), "streams": (streams, 1), "repeats": (repeats, 1)}
+    for name, (value, bound) in least.items():
+        require(value >= bound, name, value, f"must be at least {bound}")
     require(temperature >= 0, "temperature", temperature, "must be at least 0")
-    goals = Goals(slo_ttft_ms, slo_itl_ms)
-    if figure is not None:
-        check_figure(figure)
-    try:
-        client = HttpClient(url or DEFAULT_URL) if grpc is None else GrpcClient(grpc)
-    except ValueError as error:  # the key cannot be sent
-        raise TriForceError(str(error)) from None
+    require(beside is None or beside in BESIDE, "beside", beside, f"must be one of {', '.join(BESIDE)}")
+    if shared_document and beside:
+        raise InvalidValueError("beside", beside, "excludes --shared-document")
 
-    async def measured() -> tuple[dict[str, Any], list[Record]]:
-        async with client:
-            return await bench_serve(
-                client,
-                load,
-                goals,
-                model=model,
-                temperature=temperature,
-                timeout_s=timeout,
-                progress=load_progress(load),
-            )
+    def report(text: str) -> None:
+        typer.echo(text, err=True)
 
-    figures, records = asyncio.run(measured())
-    figures = {"server": client.address} | figures
-    if figure is not None:
-        from triforce_tools.load.figure import draw_latencies
-        from triforce_tools.plots import save_figure
+    async def measured() -> list[dict[str, Any]]:
+        async with open_server(url, grpc, LOOKAHEADS) as server:
+            if shared_document:
+                return await measure_shared(
+                    server, context=context, output=output, temperature=temperature, report=report
+                )
+            load = Streams(context, output, streams, temperature)
+            return await measure_streams(server, load, beside=beside, repeats=repeats, report=report)
 
-        save_figure(draw_latencies(records, goals, f"{len(records)} requests, {client.address}"), figure)
-    show_figures(figures, as_json=as_json)
-    if not figures["answered"]:
-        raise typer.Exit(1)
+    rows = asyncio.run(measured())
+    conditions = {"context": context, "output": output, "temperature": temperature, "cpu": cpu_summary()}
+    if as_json:
+        typer.echo(json.dumps({**conditions, "rows": rows}))
+        return
+    typer.echo(", ".join(f"{name} {value}" for name, value in conditions.items()) + "\n")
+    columns = [name for name in rows[0] if any(row[name] is not None for row in rows)]
+    cells = [["-" if row[name] is None else f"{row[name]}" for name in columns] for row in rows]
+    typer.echo(markdown_table([name.replace("_", " ") for name in columns], cells))

@@ -1,0 +1,211 @@
+"""The doors of a running server: HTTP, gRPC, and its target's own process, which the server's replica asks."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import grpc
+from openai import APIStatusError, AsyncOpenAI, OpenAIError
+
+from actors.wire import request_to_proto
+from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
+from triforce_core.client.aio import AsyncTriForceClient
+from triforce_core.client.calls import KEY_VARIABLE
+from triforce_core.client.errors import from_rpc_error
+from triforce_core.engine.sequence import Request
+from triforce_core.errors import TriForceError, UnavailableError, require
+from triforce_core.messages import SamplingParams
+from triforce_tools.bench.prompts import HELD_OUT, held_out_path
+
+LONGEST_TOKEN = 8  # characters of text that are read for each token of a prompt; most tokens are shorter
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """One request. The model's own stop tokens do not end its answer."""
+
+    prompt: tuple[int, ...]
+    max_tokens: int
+    temperature: float = 0.0
+    lookaheads: tuple[int, int] | None = None  # None: the server chooses
+    cache_salt: str = ""  # KV is shared with questions of the same salt only
+    seed: int = 0
+
+
+@dataclass
+class Answer:
+    """One answer as its client sees it; it fills while the server answers. Times are those of `time.perf_counter`."""
+
+    sent_s: float = field(default_factory=time.perf_counter)
+    arrivals: list[tuple[float, int]] = field(default_factory=list)  # of each chunk: when, and its tokens
+    num_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)  # only gRPC tells these, and the acceptance
+    acceptance: float | None = None  # share of the retrieval tier's tokens that the target accepted
+    begun: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: bool = False
+
+    def arrived(self, num_tokens: int) -> None:
+        self.arrivals.append((time.perf_counter(), num_tokens))
+        self.num_tokens += num_tokens
+        self.begun.set()
+
+    @property
+    def first_text_s(self) -> float:
+        return self.arrivals[0][0] - self.sent_s
+
+    @property
+    def ms_per_token(self) -> float:
+        """After the first chunk, which has one token: the pass that ends the prompt gives it."""
+        return 1e3 * (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.num_tokens - 1)
+
+    @property
+    def longest_gap_ms(self) -> float:
+        """The longest wait between two chunks, except for the first: then the drafting tiers take up the text."""
+        return 1e3 * max(after - before for (before, _), (after, _) in pairwise(self.arrivals[1:]))
+
+
+Ask = Callable[[Question, Answer], Any]  # a coroutine that fills the answer
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server, and its doors by their names."""
+
+    url: str
+    client: AsyncOpenAI
+    doors: dict[str, Ask]
+    model: str
+    lookaheads: tuple[int, int]  # of the tiers that it has
+
+    async def status(self) -> Any:
+        with errors_of(self.url):
+            return await self.client.get(f"{self.url}/status", cast_to=object)
+
+    async def refuses(self, prompt: str) -> None:
+        """Send a prompt that is too long, and wait for the refusal."""
+        with errors_of(self.url):
+            try:
+                await self.client.completions.create(model=self.model, prompt=prompt, max_tokens=1)
+            except APIStatusError as refusal:
+                if refusal.status_code >= 500:
+                    raise
+
+    async def held_out_tokens(self, count: int, first_file: int = 0) -> tuple[int, ...]:
+        """The first `count` of the server's tokens of text that the demo pair never saw, from this file on."""
+        paths = map(held_out_path, HELD_OUT[first_file:] + HELD_OUT[:first_file])
+        text = "".join(path.read_text(encoding="utf-8") for path in paths)[: LONGEST_TOKEN * count]
+        with errors_of(self.url):
+            found: Any = await self.client.post(f"{self.url}/tokenize", body={"prompt": text}, cast_to=object)
+        tokens = tuple(found["tokens"])[:count]
+        require(len(tokens) == count, "context", count, f"is more than the {len(tokens)} tokens of held-out text")
+        return tokens
+
+
+@asynccontextmanager
+async def open_server(url: str, grpc_address: str, lookaheads: tuple[int, int]) -> AsyncIterator[Server]:
+    """The server behind both addresses. Calls send the API key of the environment. Raises `UnavailableError` if no
+    server answers, and `InvalidValueError` if it has several replicas, since then nobody knows which one answers.
+    """
+    url = url.rstrip("/").removesuffix("/v1")
+    try:
+        ours = AsyncTriForceClient(grpc_address, retries=0)
+    except ValueError as error:  # the key cannot be sent
+        raise TriForceError(str(error)) from None
+    key = os.environ.get(KEY_VARIABLE) or "none"
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client, ours:
+        with errors_of(url):
+            status: Any = await client.get(f"{url}/status", cast_to=object)
+            model = (await client.models.list()).data[0].id
+        tiers = {tier["tier"] for tier in status["tiers"]}
+        targets = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
+        require(len(targets) == 1, "url", url, f"must be a server of one replica; it has {len(targets)} targets")
+        async with grpc.aio.insecure_channel(targets[0]) as channel:
+            doors = {"engine": engine_door(channel), "grpc": grpc_door(ours), "http": http_door(client, model)}
+            used = (lookaheads[0] * ("retrieval" in tiers), lookaheads[1] * ("draft" in tiers))
+            yield Server(url, client, doors, model, used)
+
+
+@contextmanager
+def errors_of(url: str) -> Iterator[None]:
+    """Turn what OpenAI's client raises into our own errors."""
+    try:
+        yield
+    except OpenAIError as error:
+        raise UnavailableError(f"{url}: {' '.join(str(error).split())[:300]}") from None
+
+
+def http_door(client: AsyncOpenAI, model: str) -> Ask:
+    async def ask(question: Question, answer: Answer) -> None:
+        with errors_of(str(client.base_url)):
+            stream = await client.completions.create(
+                model=model,
+                prompt=list(question.prompt),
+                max_tokens=question.max_tokens,
+                temperature=question.temperature,
+                seed=question.seed,
+                stream=True,
+                stream_options={"include_usage": True},
+                extra_body={
+                    "ignore_eos": True,
+                    "cache_salt": question.cache_salt,
+                    "speculation": question.lookaheads and {"lookaheads": question.lookaheads},
+                },
+            )
+            async for chunk in stream:
+                if chunk.choices:
+                    answer.arrived(0)  # OpenAI's format tells the number of tokens at the end
+                if chunk.usage:
+                    answer.num_tokens = chunk.usage.completion_tokens
+        answer.ended = True
+
+    return ask
+
+
+def grpc_door(client: AsyncTriForceClient) -> Ask:
+    async def ask(question: Question, answer: Answer) -> None:
+        stream = client.stream(
+            question.prompt,
+            max_tokens=question.max_tokens,
+            temperature=question.temperature,
+            seed=question.seed,
+            lookaheads=question.lookaheads,
+            cache_salt=question.cache_salt,
+            ignore_eos=True,
+        )
+        async for chunk in stream:
+            if chunk.token_ids:
+                answer.arrived(len(chunk.token_ids))
+                answer.tokens += chunk.token_ids
+            if chunk.stats:
+                answer.acceptance = chunk.stats.acceptance.retrieval
+        answer.ended = True
+
+    return ask
+
+
+def engine_door(channel: grpc.aio.Channel) -> Ask:
+    async def ask(question: Question, answer: Answer) -> None:
+        request = Request(
+            question.prompt,
+            max_tokens=question.max_tokens,
+            sampling=SamplingParams(temperature=question.temperature),
+            seed=question.seed,
+            lookaheads=question.lookaheads,
+            cache_salt=question.cache_salt,
+        )
+        try:
+            async for event in TargetStub(channel).Decode(request_to_proto(request)):
+                if event.token_ids:  # the first events tell of the request's beginning
+                    answer.arrived(len(event.token_ids))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from None
+        answer.ended = True
+
+    return ask
