@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from typing import Any
 
 import grpc
-from openai import APIStatusError, AsyncOpenAI, OpenAIError
+from openai import AsyncOpenAI, BadRequestError, OpenAIError
 
 from actors.wire import request_to_proto
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
@@ -20,7 +20,7 @@ from triforce_core.client.aio import AsyncTriForceClient
 from triforce_core.client.calls import KEY_VARIABLE
 from triforce_core.client.errors import from_rpc_error
 from triforce_core.engine.sequence import Request
-from triforce_core.errors import TriForceError, UnavailableError, require
+from triforce_core.errors import TriForceError, require
 from triforce_core.messages import SamplingParams
 from triforce_tools.bench.prompts import HELD_OUT, held_out_path
 
@@ -49,7 +49,6 @@ class Answer:
     tokens: list[int] = field(default_factory=list)  # only gRPC tells these, and the acceptance
     acceptance: float | None = None  # share of the retrieval tier's tokens that the target accepted
     begun: asyncio.Event = field(default_factory=asyncio.Event)
-    ended: bool = False
 
     def arrived(self, num_tokens: int) -> None:
         self.arrivals.append((time.perf_counter(), num_tokens))
@@ -71,7 +70,7 @@ class Answer:
         return 1e3 * max(after - before for (before, _), (after, _) in pairwise(self.arrivals[1:]))
 
 
-Ask = Callable[[Question, Answer], Any]  # a coroutine that fills the answer
+Ask = Callable[[Question, Answer], Coroutine[Any, Any, None]]  # fills the answer
 
 
 @dataclass(frozen=True)
@@ -85,24 +84,18 @@ class Server:
     lookaheads: tuple[int, int]  # of the tiers that it has
 
     async def status(self) -> Any:
-        with errors_of(self.url):
-            return await self.client.get(f"{self.url}/status", cast_to=object)
+        return await self.client.get(f"{self.url}/status", cast_to=object)
 
     async def refuses(self, prompt: str) -> None:
         """Send a prompt that is too long, and wait for the refusal."""
-        with errors_of(self.url):
-            try:
-                await self.client.completions.create(model=self.model, prompt=prompt, max_tokens=1)
-            except APIStatusError as refusal:
-                if refusal.status_code >= 500:
-                    raise
+        with suppress(BadRequestError):
+            await self.client.completions.create(model=self.model, prompt=prompt, max_tokens=1)
 
     async def held_out_tokens(self, count: int, first_file: int = 0) -> tuple[int, ...]:
         """The first `count` of the server's tokens of text that the demo pair never saw, from this file on."""
         paths = map(held_out_path, HELD_OUT[first_file:] + HELD_OUT[:first_file])
         text = "".join(path.read_text(encoding="utf-8") for path in paths)[: LONGEST_TOKEN * count]
-        with errors_of(self.url):
-            found: Any = await self.client.post(f"{self.url}/tokenize", body={"prompt": text}, cast_to=object)
+        found: Any = await self.client.post(f"{self.url}/tokenize", body={"prompt": text}, cast_to=object)
         tokens = tuple(found["tokens"])[:count]
         require(len(tokens) == count, "context", count, f"is more than the {len(tokens)} tokens of held-out text")
         return tokens
@@ -110,82 +103,67 @@ class Server:
 
 @asynccontextmanager
 async def open_server(url: str, grpc_address: str, lookaheads: tuple[int, int]) -> AsyncIterator[Server]:
-    """The server behind both addresses. Calls send the API key of the environment. Raises `UnavailableError` if no
-    server answers, and `InvalidValueError` if it has several replicas, since then nobody knows which one answers.
+    """The server behind both addresses. Calls send the API key of the environment.
+
+    Raises `InvalidValueError` if the server has several replicas, since then nobody knows which one answers, and turns
+    what clients raise within the context into a `TriForceError`.
     """
     url = url.rstrip("/").removesuffix("/v1")
+    key = os.environ.get(KEY_VARIABLE) or "none"
     try:
         ours = AsyncTriForceClient(grpc_address, retries=0)
-    except ValueError as error:  # the key cannot be sent
-        raise TriForceError(str(error)) from None
-    key = os.environ.get(KEY_VARIABLE) or "none"
-    async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client, ours:
-        with errors_of(url):
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client, ours:
             status: Any = await client.get(f"{url}/status", cast_to=object)
-            model = (await client.models.list()).data[0].id
-        tiers = {tier["tier"] for tier in status["tiers"]}
-        targets = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
-        require(len(targets) == 1, "url", url, f"must be a server of one replica; it has {len(targets)} targets")
-        async with grpc.aio.insecure_channel(targets[0]) as channel:
-            doors = {"engine": engine_door(channel), "grpc": grpc_door(ours), "http": http_door(client, model)}
-            used = (lookaheads[0] * ("retrieval" in tiers), lookaheads[1] * ("draft" in tiers))
-            yield Server(url, client, doors, model, used)
-
-
-@contextmanager
-def errors_of(url: str) -> Iterator[None]:
-    """Turn what OpenAI's client raises into our own errors."""
-    try:
-        yield
+            tiers = {tier["tier"] for tier in status["tiers"]}
+            targets = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
+            require(len(targets) == 1, "url", url, f"must be a server of one replica; it has {len(targets)} targets")
+            model = status["target"]["model"]
+            async with grpc.aio.insecure_channel(targets[0]) as channel:
+                doors = {"engine": engine_door(channel), "grpc": grpc_door(ours), "http": http_door(client, model)}
+                used = (lookaheads[0] * ("retrieval" in tiers), lookaheads[1] * ("draft" in tiers))
+                yield Server(url, client, doors, model, used)
     except OpenAIError as error:
-        raise UnavailableError(f"{url}: {' '.join(str(error).split())[:300]}") from None
+        raise TriForceError(f"{url}: {' '.join(str(error).split())[:300]}") from None
+    except grpc.RpcError as error:
+        raise from_rpc_error(error) from None
+    except ValueError as error:  # a key or an address that cannot be sent
+        raise TriForceError(str(error)) from None
 
 
 def http_door(client: AsyncOpenAI, model: str) -> Ask:
     async def ask(question: Question, answer: Answer) -> None:
-        with errors_of(str(client.base_url)):
-            stream = await client.completions.create(
-                model=model,
-                prompt=list(question.prompt),
-                max_tokens=question.max_tokens,
-                temperature=question.temperature,
-                seed=question.seed,
-                stream=True,
-                stream_options={"include_usage": True},
-                extra_body={
-                    "ignore_eos": True,
-                    "cache_salt": question.cache_salt,
-                    "speculation": question.lookaheads and {"lookaheads": question.lookaheads},
-                },
-            )
-            async for chunk in stream:
-                if chunk.choices:
-                    answer.arrived(0)  # OpenAI's format tells the number of tokens at the end
-                if chunk.usage:
-                    answer.num_tokens = chunk.usage.completion_tokens
-        answer.ended = True
+        stream = await client.completions.create(
+            model=model,
+            prompt=list(question.prompt),
+            max_tokens=question.max_tokens,
+            temperature=question.temperature,
+            seed=question.seed,
+            stream=True,
+            stream_options={"include_usage": True},
+            extra_body={
+                "ignore_eos": True,
+                "cache_salt": question.cache_salt,
+                "speculation": question.lookaheads and {"lookaheads": question.lookaheads},
+            },
+        )
+        async for chunk in stream:
+            if chunk.choices:
+                answer.arrived(0)  # OpenAI's format tells the number of tokens at the end
+            if chunk.usage:
+                answer.num_tokens = chunk.usage.completion_tokens
 
     return ask
 
 
 def grpc_door(client: AsyncTriForceClient) -> Ask:
     async def ask(question: Question, answer: Answer) -> None:
-        stream = client.stream(
-            question.prompt,
-            max_tokens=question.max_tokens,
-            temperature=question.temperature,
-            seed=question.seed,
-            lookaheads=question.lookaheads,
-            cache_salt=question.cache_salt,
-            ignore_eos=True,
-        )
-        async for chunk in stream:
+        arguments = {field.name: getattr(question, field.name) for field in fields(question)}
+        async for chunk in client.stream(**arguments, ignore_eos=True):
             if chunk.token_ids:
                 answer.arrived(len(chunk.token_ids))
                 answer.tokens += chunk.token_ids
             if chunk.stats:
                 answer.acceptance = chunk.stats.acceptance.retrieval
-        answer.ended = True
 
     return ask
 
@@ -200,12 +178,8 @@ def engine_door(channel: grpc.aio.Channel) -> Ask:
             lookaheads=question.lookaheads,
             cache_salt=question.cache_salt,
         )
-        try:
-            async for event in TargetStub(channel).Decode(request_to_proto(request)):
-                if event.token_ids:  # the first events tell of the request's beginning
-                    answer.arrived(len(event.token_ids))
-        except grpc.RpcError as error:
-            raise from_rpc_error(error) from None
-        answer.ended = True
+        async for event in TargetStub(channel).Decode(request_to_proto(request)):
+            if event.token_ids:  # the first events tell of the request's beginning
+                answer.arrived(len(event.token_ids))
 
     return ask

@@ -76,22 +76,21 @@ async def measure_streams(
 
 
 async def one_turn(server: Server, ask: Ask, questions: list[Question], beside: str | None, load: Streams) -> Turn:
-    streams = [Answer() for _ in questions]
-    waiting = [ask(*each) for each in zip(questions, streams, strict=True)]
+    streams, short_prompt_ms = [Answer() for _ in questions], None
+    running = asyncio.gather(*map(ask, questions, streams))
     if beside == "bodies":
-        waiting.append(send_bodies(server, streams))
+        while not running.done():
+            await server.refuses(BODY)
+            await asyncio.sleep(BODY_EVERY_S)
     elif beside == "long-prompts":
-        waiting.append(ask_beside(server, ask, streams, load))
-    *_, last = await asyncio.gather(*waiting)
+        short_prompt_ms, _ = await asyncio.gather(ask_beside(server, ask, streams, load), running)
+    await running
     require(all(len(stream.arrivals) > 2 for stream in streams), "output", load.output, "is too short to be timed")
-    return Turn(mean(stream.ms_per_token for stream in streams), max(stream.longest_gap_ms for stream in streams), last)
-
-
-async def send_bodies(server: Server, streams: list[Answer]) -> None:
-    """Send bodies of one MB, one after another, until the streams end."""
-    while not all(stream.ended for stream in streams):
-        await server.refuses(BODY)
-        await asyncio.sleep(BODY_EVERY_S)
+    return Turn(
+        mean(stream.ms_per_token for stream in streams),
+        max(stream.longest_gap_ms for stream in streams),
+        short_prompt_ms,
+    )
 
 
 async def ask_beside(server: Server, ask: Ask, streams: list[Answer], load: Streams) -> float:
@@ -102,9 +101,9 @@ async def ask_beside(server: Server, ask: Ask, streams: list[Answer], load: Stre
     await asyncio.sleep(HEAD_START_S)
     salt = secrets.token_hex(8)  # so that they are read in every turn
     others = await together(ask, [Question(prompt, SHORT_OUTPUT, cache_salt=salt) for prompt in prompts])
-    last_begun_s = max(other.arrivals[0][0] for other in others)
+    begun_s = max(other.arrivals[0][0] for other in others)
     rule = "is too short: a stream ended before the prompts beside it had their first text"
-    require(all(stream.arrivals[-1][0] > last_begun_s for stream in streams), "output", load.output, rule)
+    require(all(stream.arrivals[-1][0] > begun_s for stream in streams), "output", load.output, rule)
     return 1e3 * others[-1].first_text_s
 
 
