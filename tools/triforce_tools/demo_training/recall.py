@@ -8,15 +8,13 @@ million tokens suffice to learn the task (after Arora et al. 2023, "Zoology", mu
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from tokenizers import Tokenizer
 
 from triforce_tools.demo_training.corpus import Tokens
-from triforce_tools.demo_training.settings import RecallSettings
 
 # (definition, question): the text of a question before its value is the prompt.
 TEMPLATES = (
@@ -26,30 +24,30 @@ TEMPLATES = (
     ('\ndef {key}(): return "{value}"', '\n{key}()  # "{value}"'),
     ("\nself.{key} = {value}", "\nself.{key} == {value}"),
 )
+_DENSE_SHARE = 0.5  # of recall sequences without filler text between the snippets
+_TOKENS_PER_SNIPPET = 56  # mean tokens between two snippets in filler text
+_MAX_KEYS = 24
 
 
-@dataclass(frozen=True, slots=True)
-class Snippet:
+class Snippet(NamedTuple):
     """Token ids of a definition or a question, and a mask of those that spell the value."""
 
     ids: Tokens  # [tokens]
     is_value: npt.NDArray[np.bool_]  # [tokens]
 
 
-@dataclass(frozen=True, slots=True)
-class Task:
+class Task(NamedTuple):
     """One key with its definition and its question."""
 
     definition: Snippet
     question: Snippet
 
 
-@dataclass(frozen=True, slots=True)
-class RecallSequence:
+class RecallSequence(NamedTuple):
     """One training or test sequence with recall tasks in it."""
 
     ids: Tokens  # [length]
-    weights: npt.NDArray[np.float32]  # [length]; loss weight of predicting each token
+    is_text: npt.NDArray[np.bool_]  # [length]; tokens of the filler text
     is_answer: npt.NDArray[np.bool_]  # [length]; value tokens of questions
 
 
@@ -61,102 +59,76 @@ class RecallTasks:
         self._words = sorted(word for word in tokenizer.get_vocab() if re.fullmatch("[a-z]{3,8}", word))
         self.dtype: npt.DTypeLike = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
 
-    @classmethod
-    def from_file(cls, path: Path) -> RecallTasks:
-        return cls(Tokenizer.from_file(str(path)))
-
     def tasks(self, rng: np.random.Generator, count: int) -> list[Task]:
         """`count` tasks with different keys; some share their first word, so matching half of a key misleads."""
         words = [self._words[index] for index in rng.choice(len(self._words), size=2 * count, replace=False)]
-        texts: list[tuple[str, str]] = []
+        tasks = []
         for index in range(count):
             first = words[2 * int(rng.integers(index + 1))] if rng.random() < 0.3 else words[2 * index]
             key, value = f"{first}_{words[2 * index + 1]}", self._value(rng)
-            definition, question = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
-            texts += [(definition.format(key=key, value=value), value), (question.format(key=key, value=value), value)]
-        snippets = self._encode(texts)
-        return [Task(*pair) for pair in zip(snippets[::2], snippets[1::2], strict=True)]
+            template = TEMPLATES[int(rng.integers(len(TEMPLATES)))]
+            tasks.append(Task(*(self._snippet(part.format(key=key, value=value), value) for part in template)))
+        return tasks
 
     def _value(self, rng: np.random.Generator) -> str:
         if rng.random() < 0.5:
             return str(rng.integers(100, 100_000))
         return "_".join(self._words[index] for index in rng.integers(len(self._words), size=int(rng.integers(1, 3))))
 
-    def _encode(self, texts: list[tuple[str, str]]) -> list[Snippet]:
-        snippets = []
-        encodings = self._tokenizer.encode_batch([text for text, _ in texts], add_special_tokens=False)
-        for (text, value), encoding in zip(texts, encodings, strict=True):
-            start = text.rindex(value)
-            stop = start + len(value)
-            is_value = np.array([a < stop and b > start and text[a:b] != '"' for a, b in encoding.offsets], dtype=bool)
-            snippets.append(Snippet(np.array(encoding.ids, dtype=self.dtype), is_value))
-        return snippets
+    def _snippet(self, text: str, value: str) -> Snippet:
+        encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        start = text.rindex(value)
+        stop = start + len(value)
+        is_value = [a < stop and b > start and text[a:b] != '"' for a, b in encoding.offsets]
+        return Snippet(np.array(encoding.ids, dtype=self.dtype), np.array(is_value, dtype=bool))
 
 
-def recall_sequence(
-    rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, settings: RecallSettings, *, answer_weight: float
-) -> RecallSequence:
+def recall_sequence(rng: np.random.Generator, tasks: RecallTasks, filler: Tokens) -> RecallSequence:
     """A sequence of `len(filler)` tokens: definitions and questions, with or without the filler text around them."""
     length = len(filler)
-    dense = rng.random() < settings.dense_share
-    events = length // 12 if dense else max(2, length // settings.tokens_per_snippet)
-    num_keys = int(rng.integers(2, settings.max_keys + 1))
-    pool = tasks.tasks(rng, num_keys)
+    dense = rng.random() < _DENSE_SHARE
+    events = length // 12 if dense else max(2, length // _TOKENS_PER_SNIPPET)
+    pool = tasks.tasks(rng, int(rng.integers(2, _MAX_KEYS + 1)))
     parts: list[tuple[Snippet, bool]] = []
-    defined: list[Task] = []
+    num_defined = 0
     for event in range(events):
-        define = not defined or (len(defined) < num_keys and rng.random() < 1.0 - event / events)
-        if define:
-            defined.append(pool[len(defined)])
-        task = defined[-1] if define else defined[int(rng.integers(len(defined)))]
-        parts.append((task.definition if define else task.question, not define))
-    return _strew(rng, parts, filler[:0] if dense else filler, length, answer_weight)
+        if num_defined == 0 or (num_defined < len(pool) and rng.random() < 1.0 - event / events):
+            parts.append((pool[num_defined].definition, False))
+            num_defined += 1
+        else:
+            parts.append((pool[int(rng.integers(num_defined))].question, True))
+    return _strew(rng, parts, filler[:0] if dense else filler, length)
 
 
-def recall_once_sequence(
-    rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, settings: RecallSettings, *, answer_weight: float
-) -> RecallSequence:
+def recall_once_sequence(rng: np.random.Generator, tasks: RecallTasks, filler: Tokens) -> RecallSequence:
     """As `recall_sequence` with filler text, but each key is asked for once, in random order, after all definitions.
 
     Where a key is asked for repeatedly, all but the first answers can be copied from the previous question, which
     teaches only the distance between two questions. Here the mean distance from definition to question is half the
     sequence.
     """
-    most = max(1, len(filler) // (2 * settings.tokens_per_snippet))
+    most = max(1, len(filler) // (2 * _TOKENS_PER_SNIPPET))
     pool = tasks.tasks(rng, int(rng.integers(max(1, most // 4), most + 1)))
     asked = [pool[index] for index in rng.permutation(len(pool))]
     parts = [*((task.definition, False) for task in pool), *((task.question, True) for task in asked)]
-    return _strew(rng, parts, filler, len(filler), answer_weight)
+    return _strew(rng, parts, filler, len(filler))
 
 
-def _strew(
-    rng: np.random.Generator, parts: list[tuple[Snippet, bool]], filler: Tokens, length: int, answer_weight: float
-) -> RecallSequence:
-    """The snippets in order at random places of the filler, cut or padded to `length`."""
-    room = max(0, length - sum(len(snippet.ids) for snippet, _ in parts))
-    text = filler[:room]
-    places = np.sort(rng.integers(0, len(text) + 1, size=len(parts)))
-    ids: list[Tokens] = []
-    weights: list[npt.NDArray[np.float32]] = []
-    answers: list[npt.NDArray[np.bool_]] = []
-    before = 0
-    for (snippet, asks), place in zip(parts, places, strict=True):
-        ids += [text[before:place], snippet.ids]
-        answer = snippet.is_value & asks
-        weights += [np.ones(place - before, np.float32), answer.astype(np.float32) * np.float32(answer_weight)]
-        answers += [np.zeros(place - before, bool), answer]
-        before = int(place)
-    tail = length - sum(map(len, ids))
-    rest = filler[before : before + max(0, tail)]
-    ids.append(rest)
-    weights.append(np.ones(len(rest), np.float32))
-    answers.append(np.zeros(len(rest), bool))
-    short = max(0, length - sum(map(len, ids)))  # a dense sequence may be too short: pad it with ignored tokens
-    return RecallSequence(
-        np.concatenate([*ids, np.zeros(short, filler.dtype)])[:length],
-        np.concatenate([*weights, np.zeros(short, np.float32)])[:length],
-        np.concatenate([*answers, np.zeros(short, bool)])[:length],
-    )
+def _strew(rng: np.random.Generator, parts: list[tuple[Snippet, bool]], filler: Tokens, length: int) -> RecallSequence:
+    """The snippets in order at random places of the filler, cut or padded with zeros to `length`; a part says whether
+    it asks.
+    """
+    text = filler[: max(0, length - sum(len(snippet.ids) for snippet, _ in parts))]
+    gaps = np.split(text, np.sort(rng.integers(0, len(text) + 1, size=len(parts))))
+    pieces = [_piece(gaps[0], is_text=True)]
+    for (snippet, asks), gap in zip(parts, gaps[1:], strict=True):
+        pieces += [_piece(snippet.ids, is_answer=snippet.is_value & asks), _piece(gap, is_text=True)]
+    pieces.append(_piece(np.zeros(length, filler.dtype)))
+    return RecallSequence(*(np.concatenate(column)[:length] for column in zip(*pieces, strict=True)))
+
+
+def _piece(ids: Tokens, *, is_text: bool = False, is_answer: Any = False) -> RecallSequence:
+    return RecallSequence(ids, np.full(len(ids), is_text), np.full(len(ids), is_answer))
 
 
 def recall_probe(
@@ -171,8 +143,13 @@ def recall_probe(
     pool = tasks.tasks(rng, questions + distractors)
     asked, others = pool[:questions], pool[questions:]
     length = max(0, distance - sum(len(task.definition.ids) for task in asked))
-    between = _strew(rng, [(task.definition, False) for task in others], filler, length, 1.0)
-    ids = [*(task.definition.ids for task in asked), between.ids, *(task.question.ids for task in asked)]
-    values = np.concatenate([task.question.is_value for task in asked])
-    is_answer = np.concatenate([np.zeros(sum(map(len, ids)) - len(values), bool), values])
-    return RecallSequence(np.concatenate(ids), is_answer.astype(np.float32), is_answer)
+    between = _strew(rng, [(task.definition, False) for task in others], filler, length)
+    definitions = [_piece(task.definition.ids) for task in asked]
+    ending = [_piece(task.question.ids, is_answer=task.question.is_value) for task in asked]
+    return RecallSequence(*map(np.concatenate, zip(*definitions, between, *ending, strict=True)))
+
+
+def answer_runs(is_answer: npt.NDArray[np.bool_]) -> list[slice]:
+    """The runs of consecutive answer tokens, one per question."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_answer, [False]]).astype(np.int8)))
+    return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -1,42 +1,33 @@
 """The trainer of the demo pair: stages one after the other, resumable at every checkpoint, on a CPU or a GPU.
 
 The target learns from text and recall tasks at rising sequence lengths; then the drafter learns the target's
-distributions. Steps share no random state, so a resumed run gives the same loss curve as one without a break.
+distributions. Steps share no random state, so a resumed run gives the same weights as one without a break.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
+import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
-from triforce_core.errors import TriForceError, require
+from triforce_core.errors import require
 from triforce_core.models.device import torch_device
-from triforce_tools.demo_training.batches import Batch, BatchSource
-from triforce_tools.demo_training.checkpoint import latest_checkpoint, save_checkpoint
-from triforce_tools.demo_training.corpus import Corpus, Tokens, build_corpus
-from triforce_tools.demo_training.generations import written_by_target
-from triforce_tools.demo_training.learner import Learner
-from triforce_tools.demo_training.modeling import build_model, distillation_losses, logits, token_losses
+from triforce_tools.demo_training.batches import Batch, make_batch
+from triforce_tools.demo_training.corpus import Corpus, build_corpus, demo_tokenizer
+from triforce_tools.demo_training.models import build_model, losses, written_by_target
 from triforce_tools.demo_training.recall import RecallTasks
-from triforce_tools.demo_training.report import Clock, StageReport, truncate_curve
-from triforce_tools.demo_training.settings import MODELS, DemoSettings, ModelName, Stage
+from triforce_tools.demo_training.settings import DemoSettings, ModelName, Stage
 
-Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(ids, positions, labels), each [rows, length] → loss of each label, [rows, length] float32."""
-
-
-class CannotResumeError(TriForceError):
-    """The run folder cannot be used or continued with these settings."""
+_WARMUP_STEPS = 100
 
 
 def train(
@@ -46,214 +37,160 @@ def train(
     minutes: float | None = None,
     device: str = "cpu",
     threads: int | None = None,
-    console: Console | None = None,
-    stop: threading.Event | None = None,
 ) -> bool:
-    """Train the pair until all stages are done, `minutes` of active time have passed, or `stop` is set.
-
-    Returns whether all stages are done. Checkpoints, one of them after the last step, and loss curves are written to
-    `settings.run_dir`.
+    """Train the pair until all stages are done or `minutes` have passed; returns whether all are done.
 
     Raises:
-        CannotResumeError: with `resume`, the checkpoints have another corpus, geometry or stage, or all are damaged;
-            without `resume`, there are checkpoints already.
-        InvalidValueError: the device does not exist, or `threads` is less than 1.
+        InvalidValueError: the device does not exist; `threads` is less than 1; there are checkpoints already and
+            `resume` is not set; or it is set, and they have another corpus, shape, seed or other stages.
     """
-    console, where = console or Console(), torch_device(device)
+    until = math.inf if minutes is None else time.monotonic() + 60 * minutes
+    where = torch_device(device)
     if threads is not None:
         require(threads >= 1, "threads", threads, "must be at least 1")
         torch.set_num_threads(threads)
-    if where.type == "cpu":
-        _keep_freed_memory()
-    if not resume and any(settings.run_dir.glob("*.ckpt")):
-        raise CannotResumeError(f"{settings.run_dir}: a run lies here already; resume it or delete it")
-    settings.run_dir.mkdir(parents=True, exist_ok=True)
-    corpus = build_corpus(settings.corpus, settings.tokenizer, settings.corpus_dir)
-    console.print(f"corpus: {len(corpus.train):,} tokens of {len(corpus.packages)} packages, {corpus.digest[:12]}")
-    budget_s = float("inf") if minutes is None else 60 * minutes
-    run = _Run(settings, corpus, where, console, budget_s, stop or threading.Event())
-    done = run.all_stages()
+    if where.type == "cpu" and sys.platform == "linux":
+        # Have glibc reuse large allocations: on a small CPU, fresh pages for each activation cost more than the
+        # arithmetic. The options are M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h.
+        for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):
+            ctypes.CDLL(None).mallopt(option, value)
+    fresh = not any(settings.folder.glob("*.ckpt"))
+    require(fresh or resume, "cache_dir", str(settings.folder), "holds a run already: resume it or delete it")
+    corpus = build_corpus(settings.folder)
+    print(f"corpus: {len(corpus.tokens):,} tokens of {len(corpus.packages)} packages", flush=True)
+    target = Learner("target", settings, corpus, where)
+    done = target.train(until, teacher=None)
+    if done:
+        target.model.eval().requires_grad_(False)
+        done = Learner("drafter", settings, corpus, where).train(until, teacher=target)
     if not done:
-        console.print("stopped; go on with --resume")
+        print("stopped; go on with --resume", flush=True)
     return done
 
 
-class _Run:
-    """One process's work on the stages."""
+def load_checkpoint(settings: DemoSettings, name: ModelName) -> dict[str, Any]:
+    """The latest state of a model, on the CPU. Raises `InvalidValueError` if there is none."""
+    path = settings.folder / f"{name}.ckpt"
+    require(path.is_file(), "cache_dir", str(settings.folder), f"holds no checkpoint of the {name}")
+    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
+    return state
 
-    def __init__(
-        self,
-        settings: DemoSettings,
-        corpus: Corpus,
-        device: torch.device,
-        console: Console,
-        budget_s: float,
-        stop: threading.Event,
-    ) -> None:
-        self._settings, self._corpus, self._device, self._console = settings, corpus, device, console
-        self._budget_s, self._stop = budget_s, stop
-        self._tasks = RecallTasks.from_file(settings.tokenizer)
-        self._clock = Clock()
 
-    def all_stages(self) -> bool:
-        """Train all stages; returns whether all are done."""
-        for name in MODELS:
-            stages = [stage for stage in self._settings.stages if stage.model == name]
-            if not stages:
-                continue
-            learner = self._learner(name)
-            try:
-                remaining = learner.progress.remaining(stages)
-            except KeyError as stage:
-                raise CannotResumeError(f"{self._settings.run_dir}: the settings name no stage {stage}") from None
-            if not all(self._stage(learner, stage) for stage in remaining):
+class Learner:
+    """A model in training; it goes on from its checkpoint if there is one."""
+
+    def __init__(self, name: ModelName, settings: DemoSettings, corpus: Corpus, device: torch.device) -> None:
+        self.name, self.settings, self.corpus, self.device = name, settings, corpus, device
+        shape = settings.models[name].shape
+        self.model = build_model(shape, max_positions=settings.max_positions, seed=settings.seed)
+        self.model.to(device)  # type: ignore[arg-type]
+        self.optimisers = _optimisers(self.model)
+        self.tasks = RecallTasks(demo_tokenizer())
+        self.step = 0  # steps done in all stages
+        self.seconds = 0.0  # that they took
+        if (settings.folder / f"{name}.ckpt").is_file():
+            self._load(load_checkpoint(settings, name))
+
+    def _load(self, state: dict[str, Any]) -> None:
+        self.step, self.seconds = state["step"], state["seconds"]
+        for field, value in self._run().items():
+            require(value == state["run"][field], field, value, f"is not that of the {self.name} in the cache folder")
+        self.model.load_state_dict(state["model"])
+        for optimiser, saved in zip(self.optimisers, state["optimisers"], strict=True):
+            optimiser.load_state_dict(saved)
+
+    def _run(self) -> dict[str, Any]:
+        """What must be the same when the run is resumed."""
+        settings = self.settings.models[self.name]
+        stages = [stage.model_dump() for stage, _ in settings.begun(self.step)]
+        corpus, seed = self.corpus.digest, self.settings.seed
+        return {"corpus": corpus, "seed": seed, "shape": settings.shape.model_dump(), "stages": stages}
+
+    def _save(self) -> None:
+        """Write the checkpoint so that it is whole if the process is killed at any moment."""
+        state = {"step": self.step, "seconds": self.seconds, "run": self._run(), "model": self.model.state_dict()}
+        state["optimisers"] = [optimiser.state_dict() for optimiser in self.optimisers]
+        path = self.settings.folder / f"{self.name}.ckpt"
+        partial = path.with_suffix(".partial")
+        with partial.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+
+    def train(self, until: float, *, teacher: Learner | None) -> bool:
+        """Train all stages, with a teacher on its distributions. Returns whether they ended before `until`, a time of
+        the monotonic clock.
+        """
+        first = 0  # the step at which the stage begins
+        for stage in self.settings.models[self.name].stages:
+            if self.step < first + stage.steps and not self._train_stage(stage, first, until, teacher):
+                return False
+            first += stage.steps
+        return True
+
+    def _train_stage(self, stage: Stage, first: int, until: float, teacher: Learner | None) -> bool:
+        tokens, settings = self.corpus.tokens, self.settings
+        if stage.source == "target" and teacher is not None:
+            path = settings.folder / f"{stage.name}-{teacher.step:08d}.bin"
+            print(f"{path}: the target is writing", flush=True)
+            num_tokens = stage.tokens + 2 * stage.length
+            tokens = written_by_target(teacher.model, tokens, path, num_tokens=num_tokens, seed=settings.seed)
+
+        losses_of = torch.compile(
+            partial(losses, self.model, None if teacher is None else teacher.model),
+            dynamic=False,
+            disable=not settings.compile,
+        )
+        saved = time.monotonic()
+        for step in range(self.step - first, stage.steps):
+            begin = time.monotonic()
+            self._set_learning_rate(stage, step)
+            loss = self._make_step(losses_of, make_batch(settings, stage, tokens, self.tasks, step))
+            now = time.monotonic()
+            self.seconds += now - begin
+            if self.step % 10 == 0:
+                minutes_left = (stage.steps - step - 1) * (now - begin) / 60
+                print(f"{stage.name} {step + 1}/{stage.steps} loss {loss:.3f}, {minutes_left:.1f} min left", flush=True)
+            if step + 1 == stage.steps or now >= min(until, saved + 60 * settings.checkpoint_minutes):
+                self._save()
+                saved = now
+            if now >= until:
                 return False
         return True
 
-    def _learner(self, name: ModelName) -> Learner:
-        """The learner of a model, from its newest whole checkpoint or else fresh."""
-        learner = Learner.fresh(name, self._settings, self._device)
-        state = self._checkpoint(name)
-        if state is not None:
-            learner.load(state)
-        truncate_curve(self._curve(name), learner.progress.step)
-        millions = sum(parameter.numel() for parameter in learner.model.parameters()) / 1e6
-        self._console.print(f"{name}: {millions:.1f}M parameters, at step {learner.progress.step}")
-        return learner
-
-    def _checkpoint(self, name: ModelName) -> dict[str, Any] | None:
-        folder = self._settings.run_dir
-        refused: list[Path] = []
-        state = latest_checkpoint(folder, name, refused=refused)
-        for path in refused:
-            self._console.print(f"[yellow]{path}: damaged, refused", soft_wrap=True)
-        if state is None and refused:
-            raise CannotResumeError(f"{folder}: every checkpoint of the {name} is damaged")
-        if state is not None and state["corpus"] != self._corpus.digest:
-            raise CannotResumeError(f"{folder}: the {name} was trained on another corpus, {state['corpus'][:12]}")
-        if state is not None and state["geometry"] != self._settings.geometry(name).model_dump():
-            raise CannotResumeError(f"{folder}: the {name} has another geometry, {state['geometry']}")
-        return state
-
-    def _save(self, learner: Learner) -> None:
-        about = {
-            "geometry": self._settings.geometry(learner.name).model_dump(),
-            "corpus": self._corpus.digest,
-        }
-        save_checkpoint(self._settings.run_dir, learner.name, learner.progress.step, {**learner.state(), **about})
-
-    def _stage(self, learner: Learner, stage: Stage) -> bool:
-        """Train to the stage's end; returns False if stopped before."""
-        progress = learner.progress
-        progress.enter(stage)
-        if progress.stage_step >= stage.steps:
-            return True
-        text = self._text(stage)
-        if text is None:
-            return False
-        source = BatchSource(self._settings, stage, text, self._tasks)
-        losses_of = self._losses(learner)
-        saved_s = progress.seconds
-        with StageReport(learner, stage, self._curve(learner.name), self._console, self._clock) as report:
-            while progress.stage_step < stage.steps:
-                begin = time.perf_counter()
-                factor = learner.set_learning_rate(stage, self._settings.optimiser.warmup_steps)
-                losses = self._step(learner, losses_of, source.batch(progress.stage_step))
-                active_s = self._clock.active(time.perf_counter() - begin)
-                progress.advance(stage, active_s)
-                report.step(losses, factor)
-                self._budget_s -= active_s
-                halt = self._stop.is_set() or self._budget_s <= 0
-                due = progress.seconds - saved_s >= 60 * self._settings.checkpoint_minutes
-                if due or halt or progress.stage_step == stage.steps:
-                    self._save(learner)
-                    saved_s = progress.seconds
-                if halt:
-                    return False
-        return True
-
-    def _text(self, stage: Stage) -> Tokens | None:
-        """The text of a stage; None if stopped while the target was generating it."""
-        if stage.source == "corpus":
-            return self._corpus.train
-        teacher, step = self._teacher()
-        path = self._settings.run_dir / f"{stage.name}-{step:08d}.bin"
-        self._console.print(f"{path}: the target is writing", soft_wrap=True)
-        num_tokens, seed = stage.tokens + 2 * stage.length, self._settings.seed
-        return written_by_target(
-            teacher, self._corpus.train, path, num_tokens=num_tokens, seed=seed, halt=self._stop.is_set
-        )
-
-    def _step(self, learner: Learner, losses_of: Losses, batch: Batch) -> dict[str, float]:
-        """One optimiser step; returns the mean losses of text and of recall answers, nats."""
-        total = float(batch.weights.sum())
-        is_text = (batch.weights == 1) & ~batch.is_answer
-        losses = []
-        for part in _microbatches(batch, self._settings.microbatch_tokens):
-            ids, positions, labels, weights = (
-                tensor.to(self._device) for tensor in (part.ids, part.positions, part.labels, part.weights)
-            )
-            with torch.autocast(self._device.type, torch.bfloat16):
+    def _make_step(self, losses_of: Callable[[Tensor, Tensor, Tensor], Tensor], batch: Batch) -> float:
+        """One step of the optimisers; returns the mean loss, nats."""
+        loss = 0.0
+        size = max(1, self.settings.microbatch_tokens // batch.ids.shape[1])
+        for parts in zip(*(column.split(size) for column in batch), strict=True):
+            ids, labels, positions, weights = (part.to(self.device) for part in parts)
+            with torch.autocast(self.device.type, torch.bfloat16):
                 each = losses_of(ids, positions, labels)
-            ((each * weights).sum() / total).backward()
-            losses.append(each.detach())
-        learner.update(self._settings.optimiser.max_grad_norm)
-        every = torch.cat(losses).cpu()
-        chosen = {"text": every[is_text], "answer": every[batch.is_answer]}
-        return {name: float(part.mean()) for name, part in chosen.items() if len(part)}
+            mean = (each * weights).sum() / float(batch.weights.sum())
+            mean.backward()
+            loss += float(mean.detach())
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), max_norm=1.0)
+        for optimiser in self.optimisers:
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        self.step += 1
+        return loss
 
-    def _losses(self, learner: Learner) -> Losses:
-        """The loss function: cross entropy for the target; for the drafter, the KL divergence from the target's
-        distributions.
-        """
-        model = learner.model
-        if learner.name == "target":
-            return self._compiled(lambda ids, positions, labels: token_losses(model, ids, positions, labels))
-        teacher, _ = self._teacher()
-        teach = self._compiled(lambda ids, positions: logits(teacher, ids, positions))
-        learn = self._compiled(lambda ids, positions, scores: distillation_losses(model, ids, positions, scores))
-
-        def distil(ids: Tensor, positions: Tensor, labels: Tensor) -> Tensor:
-            with torch.no_grad():
-                scores = teach(ids, positions)
-            return learn(ids, positions, scores)
-
-        return distil
-
-    def _compiled(self, function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        return torch.compile(function, dynamic=False) if self._settings.compile else function
-
-    def _teacher(self) -> tuple[LlamaForCausalLM, int]:
-        """The target from its newest checkpoint, and the step of that checkpoint."""
-        state = self._checkpoint("target")
-        if state is None:
-            raise CannotResumeError(f"{self._settings.run_dir}: there is no target yet to distil from")
-        settings = self._settings
-        model = build_model(settings.target, max_positions=settings.max_positions, seed=settings.seed)
-        model.load_state_dict(state["model"])
-        model.to(self._device)  # type: ignore[arg-type]
-        model.eval().requires_grad_(False)
-        return model, state["progress"]["step"]
-
-    def _curve(self, name: ModelName) -> Path:
-        return self._settings.run_dir / f"{name}.jsonl"
+    def _set_learning_rate(self, stage: Stage, step: int) -> None:
+        """Set the learning rates of a step, counted from the stage's start."""
+        factor = stage.lr_start + (stage.lr_end - stage.lr_start) * (step / max(1, stage.steps - 1))
+        factor *= min(1.0, (self.step + 1) / _WARMUP_STEPS)
+        for optimiser in self.optimisers:
+            for group in optimiser.param_groups:
+                group["lr"] = optimiser.defaults["lr"] * factor
 
 
-def _microbatches(batch: Batch, tokens: int) -> Iterator[Batch]:
-    """The batch in pieces of at most `tokens` tokens, at least one row each."""
-    rows, length = batch.ids.shape
-    size = max(1, tokens // length)
-    columns = (batch.ids, batch.labels, batch.positions, batch.weights, batch.is_answer)
-    for first in range(0, rows, size):
-        yield Batch(*(column[first : first + size] for column in columns))
-
-
-def _keep_freed_memory() -> None:
-    """Have glibc reuse large allocations: on a small CPU, fresh pages for each activation cost more than the
-    arithmetic.
-    """
-    if sys.platform == "linux":
-        mallopt = ctypes.CDLL(None).mallopt
-        mmap_max, trim_threshold, top_pad = -4, -1, -2  # constants of malloc.h
-        for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 2**26)):
-            mallopt(option, value)
+def _optimisers(model: LlamaForCausalLM) -> tuple[torch.optim.Optimizer, ...]:
+    """Muon (Jordan et al. 2024) for the matrices inside the layers, AdamW for embeddings and norms."""
+    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers." in name]
+    others = [p for name, p in model.named_parameters() if not (p.ndim == 2 and "layers." in name)]
+    return (
+        torch.optim.Muon(matrices, lr=0.015, weight_decay=0.02, momentum=0.95),
+        torch.optim.AdamW(others, lr=0.002, weight_decay=0.0, betas=(0.9, 0.95)),
+    )
