@@ -16,3 +16,11 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str
 def number(value: float | None, form: str) -> str:
     """The number in this format, or a dash where there is none."""
     return "-" if value is None else format(value, form)
+
+
+def decimals(value: float) -> str:
+    """A share with three decimals, without the zero before the point, so that only what is 1 looks like 1."""
+    shown = f"{value:.3f}"
+    if shown == "1.000" and value != 1:
+        shown = "0.999+"
+    return shown.removeprefix("0")

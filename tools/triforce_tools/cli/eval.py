@@ -13,7 +13,7 @@ from triforce_core.cli.options import JsonOption, decoding_settings, with_option
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_tools.cli.figures import progression
-from triforce_tools.evaluation.plan import TASKS, TIMED, Budget, EvalPlan, listed, parse_lengths
+from triforce_tools.evaluation.plan import TASKS, EvalPlan, listed, numbers
 
 DEFAULTS = EvalPlan()
 
@@ -22,16 +22,12 @@ DEFAULTS = EvalPlan()
 def evaluate(
     settings: Settings,
     task: Annotated[str, typer.Option(help=f"some of {', '.join(TASKS)}")] = ",".join(DEFAULTS.tasks),
-    selectors: Annotated[
+    caches: Annotated[
         str,
-        typer.Option(help="caches to measure, beside the full one; triforce is the whole engine", show_default="all"),
+        typer.Option(help="what to measure beside the full cache; triforce is the whole engine", show_default="all"),
     ] = "",
-    budgets: Annotated[
-        str, typer.Option(help="of sparse caches: tokens, or a share of the context such as 5%")
-    ] = ",".join(budget.name for budget in DEFAULTS.budgets),
-    lengths: Annotated[str, typer.Option(help="tokens of needle inputs, and contexts of the costs")] = ",".join(
-        map(str, DEFAULTS.lengths)
-    ),
+    budgets: Annotated[str, typer.Option(help="tokens of sparse caches")] = ",".join(map(str, DEFAULTS.budgets)),
+    lengths: Annotated[str, typer.Option(help="tokens of needle inputs")] = ",".join(map(str, DEFAULTS.lengths)),
     documents: Annotated[int, typer.Option(help="held-out files, in two halves")] = DEFAULTS.documents,
     context: Annotated[int, typer.Option(help="tokens of each file before the scored ones")] = DEFAULTS.context,
     probes: Annotated[int, typer.Option(help="needle inputs of each kind")] = DEFAULTS.probes,
@@ -39,16 +35,16 @@ def evaluate(
     out: Annotated[
         Path | None, typer.Option(help="write eval.json, eval.md and eval.svg into this folder", file_okay=False)
     ] = None,
-    max_load: Annotated[float, typer.Option(help="refuse --task cost and batch above this load average")] = 1.0,
+    max_load: Annotated[float, typer.Option(help="refuse --task batch above this load average")] = 1.0,
     force: Annotated[bool, typer.Option("--force", help="measure times at any load average")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """What sparse caches keep of the full cache's answers: needle recall, perplexity, agreement, acceptance, cost."""
+    """What sparse caches keep of the full cache's answers: needle recall, acceptance, and batches in equal memory."""
     plan = EvalPlan(
         tasks=listed(task),
-        caches=listed(selectors),
-        budgets=tuple(map(Budget.parse, listed(budgets))),
-        lengths=parse_lengths(lengths),
+        caches=listed(caches),
+        budgets=numbers("budgets", budgets),
+        lengths=numbers("lengths", lengths),
         documents=documents,
         context=context,
         probes=probes,
@@ -63,24 +59,17 @@ def evaluate(
     from triforce_tools.evaluation.report import report
 
     evaluation = Evaluation(settings, plan)
-    timed = bool(TIMED & set(plan.tasks))
-    alone = quiet_machine(max_load, force=force) if timed else nullcontext()  # load changes times only
+    alone = quiet_machine(max_load, force=force) if "batch" in plan.tasks else nullcontext()  # only times need it
     with alone, progression(evaluation.steps) as watch:
-        figures = evaluation.run(watch)
+        figures = evaluation.run(watch.begin)
     if out is not None:
-        from triforce_tools.evaluation.figure import draw_evaluation
-        from triforce_tools.plots import save_figure
+        from triforce_tools.plots import draw_evaluation, save_figure
 
-        save_text(out, "eval.json", json.dumps(figures, indent=1) + "\n")
-        save_text(out, "eval.md", report(figures))
+        try:
+            out.mkdir(exist_ok=True)
+            (out / "eval.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            (out / "eval.md").write_text(report(figures), encoding="utf-8")
+        except OSError as error:
+            raise InvalidValueError("out", str(out), f"cannot be written: {error.strerror}") from None
         save_figure(draw_evaluation(figures), out / "eval.svg")
     typer.echo(json.dumps(figures) if as_json else report(figures), nl=as_json)
-
-
-def save_text(folder: Path, name: str, text: str) -> None:
-    """Write a file of the folder, which is made if need be. Raises `InvalidValueError` if that is impossible."""
-    try:
-        folder.mkdir(exist_ok=True)
-        (folder / name).write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InvalidValueError("out", str(folder / name), f"cannot be written: {error.strerror}") from None

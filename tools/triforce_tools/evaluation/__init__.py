@@ -1,1 +1,1 @@
-"""What sparse caches keep of the full cache's answers: recall, perplexity, acceptance, and what selection costs."""
+"""What sparse caches keep of the full cache's answers: recall, acceptance, and what batches the same memory holds."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.kv.base import KVCache
 from triforce_core.messages import GREEDY, Tier
-from triforce_tools.evaluation.walk import Watch
-
-Row = dict[str, Any]
 
 FULL_REQUESTS = 4  # the memory is that of so many full caches
 TIMED = 96  # tokens of each request that are timed, in the mean
@@ -44,7 +41,9 @@ def check_batches(settings: Settings, context: int, longest: int) -> None:
     require(context <= most, "context", context, f"must be at most {most} tokens, to leave room for outputs")
 
 
-def measure_batches(settings: Settings, prompts: Sequence[tuple[int, ...]], watch: Watch) -> list[Row]:
+def measure_batches(
+    settings: Settings, prompts: Sequence[tuple[int, ...]], begin: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """A row for each cache and batch that fits: 1, 2, 4 … requests, and as many as there is room for; measured once.
 
     Args:
@@ -54,7 +53,7 @@ def measure_batches(settings: Settings, prompts: Sequence[tuple[int, ...]], watc
     """
     length, memory, rows = len(prompts[0]) + OUTPUT, 0, []
     for kind in KINDS:
-        watch.begin(f"batches, {kind}")
+        begin(f"batches, {kind}")
         each = kv_bytes(kind, engine_for(kind, settings, 1, length))
         memory = memory or FULL_REQUESTS * each
         for batch in up_to(memory // each):

@@ -7,68 +7,64 @@ that compress the cache after the prompt decode with one. The other caches are f
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from torch import Tensor
 
+from triforce_core.config import Settings
+from triforce_core.engine.assembly import heavy_hitter_kv, streaming_kv
+from triforce_core.engine.drafters import drafter_weights
 from triforce_core.errors import require
+from triforce_core.kv.base import KVCache
 from triforce_core.kv.heavy_hitter import HeavyHitterKV, HeavyHitterSettings
 from triforce_core.kv.retrieval import RetrievalKV
-from triforce_core.kv.selectors import SELECTORS, Selector
+from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
-from triforce_tools.evaluation.plan import Budget, EvalPlan
-from triforce_tools.evaluation.reading import Reader, Reading
+from triforce_core.messages import Tier
+from triforce_tools.evaluation.plan import EvalPlan
+from triforce_tools.evaluation.reading import Model, Reader, Reading
 from triforce_tools.evaluation.texts import Input, Stretch
 
-FULL, TRIFORCE = "full", "triforce"
+FULL, DRAFT, TRIFORCE = "full", "draft", "triforce"
 SINKS = 4  # tokens
 # Tokens by which `streaming_llm` and `heavy_hitter` grow beyond their budget before they evict: by default, the
 # retrieval tier's cache grows by as many between two snapshots.
 EVICT_EVERY = 64
 
 LogitsOf = Callable[[Stretch], Tensor]  # the logits of a stretch, [tokens, vocab] float32
-OpenCache = Callable[[Reading, Input, int], LogitsOf]  # over a text, with a budget in tokens
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
+class Case(NamedTuple):
     """One cache at one budget: a row of the tables."""
 
     cache: str
-    budget: Budget | None  # None: it keeps everything
-
-    def open(self, reading: Reading, text: Input) -> LogitsOf:
-        """The cache over the text. A budget in percent is a share of the tokens before the first stretch."""
-        if self.budget is None:
-            return reading.logits  # once more over the KV that is held
-        budget = self.budget.tokens(text.stretches[0].start, reading.chunk)
-        return CACHES[self.cache](reading, text, budget)
+    budget: int | None = None  # tokens; None where the plan's budgets do not apply
 
 
-def selector_named(name: str) -> Selector:
-    return SELECTORS[name]()
+def open_case(case: Case, reading: Reading, text: Input, settings: Settings) -> LogitsOf:
+    """The cache over the text."""
+    if case.cache == FULL:
+        return reading.logits  # once more over the KV that is held
+    if case.cache == DRAFT:
+        drafter = reading.models[Tier.DRAFT]
+        make = heavy_hitter_kv if settings.draft.cache == "heavy_hitter" else streaming_kv
+        return reads_on(drafter, make(drafter.model, settings), text)
+    assert case.budget is not None
+    return CACHES[case.cache](reading, text, case.budget)
 
 
-def selectors_of(plan: EvalPlan) -> list[str]:
-    """The names of the plan's selectors; all selectors if the plan names no cache."""
-    return [name for name in plan.caches or CUT if name in CUT]
-
-
-def cut_by(name: str) -> OpenCache:
+def cut_by(name: str, reading: Reading, text: Input, budget: int) -> LogitsOf:
     """Snapshots by a selector, as the retrieval tier has them."""
+    selector, model = SELECTORS[name](), reading.models.get(Tier.RETRIEVAL, reading.target)
 
-    def open_cache(reading: Reading, text: Input, budget: int) -> LogitsOf:
-        selector, model = selector_named(name), reading.sparse
+    def logits(stretch: Stretch) -> Tensor:
+        sparse = RetrievalKV(model.geometry, 1, budget, stretch.stop - stretch.start, model.kernel)
+        taken = sparse.take(reading.cut(stretch, budget, selector))
+        assert taken, "the snapshot has at most the budget"
+        return model.over(sparse, text.tokens).logits(stretch)
 
-        def logits(stretch: Stretch) -> Tensor:
-            sparse = RetrievalKV(model.geometry, 1, budget, stretch.stop - stretch.start, model.kernel)
-            taken = sparse.take(reading.cut(stretch, budget, selector))
-            assert taken, "the snapshot has at most the budget"
-            return model.over(sparse, text.tokens).logits(stretch)
-
-        return logits
-
-    return open_cache
+    return logits
 
 
 def streaming_llm(reading: Reading, text: Input, budget: int) -> LogitsOf:
@@ -80,27 +76,31 @@ def streaming_llm(reading: Reading, text: Input, budget: int) -> LogitsOf:
 
     def filled(start: int) -> tuple[Reader, int]:
         reader = model.over(StreamingKV(model.geometry, 1, window, model.kernel), text.tokens)
-        reader.skip_to(start)
+        reader.forward(start, 1)
         return reader, start
 
-    latest: list[tuple[Reader, int]] = []
+    reader, since = filled(text.stretches[0].start)
 
     def logits(stretch: Stretch) -> Tensor:
-        if not latest or stretch.start >= latest[0][1] + EVICT_EVERY:
-            latest[:] = [filled(stretch.start)]
-        return latest[0][0].logits(stretch)
+        nonlocal reader, since
+        if stretch.start >= since + EVICT_EVERY:
+            reader, since = filled(stretch.start)
+        return reader.logits(stretch)
 
     return logits
 
 
 def heavy_hitter(reading: Reading, text: Input, budget: int) -> LogitsOf:
-    """Heavy hitters and the last tokens, half of the budget each, as H2O (Zhang et al. 2023) has them. The cache reads
-    the text by itself, stretch after stretch, and forgets as it goes.
-    """
+    """Heavy hitters and the last tokens, half of the budget each, as H2O (Zhang et al. 2023) has them."""
     model = reading.target
     settings = HeavyHitterSettings(budget, heavy=budget // 2, slack=EVICT_EVERY)
     heads = model.model.config.num_attention_heads
-    reader = model.over(HeavyHitterKV(model.geometry, 1, settings, model.kernel, heads), text.tokens)
+    return reads_on(model, HeavyHitterKV(model.geometry, 1, settings, model.kernel, heads), text)
+
+
+def reads_on(model: Model, kv: KVCache, text: Input) -> LogitsOf:
+    """A cache that reads the text by itself, stretch after stretch, and forgets as it goes."""
+    reader = model.over(kv, text.tokens)
 
     def logits(stretch: Stretch) -> Tensor:
         reader.read(stretch.start)
@@ -109,19 +109,20 @@ def heavy_hitter(reading: Reading, text: Input, budget: int) -> LogitsOf:
     return logits
 
 
-CUT: Mapping[str, OpenCache] = {name: cut_by(name) for name in SELECTORS}
-EVICTING: Mapping[str, OpenCache] = {"streaming_llm": streaming_llm, "heavy_hitter": heavy_hitter}
-CACHES: Mapping[str, OpenCache] = {**CUT, **EVICTING}
+CUT: Mapping[str, Callable[[Reading, Input, int], LogitsOf]] = {name: partial(cut_by, name) for name in SELECTORS}
+CACHES = {**CUT, "streaming_llm": streaming_llm, "heavy_hitter": heavy_hitter}
 
 
-def cases_of(plan: EvalPlan) -> list[Case]:
-    """The full cache, then each cache of the plan at each budget.
+def cases_of(plan: EvalPlan, settings: Settings) -> list[Case]:
+    """The full cache, then each cache of the plan at each budget, and the draft tier's own cache.
 
     Raises:
-        InvalidValueError: a name is that of no cache.
+        InvalidValueError: a name is that of no cache, or the draft tier has no model.
     """
-    known = (FULL, TRIFORCE, *CACHES)
+    known, has_drafter = (FULL, TRIFORCE, DRAFT, *CACHES), drafter_weights(settings) is not None
     for name in plan.caches:
-        require(name in known, "selectors", name, f"must be one of {', '.join(known)}")
-    named = [name for name in plan.caches or CACHES if name in CACHES]
-    return [Case(FULL, None), *(Case(name, budget) for name in named for budget in plan.budgets)]
+        require(name in known, "caches", name, f"must be one of {', '.join(known)}")
+    require(has_drafter or DRAFT not in plan.caches, "caches", DRAFT, "needs a draft.model with weights")
+    named = plan.caches or (known if has_drafter else (*CACHES, TRIFORCE))
+    sparse = [Case(name, budget) for name in named if name in CACHES for budget in plan.budgets]
+    return [Case(FULL), *sparse, *([Case(DRAFT)] if DRAFT in named else [])]

@@ -2,75 +2,97 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, tensor
+import torch
+from torch import Tensor
 
-from triforce_core.messages import GREEDY, SamplingParams
-from triforce_core.sampling.draw import Draw, draw_tokens
+from triforce_core.messages import SamplingParams
+from triforce_core.sampling.draw import Draw, perturbed_logits
+from triforce_core.sampling.warp import warp
 
-SEEDS = range(4)  # of the draws at temperature 1, which are averaged
+TEMPERATURES = (0.0, 0.4, 0.8, 1.0)
+SEEDS = range(4)  # of the noise, over which draws are averaged
+RANKS = (1, 2, 4, 8)
+
+
+class Exact:
+    """The full cache's logits of one stretch, [tokens, vocab] float32, and what it draws with each seed's noise."""
+
+    def __init__(self, start: int, logits: Tensor) -> None:
+        """The stretch begins at the position `start`; as in a tier, the noise is that of each token's position."""
+        draws = [Draw(SamplingParams(), seed, start + 1 + row) for seed in SEEDS for row in range(len(logits))]
+        self.logits = logits
+        self.noise = perturbed_logits(torch.zeros_like(logits).repeat(len(SEEDS), 1), draws)
+        self.drawn = {each: self.perturbed(logits, each).argmax(-1, keepdim=True) for each in TEMPERATURES}
+
+    def perturbed(self, logits: Tensor, temperature: float) -> Tensor:
+        """The logits with each seed's noise in turn, [seeds * tokens, vocab] float64: the greatest of a row is drawn."""
+        warped = warped_at(temperature, logits).double().repeat(len(SEEDS), 1)
+        return warped + self.noise if temperature else warped
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """The logits of one stretch, [tokens, vocab] float32, and the tokens drawn of them at temperature 0 and 1."""
-
-    logits: Tensor
-    greedy: list[int]
-    sampled: list[int]  # of each seed in turn
-
-    @classmethod
-    def at(cls, start: int, logits: Tensor) -> Scored:
-        """Draws as a tier does: with the noise of each token's position."""
-        positions = range(start + 1, start + 1 + len(logits))
-        sampled = SamplingParams(temperature=1.0)
-        draws = [Draw(sampled, seed, position) for seed in SEEDS for position in positions]
-        greedy = draw_tokens(logits, [Draw(GREEDY, 0, position) for position in positions])
-        return cls(logits, greedy, draw_tokens(logits.repeat(len(SEEDS), 1), draws))
-
-
-@dataclass(slots=True)
 class Counts:
     """Sums over stretches of one cache."""
 
     tokens: int = 0
-    loss: float = 0.0  # nats
-    same_greedy: int = 0
-    same_sampled: float = 0.0
     answers: int = 0  # stretches
     right: int = 0  # of which every token would have been written by greedy decoding
+    # Tokens that the full cache draws and that are among the first k of the cache's perturbed logits, in the mean over
+    # the seeds, [TEMPERATURES, RANKS]. With k = 1 they are the tokens that both draw: the accepted ones.
+    hits: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), len(RANKS), dtype=torch.float64))
+    # Σ min(p, q) over the tokens, [TEMPERATURES]: rejection sampling accepts so many of one draft for each (Leviathan
+    # et al. 2023, corollary 3.6), which is the most that is possible.
+    bound: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), dtype=torch.float64))
 
     @classmethod
-    def of(cls, exact: Scored, own: Scored, truth: Sequence[int]) -> Counts:
-        """One stretch: a cache's logits against the full cache's, and against the text.
+    def of(cls, exact: Exact, logits: Tensor, truth: Sequence[int]) -> Counts:
+        """One stretch: a cache's logits [tokens, vocab] against the full cache's, and against the text.
 
         Greedy decoding writes the whole answer exactly if each token is the likeliest after those before it, so one
         pass over the answer tells what decoding token by token would.
         """
-        nats = F.cross_entropy(own.logits, tensor(truth, device=own.logits.device), reduction="sum")
-        same = sum(a == b for a, b in zip(exact.sampled, own.sampled, strict=True)) / len(SEEDS)
-        greedy = sum(a == b for a, b in zip(exact.greedy, own.greedy, strict=True))
-        return cls(len(truth), float(nats), greedy, same, 1, own.greedy == list(truth))
+        hits, bound = [], []
+        for temperature in TEMPERATURES:
+            ranks = ranks_of(exact.drawn[temperature], exact.perturbed(logits, temperature))
+            hits.append([float((ranks < most).sum()) / len(SEEDS) for most in RANKS])
+            both = (warped_at(temperature, each).softmax(-1) for each in (exact.logits, logits))
+            bound.append(float(torch.minimum(*both).double().sum()) if temperature else hits[-1][0])
+        right = logits.argmax(-1).tolist() == list(truth)
+        return cls(len(truth), 1, right, *(torch.tensor(each, dtype=torch.float64) for each in (hits, bound)))
 
     def __add__(self, other: Counts) -> Counts:
-        return Counts(*(a + b for a, b in zip(astuple(self), astuple(other), strict=True)))
+        tokens, answers, right = self.tokens + other.tokens, self.answers + other.answers, self.right + other.right
+        return Counts(tokens, answers, right, self.hits + other.hits, self.bound + other.bound)
 
-    def figures(self, tasks: Sequence[str]) -> dict[str, Any]:
-        """The figures that the tasks ask for. Agreement is acceptance at temperature 0: both are the share of tokens
-        that greedy decoding draws alike, given the same text before them.
+    def figures(self) -> dict[str, Any]:
+        """Shares of the tokens by temperature: `acceptance` with this project's shared noise, `hits` by rank, and
+        `rejection`, what classical rejection would accept.
         """
-        asked: dict[str, Any] = {"tokens": self.tokens}
-        if "needle" in tasks:
-            asked |= {"answers": self.answers, "recall": self.right / self.answers}
-        if "perplexity" in tasks:
-            asked["perplexity"] = math.exp(self.loss / self.tokens)
-        if "agreement" in tasks:
-            asked["agreement"] = self.same_greedy / self.tokens
-        if "acceptance" in tasks:
-            asked["acceptance"] = {"T0": self.same_greedy / self.tokens, "T1": self.same_sampled / self.tokens}
-        return asked
+        names = [f"T{temperature:g}" for temperature in TEMPERATURES]
+        hits, bound = (self.hits / self.tokens).tolist(), (self.bound / self.tokens).tolist()
+        return {
+            "tokens": self.tokens,
+            "acceptance": {name: row[0] for name, row in zip(names, hits, strict=True)},
+            "hits": {name: dict(zip(map(str, RANKS), row, strict=True)) for name, row in zip(names, hits, strict=True)},
+            "rejection": dict(zip(names, bound, strict=True)),
+        }
+
+    def recall(self) -> dict[str, Any]:
+        return {"answers": self.answers, "recall": self.right / self.answers}
+
+
+def warped_at(temperature: float, logits: Tensor) -> Tensor:
+    return warp(logits, [SamplingParams(temperature=temperature)] * len(logits))
+
+
+def ranks_of(tokens: Tensor, logits: Tensor) -> Tensor:
+    """How many tokens stand before each of `tokens` [rows, 1] in its row of `logits` [rows, vocab]; of equal ones, those
+    with the lower id do, as the lowest id is drawn.
+    """
+    own = logits.gather(-1, tokens)
+    lower = torch.arange(logits.shape[-1], device=logits.device) < tokens
+    return ((logits > own) | ((logits == own) & lower)).sum(-1)

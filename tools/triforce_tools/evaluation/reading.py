@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from torch import Tensor
@@ -14,7 +14,7 @@ from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
-from triforce_core.messages import SamplingParams, SequenceSpec, Span
+from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.models.load import kv_geometry
 from triforce_core.models.runner import ModelRunner
 from triforce_core.models.threads import Threads
@@ -51,18 +51,15 @@ class Reader:
         if self.at == stop:
             return
         for end in range(self.at + PREFILL_CHUNK, stop - self.queries, PREFILL_CHUNK):
-            self._forward(end, 0)
-        self._forward(stop, min(stop, self.queries))
-
-    def skip_to(self, stop: int) -> None:
-        """Hold what the cache keeps of the text below `stop`, without reading the rest."""
-        self._forward(stop, 1)
+            self.forward(end, 0)
+        self.forward(stop, min(stop, self.queries))
 
     def logits(self, stretch: Stretch) -> Tensor:
         """The logits of the stretch in one pass, [tokens, vocab] float32."""
-        return self._forward(stretch.stop, stretch.stop - stretch.start)
+        return self.forward(stretch.stop, stretch.stop - stretch.start)
 
-    def _forward(self, stop: int, num_sampled: int) -> Tensor:
+    def forward(self, stop: int, num_sampled: int) -> Tensor:
+        """Hold what the cache keeps of the text below `stop`; the logits of the last `num_sampled` tokens."""
         span = Span(SEQUENCE, 0, self.tokens[:stop], self.spec)
         logits, batch = self.runner.forward([Forward(span, num_sampled)])
         assert not batch.lacking, "caches here are sized for their text"
@@ -76,14 +73,14 @@ class Reading(Reader):
     queries = 32  # more than any selector needs (`snapkv` 8), except `h2o`, which needs those of all tokens
 
     def __init__(
-        self, target: Model, sparse: Model, tokens: tuple[int, ...], chunk: int, selectors: Sequence[str]
+        self, models: Mapping[Tier, Model], tokens: tuple[int, ...], chunk: int, selectors: Sequence[str]
     ) -> None:
-        """`sparse`: the model that runs over sparse caches; the target, or the retrieval tier's own. `chunk`: tokens
-        that are chosen together. `selectors`: those that will choose.
+        """`models`: of the target, and of those tiers that have their own. `chunk`: tokens that are chosen together.
+        `selectors`: those that will choose.
         """
-        self.full = FullKV(target.geometry, len(tokens) + WRITTEN, target.kernel)
-        super().__init__(target.over(self.full, tokens).runner, tokens)
-        self.target, self.sparse, self.chunk = target, sparse, chunk
+        self.models, self.target, self.chunk = models, models[Tier.TARGET], chunk
+        self.full = FullKV(self.target.geometry, len(tokens) + WRITTEN, self.target.kernel)
+        super().__init__(self.target.over(self.full, tokens).runner, tokens)
         self.spec = replace(self.spec, max_length=len(tokens) + WRITTEN, selector=neediest(selectors))
 
     def cut(self, stretch: Stretch, budget: int, selector: Selector) -> Snapshot:
@@ -100,7 +97,7 @@ class Reading(Reader):
         tokens = self.tokens
         self.tokens = tokens[: start + 1]
         for _ in range(count):
-            self.tokens += (int(self._forward(len(self.tokens), 1).argmax()),)
+            self.tokens += (int(self.forward(len(self.tokens), 1).argmax()),)
         written, self.tokens, self.at = list(self.tokens[start + 1 :]), tokens, start
         return written
 
