@@ -14,12 +14,12 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -32,6 +32,10 @@ from triforce_core.config import RetrievalSettings
 from triforce_core.errors import require
 from triforce_core.kv.pinned import PinnedStaging
 from triforce_core.kv.snapshot import Changes, Snapshot
+
+if TYPE_CHECKING:
+    from triforce_core.kv.retrieval import RetrievalKV
+    from triforce_core.models.replay import LeadingRetrievalKV
 
 log = logging.getLogger(__name__)
 
@@ -167,31 +171,6 @@ def copy_bytes(data: NDArray[np.uint8], staged: Tensor, first: int, stop: int) -
     staged.numpy()[:] = data[first:stop]
 
 
-class SnapshotTaker(Protocol):
-    """The receiver of complete snapshots."""
-
-    @property
-    def held(self) -> Collection[int]:
-        """The ids of the sequences that are stated."""
-        ...
-
-    def drop_unstated(self) -> None:
-        """Drop the snapshots of all other sequences."""
-        ...
-
-    def take(self, snapshot: Snapshot) -> bool:
-        """Take a snapshot; returns False if it is refused."""
-        ...
-
-    def confirmed(self, sequence_id: int) -> int:
-        """The latest version of this sequence that was taken; 0 if none was."""
-        ...
-
-    def is_live(self, sequence_id: int) -> bool:
-        """Whether the sequence is live; False once it has finished."""
-        ...
-
-
 class SnapshotReceiver:
     """Assembles snapshots from pieces and hands on complete ones only.
 
@@ -200,7 +179,11 @@ class SnapshotReceiver:
     """
 
     def __init__(
-        self, taker: SnapshotTaker, device: str, max_sequences: int, linked: Callable[[], bool] = lambda: True
+        self,
+        taker: RetrievalKV | LeadingRetrievalKV,
+        device: str,
+        max_sequences: int,
+        linked: Callable[[], bool] = lambda: True,
     ) -> None:
         """`linked`: whether a link to the tier above is open. Without a link all pieces are refused: they come from a
         target that has died, and nobody would release their snapshots.
