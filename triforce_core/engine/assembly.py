@@ -219,11 +219,9 @@ def local_engine(
     ranks: Leader | None = None,
     make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
-    """The engine of a whole chain in this process; of the target alone where it evicts KV.
-
-    Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the settings name a
-    model for it, drafts come from prompt lookup alone. With `ranks`, target and retrieval tier are divided over the
-    ranks.
+    """The engine of a whole chain in this process, divided over `ranks` if there are any; of the target alone where it
+    evicts KV. Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the
+    settings name a model for it, drafts come from prompt lookup alone.
     """
     if settings.target.lossy:
         forgetful = lossy_kv(target, settings)

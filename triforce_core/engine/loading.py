@@ -36,11 +36,9 @@ def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreT
 
 
 def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
-    """The engine of the models that the settings name; whether they fit each other is checked before weights are
-    loaded.
-
-    `drafting`: whether to load the drafter; by default, if the lookaheads use it. `ranks`: the leader of as many ranks
-    as the settings ask for; None where they ask for one.
+    """The engine of the models that the settings name, which are checked before weights are loaded. `drafting`: whether
+    to load the drafter; by default, if the lookaheads use it. `ranks`: the leader of as many ranks as the settings ask
+    for.
     """
     settings = resolved(settings)
     here = ranks.world if ranks else 1

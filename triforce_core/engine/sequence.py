@@ -168,9 +168,8 @@ class Sequence:
             self.plan = Plan(*self.request.lookaheads, self.request.drafting)
 
     def again(self, sequence_id: int) -> Sequence:
-        """The record in which this request goes on after it was preempted: its tokens so far are prefilled again.
-
-        It has another id, so that nothing that the tiers still hold or send for the old one is taken for the new one.
+        """The record in which this request goes on after it was preempted: its tokens so far are prefilled again, under
+        another id, so that nothing that the tiers hold or send for the old one is taken for the new one.
         """
         self.stats.preempted += 1
         self.drafted.chosen_at, self.drafted.trial = None, 0  # it gets the plan of those that it joins
