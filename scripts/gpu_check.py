@@ -34,7 +34,7 @@ from triforce_core.engine.inspection import kernels_by_tier
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.memory import free_bytes
 from triforce_core.messages import GREEDY, SamplingParams
-from triforce_core.models.load import DTYPES
+from triforce_core.models.device import DTYPES
 from triforce_core.toolchain import lacking
 from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
 from triforce_tools.bench.fitting import LONGEST, fitting_context

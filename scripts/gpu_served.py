@@ -42,7 +42,7 @@ from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
-from triforce_core.models.load import load_config, load_tokenizer
+from triforce_core.models.files import load_config, load_tokenizer
 from triforce_tools.bench.geometry import geometry_of, random_model
 from triforce_tools.bench.prompts import held_out_tokens
 

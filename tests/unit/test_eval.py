@@ -22,7 +22,8 @@ from triforce_core.attention import KERNELS
 from triforce_core.config import Settings, load_settings
 from triforce_core.demo import weights_dir
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.load import ATTENTION, load_tokenizer
+from triforce_core.models.files import load_tokenizer
+from triforce_core.models.load import ATTENTION
 from triforce_tools.bench.prompts import held_out_path
 from triforce_tools.evaluation import batches
 from triforce_tools.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named

@@ -33,10 +33,11 @@ from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
+from triforce_core.models.files import check_same_vocabulary, context_length, load_tokenizer
 from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.join import join_projections
-from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
+from triforce_core.models.load import kv_geometry
 from triforce_core.models.pack import pack_weights
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner

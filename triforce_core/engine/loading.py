@@ -10,14 +10,8 @@ from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
 from triforce_core.errors import require
-from triforce_core.models.load import (
-    check_pair,
-    check_quantization,
-    check_self_drafter,
-    kv_shape,
-    load_config,
-    load_model,
-)
+from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, kv_shape, load_config
+from triforce_core.models.load import load_model
 from triforce_core.models.precision import resolved
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.rank_group import Group, Leader

@@ -13,7 +13,7 @@ from triforce_core.engine.followers import local_ranks
 from triforce_core.engine.inspection import kernels_by_tier, runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_tools.bench.axes import Mode, Point
 from triforce_tools.bench.decode import Measurement
 from triforce_tools.bench.pairs import Measured

@@ -22,7 +22,8 @@ from triforce_core.engine.sequence import Request, Stats
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams
 from triforce_core.models.cpu import cpu_summary
-from triforce_core.models.load import DTYPES, load_tokenizer, resolve
+from triforce_core.models.device import DTYPES
+from triforce_core.models.files import load_tokenizer, resolve
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.threads import ALL_THREADS, run_on
 from triforce_tools.bench.pairs import pooled, speculative_share

@@ -29,9 +29,8 @@ from triforce_core.kv.base import Forward
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Tier
-from triforce_core.models.device import torch_device
+from triforce_core.models.device import DTYPES, torch_device
 from triforce_core.models.files import context_length, kv_shape
-from triforce_core.models.load import DTYPES
 from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight_bytes
 from triforce_core.models.runner import ModelRunner
 from triforce_core.verification import ModelVerifier

@@ -21,8 +21,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triforce_core.errors import require
-from triforce_core.models.device import torch_device
-from triforce_core.models.load import DTYPES, load_model
+from triforce_core.models.device import DTYPES, torch_device
+from triforce_core.models.load import load_model
 from triforce_core.models.precision import machine_dtype
 from triforce_tools.demo_training.acceptance import RuleMeans, measure_acceptance
 from triforce_tools.demo_training.corpus import Corpus, build_corpus

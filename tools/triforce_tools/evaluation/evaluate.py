@@ -16,7 +16,8 @@ from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import require
 from triforce_core.messages import Tier
 from triforce_core.models.cpu import cpu_summary
-from triforce_core.models.load import context_length, kv_geometry, load_config, load_tokenizer
+from triforce_core.models.files import context_length, load_config, load_tokenizer
+from triforce_core.models.load import kv_geometry
 from triforce_core.models.threads import threads_for
 from triforce_tools.evaluation.batches import KINDS, check_batches, free_memory, measure_batches
 from triforce_tools.evaluation.caches import CUT, TRIFORCE, cases_of, selectors_of

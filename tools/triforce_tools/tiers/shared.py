@@ -21,7 +21,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.messages import SamplingParams, Tally
 from triforce_core.models.cpu import cpu_summary
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_tools.bench.prompts import held_out_tokens
 from triforce_tools.tiers.arrangement import Arrangement, Decoded, Run
 

@@ -21,7 +21,7 @@ from triforce_core.errors import require
 from triforce_core.kv.ranges import rounded_up
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.cpu import cpu_summary
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_tools.bench.prompts import held_out_tokens
 from triforce_tools.tiers.arrangement import Arrangement, Decoded
 
