@@ -11,9 +11,9 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Tier
-from triforce_core.timeline import Stage
 from triforce_tools.tiers.arrangement import Arrangement, Decoded
 from triforce_tools.tiers.stalls import Stalls, StallWorkload, figures, roomy, run
+from triforce_tools.tiers.timeline import Stage
 
 
 def decoded(*moments: float, prompt_tokens: int = 0) -> Decoded:

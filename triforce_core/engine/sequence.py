@@ -95,11 +95,6 @@ class Stats:
         return replace(self, tallies=list(self.tallies), plans=dict(self.plans))
 
     @property
-    def speculative_rounds(self) -> int:
-        """Rounds in which something was to be drafted."""
-        return sum(rounds for kind, rounds in self.plans.items() if kind != PLAIN.kind)
-
-    @property
     def tokens_per_round(self) -> float | None:
         """Mean tokens committed per round of the target."""
         return self.decoded / self.tallies[0].rounds if self.tallies[0].rounds else None

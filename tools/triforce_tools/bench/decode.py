@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.inspection import kernels_by_tier, runners_of
+from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.sequence import Request, Stats
@@ -119,7 +119,7 @@ def bench_decode(
         "output": output,
         "drafter": settings.draft.model,
         "dtype": settings.dtype,
-        "kernels": kernels_by_tier(engine),
+        "kernels": {tier.name.lower(): kernels_of(each) for tier, each in runners_of(engine).items()},
         "temperature": sampling.temperature,
         "lookaheads": list(settings.speculation.effective),
         "budget": settings.retrieval.budget,

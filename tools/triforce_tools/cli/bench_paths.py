@@ -7,10 +7,11 @@ from typing import Annotated
 
 import typer
 
-from triforce_core.cli.options import JsonOption, TemperatureOption
+from triforce_core.cli.options import JsonOption
 from triforce_core.errors import TriForceError, require
 from triforce_tools.cli.bench_serve import DEFAULT_URL
 from triforce_tools.cli.figures import show_figures
+from triforce_tools.cli.options import TemperatureOption
 
 
 def paths(

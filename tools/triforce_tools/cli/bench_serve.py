@@ -12,9 +12,10 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from triforce_core.cli.options import JsonOption, TemperatureOption, with_options_of
+from triforce_core.cli.options import JsonOption, with_options_of
 from triforce_core.errors import TriForceError, require
 from triforce_tools.cli.figures import check_figure, save_figure, show_figures
+from triforce_tools.cli.options import TemperatureOption
 from triforce_tools.load.trace import read_trace
 from triforce_tools.load.workload import Lengths, Load
 

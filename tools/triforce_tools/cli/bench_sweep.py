@@ -14,11 +14,12 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, pipeline_settings, with_options_of
+from triforce_core.cli.options import JsonOption, SeedOption, with_options_of
 from triforce_core.config import Settings
 from triforce_core.messages import SamplingParams
 from triforce_tools.bench.axes import AXES, Point, check_modes, parse_axes, parse_plans, points_of
 from triforce_tools.cli.figures import check_figure, save_figure
+from triforce_tools.cli.options import TemperatureOption, pipeline_settings
 from triforce_tools.cli.sweep_table import show_sweep
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triforce_core.cli.options import JsonOption, ThreadsOption, with_options_of
+from triforce_core.cli.options import JsonOption, with_options_of
 from triforce_core.demo import weights_dir
 from triforce_tools.cli.figures import show_figures
+from triforce_tools.cli.options import ThreadsOption
 from triforce_tools.demo_training.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
 
 WeightsArgument = Annotated[

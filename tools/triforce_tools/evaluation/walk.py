@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY
+from triforce_tools.bench.pairs import speculative_rounds
 from triforce_tools.evaluation.caches import Case
 from triforce_tools.evaluation.measures import Counts, Scored
 from triforce_tools.evaluation.reading import WRITTEN, Reading
@@ -50,7 +51,7 @@ class Whole:
         full = reading.written(stretch.start, count)
         self.texts += 1
         self.tokens += len(own)
-        self.speculative_rounds += outputs[-1].stats.speculative_rounds
+        self.speculative_rounds += speculative_rounds(outputs[-1].stats)
         self.same += own == full
         self.right += own[: len(truth)] == truth
         self.right_full += full[: len(truth)] == truth

@@ -22,8 +22,8 @@ from triforce_core.config import Settings
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.sequence import Stats
 from triforce_core.messages import Proposal, Proposer, Span, Tally, Tier, Work
-from triforce_core.timeline import Stage, start_recording, take_stages
 from triforce_tools.tiers.paced import PACED, Pace
+from triforce_tools.tiers.timeline import Stage, start_recording, take_stages
 
 T = TypeVar("T")
 

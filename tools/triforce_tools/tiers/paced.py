@@ -24,9 +24,9 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import Claim, Proposal, Proposer, SequenceSpec, Tally, Tier, Verdict, Work
-from triforce_core.timeline import TIMELINE
 from triforce_core.verification import judge
 from triforce_tools.bench.synthetic import chance
+from triforce_tools.tiers.timeline import TIMELINE
 
 VOCAB_SIZE = 1000
 POOL_TOKENS = 1 << 20

@@ -1,4 +1,4 @@
-"""Records when the tiers of this process were at work; off until a benchmark starts it."""
+"""Records when the tiers of this process were at work, from the moment when `start_recording` is called in it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from triforce_core.messages import Tier
+from triforce_core.drafting import ModelProposer
+from triforce_core.kv.base import Batch, Forward
+from triforce_core.messages import Claim, Tier, Verdict
+from triforce_core.verification import ModelVerifier
 
 MAX_STAGES = 200_000  # beyond this the oldest stages are dropped; a recorder fetches all from time to time
 
@@ -53,8 +56,21 @@ TIMELINE = Timeline()
 
 
 def start_recording() -> None:
-    """Start recording in this process."""
+    """Start recording in this process: passes of models, with the drawing of their tokens."""
     TIMELINE.start()
+    verify, step = ModelVerifier.verify, ModelProposer.step
+
+    def timed_verify(self: ModelVerifier, claims: list[Claim]) -> list[Verdict]:
+        with TIMELINE.stage(self.tier, len(claims), sum(len(c.proposed) + 1 for c in claims if c.sample)):
+            return verify(self, claims)
+
+    def timed_step(self: ModelProposer, forwards: list[Forward]) -> tuple[dict[int, list[int]], Batch]:
+        with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
+            return step(self, forwards)
+
+    changed: list[tuple[Any, str, Any]] = [(ModelVerifier, "verify", timed_verify), (ModelProposer, "step", timed_step)]
+    for kind, name, timed in changed:
+        setattr(kind, name, timed)
 
 
 def take_stages() -> list[tuple[int, float, float, float, int, int]]:
