@@ -23,10 +23,7 @@ class Node:
 
 
 def misfit(placement: PlacementSettings, bundles: list[Bundle], nodes: Sequence[Node], copies: int = 1) -> str | None:
-    """The reason why the nodes, even if empty, seem not to hold `copies` pipelines of these bundles; None if they do.
-
-    `bundles` holds one bundle for each group of the placement.
-    """
+    """Why the nodes, even if empty, seem not to hold `copies` pipelines of these bundles; None if they do."""
     for group, bundle in zip(placement.groups, bundles, strict=True):
         if not any(node.suits(bundle, group.labels) for node in nodes):
             return f"no node has {shown(bundle, group.labels)} for {group.name}; {listed(nodes)}"

@@ -14,12 +14,12 @@ import time
 import zlib
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import ray
@@ -32,6 +32,10 @@ from triforce_core.config import RetrievalSettings
 from triforce_core.errors import require
 from triforce_core.kv.pinned import PinnedStaging
 from triforce_core.kv.snapshot import Changes, Snapshot
+
+if TYPE_CHECKING:
+    from triforce_core.kv.retrieval import RetrievalKV
+    from triforce_core.models.replay import LeadingRetrievalKV
 
 log = logging.getLogger(__name__)
 
@@ -98,10 +102,8 @@ def checksum(data: NDArray[np.uint8] | Tensor, about: tuple[object, ...]) -> int
 def cut_pieces(
     snapshot: Snapshot, piece_bytes: int, staging: PinnedStaging | None = None, *, on_device: bool = False
 ) -> Generator[Piece]:
-    """Yields the snapshot in pieces of at most `piece_bytes`. Unless `on_device`, each piece is brought to the host.
-
-    A piece from a GPU is brought there through `staging`, whose buffers must hold `piece_bytes`. Such a piece is valid
-    only until the next piece is asked for, because its buffer is used again.
+    """Yields the snapshot in pieces of at most `piece_bytes`, unless `on_device` on the host: from a GPU through
+    `staging`, whose buffers must hold `piece_bytes` and are used again for the next piece.
     """
     tensors = [tensor.reshape(-1).view(torch.uint8) for tensor in snapshot.tensors]
     spans = [(i, first) for i, tensor in enumerate(tensors) for first in range(0, len(tensor), piece_bytes)] or [(0, 0)]
@@ -167,40 +169,19 @@ def copy_bytes(data: NDArray[np.uint8], staged: Tensor, first: int, stop: int) -
     staged.numpy()[:] = data[first:stop]
 
 
-class SnapshotTaker(Protocol):
-    """The receiver of complete snapshots."""
-
-    @property
-    def held(self) -> Collection[int]:
-        """The ids of the sequences that are stated."""
-        ...
-
-    def drop_unstated(self) -> None:
-        """Drop the snapshots of all other sequences."""
-        ...
-
-    def take(self, snapshot: Snapshot) -> bool:
-        """Take a snapshot; returns False if it is refused."""
-        ...
-
-    def confirmed(self, sequence_id: int) -> int:
-        """The latest version of this sequence that was taken; 0 if none was."""
-        ...
-
-    def is_live(self, sequence_id: int) -> bool:
-        """Whether the sequence is live; False once it has finished."""
-        ...
-
-
 class SnapshotReceiver:
     """Assembles snapshots from pieces and hands on complete ones only.
 
-    It holds one version per sequence, and `max_sequences` assemblies at most. Pieces of a finished sequence are dropped
-    when the next piece of any sequence comes. `take_piece` may be called from any thread.
+    Pieces of a finished sequence are dropped when the next piece of any sequence comes. `take_piece` may be called from
+    any thread.
     """
 
     def __init__(
-        self, taker: SnapshotTaker, device: str, max_sequences: int, linked: Callable[[], bool] = lambda: True
+        self,
+        taker: RetrievalKV | LeadingRetrievalKV,
+        device: str,
+        max_sequences: int,
+        linked: Callable[[], bool] = lambda: True,
     ) -> None:
         """`linked`: whether a link to the tier above is open. Without a link all pieces are refused: they come from a
         target that has died, and nobody would release their snapshots.
@@ -211,10 +192,9 @@ class SnapshotReceiver:
         self.lock = threading.Lock()
 
     def take_piece(self, piece: Piece) -> bool | None:
-        """Take a piece. Returns True if its snapshot is now complete and taken, and None if other pieces are missing.
-
-        Returns False if this version is refused: a piece of it is damaged, a newer version has come, it changes a
-        snapshot that the taker does not hold, its sequence has finished, or no link is open.
+        """Take a piece. Returns True if its snapshot is now complete and taken, None if other pieces are missing, and
+        False if this version is refused: a piece of it is damaged, a newer version has come, it changes a snapshot that
+        the taker does not hold, its sequence has finished, or no link is open.
         """
         sequence_id, version = piece.manifest.sequence_id, piece.manifest.version
         sound = piece.sound
@@ -245,12 +225,9 @@ class SnapshotReceiver:
             return self.taker.take(assembly.snapshot())
 
     def link_ended(self) -> None:
-        """Drop the snapshots, whole or in part, of sequences that are not stated. Called when no link is left, by the
-        thread that states sequences.
-
-        When a target dies, only the sequences that it stated are released, so its snapshots of other sequences would
-        stay. A new target may have sent a snapshot before it stated the sequence. That snapshot is dropped, too, and is
-        sent again.
+        """Drop the snapshots, whole or in part, of sequences that are not stated: they are a dead target's, which
+        nobody would release, or a new target's, which sends them again. Called when no link is left, by the thread that
+        states sequences.
         """
         with self.lock:
             self.taker.drop_unstated()
@@ -260,7 +237,7 @@ class SnapshotReceiver:
 class RaySink(ABC):
     """A `SnapshotSink` that sends snapshots to the retrieval actor in pieces, on a thread of its own.
 
-    The engine's thread only queues snapshots. A GPU copies them on a separate stream, so decoding goes on meanwhile.
+    A GPU copies them on a separate stream, so decoding goes on meanwhile.
     """
 
     def __init__(self, receiver: ActorHandle[Any]) -> None:
@@ -362,10 +339,7 @@ TRANSPORTS: dict[str, type[RaySink]] = {"object_store": ObjectStoreSink, "rdt": 
 
 
 def sink_for(settings: RetrievalSettings, receiver: ActorHandle[Any]) -> RaySink:
-    """The sink that sends snapshots to `receiver`, a retrieval actor, by the transport of the settings.
-
-    Raises `InvalidValueError` if the transport is not installed.
-    """
+    """The sink to a retrieval actor. Raises `InvalidValueError` if the transport of the settings is not installed."""
     there = settings.transport != "rdt" or importlib.util.find_spec("nixl") is not None
     require(there, "retrieval.transport", settings.transport, "needs NIXL: install the package `nixl`")
     return TRANSPORTS[settings.transport](receiver)

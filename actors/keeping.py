@@ -1,8 +1,6 @@
-"""Keeps a pipeline's target alive: watches it, and replaces its process in place if it dies or hangs.
-
-The drafting tiers, the placement group and the owner of the pipeline stay as they are. Ray starts the new process; the
-kept number of threads, the weights in the page cache and the kernels on disk save it most of a first start. Why not a
-new replica: docs/decisions/0027-target-replaced-in-place.md
+"""Keeps a pipeline's target alive: watches it, and replaces its process in place if it dies or hangs. The drafting
+tiers, the placement group and the owner of the pipeline stay as they are.
+docs/decisions/0027-target-replaced-in-place.md
 """
 
 from __future__ import annotations

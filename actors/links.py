@@ -83,11 +83,10 @@ class UnansweredWork(NamedTuple):
 
 
 class RemoteProposer:
-    """A Proposer over a link. One thread uses it; background threads keep the stream open and ring the doorbell.
+    """A Proposer over a link.
 
     `resolve` returns the peer's address. It is called whenever a stream is opened, because a restarted tier has another
-    port. A peer that does not answer within `timeout_s` seconds is taken for dead. `peer` is the tier's name for the
-    log.
+    port. A peer that does not answer within `timeout_s` seconds is taken for dead.
     """
 
     def __init__(
@@ -124,9 +123,7 @@ class RemoteProposer:
 
     @property
     def too_silent(self) -> bool:
-        """Whether the silence is long enough to report. A connected peer without work has nothing to answer, so its
-        silence is never reported.
-        """
+        """Whether the silence is long enough to report; never if a connected peer has no work to answer."""
         idle = self.ready.is_set() and not self.asked
         return self.silent_s >= SILENT_S and not idle
 
@@ -140,10 +137,8 @@ class RemoteProposer:
             stream.outgoing.put(work_batch_to_proto(work))
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """The answers that have arrived, waiting up to `timeout_s` seconds for one.
-
-        Several inboxes of a thread share one doorbell. So a ring for another inbox makes this return early, and
-        possibly with nothing.
+        """The answers that have arrived, waiting up to `timeout_s` seconds for one. Several inboxes of a thread share
+        one doorbell, so a ring for another inbox may make this return early with nothing.
         """
         proposals: list[Proposal] = []
         until, rang = time.monotonic() + timeout_s, False

@@ -12,11 +12,9 @@ FIRST_S = 60.0
 
 
 class PassTimes:
-    """Updated by the thread that runs passes; any thread may ask whether that thread hangs.
-
-    A turn of the engine's loop is one pass and the work around it. Its time counts from its beginning, or from the
-    moment when the thread was last `woken` from waiting for other tiers if that is later: that wait has its own
-    deadline. `woken` is in seconds of `clock`.
+    """Updated by the thread that runs passes; any thread may ask whether that thread hangs. A turn of the engine's loop
+    counts from its beginning, or from `woken`, in seconds of `clock`, when the thread last stopped waiting for other
+    tiers.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,10 +39,8 @@ class PassTimes:
         return began is not None and self.clock() - max(began, woken) > self.limit_s(tokens)
 
     def limit_s(self, tokens: int) -> float:
-        """Seconds that a turn with a pass over `tokens` tokens may take.
-
-        The limit is at least `PATIENCE` times the longest pass of any size so far. A pass over few tokens of a long
-        context may take longer than earlier passes over as few tokens, but that context's prefill took long as well.
+        """Seconds that a turn with a pass over `tokens` tokens may take: at least `PATIENCE` times the longest pass of
+        any size so far, because a pass over few tokens of a long context takes long, as its prefill did.
         """
         longest = self.longest.copy()
         least = LEAST_S if tokens.bit_length() in longest else max(LEAST_S, FIRST_S)

@@ -28,7 +28,7 @@ STATUS_TIMEOUT_S = 2.0
 
 
 class Pipeline:
-    """One pipeline, used on one asyncio loop. Its actors die with the process that created them, as Ray actors do.
+    """One pipeline, used on one asyncio loop.
 
     If its target dies, the requests in flight end with `UnavailableError`. While the keeper (`keeping.py`) replaces the
     target, new requests wait for the new one, or end at once if this pipeline is not `patient`.

@@ -51,10 +51,8 @@ class TierActors:
 
 
 def bundles(settings: Settings, beside_target: float = 0.0) -> list[Bundle]:
-    """The resources that a pipeline reserves: one bundle for each group of the placement, the target's first.
-
-    The target's bundle has room for `beside_target` more CPUs. The ranks of a tier share a bundle, because a bundle is
-    on one node.
+    """The resources that a pipeline reserves: one bundle for each group of the placement. The first, the target's, has
+    room for `beside_target` more CPUs. The ranks of a tier share a bundle, because a bundle is on one node.
     """
     found = []
     for index, group in enumerate(settings.placement.groups):
@@ -71,9 +69,8 @@ def label_selectors(placement: PlacementSettings) -> list[dict[str, str]]:
 
 
 def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
-    """A ready placement group for one pipeline; the caller must remove it.
-
-    Raises `UnavailableError`, with the reason, if the cluster has no room for the group within `timeout_s` seconds.
+    """A ready placement group for one pipeline; the caller must remove it. Raises `UnavailableError`, with the reason,
+    if the cluster has no room within `timeout_s` seconds.
     """
     placement = settings.placement
     group: PlacementGroup = placement_group(
@@ -90,10 +87,9 @@ def place_tiers(
     settings: Settings, group: PlacementGroup, actors: Mapping[str, type[TierActor]] = ACTORS, *more: Any
 ) -> TierActors:
     """Create, for each group of tiers, a tier actor and its follower ranks in the bundle of the same index in the
-    placement group `group`, which must be ready.
-
-    The actors load when `start` is called. They find one another by name, so a restarted actor finds the others again.
-    `actors` maps the uppermost tier of a process to its class; `more` are arguments after the settings and names.
+    placement group, which must be ready. The actors load when `start` is called, and find one another by name, even
+    after a restart. `actors` maps the uppermost tier of a process to its class; `more` are arguments after the settings
+    and names.
     """
     pipeline = uuid.uuid4().hex[:8]
     placed: dict[str, ActorHandle[Any]] = {}
@@ -112,9 +108,8 @@ def place_tiers(
 
 
 def nodes_of(group: PlacementGroup, num_bundles: int) -> set[str]:
-    """The ids of the nodes that hold the group's first `num_bundles` bundles.
-
-    The first bundle also holds the replica's own process, which calls the target.
+    """The ids of the nodes that hold the group's first `num_bundles` bundles; the first also holds the replica's
+    process.
     """
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return {placed[index] for index in range(num_bundles)}

@@ -38,10 +38,8 @@ def dtypes_of(suitable: Sequence[Node]) -> list[str]:
 
 
 def agreed(settings: Settings, ask: Callable[[Sequence[Node]], list[str]] = dtypes_of) -> Settings:
-    """The settings with `dtype: auto` replaced by a precision that suits every node on which a target may be placed.
-
-    A node that joins later may be of another kind. If CPU nodes differ, set `dtype: float32`, or select nodes of one
-    kind by labels.
+    """The settings with `dtype: auto` replaced by a precision that suits every node on which a target may be placed; a
+    node that joins later may be of another kind.
     """
     if settings.dtype != "auto":
         return settings

@@ -1,7 +1,5 @@
-"""Ranks as Ray actors: if a tier is divided over several devices, its tier actor leads and rank actors follow.
-
-Ray places and restarts the followers, and the leader calls them through Ray once to bring the ranks together. After
-that the ranks communicate without Ray.
+"""Ranks as Ray actors: if a tier is divided over several devices, its tier actor leads and rank actors follow. The
+leader calls them through Ray once, to bring the ranks together; after that they communicate without Ray.
 """
 
 from __future__ import annotations
@@ -44,9 +42,8 @@ class RankActor:
 
 
 def lead(world: int, device: str) -> Leader:
-    """Bring together the ranks of the calling tier actor, which becomes their leader.
-
-    Raises `UnavailableError` if a rank does not come.
+    """Bring together the ranks of the calling tier actor, their leader. Raises `UnavailableError` if a rank does not
+    come.
     """
     from triforce_core.models.rank_group import Rendezvous
 

@@ -55,9 +55,8 @@ class TargetProcess:
             return True
 
     def kill(self) -> None:
-        """End the process and its followers at once, because one that hangs would keep the next target waiting.
-
-        A stopped (suspended) process ends, too. A new process that has got the id of an ended one is left alone.
+        """End the process and its followers at once, stopped (suspended) ones too, because one that hangs would keep
+        the next target waiting. A new process that has got the id of an ended one is left alone.
         """
         for process in (self.process, *self.followers):
             if process is not None:
@@ -94,10 +93,8 @@ class RunningTarget:
         return cls(address, pid, marks, followers)
 
     async def decode(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """The serialized events of a serialized request.
-
-        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`; the last says whether the
-        request is suspect. If nothing is marked, or nothing can be read, that is not known.
+        """The serialized events of a serialized request. Raises `InvalidValueError`, `FingerprintError`,
+        `DeadlineError`, or `UnavailableError`, which says whether the request is suspect, if that is known.
         """
         method = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
         slot = next(SLOTS)

@@ -45,9 +45,8 @@ class LinkThreads(ThreadPoolExecutor):
 
 
 class LinkServer:
-    """Serves a tier to the tier above. Synchronous gRPC saves two thread wake-ups per block against `grpc.aio`.
-
-    Calls beyond `MAX_LINKS` at a time are refused, because a waiting call would look like a tier that hangs.
+    """Serves a tier to the tier above. Synchronous gRPC saves two thread wake-ups per block against `grpc.aio`. Calls
+    beyond `MAX_LINKS` are refused, because a waiting call would look like a tier that hangs.
     """
 
     def __init__(self, host: str, tier_server: TierServer) -> None:
@@ -104,9 +103,8 @@ class Served:
 
 
 class TierServer(TierServicer):
-    """Serves one Proposer. A single worker thread drives it, as a Proposer requires; gRPC's threads only move messages.
-
-    The doorbell wakes the worker for work from above and, if the proposer itself drafts over a link, for answers too.
+    """Serves one Proposer, driven by a single worker thread; gRPC's threads only move messages. The doorbell wakes the
+    worker for work from above and, if the proposer drafts over a link, for answers too.
     """
 
     def __init__(

@@ -75,10 +75,8 @@ class EngineThread:
         slot: int | None = None,
     ) -> int:
         """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails;
-        `entering` is called before the first pass over the request's tokens. Neither may block. `slot` is the request's
-        number among the marks.
-
-        Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
+        `entering` is called before the first pass over its tokens. Neither may block. `slot` is its number among the
+        marks. Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
         """
         with self.lock:
             if self.failed is not None:
@@ -159,9 +157,8 @@ class TargetServer(TargetServicer):
         fingerprint: str = "",
         marks: Marks | None = None,
     ) -> None:
-        """`grammars`: those that the engine decodes with; None: it serves requests without a grammar only. `audit`:
-        what the engine's audits find, to be reported. `fingerprint`: what determines its tokens. `marks`: where it
-        marks requests while it works on them.
+        """`grammars`: None: only requests without a grammar are served. `audit`: what the engine's audits find.
+        `fingerprint`: what determines its tokens. `marks`: where it marks requests while it works on them.
         """
         self.engine_thread, self.default_lookaheads = EngineThread(engine, marks), default_lookaheads
         self.grammars, self.audit, self.fingerprint, self.marks = grammars, audit, fingerprint, marks

@@ -1,11 +1,8 @@
 """The three tier actors. Ray places and monitors them and restarts their processes; tokens pass over gRPC only.
 
-Each is a plain class, which placement.py makes an actor. `start` is idempotent: it loads the model once and returns the
-address at which the tier serves, whose port is new after every restart. An actor holds the lower tiers
-in its own process, without a link, unless it is given the name of an actor below.
-
-Processes that only place the actors import this module too. Importing it loads torch, through `actors.wire`; the other
-modules that only a running actor needs are imported inside the methods that use them.
+Each is a plain class, which placement.py makes an actor, and holds the lower tiers in its own process unless it is
+given the name of an actor below. Processes that only place the actors import this module too: what only a running actor
+needs is imported inside the methods.
 """
 
 from __future__ import annotations
@@ -75,10 +72,9 @@ class TierActor(ABC):
         self.undo = ExitStack()  # ends everything that a start has made so far
 
     def start(self, patience_s: float = -1) -> str:
-        """Load the models, serve, and return the address. Later calls return the address of the first.
-
-        A call during another call waits for that one, at most `patience_s` seconds; -1 sets no limit. A start that
-        fails leaves nothing behind. Raises `UnavailableError` if the other call takes too long.
+        """Load the models, serve, and return the address, whose port is new after every restart; later calls return the
+        same. A call during another waits for it, at most `patience_s` seconds (-1: no limit). A start that fails leaves
+        nothing behind. Raises `UnavailableError` if the other call takes too long.
         """
         # The owner of the pipeline calls `start`, and so does the tier above.
         if not self.starting.acquire(timeout=patience_s):
@@ -281,10 +277,7 @@ class RetrievalActor(LinkedActor):
         return self.connect(self.draft, timeout_s, doorbell), self.settings.micro_batches
 
     def take_piece(self, piece: Piece) -> bool | None:
-        """Take a piece of a snapshot from the target's hand-over; refused until this tier serves.
-
-        Ray has fetched the piece before the call. The result is that of `SnapshotReceiver.take_piece`.
-        """
+        """As `SnapshotReceiver.take_piece`, with a piece that Ray has fetched; refused until this tier serves."""
         return False if self.server is None or self.snapshots is None else self.snapshots.take_piece(piece)
 
     def forget(self) -> None:

@@ -40,10 +40,8 @@ async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
 
 
 def unknown(found: Threads) -> Arrangement:
-    """By tier, the number of threads to search up to; empty if the best number is known for every tier.
-
-    If it is unknown for one tier, all tiers are measured again, because the drafting tiers are measured beside each
-    other.
+    """By tier, the number of threads to search up to; empty if the best number is known for every tier. Otherwise all
+    are measured again, because the drafting tiers are measured beside each other.
     """
     known = all(kept is not None for _, kept in found.values())
     return {} if known else {tier: most for tier, (most, _) in found.items()}

@@ -95,8 +95,8 @@ def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
 def sampling_from_proto(
     message: gen.Sampling, where: str = "sampling", vocab_size: int = NUM_TOKEN_IDS
 ) -> SamplingParams:
-    """Sampling parameters sent between tiers. An unset field is refused, because with a default in its place this tier
-    would warp by another number than the other tiers.
+    """Sampling parameters sent between tiers. An unset field is refused: with a default in its place this tier might
+    warp by another number than the others.
     """
     for name in NUMBERS:
         require(message.HasField(name), f"{where}.{name}", None, "must be present")
@@ -110,9 +110,8 @@ def sampling_from_proto(
 
 
 def sampling_from_client(message: gen.Sampling) -> SamplingParams:
-    """Sampling parameters sent by a client. An unset field takes its default.
-
-    Raises `InvalidValueError` with the field's name alone, without a path.
+    """Sampling parameters sent by a client, in which an unset field takes its default. Errors name the field without a
+    path.
     """
     # Of longer lists no more is read than shows that they are too long.
     return SamplingParams(
@@ -359,10 +358,7 @@ def _spec_from_proto(message: pb.SequenceSpec, where: str, bounds: Bounds) -> Se
 
 
 def finish_reason_to_proto(reason: FinishReason | None) -> gen.FinishReason:
-    """The wire form of a finish reason.
-
-    It is unspecified for a request that is not finished, and for reasons that are reported as errors or have no reader.
-    """
+    """The wire form of a finish reason."""
     unspecified = gen.FINISH_REASON_UNSPECIFIED
     return FINISH_REASONS.get(reason, unspecified) if reason else unspecified
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
 from deploy.decode_stats import summed
@@ -20,6 +20,9 @@ from deploy.errors import EngineCrashError, EngineLostError
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
+
+if TYPE_CHECKING:
+    from deploy.service import Pipelines
 
 log = logging.getLogger("ray.serve")
 
@@ -29,12 +32,6 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
 # The other suspects wait this long, counted from when the suspect that has the turn reached a target.
 TURN_S = 30.0
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
-
-
-class Source(Protocol):
-    """Where tokens come from; see `deploy.service.Pipelines`."""
-
-    def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]: ...
 
 
 class Turns:
@@ -93,7 +90,7 @@ class Attempt:
 class Journal:
     """One completion over all attempts to decode it. `events` can be read once."""
 
-    def __init__(self, source: Source, turns: Turns, request: Request, deadline: float, claim: str = "") -> None:
+    def __init__(self, source: Pipelines, turns: Turns, request: Request, deadline: float, claim: str = "") -> None:
         """`deadline`: in the seconds of the running loop. `claim`: the fingerprint, as the client says, of the target
         whose output is to go on; empty if any target will do.
         """

@@ -30,11 +30,11 @@ from torch.profiler import ProfilerActivity
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import kernels_by_tier
+from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.memory import free_bytes
 from triforce_core.messages import GREEDY, SamplingParams
-from triforce_core.models.load import DTYPES
+from triforce_core.models.device import DTYPES
 from triforce_core.toolchain import lacking
 from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
 from triforce_tools.bench.fitting import LONGEST, fitting_context
@@ -157,7 +157,10 @@ def tests(worker: Worker, keep: Keep) -> None:
         engine = synthetic_engine(worker.settings(FULL), shapes, load)
         for sampling in LOAD.samplings:
             Together(engine, [Request((1,) * load.context, load.room, sampling, 0, FULL.lookaheads)], load.output)
-        found = {"compile_s": time.monotonic() - began, "kernels": kernels_by_tier(engine)}
+        found = {
+            "compile_s": time.monotonic() - began,
+            "kernels": {tier.name.lower(): kernels_of(each) for tier, each in runners_of(engine).items()},
+        }
         keep(found)
         del engine
         worker.release()

@@ -42,7 +42,7 @@ from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
-from triforce_core.models.load import load_config, load_tokenizer
+from triforce_core.models.files import load_config, load_tokenizer
 from triforce_tools.bench.geometry import geometry_of, random_model
 from triforce_tools.bench.prompts import held_out_tokens
 
@@ -145,7 +145,6 @@ def described(actor: Any) -> dict[str, Any]:
 def served(settings: Settings, right: list[list[int]], put: Put) -> None:
     prepare_environment()
     import ray
-
     from triforce_tools.tiers.arrangement import Arrangement
 
     few: Any = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 1 << 29}

@@ -63,7 +63,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture(scope="session")
 def held_out() -> HeldOut:
     """held_out(file, count): the first tokens of a standard-library file that the demo pair never saw."""
-    from triforce_core.models.load import load_tokenizer
+    from triforce_core.models.files import load_tokenizer
 
     tokenizer = load_tokenizer("demo")
     encoded: dict[str, tuple[int, ...]] = {}

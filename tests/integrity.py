@@ -7,7 +7,12 @@ from __future__ import annotations
 
 from triforce_core.kv.full import MOST_RANGES, FullKV
 from triforce_core.kv.prefix_tree import Node
-from triforce_core.kv.ranges import slots_of, united
+from triforce_core.kv.ranges import Range, united
+
+
+def slots_of(ranges: list[Range]) -> list[int]:
+    """Each slot in the ranges."""
+    return [slot for start, stop in ranges for slot in range(start, stop)]
 
 
 def check(kv: FullKV) -> None:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from time import perf_counter
 
-from triforce_core.kv.base import Forward, Lack
+from triforce_core.kv.base import Batch, Forward, Lack
 from triforce_core.messages import Origin, Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
 from triforce_core.models.drawing import NO_TOKEN, Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.grammars import Grammars
-from triforce_core.timeline import TIMELINE
 
 
 class ModelProposer:
@@ -34,9 +33,7 @@ class ModelProposer:
         while active:
             forwards = [Forward(statement(work[i].span, drafted[i]), 1, len(drafted[i])) for i in active]
             began = perf_counter()
-            with TIMELINE.stage(self.tier, len(forwards), len(forwards)):
-                logits, batch = self.runner.forward(forwards)
-                tokens = self.drawer.draw(by_sequence(logits, batch.rows))
+            tokens, batch = self.step(forwards)
             this_pass = Tally(passes=1, busy_s=perf_counter() - began)
             lacks.update(batch.lacking)
             unfinished = []
@@ -60,6 +57,11 @@ class ModelProposer:
             self._answer(w, tokens, lacks.get(w.span.sequence_id), tally)
             for w, tokens, tally in zip(work, drafted, tallies, strict=True)
         ]
+
+    def step(self, forwards: list[Forward]) -> tuple[dict[int, list[int]], Batch]:
+        """One pass, and the tokens drawn from it by sequence id."""
+        logits, batch = self.runner.forward(forwards)
+        return self.drawer.draw(by_sequence(logits, batch.rows)), batch
 
     def _answer(self, work: Work, tokens: tuple[int, ...], lack: Lack | None, tally: Tally) -> Proposal:
         return Proposal(

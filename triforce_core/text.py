@@ -15,9 +15,9 @@ from __future__ import annotations
 import copy
 import re
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from triforce_core.errors import require
 from triforce_core.messages import TokenLogprobs
@@ -27,23 +27,10 @@ BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")  # one byte of a character, in vo
 MAX_WINDOW = 64  # tokens; a longer window that ends in an unfinished character is split inside
 
 
-class Tokenizer(Protocol):
-    """The part of a transformers tokenizer that this module uses."""
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-
-    def get_vocab(self) -> dict[str, int]: ...
-
-    def decode(
-        self, token_ids: list[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
-    ) -> str | list[str]: ...
-
-
 class TokenText:
     """Decodes the tokens of one tokenizer to text. Made once and shared by all requests."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
         self.byte_ids = frozenset(i for token, i in tokenizer.get_vocab().items() if BYTE_TOKEN.fullmatch(token))
         self.special_ids = frozenset(i for i, token in tokenizer.added_tokens_decoder.items() if token.special)
@@ -58,9 +45,7 @@ class TokenText:
 
     def decode(self, token_ids: list[int]) -> str:
         """The text of these tokens, without special ones."""
-        text = self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        assert isinstance(text, str)
-        return text
+        return str(self.tokenizer.decode(token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
 
 
 def spellings(words: Iterable[str]) -> list[str]:

@@ -13,7 +13,6 @@ from triforce_core.models.drawing import NO_TOKEN, Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
 from triforce_core.models.scoring import Scorer
 from triforce_core.sampling.grammars import Grammars
-from triforce_core.timeline import TIMELINE
 
 
 class ModelVerifier:
@@ -37,11 +36,10 @@ class ModelVerifier:
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         claims = [self._sound(claim) for claim in claims]
         num_drawn = {c.span.sequence_id: len(c.proposed) + 1 for c in claims if c.sample}
-        with TIMELINE.stage(self.tier, len(claims), sum(num_drawn.values())):
-            passed, batch = self.runner.forward([self._forward(claim) for claim in claims])
-            logits = by_sequence(passed, batch.rows)
-            drawn = {i: part[len(part) - num_drawn[i] :] for i, part in logits.items() if i in num_drawn}
-            own = self.drawer.draw(drawn)
+        passed, batch = self.runner.forward([self._forward(claim) for claim in claims])
+        logits = by_sequence(passed, batch.rows)
+        drawn = {i: part[len(part) - num_drawn[i] :] for i, part in logits.items() if i in num_drawn}
+        own = self.drawer.draw(drawn)
         verdicts = []
         for claim in claims:
             sequence_id = claim.span.sequence_id

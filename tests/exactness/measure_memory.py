@@ -19,7 +19,8 @@ from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import KVCache
 from triforce_core.leaf import Leaf
 from triforce_core.messages import SamplingParams
-from triforce_core.models.load import load_model, load_tokenizer
+from triforce_core.models.files import load_tokenizer
+from triforce_core.models.load import load_model
 from triforce_core.verification import ModelVerifier
 
 NUM_TOKENS = 64

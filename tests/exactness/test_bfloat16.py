@@ -25,7 +25,8 @@ from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Batch, Forward
 from triforce_core.messages import SamplingParams
-from triforce_core.models.load import ATTENTION, load_model, resolve
+from triforce_core.models.files import resolve
+from triforce_core.models.load import ATTENTION, load_model
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.draw import Draw, perturbed_logits

@@ -17,7 +17,8 @@ from triforce_core.config import Settings
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY
-from triforce_core.models.load import load_model, resolve
+from triforce_core.models.files import resolve
+from triforce_core.models.load import load_model
 
 Tokens = tuple[int, ...]
 NUM_TOKENS = 48

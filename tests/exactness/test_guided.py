@@ -18,7 +18,8 @@ from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.leaf import Leaf
 from triforce_core.messages import SamplingParams
-from triforce_core.models.load import ATTENTION, load_tokenizer, stop_token_ids
+from triforce_core.models.files import load_tokenizer, stop_token_ids
+from triforce_core.models.load import ATTENTION
 from triforce_core.sampling.guides import Guide
 from triforce_core.verification import ModelVerifier
 

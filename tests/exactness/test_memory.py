@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from triforce_core.models.load import resolve
+from triforce_core.models.files import resolve
 
 ROOT = Path(__file__).parents[2]
 CONTEXT = 16_384

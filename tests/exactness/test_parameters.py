@@ -21,7 +21,8 @@ from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.messages import Claim, SamplingParams, Verdict
-from triforce_core.models.load import ATTENTION, load_tokenizer, stop_token_ids
+from triforce_core.models.files import load_tokenizer, stop_token_ids
+from triforce_core.models.load import ATTENTION
 from triforce_core.sampling.guides import Guide
 from triforce_core.text import OutputText, TokenText, joined
 from triforce_core.verification import ModelVerifier

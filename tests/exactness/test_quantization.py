@@ -11,7 +11,7 @@ from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
-from triforce_core.models.load import resolve
+from triforce_core.models.files import resolve
 from triforce_core.models.quantize import weight_bytes
 
 FILES = ["turtle.py", "inspect.py", "doctest.py"]

@@ -12,7 +12,7 @@ from openai import NotFoundError, OpenAI
 from openai.types import CompletionUsage
 
 from tests.serve.conftest import Server
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 
 
 def chunks_of(response: requests.Response) -> list[dict[str, Any]]:

@@ -12,7 +12,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from tests.serve.conftest import Server
 from triforce_core.client import TriForceClient
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 
 PROMPTS = ["def main():\n    ", "import os\n\nclass Folder:\n    def "]
 SCHEMA = {

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -23,20 +23,8 @@ from triforce_core.sampling.guides import Guide, no_token
 from triforce_core.text import OutputText, StopString, TextDelta, TokenText, joined, spellings
 
 if TYPE_CHECKING:
-    from triforce_core.engine.sequence import Output, Request
-
-
-class Figures(Protocol):
-    """The times of an output, of this process or of a server."""
-
-    @property
-    def prefill_s(self) -> float: ...
-
-    @property
-    def ms_per_token(self) -> float | None: ...
-
-    @property
-    def tokens_per_round(self) -> float | None: ...
+    from triforce_core import client
+    from triforce_core.engine.sequence import Output, Request, Stats
 
 
 COLOURS = {Origin.DRAFT: "green", Origin.RETRIEVAL: "cyan", Origin.TARGET: "default", Origin.LOOKUP: "yellow"}
@@ -223,7 +211,7 @@ def show(console: Console, pieces: Iterable[TextDelta]) -> None:
     console.print(Segments(segments), end="")
 
 
-def legend(stats: Figures, place: str) -> Text:
+def legend(stats: Stats | client.Stats, place: str) -> Text:
     """A line with each origin's name in its colour, the dtype or the server, and the times of the output."""
     costs = [f"prefill {stats.prefill_s:.2f} s"]
     if stats.ms_per_token is not None and stats.tokens_per_round is not None:  # None: only the prefill ran

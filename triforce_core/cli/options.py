@@ -29,8 +29,6 @@ SAMPLING_HELP = {
 
 ConfigOption = Annotated[Path | None, typer.Option("--config", help="YAML file of settings; see `triforce config`")]
 JsonOption = Annotated[bool, typer.Option("--json", help="print one JSON object")]
-ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
-TemperatureOption = Annotated[float, typer.Option(help=SAMPLING_HELP["temperature"])]
 # The bounds are those of requests (`Limits.check`): what lies beyond is refused before models are loaded.
 SeedOption = Annotated[int, typer.Option(min=-(2**63), max=2**63 - 1, help="the same seed gives the same tokens")]
 
@@ -192,13 +190,6 @@ DECODING_OPTIONS = (
 
 # Settings of commands that decode one text in this process.
 decoding_settings = settings_of(*DECODING_OPTIONS, max_sequences=1)
-# Settings of `triforce bench` pipeline, stalls and shared, which decode in tier actors, and of sweep, which does so
-# where it varies the concurrency.
-pipeline_settings = settings_of(*DECODING_OPTIONS, "cpu_latency_us", max_sequences=1)
-# Settings of `triforce bench device`, whose models have a given shape and random weights.
-geometry_settings = settings_of(
-    *(*DEVICE_OPTIONS, "dtype", "lookaheads", "budget", "chunk", "self_drafter_quantization", *KV_OPTIONS, "threads")
-)
 # Settings of `triforce serve`.
 serving_settings = settings_of(
     *("host", "port", "dtype", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS),

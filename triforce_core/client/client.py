@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any, Protocol, Self, Unpack, cast
+from typing import Any, Self, Unpack
 
 import grpc
 
@@ -129,26 +129,18 @@ class TriForceClient(Client):
         )
         metadata, closed = self._metadata, self._closed.is_set  # so that the stream does not hold the client
 
-        def start() -> StreamingCall:
+        def start() -> Any:
             with typed_if(closed):
-                call: Any = method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
-            return cast(StreamingCall, call)
+                return method(progress.request, timeout=progress.attempts.left_s, metadata=metadata)
 
         return ChunkStream(progress, start)
-
-
-class StreamingCall(Protocol):
-    """The part of gRPC's call that `ChunkStream` uses."""
-
-    def __next__(self) -> pb.GenerateChunk: ...
-
-    def cancel(self) -> object: ...
 
 
 class ChunkStream(Iterator[Chunk]):
     """The chunks of one streamed completion. Closing the stream ends the call and the generation on the server."""
 
-    def __init__(self, progress: Progress, start: Callable[[], StreamingCall]) -> None:
+    def __init__(self, progress: Progress, start: Callable[[], Any]) -> None:
+        """`start` makes gRPC's call, an iterator of `pb.GenerateChunk` that can be cancelled."""
         self._progress, self._start = progress, start
         self._closed = threading.Event()
         self._call = start()

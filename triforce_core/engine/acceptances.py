@@ -102,10 +102,9 @@ class Acceptances:
             chance.fade(kept)
 
     def given(self, before: Acceptance | None = None, trust: float = TRUST) -> Acceptance:
-        """The estimated chances, given the prior estimates `before` of the weight `trust`. None: nothing else is known.
-
-        Only long drafts show `lookup_long`. So if nothing else is known, it is taken to be at least as high as `lookup`
-        until they do: too high an estimate leads to long drafts and is corrected by them, too low a one would never be.
+        """The estimated chances, given the prior estimates `before` of the weight `trust`. None: nothing else is known;
+        `lookup_long`, which only long drafts show, is then at least `lookup`: too high an estimate leads to long
+        drafts, which correct it.
         """
         if before is None:
             lookup = self.chances["lookup"].given(UNKNOWN.lookup, trust)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache, partial
 
 from transformers import PreTrainedModel
@@ -33,10 +32,11 @@ from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
+from triforce_core.models.files import check_same_vocabulary, context_length, load_tokenizer
 from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.join import join_projections
-from triforce_core.models.load import check_same_vocabulary, context_length, kv_geometry, load_tokenizer
+from triforce_core.models.load import kv_geometry
 from triforce_core.models.pack import pack_weights
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
@@ -46,7 +46,6 @@ from triforce_core.sampling.draw import noisiest
 from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier
 
-VerifierFactory = Callable[[ModelRunner, Tier, Grammars], ModelVerifier]  # benchmarks pass their own class
 FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
 
 
@@ -132,12 +131,10 @@ def few_retrieval_tokens(settings: Settings) -> int:
     return settings.speculation.effective[1] + 2
 
 
-def retrieval_verifier(
-    model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, make_verifier: VerifierFactory = ModelVerifier
-) -> ModelVerifier:
+def retrieval_verifier(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings) -> ModelVerifier:
     """The verifier of the retrieval tier, without the drafter below it."""
     runner = runner_for(model, kv, settings, few_retrieval_tokens(settings))
-    return make_verifier(runner, Tier.RETRIEVAL, grammars_for(settings, model.config.vocab_size))
+    return ModelVerifier(runner, Tier.RETRIEVAL, grammars_for(settings, model.config.vocab_size))
 
 
 def retrieval_decoder(
@@ -145,11 +142,9 @@ def retrieval_decoder(
     kv: KVCache | LeadingKV,
     drafts: Proposer,
     settings: Settings,
-    *,
-    make_verifier: VerifierFactory = ModelVerifier,
 ) -> SpeculativeDecoder:
     """The retrieval tier on top of its drafter `drafts`."""
-    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings, make_verifier))
+    return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings))
 
 
 def target_engine(
@@ -162,13 +157,12 @@ def target_engine(
     micro_batches: int = 1,
     first_sequence_id: int = 1,
     doorbell: Doorbell | None = None,
-    make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
     """The engine, with the target tier on top of `below`, the tiers that propose to it. By default `kv` is created."""
     limits, stall_ms = target_limits(model.config, settings), settings.target.max_stall_ms
     kv = kv or full_kv(model, settings)
     runner = runner_for(model, kv, settings, few_target_tokens(settings))
-    verifier = make_verifier(runner, Tier.TARGET, grammars_for(settings, model.config.vocab_size))
+    verifier = ModelVerifier(runner, Tier.TARGET, grammars_for(settings, model.config.vocab_size))
     if settings.target.audit:
         assert isinstance(kv, FullKV), "audits are refused where the target is divided over ranks"
         verifier.audit = Audit(runner, kv, verifier.drawer, settings.target.audit)
@@ -217,17 +211,14 @@ def local_engine(
     self_drafter: PreTrainedModel | None = None,
     *,
     ranks: Leader | None = None,
-    make_verifier: VerifierFactory = ModelVerifier,
 ) -> Engine:
-    """The engine of a whole chain in this process; of the target alone where it evicts KV.
-
-    Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the settings name a
-    model for it, drafts come from prompt lookup alone. With `ranks`, target and retrieval tier are divided over the
-    ranks.
+    """The engine of a whole chain in this process, divided over `ranks` if there are any; of the target alone where it
+    evicts KV. Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the
+    settings name a model for it, drafts come from prompt lookup alone.
     """
     if settings.target.lossy:
         forgetful = lossy_kv(target, settings)
-        return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful, make_verifier=make_verifier)
+        return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful)
     own = target if self_drafter is None else self_drafter
     if drafter is not None:
         check_same_vocabulary(target.config, drafter.config)
@@ -236,5 +227,5 @@ def local_engine(
     full, sparse = local_caches(full_kv(target, settings), small, ranks)
     if ranks is not None:
         ranks.barrier()
-    below = retrieval_decoder(own, sparse, drafts, settings, make_verifier=make_verifier)
-    return target_engine(target, settings, below, sparse, kv=full, make_verifier=make_verifier)
+    below = retrieval_decoder(own, sparse, drafts, settings)
+    return target_engine(target, settings, below, sparse, kv=full)

@@ -18,10 +18,7 @@ def draft_window(settings: Settings) -> WindowSettings:
 
 def draft_heavy_hitters(settings: Settings) -> HeavyHitterSettings:
     """The draft tier's cache with `draft.cache: heavy_hitter`: as many tokens as sinks and window, half of them heavy
-    hitters.
-
-    The tier above may still take back `lag` tokens. If it takes back more, which it may when it runs ahead or where its
-    blocks are longer, the cache forwards the whole text again.
+    hitters. The tier above may still take back `lag` tokens; if it takes back more, the whole text is forwarded again.
     """
     window = draft_window(settings)
     budget = window.sinks + window.window

@@ -53,12 +53,10 @@ class SnapshotSchedule:
         self.refresh_every = refresh_every
 
     def update(self, sequence: Sequence, *, wanted: bool) -> bool:
-        """Cut and send a snapshot if one is due. Returns whether it did.
-
-        A snapshot is due if the sequence has none, if the last one is old, if the last one contained only changes and
-        was lost or refused, if clearly fewer drafts are accepted than right after the last one, or if `wanted`: the
-        retrieval tier has asked for one. None is due while the sink is busy, or while the sequence's plan leaves the
-        retrieval tier out.
+        """Cut and send a snapshot if one is due, and return whether it was: the sequence has none, the last one is old,
+        or held only changes and was lost or refused, or clearly fewer drafts are accepted than right after it, or it is
+        `wanted` by the retrieval tier. None is due while the sink is busy, or the sequence's plan leaves the retrieval
+        tier out.
         """
         sequence_id, last = sequence.sequence_id, sequence.last_cut
         if not sequence.plan.retrieval or self.sink.busy(sequence_id):
@@ -82,8 +80,8 @@ class SnapshotSchedule:
 
     def saw(self, sequence: Sequence, tally: Tally) -> None:
         """Count how many tokens of the retrieval tier the target accepted in a round. The first `refresh_every` / 4
-        judged tokens show the acceptance with a fresh snapshot. Rounds before the new snapshot has arrived are not
-        counted, because they are drafted with the previous snapshot.
+        judged tokens show the acceptance with a fresh snapshot; rounds before it has arrived were drafted with the
+        previous one.
         """
         if not self.arrived(sequence):
             return
@@ -102,12 +100,11 @@ class SnapshotSchedule:
 
 
 class Engine:
-    """The loop over live requests. One thread calls `run_once`; any thread may call `submit` and `cancel`, which ring
-    the doorbell.
+    """The loop over live requests. One thread calls `run_once`; any thread may call `submit` and `cancel`.
 
     `decoder` is the whole chain: its first level is the target, which hands up one verified block per round. Sequence
-    ids count up from `first_sequence_id`; where the tiers may still hold sequences of an earlier engine, choose it so
-    that their ids do not come again.
+    ids count up from `first_sequence_id`; the tiers may still hold those of an earlier engine, which must not come
+    again.
     """
 
     def __init__(
@@ -159,10 +156,8 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its id, which is the sequence id of its first `Sequence`. After a preemption the
-        request goes on in another `Sequence`, and its own id stays.
-
-        Raises `InvalidValueError` or `ContextLengthError`.
+        """Queue a request and return its id, the sequence id of its first `Sequence`; after a preemption it goes on in
+        another. Raises `InvalidValueError` or `ContextLengthError`.
         """
         self.limits.check(request)
         retrieves = request.lookaheads is None or request.lookaheads[0] > 0

@@ -20,10 +20,8 @@ DESCRIPTIONS = ("config.json", "generation_config.json", "tokenizer.json", "toke
 
 
 def target_fingerprint(settings: Settings) -> str:
-    """The fingerprint of the target of these settings; that of a lossy one says so.
-
-    It covers the version of this software, the settings that decide tokens, and the model's files as found here. Raises
-    `UnknownModelError` where there is no such model.
+    """The fingerprint of the target of these settings, by the version of this software, the settings that decide
+    tokens, and the model's files as found here; that of a lossy one says so. Raises `UnknownModelError`.
     """
     target = settings.target
     what = [triforce_core.__version__, target.model, settings.dtype, settings.device, settings.attention]
@@ -45,9 +43,8 @@ def folder_of(model: str) -> Path:
 
 
 def model_digest(folder: Path) -> bytes:
-    """A digest of a model's files: its descriptions, and of each file of weights its size and samples of its bytes.
-
-    Other training changes weights everywhere and so the samples; they miss a change of a few bytes elsewhere.
+    """A digest of a model's descriptions, and of each file of weights its size and samples of its bytes. Other training
+    changes weights everywhere and so the samples; they miss a change of a few bytes elsewhere.
     """
     digest = blake2b(digest_size=16)
     for path in [folder / name for name in DESCRIPTIONS]:

@@ -44,10 +44,6 @@ def kernels_of(runner: ModelRunner) -> dict[str, Any]:
     return {"fused": is_fused(runner.model), "shapes": len(runner.shaped.passes) if runner.shaped else 0}
 
 
-def kernels_by_tier(engine: Engine) -> dict[str, dict[str, Any]]:
-    return {tier.name.lower(): kernels_of(runner) for tier, runner in runners_of(engine).items()}
-
-
 def held_of(engine: Engine) -> dict[Tier, Sized]:
     """The sequences that each tier holds."""
     return {level.tier: level.held for level in levels_of(engine)}

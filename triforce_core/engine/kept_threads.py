@@ -1,5 +1,5 @@
-"""The best numbers of CPU threads, kept per machine and settings in the user's cache folder, so that they are measured
-once. To have them measured again, delete the file.
+"""The best numbers of CPU threads, measured once per machine and settings and kept in a file of the user's cache
+folder.
 """
 
 from __future__ import annotations

@@ -10,14 +10,8 @@ from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
 from triforce_core.errors import require
-from triforce_core.models.load import (
-    check_pair,
-    check_quantization,
-    check_self_drafter,
-    kv_shape,
-    load_config,
-    load_model,
-)
+from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, kv_shape, load_config
+from triforce_core.models.load import load_model
 from triforce_core.models.precision import resolved
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.rank_group import Group, Leader
@@ -36,11 +30,9 @@ def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreT
 
 
 def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
-    """The engine of the models that the settings name; whether they fit each other is checked before weights are
-    loaded.
-
-    `drafting`: whether to load the drafter; by default, if the lookaheads use it. `ranks`: the leader of as many ranks
-    as the settings ask for; None where they ask for one.
+    """The engine of the models that the settings name, which are checked before weights are loaded. `drafting`: whether
+    to load the drafter; by default, if the lookaheads use it. `ranks`: the leader of as many ranks as the settings ask
+    for.
     """
     settings = resolved(settings)
     here = ranks.world if ranks else 1

@@ -15,8 +15,8 @@ from triforce_core.models.threads import ALL_THREADS
 
 
 def choose_threads(engine: Engine, settings: Settings, report: Callable[[str], None]) -> None:
-    """Set each runner's decoding threads: to the numbers kept from an earlier run, or else by measuring now. Does
-    nothing where the settings fix the threads. `report` gets a line for the user when measuring starts.
+    """Set each runner's decoding threads, unless the settings fix them: to the numbers kept from an earlier run, or
+    else by measuring now. `report` gets a line for the user when measuring starts.
     """
     if not settings.chooses_threads or ALL_THREADS == 1:
         return

@@ -24,21 +24,21 @@ class Pool(Protocol):
 
     @property
     def used_tokens(self) -> int:
-        """How many tokens' slots sequences own or share."""
+        """Slots that sequences own or share."""
         ...
 
     @property
     def kept_tokens(self) -> int:
-        """How many slots only texts of earlier sequences hold, for later ones with the same prefix."""
+        """Slots that only texts of earlier sequences hold, for later ones with the same prefix."""
         ...
 
     @property
     def dropped_tokens(self) -> int:
-        """How many tokens of texts that were kept for later sequences have been dropped."""
+        """Tokens of such texts that have been dropped so far."""
         ...
 
     def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
-        """Begins to look for the KV of a text; None if none of it may be shared."""
+        """A cursor over the part of a text whose KV may be shared; None if none may."""
         ...
 
     def matched(self, cursor: Cursor) -> int:
@@ -150,11 +150,9 @@ class Scheduler:
         self.live[sequence.sequence_id] = sequence
 
     def _awaits_another(self, sequence: Sequence) -> bool:
-        """Whether to wait because a live request will soon have read the beginning that both texts share.
-
-        It will be read soon enough if waiting costs no more than it saves. The cost is the other request's `due` (see
-        `_share_chunks`) minus the `due` that this request would get now. The saving is the number of prompt tokens that
-        this request need not read.
+        """Whether to wait because a live request will soon have read the beginning that both texts share: if the
+        other's `due` (see `_share_chunks`) is later than its own would be now by no more tokens than it need not read
+        then.
         """
         cursor = sequence.beginning
         if cursor is None:
@@ -181,10 +179,9 @@ class Scheduler:
         return greatest if sequence.stats.preempted else min(greatest, sequence.given + self.step_ahead)
 
     def to_preempt(self) -> Sequence | None:
-        """Give the requests that are decoded room for their next round, the most urgent first.
-
-        None if all have it. Otherwise the request to preempt: the least urgent that was not preempted before, or the
-        one that lacks room if slots of others would not help it. Call again when it is gone.
+        """Give the requests that are decoded room for their next round, the most urgent first. Returns None if all have
+        it; otherwise the request to preempt: the least urgent that was not preempted before, or the one that lacks room
+        if slots of others would not help it. Call again when it is gone.
         """
         for sequence in sorted(self.live.values(), key=urgency):
             if sequence.work is None and not sequence.prefilling and not self._grow(sequence):
@@ -209,12 +206,10 @@ class Scheduler:
         return [sequence.work for sequence in idle if sequence.work is not None]
 
     def _share_chunks(self, sequences: list[Sequence]) -> None:
-        """Give these requests, whose prompts are still being prefilled, their shares of this turn's chunk.
-
-        Each gets what it can use, in the order of priority and then of `due`. A request's `due` is the number of prompt
-        tokens handed out before it went live, plus the number that it then had to read. `due` only orders the requests;
-        nothing waits until it is reached. So the shortest of several prompts that go live together comes first, and
-        only more urgent requests can keep a request waiting for ever.
+        """Give these requests their shares of this turn's chunk: each what it can use, in the order of priority and
+        then of `due`, the prompt tokens handed out before it went live plus those that it then had to read. So the
+        shortest of several prompts that go live together comes first, and only more urgent requests can keep one
+        waiting for ever.
         """
         shares: list[Part] = []
         room, scored_room = self.prefill_chunk, self.scored_chunk
@@ -269,9 +264,7 @@ class Scheduler:
 
     @property
     def asked_tokens(self) -> int:
-        """An upper estimate of the tokens in the target's next pass: all new tokens in its unanswered work. A block
-        that was begun under an earlier, longer plan may have more.
-        """
+        """An upper estimate of the tokens in the target's next pass: all new tokens in its unanswered work."""
         asked = [(s.work, s.prefilled) for s in self.live.values() if s.work is not None]
         return sum(w.span.end - prefilled + sum(w.lookaheads[1:]) for w, prefilled in asked)
 

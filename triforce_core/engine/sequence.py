@@ -95,11 +95,6 @@ class Stats:
         return replace(self, tallies=list(self.tallies), plans=dict(self.plans))
 
     @property
-    def speculative_rounds(self) -> int:
-        """Rounds in which something was to be drafted."""
-        return sum(rounds for kind, rounds in self.plans.items() if kind != PLAIN.kind)
-
-    @property
     def tokens_per_round(self) -> float | None:
         """Mean tokens committed per round of the target."""
         return self.decoded / self.tallies[0].rounds if self.tallies[0].rounds else None
@@ -168,9 +163,8 @@ class Sequence:
             self.plan = Plan(*self.request.lookaheads, self.request.drafting)
 
     def again(self, sequence_id: int) -> Sequence:
-        """The record in which this request goes on after it was preempted: its tokens so far are prefilled again.
-
-        It has another id, so that nothing that the tiers still hold or send for the old one is taken for the new one.
+        """The record in which this request goes on after it was preempted: its tokens so far are prefilled again, under
+        another id, so that nothing that the tiers hold or send for the old one is taken for the new one.
         """
         self.stats.preempted += 1
         self.drafted.chosen_at, self.drafted.trial = None, 0  # it gets the plan of those that it joins

@@ -20,10 +20,8 @@ TIE = 0.9
 
 class ThreadSearch:
     """Begins with the most threads for each tier, and halves those of one tier after another as long as the time per
-    token hardly grows (`TIE`).
-
-    Run the next round with `arrangement` and pass its time to `took`. `best` is the best arrangement so far, and the
-    result once `done` is true.
+    token hardly grows (`TIE`). Run the next round with `arrangement` and pass its time to `took`; once `done`, `best`
+    is the result.
     """
 
     def __init__(self, most: Mapping[str, int], tiers: Collection[str]) -> None:

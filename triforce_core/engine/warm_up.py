@@ -1,9 +1,8 @@
-"""Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind.
+"""Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind, in which
+memory is touched for the first time and libraries make kernels for its shape.
 
-The first pass of a kind is slow: memory is touched for the first time, and libraries make kernels for its shape. The
-tiers' numbers of CPU threads are chosen while long requests are decoded. The target's number comes first, during plain
-decoding. The numbers of the drafting tiers follow, while all tiers work. (During speculation the target would get too
-few threads: nearly all drafts of the warm-up text are accepted, so the target's passes hardly count.)
+The tiers' numbers of CPU threads are chosen while long requests are decoded: the target's during plain decoding,
+because nearly all drafts of the warm-up text are accepted; then those of the drafting tiers, while all tiers work.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class WarmUp:
         self.give_up = float("inf")  # when the search ends, finished or not
 
     def requests(self) -> Iterator[Request]:
-        """Two requests with a short prompt, one with a whole prefill chunk, and one with a long context. The last one
-        is decoded long enough for two snapshots, the second of which is sent as changes. All tiers take part in the
-        first and the last; the second is decoded plainly, the third without the retrieval tier. Where the target's
-        threads are searched, another long request is decoded plainly before the last.
+        """Two requests with a short prompt, one with a whole prefill chunk, and one with a long context, decoded long
+        enough for two snapshots, the second of which is sent as changes. The second is decoded plainly, the third
+        without the retrieval tier. Where the target's threads are searched, another long request is decoded plainly
+        before the last.
         """
         given = self.settings.speculation
         # Requests may ask for drafts even if the settings do not, unless the target is lossy.

@@ -1,8 +1,6 @@
 """What the target takes beside its KV pool. A pool that leaves no room for it is refused at the start; otherwise memory
-would run out at the first cut of a snapshot, after a long prefill.
-
-Computed from the shapes, and compared with what passes hold (tests/unit/core/engine/test_cuda_path.py). Peaks of
-passes, cuts and draws do not coincide, so only the largest counts. What libraries take by themselves is a guess.
+would run out at the first cut, after a long prefill. Computed from the shapes; peaks of passes, cuts and draws do not
+coincide, so only the largest counts. What libraries take by themselves is a guess.
 """
 
 from __future__ import annotations

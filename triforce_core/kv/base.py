@@ -223,11 +223,6 @@ class KVCache(ABC):
         """How many tokens of such texts have been dropped so far."""
         return 0
 
-    @property
-    def num_bytes(self) -> int:
-        """The bytes of its tensors, wherever they are."""
-        return sum(pool.nbytes for pool in self.pools)
-
     def spare(self, count: int) -> list[Range] | None:
         """Slots for a pass that leaves the cache as it is, to be freed after it; None when the pool has too few."""
         return self.allocator.allocate(count)

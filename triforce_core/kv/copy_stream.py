@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -18,50 +17,29 @@ from triforce_core.kv.ranges import Range
 StreamEvent = torch.cuda.Event | None  # a point in one stream that the other can wait for; None: it has passed
 
 
-class CopyStream(Protocol):
-    """A stream of copies beside the stream that computes."""
+class CopyStream:
+    """Copies beside the computation. On a CPU, as here, they end before the call returns, so that nothing waits."""
 
     def copying(self, after: StreamEvent) -> AbstractContextManager[None]:
         """Copies requested in the body start after the computation has passed `after`."""
-        ...
-
-    def copied(self) -> StreamEvent:
-        """The end of the copies requested so far."""
-        ...
-
-    def computed(self) -> StreamEvent:
-        """The end of the computation queued so far."""
-        ...
-
-    def compute_after(self, mark: StreamEvent) -> None:
-        """Computation that is queued later waits for the copies up to `mark`."""
-        ...
-
-    def wait(self) -> None:
-        """Block the host until all copies have ended, so that it may read the results."""
-        ...
-
-
-class BlockingCopies:
-    """Copies on the CPU, which end before the call returns, so that nothing needs to wait."""
-
-    def copying(self, after: StreamEvent) -> AbstractContextManager[None]:
         return nullcontext()
 
     def copied(self) -> StreamEvent:
+        """The end of the copies requested so far."""
         return None
 
     def computed(self) -> StreamEvent:
+        """The end of the computation queued so far."""
         return None
 
     def compute_after(self, mark: StreamEvent) -> None:
-        """Do nothing: the copies have ended."""
+        """Computation that is queued later waits for the copies up to `mark`."""
 
     def wait(self) -> None:
-        """Do nothing: the copies have ended."""
+        """Block the host until all copies have ended, so that it may read the results."""
 
 
-class CudaCopies:
+class CudaCopies(CopyStream):
     """Copies in a separate CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -92,7 +70,7 @@ class CudaCopies:
 
 
 def copy_stream(device: torch.device) -> CopyStream:
-    return CudaCopies(device) if device.type == "cuda" else BlockingCopies()
+    return CudaCopies(device) if device.type == "cuda" else CopyStream()
 
 
 def copy_slots(source: Tensor, into: Tensor, ranges: list[Range]) -> None:

@@ -3,46 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from triforce_core.attention import ChunkSums
-from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full_held import FullHeld, Layout
-from triforce_core.kv.landmarks import READ_TOGETHER, LandmarkPool
+from triforce_core.kv.landmarks import READ_TOGETHER
 from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import sliced
 from triforce_core.kv.selectors import Landmark, Selector, grouped
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
 
-
-class Pools(Protocol):
-    """The parts of the full cache that cutting reads."""
-
-    geometry: KVGeometry
-    keys: list[Tensor]  # per layer: [kv_heads, pool_tokens, head_dim], on the device or elsewhere
-    landmarks: LandmarkPool | None
-    chunk_sums: ChunkSums
-
-    def read(self, layers: Tensor, kv_heads: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Copies of keys and values, [*shape, head_dim] each, on the device that computes.
-
-        `layers`, `kv_heads` and `slots` broadcast to `shape`, and `layers` differ in the first dimension only, in which
-        they ascend.
-        """
-        ...
-
-    def moved(self, tensor: Tensor) -> Tensor:
-        """A part of a pool, or what was computed of it, on the device that computes."""
-        ...
+if TYPE_CHECKING:
+    from triforce_core.kv.full import FullKV
 
 
 class SnapshotCutter:
     """Cuts one snapshot of one sequence. Records its layout in `held`, so that the next can state changes to it."""
 
-    def __init__(self, pools: Pools, held: FullHeld, position: int, chunks: ChunkSettings, selector: Selector) -> None:
+    def __init__(self, pools: FullKV, held: FullHeld, position: int, chunks: ChunkSettings, selector: Selector) -> None:
         """`position`: the snapshot covers the KV below it, which must be settled and held."""
         assert position <= held.cached, "a snapshot is cut of settled KV"
         self.pools, self.held, self.position, self.settings, self.selector = pools, held, position, chunks, selector

@@ -64,10 +64,6 @@ class FullKV(KVCache):
         self.shares, self.tree = shares, PrefixTree(unit, self.allocator.free)
         self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
 
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + (self.landmarks.num_bytes if self.landmarks else 0)
-
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
         num_queries, queries = SELECTORS[spec.selector]().num_queries, KeptQueries(self.geometry.num_layers)
         held = FullHeld(spec, ranges=ranges, next_growth=FIRST_GROWTH, queries=queries, num_queries=num_queries)

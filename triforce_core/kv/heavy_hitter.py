@@ -105,10 +105,6 @@ class HeavyHitterKV(FixedKV):
         ]
         self.scale = 0.0  # of the model's attention; every pass sets it
 
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + sum(pool.nbytes for pool in self.queries)
-
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> HeavyHeld:
         held = HeavyHeld(spec, ranges=ranges)
         self._empty(held)

@@ -44,10 +44,6 @@ class LandmarkPool:
         ]
         self.known = np.zeros((len(keys), count), dtype=bool)  # [layers, chunks]: if computed from the present keys
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(layer.nbytes for layer in self.layers)
-
     def forget(self, ranges: list[Range]) -> None:
         """Mark the landmarks of these slots, which need not be whole chunks, as unknown: the keys there change."""
         for start, stop in ranges:

@@ -127,11 +127,6 @@ def size_of(ranges: list[Range]) -> int:
     return sum(stop - start for start, stop in ranges)
 
 
-def slots_of(ranges: list[Range]) -> list[int]:
-    """Each slot in the ranges."""
-    return [slot for start, stop in ranges for slot in range(start, stop)]
-
-
 def sliced(ranges: list[Range], start: int, stop: int) -> list[Range]:
     """The slots of tokens [start, stop) of a sequence whose tokens fill `ranges` in order."""
     out, offset = [], 0

@@ -9,7 +9,7 @@ docs/decisions/0015-graphs.md
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -33,16 +33,6 @@ PROGRAMS = 2  # that a multiprocessor of an H100 runs at the same time, each of 
 WARM_UPS = 2  # passes before capture, in which libraries allocate their permanent buffers
 
 
-class ShapedPass(Protocol):
-    """Runs the model over the tokens that were loaded into `batch`."""
-
-    batch: ShapedBatch
-
-    def run(self) -> Tensor:
-        """Logits, [tokens of the shape, vocab] float32, those of the sampled tokens first."""
-        ...
-
-
 class EagerPass:
     """The pass of constant shape, run without capture."""
 
@@ -51,6 +41,7 @@ class EagerPass:
 
     @torch.inference_mode()
     def run(self) -> Tensor:
+        """Logits of the tokens loaded into `batch`, [tokens of the shape, vocab] float32, the sampled tokens' first."""
         batch = self.batch
         batch.unpack()
         output = self.model(
@@ -93,6 +84,9 @@ class CapturedPass:
     def run(self) -> Tensor:
         self.graph.replay()
         return self.logits.clone()
+
+
+ShapedPass = EagerPass | CapturedPass
 
 
 class ShapedPasses:

@@ -21,41 +21,9 @@ from triforce_core.kv.full import FullKV
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.device import DTYPES, check_dtype, torch_device
 from triforce_core.models.fallback import out_of_memory
-from triforce_core.models.files import (
-    check_pair,
-    check_quantization,
-    check_ranks,
-    check_same_vocabulary,
-    check_self_drafter,
-    check_stored,
-    context_length,
-    kv_shape,
-    load_config,
-    load_tokenizer,
-    resolve,
-    stop_token_ids,
-)
+from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
-
-__all__ = [
-    "ATTENTION",
-    "DTYPES",
-    "check_attention",
-    "check_pair",
-    "check_quantization",
-    "check_ranks",
-    "check_same_vocabulary",
-    "check_self_drafter",
-    "context_length",
-    "kv_geometry",
-    "kv_shape",
-    "load_config",
-    "load_model",
-    "load_tokenizer",
-    "resolve",
-    "stop_token_ids",
-]
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention

@@ -9,8 +9,8 @@ broadcasts the pass. On each follower a `CallExecutor` makes the same calls.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -25,67 +25,8 @@ from triforce_core.messages import SequenceSpec, Tier
 from triforce_core.models.rank_group import Follower, Leader, outline
 from triforce_core.models.runner import ModelRunner
 
-
-@dataclass(frozen=True, slots=True)
-class Open:
-    """Open a sequence in the target's cache; the retrieval tier's cache opens its sequences by itself."""
-
-    sequence_id: int
-    spec: SequenceSpec
-    tokens: int | None
-    text: tuple[int, ...] = ()  # each rank matches it with the KV in its own pool
-
-
-@dataclass(frozen=True, slots=True)
-class Grow:
-    """Make room for so many tokens of a sequence in the target's cache."""
-
-    sequence_id: int
-    tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunPass:
-    tier: Tier
-    forwards: list[Forward]
-
-
-@dataclass(frozen=True, slots=True)
-class Release:
-    tier: Tier
-    sequence_id: int
-
-
-@dataclass(frozen=True, slots=True)
-class CutSnapshot:
-    """`gathered`: the leader collects the ranks' shares; else each rank keeps its share for `Deliver`."""
-
-    sequence_id: int
-    position: int
-    chunks: ChunkSettings
-    selector: Selector
-    base: int
-    gathered: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Take:
-    """A snapshot for the retrieval tier; the leader sends the contents of each rank's share afterwards."""
-
-    outlines: list[Snapshot]  # by rank
-
-
-@dataclass(frozen=True, slots=True)
-class Deliver:
-    """Every rank puts the share that it cut last into its own retrieval cache."""
-
-
-@dataclass(frozen=True, slots=True)
-class DropUnstated:
-    """Drop the arrived snapshots of sequences that the retrieval tier does not hold."""
-
-
-Command = Open | Grow | RunPass | Release | CutSnapshot | Take | Deliver | DropUnstated
+# A command is what a follower does, a method of `CallExecutor`, and its arguments.
+Command = tuple[Callable[..., None], tuple[Any, ...]]
 
 
 class LeadingKV:
@@ -109,18 +50,19 @@ class LeadingKV:
 
     def prepare(self, forwards: list[Forward]) -> Batch:
         with self.order:
-            self.broadcast(RunPass(self.tier, forwards))
+            self.broadcast(CallExecutor.run_pass, self.tier, forwards)
             batch = self.kv.prepare(forwards)
             self.ranks.expect(batch.num_tokens)
             return batch
 
     def release(self, sequence_id: int) -> None:
         with self.order:
-            self.broadcast(Release(self.tier, sequence_id))
+            self.broadcast(CallExecutor.release, self.tier, sequence_id)
             self.kv.release(sequence_id)
 
-    def broadcast(self, command: Command) -> None:
-        self.ranks.broadcast(command)
+    def broadcast(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Have every follower make this call, a method of its `CallExecutor`."""
+        self.ranks.broadcast((call, arguments))
 
 
 class LeadingFullKV(LeadingKV):
@@ -157,7 +99,7 @@ class LeadingFullKV(LeadingKV):
         self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None, text: Sequence[int] = ()
     ) -> Held | None:
         with self.order:
-            self.broadcast(Open(sequence_id, spec, tokens, tuple(text)))
+            self.broadcast(CallExecutor.open, sequence_id, spec, tokens, tuple(text))
             return self.full.open(sequence_id, spec, tokens, text)
 
     def keys_after(self, tokens: int) -> int:
@@ -169,14 +111,15 @@ class LeadingFullKV(LeadingKV):
     def grow(self, sequence_id: int, tokens: int) -> bool:
         with self.order:
             if tokens > self.full.room(self.full.held[sequence_id]):  # else nothing changes
-                self.broadcast(Grow(sequence_id, tokens))
+                self.broadcast(CallExecutor.grow, sequence_id, tokens)
             return self.full.grow(sequence_id, tokens)
 
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot:
-        self.broadcast(CutSnapshot(sequence_id, position, chunks, selector, base, self.gathered))
-        snapshot = self.full.cut(sequence_id, position, chunks, selector, base)
+        call = (sequence_id, position, chunks, selector, base)
+        self.broadcast(CallExecutor.cut, *call, self.gathered)
+        snapshot = self.full.cut(*call)
         return self.ranks.gather(snapshot) if self.gathered else snapshot
 
 
@@ -207,24 +150,24 @@ class LeadingRetrievalKV(LeadingKV):
 
     def drop_unstated(self) -> None:
         with self.order:
-            self.broadcast(DropUnstated())
+            self.broadcast(CallExecutor.drop_unstated)
             self.sparse.drop_unstated()
 
     # For a chain in one process: each rank has cut its share itself.
 
     def deliver(self, snapshot: Snapshot) -> None:
-        self.broadcast(Deliver())
+        self.broadcast(CallExecutor.deliver)
         self.sparse.take(snapshot)
 
     def busy(self, sequence_id: int) -> bool:
         return False
 
-    def broadcast(self, command: Command) -> None:
+    def broadcast(self, call: Callable[..., None], *arguments: Any) -> None:
         taken, self.taken = self.taken, []
         for shares in taken:
-            self.ranks.broadcast(Take([outline(share) for share in shares]))
+            super().broadcast(CallExecutor.take, [outline(share) for share in shares])
             self.ranks.scatter(shares[1:])
-        super().broadcast(command)
+        super().broadcast(call, *arguments)
 
 
 class LeadingRunner(ModelRunner):
@@ -243,7 +186,8 @@ class CallExecutor:
     """A follower's caches and runners, the same as its leader's, each with this rank's share of the KV."""
 
     def __init__(self, group: Follower, full: FullKV | None, sparse: RetrievalKV | None) -> None:
-        self.group, self.full, self.sparse = group, full, sparse
+        """A cache that the leader has not is None, and the leader makes no call on it."""
+        self.group, self.full, self.sparse = group, cast(FullKV, full), cast(RetrievalKV, sparse)
         self.runners: dict[Tier, ModelRunner] = {}
         self.last_cut: Snapshot | None = None
 
@@ -253,38 +197,44 @@ class CallExecutor:
             self.execute(command)
 
     def execute(self, command: Command) -> None:
-        match command:
-            case RunPass(tier, forwards):
-                self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
-            case Open(sequence_id, spec, tokens, text):
-                assert self.full is not None
-                self.full.open(sequence_id, spec, tokens, text)
-            case Grow(sequence_id, tokens):
-                assert self.full is not None
-                self.full.grow(sequence_id, tokens)
-            case Release(tier, sequence_id):
-                self.cache(tier).release(sequence_id)
-            case CutSnapshot(sequence_id, position, chunks, selector, base, gathered):
-                assert self.full is not None
-                share = self.full.cut(sequence_id, position, chunks, selector, base)
-                if gathered:
-                    self.group.give(share)
-                else:
-                    self.last_cut = share
-            case Take(outlines):
-                assert self.sparse is not None
-                share = outlines[self.group.rank]
-                self.sparse.take(self.group.accept(share, self.sparse.geometry.device))
-            case Deliver():
-                assert self.sparse is not None
-                assert self.last_cut is not None
-                self.sparse.take(self.last_cut)
-                self.last_cut = None
-            case DropUnstated():
-                assert self.sparse is not None
-                self.sparse.drop_unstated()
+        call, arguments = command
+        call(self, *arguments)
 
-    def cache(self, tier: Tier) -> KVCache:
-        cache = self.full if tier is Tier.TARGET else self.sparse
-        assert cache is not None, "a leader broadcasts commands for caches that it has"
-        return cache
+    def run_pass(self, tier: Tier, forwards: list[Forward]) -> None:
+        self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
+
+    def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None, text: tuple[int, ...]) -> None:
+        """Open a sequence in the target's cache; the retrieval tier's cache opens its sequences by itself. Each rank
+        matches the text with the KV in its own pool.
+        """
+        self.full.open(sequence_id, spec, tokens, text)
+
+    def grow(self, sequence_id: int, tokens: int) -> None:
+        self.full.grow(sequence_id, tokens)
+
+    def release(self, tier: Tier, sequence_id: int) -> None:
+        (self.full if tier is Tier.TARGET else self.sparse).release(sequence_id)
+
+    def cut(
+        self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int, gathered: bool
+    ) -> None:
+        """`gathered`: the leader collects the ranks' shares; else each rank keeps its share for `deliver`."""
+        share = self.full.cut(sequence_id, position, chunks, selector, base)
+        if gathered:
+            self.group.give(share)
+        else:
+            self.last_cut = share
+
+    def take(self, outlines: list[Snapshot]) -> None:
+        """Take a snapshot for the retrieval tier: the leader sends the contents of each rank's share after this."""
+        share = outlines[self.group.rank]
+        self.sparse.take(self.group.accept(share, self.sparse.geometry.device))
+
+    def deliver(self) -> None:
+        """Every rank puts the share that it cut last into its own retrieval cache."""
+        assert self.last_cut is not None
+        self.sparse.take(self.last_cut)
+        self.last_cut = None
+
+    def drop_unstated(self) -> None:
+        self.sparse.drop_unstated()

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from triforce_core.costs import MANY_TOKENS, Part
-from triforce_core.kv.base import Batch, Forward, Held, KVGeometry, Row
+from triforce_core.kv.base import Batch, Forward, KVCache, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
 from triforce_core.models.pass_clock import PassClock
@@ -20,23 +19,8 @@ from triforce_core.models.threads import Threads, run_on
 from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.transfer import on_device
 
-
-class Cache(Protocol):
-    """A KV cache as its runner sees it."""
-
-    @property
-    def geometry(self) -> KVGeometry: ...
-
-    @property
-    def held(self) -> Mapping[int, Held]:
-        """The sequences in the cache, by sequence id."""
-        ...
-
-    def prepare(self, forwards: list[Forward]) -> Batch: ...
-
-    def room(self, held: Held) -> int: ...
-
-    def release(self, sequence_id: int) -> None: ...
+if TYPE_CHECKING:
+    from triforce_core.models.replay import LeadingKV
 
 
 class ModelRunner:
@@ -47,7 +31,7 @@ class ModelRunner:
     def __init__(
         self,
         model: PreTrainedModel,
-        kv: Cache,
+        kv: KVCache | LeadingKV,
         threads: Threads | None = None,
         shaped: ShapedPasses | None = None,
         noisiest: Noisiest = noisiest,

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
 from triforce_core.messages import TokenLogprobs
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_core.text import REPLACEMENT, OutputText, TextDelta, TokenText
 
 KINDS = ["byte_level", "byte_fallback"]

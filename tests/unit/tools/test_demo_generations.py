@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from triforce_tools.demo_training import generations
 from triforce_tools.demo_training.generations import PROMPT, ROWS, written_by_target
 from triforce_tools.demo_training.modeling import build_model
+
+from triforce_tools.demo_training import generations
 from triforce_tools.demo_training.settings import Geometry
 
 TINY = Geometry(hidden_size=16, intermediate_size=16, layers=1, heads=1, head_dim=16, rope_theta=1e4)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-
 from triforce_tools.demo_training.modeling import build_model, logits
+
 from triforce_tools.demo_training.settings import MODELS, ModelName, load_settings
 
 SETTINGS = load_settings()

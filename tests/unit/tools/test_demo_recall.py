@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from triforce_tools.demo_training.evaluate import EvaluationPlan, answer_runs, recall_accuracy
 
 from triforce_core.demo import weights_dir
 from triforce_tools.demo_training.corpus import Corpus
-from triforce_tools.demo_training.evaluate import EvaluationPlan, answer_runs, recall_accuracy
 from triforce_tools.demo_training.recall import RecallTasks, recall_once_sequence, recall_probe, recall_sequence
 from triforce_tools.demo_training.settings import load_settings
 

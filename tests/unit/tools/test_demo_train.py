@@ -17,16 +17,16 @@ import pytest
 import torch
 import yaml
 from rich.console import Console
+from triforce_tools.demo_training.checkpoint import checkpoints, latest_checkpoint, read_checkpoint, save_checkpoint
+from triforce_tools.demo_training.evaluate import EvaluationPlan
+from triforce_tools.demo_training.report import Clock
 
 from triforce_core.cli import main
 from triforce_core.demo import weights_dir
 from triforce_core.models.precision import machine_dtype
 from triforce_tools.demo_training.batches import BatchSource
-from triforce_tools.demo_training.checkpoint import checkpoints, latest_checkpoint, read_checkpoint, save_checkpoint
 from triforce_tools.demo_training.corpus import Package, build_corpus
-from triforce_tools.demo_training.evaluate import EvaluationPlan
 from triforce_tools.demo_training.recall import RecallTasks
-from triforce_tools.demo_training.report import Clock
 from triforce_tools.demo_training.settings import DEFAULT_SETTINGS, DemoSettings, load_settings
 from triforce_tools.demo_training.train import CannotResumeError, train
 

@@ -10,12 +10,6 @@ import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-from triforce_core.demo import weights_dir
-from triforce_core.errors import InvalidValueError, UnavailableError
-from triforce_core.messages import SamplingParams
-from triforce_core.models.load import load_model
-from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_tools.demo_training.acceptance import (
     BUDGETS,
     POSITIONS,
@@ -26,11 +20,17 @@ from triforce_tools.demo_training.acceptance import (
 )
 from triforce_tools.demo_training.card import write_card
 from triforce_tools.demo_training.checkpoint import save_checkpoint
-from triforce_tools.demo_training.corpus import Corpus, Document, Package, build_corpus
 from triforce_tools.demo_training.evaluate import held_out_windows, loss_figures, repeated_share
-from triforce_tools.demo_training.export import export_pair
 from triforce_tools.demo_training.learner import Learner
 from triforce_tools.demo_training.modeling import logits
+
+from triforce_core.demo import weights_dir
+from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.messages import SamplingParams
+from triforce_core.models.load import load_model
+from triforce_core.sampling.draw import Draw, draw_tokens
+from triforce_tools.demo_training.corpus import Corpus, Document, Package, build_corpus
+from triforce_tools.demo_training.export import export_pair
 from triforce_tools.demo_training.settings import MODELS, DemoSettings, Geometry, load_settings
 
 TOKENIZER = weights_dir("target") / "tokenizer.json"

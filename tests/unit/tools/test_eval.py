@@ -15,6 +15,9 @@ import torch
 from jsonschema import validate
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM, GPTNeoXConfig
+from triforce_tools.evaluation.choice import choose
+from triforce_tools.evaluation.costs import measure_costs
+from triforce_tools.evaluation.walk import measure
 
 from tests.command_line import Refusals, run
 from tests.random_models import plain_logits, random_pair, random_tokens
@@ -22,18 +25,16 @@ from triforce_core.attention import KERNELS
 from triforce_core.config import Settings, load_settings
 from triforce_core.demo import weights_dir
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.load import ATTENTION, load_tokenizer
+from triforce_core.models.files import load_tokenizer
+from triforce_core.models.load import ATTENTION
 from triforce_tools.bench.prompts import held_out_path
 from triforce_tools.evaluation import batches
 from triforce_tools.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
-from triforce_tools.evaluation.choice import choose
-from triforce_tools.evaluation.costs import measure_costs
 from triforce_tools.evaluation.measures import Counts, Scored
 from triforce_tools.evaluation.plan import Budget, EvalPlan
 from triforce_tools.evaluation.reading import SEQUENCE, WRITTEN, Model, Reading
 from triforce_tools.evaluation.report import by_budget, report
 from triforce_tools.evaluation.texts import MANY_KEYS, ONE_KEY, Input, Stretch, held_out_inputs, needle_inputs
-from triforce_tools.evaluation.walk import measure
 
 CONTEXT, SCORED = 200, 24
 TOKENS = random_tokens(CONTEXT + SCORED + 1, seed=3)

@@ -10,11 +10,11 @@ from typing import Any
 from triforce_core.config import TIER_SETS, Settings
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.followers import local_ranks
-from triforce_core.engine.inspection import kernels_by_tier, runners_of
+from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.sequence import Request, Stats
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_tools.bench.axes import Mode, Point
 from triforce_tools.bench.pairs import Measured, Steps
 from triforce_tools.bench.sweep import Requests, Workload
@@ -59,7 +59,7 @@ class Alone:
         threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(self.engine).items()}
         return {
             "threads": {tier: each and each._asdict() for tier, each in threads.items()},
-            "kernels": kernels_by_tier(self.engine),
+            "kernels": {tier.name.lower(): kernels_of(each) for tier, each in runners_of(self.engine).items()},
         }
 
     def run(self, point: Point, mode: Mode, output: int) -> Measured:

@@ -10,7 +10,6 @@ import random
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -22,16 +21,15 @@ from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import kernels_by_tier, runners_of
+from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.retrieval import RetrievalKV
-from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, Span, Tier
-from triforce_core.models.device import torch_device
+from triforce_core.messages import GREEDY, Claim, Proposer, SamplingParams, SequenceSpec, Span, Tier
+from triforce_core.models.device import DTYPES, torch_device
 from triforce_core.models.files import context_length, kv_shape
-from triforce_core.models.load import DTYPES
 from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight_bytes
 from triforce_core.models.runner import ModelRunner
 from triforce_core.verification import ModelVerifier
@@ -122,7 +120,7 @@ def bench_device(
     rng = random.Random(load.seed)
     vocab_size = geometry.target.vocab_size
     prompts = [tuple(rng.randrange(vocab_size) for _ in range(load.context)) for _ in range(load.requests)]
-    found["kernels"] = kernels_by_tier(engine)
+    found["kernels"] = {tier.name.lower(): kernels_of(runner) for tier, runner in runners_of(engine).items()}
     report("each stage by itself")
     by_itself: dict[str, Any] = {}
     for by_itself in stages(engine, settings, load, prompts, peaks):
@@ -164,10 +162,13 @@ def synthetic_engine(settings: Settings, geometry: Geometry, load: DeviceWorkloa
     if settings.retrieval.quantization:
         self_drafter = random_model(geometry.target, settings)
         quantize_weights(self_drafter, settings.retrieval.quantization)
-    make_verifier = partial(SyntheticVerifier, acceptance=load.acceptance, seed=load.seed, fill=load.fill)
-    return local_engine(
-        target, random_model(geometry.drafter, settings), settings, self_drafter, make_verifier=make_verifier
-    )
+    engine = local_engine(target, random_model(geometry.drafter, settings), settings, self_drafter)
+    level: Proposer = engine.decoder
+    while isinstance(level, SpeculativeDecoder):
+        assert isinstance(level.verifier, ModelVerifier)
+        level.verifier = SyntheticVerifier(level.verifier, acceptance=load.acceptance, seed=load.seed, fill=load.fill)
+        level = level.proposer
+    return engine
 
 
 def stages(

@@ -12,8 +12,9 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.device import torch_device
-from triforce_core.models.load import ATTENTION, DTYPES, check_attention, load_config
+from triforce_core.models.device import DTYPES, torch_device
+from triforce_core.models.files import load_config
+from triforce_core.models.load import ATTENTION, check_attention
 
 DRAFTER = "llama-68m"
 SHAPES: dict[str, dict[str, Any]] = {

@@ -10,6 +10,7 @@ from statistics import median
 from typing import Any
 
 from triforce_core.engine.sequence import Stats
+from triforce_core.plans import PLAIN
 
 Steps = dict[str, tuple[int, float]]  # forward passes and their seconds, by tier
 
@@ -62,9 +63,14 @@ def identical_share(runs: Sequence[Measured], reference: Measured) -> float:
     return sum(same) / len(same)
 
 
+def speculative_rounds(stats: Stats) -> int:
+    """Rounds in which something was to be drafted."""
+    return sum(rounds for kind, rounds in stats.plans.items() if kind != PLAIN.kind)
+
+
 def speculative_share(stats: Stats) -> float:
     """The share of the target's rounds whose plan was not plain decoding."""
-    return stats.speculative_rounds / stats.tallies[0].rounds if stats.tallies[0].rounds else 0.0
+    return speculative_rounds(stats) / stats.tallies[0].rounds if stats.tallies[0].rounds else 0.0
 
 
 def figures_of(runs: Runs) -> dict[str, Any]:

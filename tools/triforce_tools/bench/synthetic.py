@@ -11,8 +11,6 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import Claim, Tier, Verdict
 from triforce_core.models.files import kv_shape
-from triforce_core.models.runner import ModelRunner
-from triforce_core.sampling.grammars import Grammars
 from triforce_core.verification import ModelVerifier, judge
 from triforce_tools.bench.fill import fill
 
@@ -68,18 +66,10 @@ class SyntheticVerifier(ModelVerifier):
     not run: their KV is random.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        tier: Tier,
-        grammars: Grammars | None = None,
-        *,
-        acceptance: SyntheticAcceptance,
-        seed: int,
-        fill: bool,
-    ) -> None:
-        super().__init__(runner, tier, grammars)
-        self.rate, self.seed, self.fill = acceptance.by(tier), seed, fill
+    def __init__(self, real: ModelVerifier, *, acceptance: SyntheticAcceptance, seed: int, fill: bool) -> None:
+        """`real`: the verifier in whose place this one is put."""
+        super().__init__(real.runner, real.tier, real.drawer.grammars)
+        self.rate, self.seed, self.fill = acceptance.by(real.tier), seed, fill
 
     def verify(self, claims: list[Claim]) -> list[Verdict]:
         if self.fill and isinstance(self.runner.kv, FullKV):

@@ -8,20 +8,14 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triforce_core.cli.options import (
-    JsonOption,
-    SeedOption,
-    TemperatureOption,
-    geometry_settings,
-    pipeline_settings,
-    with_options_of,
-)
+from triforce_core.cli.options import JsonOption, SeedOption, with_options_of
 from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
 from triforce_tools.cli.bench_serve import serve
 from triforce_tools.cli.bench_sweep import sweep
 from triforce_tools.cli.figures import show_figures
+from triforce_tools.cli.options import TemperatureOption, geometry_settings, pipeline_settings
 
 MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load average")]
 ForceOption = Annotated[bool, typer.Option("--force", help="run at any load average")]

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from triforce_core.cli.options import JsonOption, TemperatureOption
+from triforce_core.cli.options import JsonOption
 from triforce_core.errors import InvalidValueError, require
+from triforce_tools.cli.options import TemperatureOption
 from triforce_tools.tables import markdown_table
 
 LOOKAHEADS = (8, 3)  # for the tiers that a server has: left to itself, it might decode each answer differently

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triforce_core.cli.options import JsonOption, SeedOption, TemperatureOption, pipeline_settings, with_options_of
+from triforce_core.cli.options import JsonOption, SeedOption, with_options_of
 from triforce_core.config import Settings
 from triforce_core.messages import SamplingParams
 from triforce_tools.bench.axes import AXES, Axes, Point, check_modes, parse_axes, parse_plans, points_of, shown
 from triforce_tools.cli.figures import check_figure, progression
+from triforce_tools.cli.options import TemperatureOption, pipeline_settings
 from triforce_tools.tables import markdown_table, number
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from triforce_core.cli.options import ThreadsOption
+from triforce_tools.cli.options import ThreadsOption
 from triforce_tools.demo_training.settings import DEFAULT_SETTINGS, load_settings
 
 SettingsOption = Annotated[

@@ -20,6 +20,8 @@ from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.kv.base import KVCache
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.heavy_hitter import HeavyHitterKV
 from triforce_core.messages import GREEDY, Tier
 
 FULL_REQUESTS = 4  # the memory is that of so many full caches
@@ -99,7 +101,13 @@ def free_memory(settings: Settings) -> None:
 def kv_bytes(kind: str, engine: Engine) -> int:
     """The bytes of the caches, H2O's queries included. The caches of the lower tiers count for TriForce alone."""
     used = [runner.kv for tier, runner in runners_of(engine).items() if kind == "triforce" or tier is Tier.TARGET]
-    return sum(kv.num_bytes for kv in used if isinstance(kv, KVCache))
+    tensors = [pool for kv in used if isinstance(kv, KVCache) for pool in kv.pools]
+    for kv in used:
+        if isinstance(kv, FullKV) and kv.landmarks:
+            tensors += kv.landmarks.layers
+        elif isinstance(kv, HeavyHitterKV):
+            tensors += kv.queries
+    return sum(tensor.nbytes for tensor in tensors)
 
 
 def decoding_rate(engine: Engine, prompts: Sequence[tuple[int, ...]], output: int) -> float:

@@ -24,8 +24,10 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.messages import GREEDY
 from triforce_core.models.cpu import cpu_summary
-from triforce_core.models.load import context_length, kv_geometry, load_config, load_tokenizer
+from triforce_core.models.files import context_length, load_config, load_tokenizer
+from triforce_core.models.load import kv_geometry
 from triforce_core.models.threads import threads_for
+from triforce_tools.bench.pairs import speculative_rounds
 from triforce_tools.evaluation.batches import KINDS, check_batches, free_memory, measure_batches
 from triforce_tools.evaluation.caches import CUT, DRAFT, TRIFORCE, Case, cases_of, open_case
 from triforce_tools.evaluation.measures import Counts, Exact
@@ -157,7 +159,7 @@ def compare_texts(engine: Engine, lookaheads: tuple[int, int], text: Input, read
     return {
         "texts": 1,
         "tokens": len(own),
-        "speculative_rounds": outputs[-1].stats.speculative_rounds,
+        "speculative_rounds": speculative_rounds(outputs[-1].stats),
         "same_text": own == full,
         "recall": own[: len(truth)] == truth,
         "recall_full": full[: len(truth)] == truth,

@@ -25,7 +25,7 @@ from triforce_core import __version__
 from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_core.models.precision import machine_dtype
 from triforce_tools.bench.machine import quiet_machine
 

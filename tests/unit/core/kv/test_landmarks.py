@@ -159,7 +159,7 @@ GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
 def test_the_setting_says_what_is_kept_and_it_is_counted(selector: str, per_token: float) -> None:
     kv = target_kv(random_model().config, GEOMETRY, 800, load_settings(retrieval={"selector": selector, "chunk": 8}))
     assert (kv.landmarks is None) == (per_token == 0)
-    kept = kv.num_bytes - sum(pool.nbytes for pool in (*kv.keys, *kv.values))
+    kept = sum(layer.nbytes for layer in kv.landmarks.layers) if kv.landmarks else 0
     assert kept == GEOMETRY.bytes_per_token * 800 * per_token
     assert kv.landmarks is None or kv.landmarks.landmark is LANDMARKS[selector]
     assert LANDMARKS["mean_key"] is mean_keys

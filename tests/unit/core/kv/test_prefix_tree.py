@@ -15,7 +15,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests.integrity import check
+from tests.integrity import check, slots_of
 from triforce_core.attention import KERNELS
 from triforce_core.engine import scheduler
 from triforce_core.engine.scheduler import Scheduler
@@ -24,7 +24,7 @@ from triforce_core.kv import prefix_tree
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.full import MOST_RANGES, FullKV
 from triforce_core.kv.prefix_tree import Cursor, agreement
-from triforce_core.kv.ranges import size_of, sliced, slots_of
+from triforce_core.kv.ranges import size_of, sliced
 from triforce_core.messages import GREEDY, SequenceSpec, Span
 from triforce_core.models.replay import CallExecutor, LeadingFullKV
 

@@ -31,19 +31,15 @@ from transformers import (
 from tests.random_models import FAMILIES, random_model, random_pair
 from triforce_core import __version__
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError
-from triforce_core.models.load import (
-    ATTENTION,
-    attention_through_kv,
-    check_attention,
+from triforce_core.models.files import (
     check_pair,
     check_same_vocabulary,
     context_length,
-    kv_geometry,
     load_config,
-    load_model,
     load_tokenizer,
     stop_token_ids,
 )
+from triforce_core.models.load import ATTENTION, attention_through_kv, check_attention, kv_geometry, load_model
 from triforce_core.models.refused import check_supported
 
 TINY: dict[str, Any] = {

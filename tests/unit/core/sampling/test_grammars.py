@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from llguidance import LLMatcher
 
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.load import load_tokenizer, stop_token_ids
+from triforce_core.models.files import load_tokenizer, stop_token_ids
 from triforce_core.sampling.grammars import Grammars, GrammarState
 from triforce_core.sampling.guides import Guide, of_ebnf
 

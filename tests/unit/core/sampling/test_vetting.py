@@ -9,7 +9,7 @@ import psutil
 import pytest
 
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.load import load_tokenizer
+from triforce_core.models.files import load_tokenizer
 from triforce_core.sampling.guides import Guide
 from triforce_core.sampling.vetting import CPU_S, MEMORY_MIB, TOO_LARGE, Vetting
 
