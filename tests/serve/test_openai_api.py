@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from typing import Any
 
 import psutil
@@ -232,3 +233,28 @@ def test_the_links_carry_the_blocks_between_three_processes(server: Server) -> N
 def test_health(server: Server) -> None:
     answer = requests.get(f"{server.url}/health", timeout=10)
     assert (answer.status_code, answer.json()) == (200, {"status": "ok"})
+
+
+def test_the_real_server_answers_chats(openai: OpenAI, server: Server) -> None:
+    """The demo pair has no template of its own: a chat is the plain text, and so the same as a completion of it."""
+    asked: dict[str, Any] = {"max_completion_tokens": 24, "temperature": 0.7, "seed": 5}
+    chat = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
+    ask = partial(openai.chat.completions.create, model="demo", messages=chat)
+    whole = ask(logprobs=True, top_logprobs=2, **asked)
+    content = "".join(chunk.choices[0].delta.content or "" for chunk in ask(stream=True, **asked))
+    text = "system: Write Python.\nuser: import os\nassistant:"
+    same = server.complete(text, max_tokens=24, temperature=0.7, seed=5).json()
+    plain = ask(**asked, extra_body={"speculation": {"tiers": "target"}})
+    assert whole.choices[0].message.content == same["choices"][0]["text"]
+    assert content == same["choices"][0]["text"]
+    assert plain.choices[0].message.content == same["choices"][0]["text"]
+    assert whole.usage.prompt_tokens == same["usage"]["prompt_tokens"]
+    assert whole.choices[0].finish_reason == "length"
+    assert (
+        b"".join(bytes(each.bytes) for each in whole.choices[0].logprobs.content).decode() == same["choices"][0]["text"]
+    )
+
+    schema = {"name": "point", "schema": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}}}
+    schema["schema"] |= {"required": ["x"], "additionalProperties": False}  # type: ignore[operator]
+    guided = ask(seed=1, response_format={"type": "json_schema", "json_schema": schema})
+    assert isinstance(json.loads(guided.choices[0].message.content)["x"], int)

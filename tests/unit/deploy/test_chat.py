@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from openai import APIStatusError, BadRequestError, OpenAI, pydantic_function_tool
+from openai import BadRequestError, OpenAI, pydantic_function_tool
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
@@ -24,7 +24,6 @@ from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.routes import http_app
 from deploy.service import ServedModel, Service
 from tests.chat_models import ENDS, tokenizer
-from tests.serve.conftest import Server
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -278,27 +277,6 @@ def test_a_chat_over_grpc_is_rendered_in_its_places_and_within_its_deadline(rend
     assert len(rendered) == 1
 
 
-def test_more_messages_than_a_conversation_has_are_refused_before_they_are_rendered(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    rendered = []
-    monkeypatch.setattr(ChatTemplate, "render", lambda *args, **_: rendered.append(args))
-    count = 16_385
-    part, call = {"type": "text", "text": ""}, {"id": "1", "function": {"name": "f", "arguments": "{}"}}
-    many: list[list[dict[str, Any]]] = [
-        [{"role": "user", "content": ""}] * count,
-        [{"role": "user", "content": [part] * count}],
-        [{"role": "assistant", "tool_calls": [call] * count}],
-        [{"role": "user", "content": [part] * (count // 2)}] * 2,
-    ]
-    http = TestClient(http_app(service_of("qwen", Answering("qwen", "a", cut=0))))
-    for messages in many:
-        answer = http.post("/v1/chat/completions", json={"messages": messages})
-        assert answer.status_code == 400
-        assert f"of which at most {count - 1} are allowed" in answer.json()["error"]["message"]
-    assert not rendered
-
-
 def test_a_stream_keeps_nothing_of_what_it_told(monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[chat.ChatCompletion] = []
 
@@ -338,14 +316,6 @@ def test_no_grammar_is_made_on_the_event_loop(monkeypatch: pytest.MonkeyPatch) -
         ask(client, tools=TOOLS, tool_choice="required")
     assert [bool(request.grammar) for request in pipelines.requests] == [True, True]
     assert on_loop == []
-
-
-def test_a_chat_that_is_too_long_is_refused_by_its_own_name() -> None:
-    long = {"role": "user", "content": "a" * demo().limits.context_length}
-    with answered("qwen", "a") as (client, _), pytest.raises(APIStatusError) as error:
-        ask(client, messages=[long])
-    assert (error.value.status_code, error.value.code) == (400, "context_length_exceeded")
-    assert error.value.param == "messages"
 
 
 def test_the_document_names_the_fields_and_the_form_of_streams() -> None:
@@ -479,83 +449,6 @@ def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
     assert (message.content, message.reasoning_content) == ('{"a": 1}', "hm")
 
 
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"wrong": 1}, "wrong: 1 is not a field of this request"),
-        ({"audio": {"voice": "x"}}, "audio: {'voice': 'x'} is not supported"),
-        ({"modalities": ["audio"]}, "modalities: ['audio'] is not supported"),
-        ({"prediction": {}}, "prediction: {} is not supported"),
-        ({"web_search_options": {}}, "web_search_options: {} is not supported"),
-        ({"chat_template": "{{ 1 }}"}, "chat_template: '{{ 1 }}' is not supported"),
-        ({"store": True}, "store: True is not supported"),
-        ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens: 1 contradicts max_completion_tokens 2"),
-        ({"top_logprobs": 2}, "top_logprobs: 2 needs logprobs: true"),
-        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs: 21 must be between 0 and 20"),
-        ({"n": 0}, "n: 0 must be at least 1"),
-        ({"n": 10**9}, "n: 1000000000 must be at least 1 and at most"),
-        ({"tool_choice": "required"}, "tool_choice: 'required' needs tools"),
-        ({"tools": TOOLS * 2}, "tools: ['weather', 'weather'] must have different names"),
-        ({"tools": TOOLS, "tool_choice": "sometimes"}, "tool_choice: 'sometimes' is refused: must be none, auto"),
-        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "must be the name of one"),
-        ({"tools": TOOLS, "tool_choice": "required", "guided_regex": "a"}, "contradicts guided_regex"),
-        ({"messages": []}, "messages: [] must hold at least one message"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "'image_url' is not supported"),
-        (
-            {"models": ["a", "b"]},
-            "models: ['a', 'b'] is not supported: leave it out or set it to []; one model",
-        ),
-        ({"lora_request": {"name": "a"}}, "is not supported: leave it out or set it to null; merge the adapter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort: 'high' is not supported"),
-        ({"prompt_logprobs": 1}, "prompt_logprobs: 1 is not supported: leave it out or set it to null; use /v1/comp"),
-        (
-            {"messages": [{**USER, "prefix": True}]},
-            "messages.0.prefix: True is not supported: leave it out",
-        ),
-        (
-            {"messages": [USER | {"content": [TEXT | {"prefix": True}]}]},
-            "messages.0.content.0.prefix: True is not",
-        ),
-        ({"messages": [{**USER, "mood": "x"}]}, "messages.0.mood: 'x' is not a field"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"tools": TOOLS, "tool_choice": "required", "stop": "\n"}, "stop: '\\n' contradicts tool_choice"),
-        ({"messages": [{"role": "user", "content": [TEXT | {"x": 1}]}]}, "messages.0.content.0.x: 1 is not a field"),
-        (
-            {"tools": tool("f", {"type": "nothing"}), "tool_choice": "required"},
-            "tools.0.function.parameters: {'type': 'nothing'} cannot be compiled",
-        ),
-        (
-            {"tools": TOOLS + tool("f", {"type": "nothing"}), "response_format": {"type": "json_object"}},
-            "tools.1.function.parameters: {'type': 'nothing'} cannot be compiled",
-        ),
-        (
-            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nothing"}}}},
-            """response_format.json_schema.schema: '{"type": "nothing"}' cannot be compiled""",
-        ),
-        ({"max_completion_tokens": 0}, "max_completion_tokens: 0 must be at least 1"),
-        ({"max_tokens": 0}, "max_tokens: 0 must be at least 1"),
-        (
-            {"continue_final_message": True, "add_generation_prompt": True},
-            "continue_final_message: True contradicts add_generation_prompt",
-        ),
-        ({"messages": [USER, {"role": "tool", "content": "a"}]}, "messages.1.tool_call_id: None must be given in"),
-        (
-            {"messages": [USER | {"tool_call_id": "1"}]},
-            "messages.0.tool_call_id: '1' must be given in messages of role",
-        ),
-        ({"tool_choice": "auto"}, "tool_choice: 'auto' needs tools"),
-        ({"tools": tool("a b\n", {})}, "tools.0.function.name: 'a b\\n' must be 1 to 128 letters"),
-    ],
-    ids=str,
-)
-def test_what_is_refused_is_named(fields: dict[str, Any], named: str) -> None:
-    body = {"model": "demo", "messages": [USER]} | fields
-    with answered("qwen") as (client, pipelines), pytest.raises(BadRequestError) as error:
-        client.post("/chat/completions", body=body, cast_to=object)
-    assert named in error.value.message
-    assert not pipelines.requests
-
-
 def test_a_conversation_may_hold_what_other_servers_and_clients_put_into_it() -> None:
     """The prompt is that of the bare messages."""
     extras: dict[str, Any] = {"id": "1", "cache_control": {"type": "ephemeral"}, "refusal": None, "prefix": False}
@@ -597,27 +490,3 @@ def test_the_output_is_bounded_by_the_context_or_by_either_name() -> None:
         ask(client, max_tokens=7)
         ask(client, max_completion_tokens=8, max_tokens=8)
     assert [request.max_tokens for request in pipelines.requests[1:]] == [7, 8]
-
-
-def test_the_real_server_answers_chats(openai: OpenAI, server: Server) -> None:
-    """The demo pair has no template of its own: a chat is the plain text, and so the same as a completion of it."""
-    asked: dict[str, Any] = {"max_completion_tokens": 24, "temperature": 0.7, "seed": 5}
-    chat = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
-    whole = ask(openai, messages=chat, logprobs=True, top_logprobs=2, **asked)
-    chunks = list(ask(openai, stream=True, messages=chat, **asked))
-    text = "system: Write Python.\nuser: import os\nassistant:"
-    same = server.complete(text, max_tokens=24, temperature=0.7, seed=5).json()
-    plain = ask(openai, messages=chat, **asked, extra_body={"speculation": {"tiers": "target"}})
-    assert whole.choices[0].message.content == same["choices"][0]["text"]
-    assert joined(chunks)[0] == same["choices"][0]["text"]
-    assert plain.choices[0].message.content == same["choices"][0]["text"]
-    assert whole.usage.prompt_tokens == same["usage"]["prompt_tokens"]
-    assert whole.choices[0].finish_reason == "length"
-    assert (
-        b"".join(bytes(each.bytes) for each in whole.choices[0].logprobs.content).decode() == same["choices"][0]["text"]
-    )
-
-    schema = {"name": "point", "schema": {"type": "object", "properties": {"x": {"type": "integer", "maximum": 99}}}}
-    schema["schema"] |= {"required": ["x"], "additionalProperties": False}  # type: ignore[operator]
-    guided = ask(openai, messages=chat, seed=1, response_format={"type": "json_schema", "json_schema": schema})
-    assert isinstance(json.loads(guided.choices[0].message.content)["x"], int)

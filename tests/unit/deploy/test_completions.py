@@ -22,7 +22,7 @@ from deploy.openai_api.large import LARGE_BYTES
 from deploy.openai_api.requests import Body, CompletionRequest, Prompt, Stop, client_requests_from
 from deploy.openai_api.tokens import DetokenizeRequest
 from deploy.service import MANY_CHARACTERS
-from tests.serve.test_service import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
+from tests.scripted import ENDED, Scripted, ask, event, events_of, generated, ids, model, scored, served
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -100,18 +100,12 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
 
 def test_cached_tokens_are_those_that_the_first_completion_of_each_prompt_found() -> None:
     """The other completions may have found what the first one left. A prompt counts once, as in `prompt_tokens`."""
-    script = (found(ids("a"), 3), found(ids(" c"), 3, LENGTH))
+    script = (event(ids("a"), cached=3), event(ids(" c"), LENGTH, cached=3))
     fields: dict[str, Any] = {"prompt": [ids("def f"), ids("import os")], "n": 2}
     usage = answered(script, **fields)[0]["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 6}
     assert streamed(script, **fields, stream_options={"include_usage": True})[-1]["usage"] == usage
     assert answered(script)[0]["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
-
-
-def found(tokens: list[int], cached: int, finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED) -> pb.DecodeEvent:
-    made = event(tokens, finish)
-    made.stats.cached_tokens = cached
-    return made
 
 
 def test_chunks_of_several_choices_tell_whose_they_are() -> None:
@@ -128,12 +122,8 @@ def test_chunks_of_several_choices_tell_whose_they_are() -> None:
 
 
 def test_prompts_take_a_place_for_each_of_their_choices() -> None:
-    room = served(ENDED)[1].room
-    error = refused(prompt=["a"] * (room // 2 + 1), n=2)
-    assert error["message"] == (
-        f"prompt: '{room // 2 + 1} prompts' must need at most {room} places, one for each prompt and each of its n"
-    )
     client, service, _ = served(ENDED)
+    room = service.room
     service.in_flight = room - 1
     assert ask(client, prompt=["a", "b"]).status_code == 429
     assert ask(client, prompt=["a"]).status_code == 200
@@ -147,31 +137,6 @@ def test_too_many_prompts_are_refused_before_a_request_is_made_of_each(monkeypat
     with pytest.raises(InvalidValueError, match="'2000 prompts' must need at most 8 places"):
         client_requests_from(body, load_settings().speculation, room=8)
     assert copies.call_count <= 2
-
-
-def test_a_wrong_prompt_among_several_ends_all() -> None:
-    assert refused(prompt=["a", ""])["param"] == "prompt.1"
-    assert refused(prompt=[[5], [7], [10**6]])["param"] == "prompt.2"
-    assert refused(prompt=[""])["param"] == "prompt"
-    assert refused(prompt=["a", "b"], min_tokens=-1)["param"] == "min_tokens"
-
-
-@pytest.mark.parametrize(
-    ("prompt", "index"),
-    [(["a", 5], 1), ([[5], [5], [5, "a"]], 2), ([5, 5, 5, None], 3), ([None], 0), ([[5], "a"], 1), ([5, True], 1)],
-    ids=str,
-)
-def test_the_element_of_a_prompt_that_is_of_another_kind_is_named(prompt: Any, index: int) -> None:
-    rule = (
-        f"must be a text or a list of token ids, or a list of several of these, all of one kind: prompt.{index} is not"
-    )
-    assert refused(prompt=prompt)["message"].endswith(rule)
-
-
-def test_a_long_prompt_among_several_is_named() -> None:
-    client, *_ = served(ENDED)
-    answer = ask(client, prompt=["a", "a " * 20_000])
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "prompt.1")
 
 
 # -- echo and logprobs -------------------------------------------------------------------------------------------------
@@ -258,8 +223,6 @@ def test_a_prompt_is_scored_without_an_output() -> None:
     assert answer["usage"]["completion_tokens"] == 0
     own = choices_in(streamed(script, **fields), 0)
     assert "".join(each["text"] for each in own) == "def f"
-    assert "max_tokens: 0 must be at least 1" in refused(max_tokens=0)["message"]
-    assert "max_tokens: -1 must be at least 1" in refused(max_tokens=-1, echo=True)["message"]
 
 
 def test_a_part_of_a_character_is_named_by_its_bytes() -> None:
@@ -315,7 +278,6 @@ def test_a_prompt_is_truncated_to_its_last_tokens() -> None:
     assert list(pipelines.requests[0].prompt_token_ids) == ids(text)[-3:]
     assert answer["usage"]["prompt_tokens"] == 3
     assert answer["choices"][0]["text"] == model().tokenizer.decode(ids(text)[-3:]) + "a"
-    assert refused(truncate_prompt_tokens=0)["message"] == "truncate_prompt_tokens: 0 must be at least 1"
 
 
 def test_a_text_that_is_far_too_long_is_refused_by_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -359,9 +321,6 @@ def test_a_completion_is_resumed_after_the_tokens_that_the_client_has() -> None:
     answer, pipelines = answered(resume_token_ids=ids("x y"), seed=1)
     assert list(pipelines.requests[0].resume_token_ids) == ids("x y")
     assert answer["usage"]["completion_tokens"] == len(ids("x y")) + 1
-    assert refused(resume_token_ids=[5], n=2)["param"] == "resume_token_ids"
-    together = refused(resume_token_ids=[5], prompt=["a", "b"])["message"]
-    assert together.startswith("resume_token_ids: '2 prompts' cannot be resumed together")
 
 
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}}, "required": ["name"]}
@@ -398,62 +357,6 @@ def test_all_ways_to_ask_for_a_form_send_the_sdk_s_grammar(form: str, ways: list
     for fields in ways:
         assert answered(**fields)[1].requests[0].grammar == expected, fields
     assert not answered(response_format={"type": "text"})[1].requests[0].grammar
-
-
-def nested(depth: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {"type": "string"}
-    for _ in range(depth):
-        schema = {"not": schema}
-    return schema
-
-
-@pytest.mark.parametrize(
-    ("fields", "param", "words"),
-    [
-        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice", "contradicts guided_regex"),
-        ({"structured_outputs": {"regex": "a", "grammar": "b"}}, "structured_outputs.grammar", "contradicts"),
-        ({"structured_outputs": {}}, "structured_outputs", "must hold one of"),
-        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "contradicts guided_regex"),
-        ({"guided_regex": "(["}, "guided_regex", "cannot be compiled"),
-        ({"guided_regex": "\ud800"}, "guided_regex", "cannot be read"),
-        ({"guided_json": {"type": "nothing"}}, "guided_json", "cannot be compiled"),
-        ({"guided_json": {"const": "\ud800"}}, "guided_json", "cannot be"),
-        ({"guided_json": nested(600)}, "guided_json", "cannot be"),
-        ({"guided_json": 5}, "guided_json", "must be a JSON schema"),
-        ({"guided_choice": []}, "guided_choice", "must be 1 to"),
-        ({"guided_choice": ["\ud800"]}, "guided_choice", "cannot be"),
-        ({"guided_grammar": "\ud800"}, "guided_grammar", "cannot be"),
-        ({"bad_words": ["\ud800"]}, "bad_words", "lone surrogates"),
-        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "must be given with"),
-        ({"response_format": {"type": "xml"}}, "response_format.type", "is refused"),
-        ({"logprobs": 21}, "logprobs", "must be between 0 and 20"),
-        ({"prompt_logprobs": -1}, "prompt_logprobs", "must be between 0 and 20"),
-        ({"best_of": 2}, "best_of", "2 is not supported: leave it out or set it to 1"),
-        ({"suffix": "x"}, "suffix", "is not supported"),
-        ({"skip_special_tokens": False}, "skip_special_tokens", "is not supported"),
-        ({"detokenize": False}, "detokenize", "is not supported"),
-        (
-            {"stream": True, "stream_options": {"include_obfuscation": True}},
-            "stream_options.include_obfuscation",
-            "not",
-        ),
-        ({"nonsense": 1}, "nonsense", "is not a field of this request"),
-        ({"structured_outputs": {"xml": "a"}}, "structured_outputs.xml", "is not a field of this request"),
-        ({"n": 0}, "n", "0 must be at least 1"),
-        ({"stop_token_ids": [-1]}, "stop_token_ids", "is not a token id"),
-    ],
-    ids=lambda value: str(value)[:60],
-)
-def test_a_wrong_field_is_refused_by_name(fields: dict[str, Any], param: str, words: str) -> None:
-    client, _, pipelines = served(ENDED)
-    content = json.dumps({"prompt": "def", **fields})
-    answer = client.post("/v1/completions", content=content, headers={"content-type": "application/json"})
-    assert answer.status_code == 400, answer.text
-    error = answer.json()["error"]
-    assert error["param"] == param
-    assert error["message"].startswith(f"{param}: ")
-    assert words in error["message"]
-    assert not pipelines.requests
 
 
 MANY = 200_000  # errors, of some hundred bytes each, and then a thousand where they are listed
@@ -663,27 +566,6 @@ def test_text_becomes_tokens_and_text_again() -> None:
     assert client.post("/detokenize", json={"tokens": answer["tokens"]}).json() == {"prompt": text}
     assert client.post("/detokenize", json={"tokens": []}).json() == {"prompt": ""}
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == context
-
-
-@pytest.mark.parametrize(
-    ("path", "body", "status", "param"),
-    [
-        ("/tokenize", {"prompt": ""}, 400, "prompt"),
-        ("/tokenize", {"prompt": "\ud800"}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "model": "other"}, 404, "model"),
-        ("/tokenize", {"prompt": 5}, 400, "prompt"),
-        ("/tokenize", {"prompt": "a", "more": 1}, 400, "more"),
-        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [10**400]}, 400, "tokens"),
-        ("/detokenize", {"tokens": [5] * 20_000}, 400, "tokens"),
-        ("/detokenize", {}, 400, "tokens"),
-    ],
-    ids=lambda value: str(value)[:30],
-)
-def test_wrong_texts_and_tokens_are_refused_by_name(path: str, body: Any, status: int, param: str) -> None:
-    client, *_ = served(ENDED)
-    answer = client.post(path, content=json.dumps(body), headers={"content-type": "application/json"})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
 @pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import re
 import time
 from collections.abc import AsyncGenerator, Sequence
-from functools import cache
 from typing import Any
 
 import grpc
@@ -27,6 +25,20 @@ from deploy.grpc_errors import status_of
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
 from deploy.service import RESUMED_AT_ONCE, Part, ServedModel, Service
+from tests.scripted import (
+    ENDED,
+    EOS,
+    WithoutTiers,
+    ask,
+    event,
+    events_of,
+    generated,
+    ids,
+    model,
+    scored,
+    served,
+    wanted,
+)
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -34,68 +46,7 @@ from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableEr
 from triforce_core.messages import SamplingParams
 from triforce_core.text import OutputText, TextDelta
 
-EOS = 0
 SECRET = "/home/somebody/secret"
-
-
-@cache
-def model() -> ServedModel:
-    return ServedModel.load(load_settings())
-
-
-def ids(text: str) -> list[int]:
-    found: list[int] = model().tokenizer(text)["input_ids"]
-    return found
-
-
-class Scripted:
-    """Answers everything with the same events; an exception among them is raised, a number is waited for."""
-
-    def __init__(self, *script: pb.DecodeEvent | Exception | float) -> None:
-        self.script = script
-        self.requests: list[pb.DecodeRequest] = []
-        self.open = 0
-
-    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        self.requests.append(request)
-        self.open += 1
-        try:
-            for step in self.script:
-                if isinstance(step, Exception):
-                    raise step
-                if isinstance(step, pb.DecodeEvent):
-                    yield step
-                else:
-                    await asyncio.sleep(step)
-        finally:
-            self.open -= 1
-
-    async def status(self) -> dict[str, list[pb.TierStatus]]:
-        raise UnavailableError("no tiers")
-
-    async def check(self) -> None:
-        raise UnavailableError("no tiers")
-
-
-def event(tokens: list[int], finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED) -> pb.DecodeEvent:
-    stats = pb.DecodeStats(decoded=len(tokens), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3)
-    return pb.DecodeEvent(token_ids=tokens, origins=bytes(len(tokens)), finish_reason=finish, stats=stats)
-
-
-def served(*script: pb.DecodeEvent | Exception | float, **settings: Any) -> tuple[TestClient, Service, Scripted]:
-    pipelines = Scripted(*script)
-    given = load_settings(**settings)
-    service = Service(given, ServedModel.load(given) if settings else model(), pipelines)
-    return TestClient(http_app(service), raise_server_exceptions=False), service, pipelines
-
-
-def ask(client: TestClient, **fields: Any) -> Any:
-    return client.post("/v1/completions", json={"prompt": "def", **fields})
-
-
-def events_of(answer: Any) -> list[Any]:
-    lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line.startswith("data: ")]
-    return [line if line == "[DONE]" else json.loads(line) for line in lines]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -149,14 +100,6 @@ def test_the_status_is_what_is_known_also_when_nothing_can_serve() -> None:
     assert answer.status_code == 200
     assert answer.json()["tiers"] == []
     assert answer.json()["places"] > 0
-
-
-class WithoutTiers(Scripted):
-    async def status(self) -> dict[str, list[pb.TierStatus]]:
-        return {}
-
-    async def check(self) -> None:
-        """A replica can serve."""
 
 
 def test_a_server_that_shuts_down_is_not_healthy() -> None:
@@ -234,10 +177,6 @@ def test_a_draining_server_takes_nothing_new_and_finishes_the_rest() -> None:
         return texts
 
     assert asyncio.run(drained()) == ["a", "b"]
-
-
-def wanted(**fields: Any) -> ClientRequest:
-    return ClientRequest(**{"prompt": "def", "sampling": SamplingParams(), "max_tokens": 16, **fields})
 
 
 def test_the_end_of_the_text_is_no_part_of_it() -> None:
@@ -360,14 +299,6 @@ def test_what_is_complete_is_resumed_without_the_pipeline() -> None:
     assert part.done is not None
     assert part.done.finish_reason == "stop"
     assert part.done.completion_tokens == len(ids("a b "))
-
-
-ENDED = event(ids("a"), gen.FINISH_REASON_LENGTH)
-
-
-def generated(service: Service, **fields: Any) -> gen.GenerateResponse:
-    """What the service answers over gRPC."""
-    return asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**{"text": "def", **fields})))
 
 
 def test_a_whole_grpc_answer_takes_memory_in_proportion_to_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -498,29 +429,6 @@ def test_a_request_that_the_engine_ends_is_answered_as_one_that_this_clock_ends(
     assert service.in_flight == 0
 
 
-@pytest.mark.parametrize("timeout_s", ["0", "-0.5", "NaN", "Infinity", "-Infinity", "1e400"])
-def test_a_time_that_is_none_is_refused_by_name_at_both_doors(timeout_s: str) -> None:
-    client, service, pipelines = served(ENDED)
-    body = f'{{"prompt": "def", "timeout_s": {timeout_s}}}'
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    rule = rf"^timeout_s: {float(timeout_s)} must be above 0 and finite$"
-    assert answer.status_code == 400
-    assert re.match(rule, answer.json()["error"]["message"])
-    with pytest.raises(InvalidValueError, match=rule):
-        generated(service, timeout_s=float(timeout_s))
-    assert not pipelines.requests
-
-
-@pytest.mark.parametrize("priority", [-101, 101, 2**31 - 1])
-def test_a_priority_out_of_range_is_refused_by_name_at_both_doors(priority: int) -> None:
-    client, service, pipelines = served(ENDED)
-    rule = f"priority: {priority} must be at least -100 and at most 100"
-    assert ask(client, priority=priority).json()["error"]["message"] == rule
-    with pytest.raises(InvalidValueError, match=rule):
-        generated(service, priority=priority)
-    assert not pipelines.requests
-
-
 def test_the_official_client_does_not_repeat_what_took_too_long() -> None:
     http, _, pipelines = served(5.0)
     client = OpenAI(base_url="http://testserver/v1", api_key="none", max_retries=2, http_client=http)
@@ -554,66 +462,6 @@ def test_a_negative_seed_comes_back_as_it_was_sent() -> None:
     assert generated(service, seed=2**64 - 1).choices[0].seed == 2**64 - 1
 
 
-HUGE = 10**400  # no double is as large
-NUMBERS: list[tuple[dict[str, Any], str]] = [
-    ({"top_k": 2**31}, "top_k"),
-    ({"top_k": 2**32}, "top_k"),
-    ({"priority": HUGE}, "priority"),
-    *[
-        ({name: HUGE}, name)
-        for name in ("top_k", "seed", "temperature", "top_p", "min_p", "timeout_s", "n", "logprobs", "presence_penalty")
-    ],
-    *[({"max_tokens": many}, "prompt") for many in (2**32, HUGE)],
-    ({"prompt": [2**32]}, "prompt"),
-    ({"prompt": [HUGE]}, "prompt"),
-    ({"speculation": {"lookaheads": [HUGE, 0]}}, "speculation"),
-    ({"seed": -(2**63) - 1}, "seed"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param"), NUMBERS, ids=lambda value: str(value)[:40])
-def test_numbers_too_large_for_the_wire_are_refused_by_name(fields: dict[str, Any], param: str) -> None:
-    client, _, pipelines = served(ENDED)
-    answer = ask(client, **fields)
-    assert answer.status_code in (400, 413), answer.text
-    assert answer.json()["error"]["message"].startswith(param)
-    assert not pipelines.requests
-
-
-def test_numbers_that_python_does_not_read_are_refused() -> None:
-    client, *_ = served(ENDED)
-    body = b'{"prompt": "def", "max_tokens": ' + b"9" * 5000 + b"}"
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-
-
-def test_the_grpc_door_refuses_a_top_k_that_is_none() -> None:
-    _, service, _ = served(ENDED)
-    with pytest.raises(InvalidValueError, match=f"top_k: {2**32 - 1} must be 0 .off. or more, and below 2..31"):
-        generated(service, sampling=gen.Sampling(top_k=2**32 - 1))
-
-
-@pytest.mark.parametrize(
-    ("salt", "message"),
-    [
-        ("s" * 129, "cache_salt: '129 characters' must be at most 128 characters"),
-        ("\ud800", "cache_salt: '\\ud800' must be text without lone surrogates"),
-    ],
-)
-def test_a_salt_that_cannot_be_used_is_refused(salt: str, message: str) -> None:
-    client, service, pipelines = served(ENDED)
-    body = json.dumps({"prompt": "def", "cache_salt": salt})
-    answer = client.post("/v1/completions", content=body, headers={"content-type": "application/json"})
-    assert answer.status_code == 400
-    assert message in answer.json()["error"]["message"]
-    if salt.isascii():  # gRPC itself refuses the other
-        with pytest.raises(InvalidValueError, match=re.escape(message)):
-            generated(service, cache_salt=salt)
-    assert pipelines.requests == []
-    assert ask(client, cache_salt=5).status_code == 400
-    assert ask(client, cache_salt="ä" * 128).status_code == 200
-
-
 def test_api_keys_keep_the_kv_of_their_texts_apart() -> None:
     async def salts() -> list[str]:
         _, service, pipelines = served(ENDED)
@@ -631,92 +479,19 @@ def test_api_keys_keep_the_kv_of_their_texts_apart() -> None:
 
 
 def test_usage_over_grpc_says_what_the_first_completion_found() -> None:
-    ended = pb.DecodeEvent()
-    ended.CopyFrom(ENDED)
-    ended.stats.cached_tokens = 1
-    _, service, _ = served(ended)
+    _, service, _ = served(event(ids("a"), gen.FINISH_REASON_LENGTH, cached=1))
     assert generated(service, n=3).usage.cached_tokens == 1
-
-
-def test_an_unknown_selector_is_refused_at_both_doors() -> None:
-    client, service, _ = served(ENDED)
-    answer = ask(client, speculation={"selector": "best"})
-    assert answer.status_code == 400
-    message = answer.json()["error"]["message"]
-    assert "speculation.selector: 'best' must be one of mean_key, snapkv, h2o, streaming" in message
-    with pytest.raises(InvalidValueError, match=r"selector: 'best' must be one of mean_key,"):
-        generated(service, selector="best")
-
-
-def test_no_lookaheads_are_not_the_default_ones() -> None:
-    client, service, pipelines = served(ENDED)
-    answer = ask(client, speculation={"lookaheads": []})
-    assert answer.status_code == 400
-    assert "speculation.lookaheads: [] must be two numbers" in answer.json()["error"]["message"]
-    with pytest.raises(InvalidValueError, match=r"lookaheads: \(\) must be two numbers"):
-        generated(service, lookaheads=gen.Lookaheads())
-    assert not pipelines.requests
 
 
 def test_stop_strings_are_short() -> None:
     """The tables of sixteen of a megabyte would keep the event loop busy for seconds."""
-    client, service, _ = served(ENDED)
+    client, *_ = served(ENDED)
     longest = "b" * MAX_STOP_CHARACTERS
     began = time.process_time()
     assert ask(client, stop=[longest] * 16).status_code == 200
     answer = ask(client, stop=["a", "b" * 1_000_000])
     assert time.process_time() - began < 0.5
     assert answer.status_code == 400
-    assert answer.json()["error"]["message"] == "stop: 1000000 must be at most 1024 characters in each string"
-    with pytest.raises(InvalidValueError, match="stop: 1025 must be at most 1024 characters"):
-        generated(service, stop=[longest + "b"])
-
-
-CHAT = gen.ChatMessage(role="user", content="a")
-
-
-@pytest.mark.parametrize(
-    ("fields", "named"),
-    [
-        ({"stop": ["a"] * 17}, "stop: '17 entries' must be at most 16"),
-        ({"stop_token_ids": [5] * 257}, "stop_token_ids: '257 entries' must be at most 256"),
-        ({"bad_words": ["a"] * 129}, "bad_words: '129 entries' must be at most 128"),
-        ({"choice": gen.Choices(values=["a"] * 1025)}, "choice: '1025 entries' must be at most 1024"),
-        ({"resume_token_ids": [5] * 16_385}, "resume_token_ids: '16385 entries' must be at most 16384"),
-        (
-            {"token_ids": gen.TokenIds(values=[5] * 16_385)},
-            "prompt: '16385 tokens' must fit the context of 16384",
-        ),
-        (
-            {"sampling": gen.Sampling(logit_bias=dict.fromkeys(range(1025), 1.0))},
-            "logit_bias: '1025 entries' must be at most 1024",
-        ),
-        (
-            {"sampling": gen.Sampling(bad_word_ids=[gen.TokenIds(values=[5])] * 257)},
-            "bad_word_ids: '257 entries' must be at most 256",
-        ),
-        (
-            {"messages": gen.ChatMessages(messages=[CHAT] * 16_385)},
-            "messages: '16385 messages' must be at most 16384",
-        ),
-        (
-            {"messages": gen.ChatMessages(messages=[CHAT], tools_json=json.dumps([{}] * 129))},
-            "tools_json: '129 objects' must be at most 128",
-        ),
-        (
-            {"messages": gen.ChatMessages(messages=[CHAT], tools_json="[" * 200_000)},
-            "tools_json: '200000 objects, lists and fields' must be at most 131072",
-        ),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_long_lists_of_messages_are_refused_by_their_number(fields: dict[str, Any], named: str) -> None:
-    _, service, pipelines = served(ENDED)
-    given = {} if {*fields} & {"token_ids", "messages"} else {"text": "def"}
-    with pytest.raises(InvalidValueError) as caught:
-        asyncio.run(grpc_api.generate(service, gen.GenerateRequest(**given, **fields)))
-    assert named in str(caught.value)
-    assert not pipelines.requests
 
 
 def test_only_a_body_may_leave_the_model_out() -> None:
@@ -753,13 +528,6 @@ def chunks_of(service: Service, **fields: Any) -> list[gen.GenerateChunk]:
             return [chunk async for chunk in grpc_api.generate_stream(service, request)]
 
     return asyncio.run(read())
-
-
-def scored(tokens: list[int], finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED) -> pb.DecodeEvent:
-    """An event whose tokens' logprobs tell the tokens."""
-    made = event(tokens, finish)
-    made.logprobs.extend(gen.TokenLogprobs(logprob=-token) for token in tokens)
-    return made
 
 
 def test_several_completions_take_a_place_each_and_give_them_back() -> None:

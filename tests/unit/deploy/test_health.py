@@ -12,7 +12,7 @@ from deploy import health
 from deploy.errors import OverloadedError, UnknownServiceError
 from deploy.grpc_errors import status_of
 from deploy.health import Health
-from tests.serve.test_service import Scripted, served
+from tests.scripted import Scripted, served
 from triforce_core.errors import UnavailableError
 
 SERVING, NOT_SERVING = HealthCheckResponse.SERVING, HealthCheckResponse.NOT_SERVING

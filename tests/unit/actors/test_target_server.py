@@ -21,7 +21,7 @@ from actors.serving import LinkServer, TierServer
 from actors.target_server import AsyncServer, TargetServer
 from actors.wire import sampling_to_proto
 from tests.by_hand import Counting, NoProposer, Slots
-from tests.dist.test_links import Quiet
+from tests.unit.actors.test_links import Quiet
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub

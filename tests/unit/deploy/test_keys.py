@@ -38,7 +38,7 @@ from deploy.openai_api.routes import http_app
 from deploy.page import FILES as PAGE
 from deploy.service import Service
 from deploy.shares import Shares
-from tests.serve.test_service import EOS, Scripted, WithoutTiers, event, ids, model
+from tests.scripted import EOS, Scripted, WithoutTiers, event, ids, model
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
