@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import yaml
 
 from deploy.app import ENVIRONMENT
 from deploy.grpc_services import SERVICERS
-from scripts.generate_chart import generated
+from scripts.chart_schema import SCHEMA, renewed
 from tests.charts import (
     CHART,
     EXAMPLES,
@@ -51,9 +52,18 @@ def settings_of(values: Path, *more: str) -> Settings:
     return load_settings(None, **application["args"])
 
 
-@pytest.mark.parametrize("name", ["values.yaml", "values.schema.json", "README.md"])
-def test_what_is_generated_is_up_to_date(name: str) -> None:
-    assert (CHART / name).read_text() == generated()[name], "run `python -m scripts.generate_chart`"
+def test_the_schema_has_the_settings() -> None:
+    assert SCHEMA.read_text() == renewed(SCHEMA.read_text()), "run `python -m scripts.chart_schema`"
+
+
+def test_the_schema_says_of_values_what_their_comments_say() -> None:
+    lines = [line.strip() for line in (CHART / "values.yaml").read_text().splitlines()]
+    comments = " ".join(line.removeprefix("# ") if line.startswith("# ") else "|" for line in lines)
+    schema = json.loads(SCHEMA.read_text())
+    schema["definitions"]["Settings"] = schema["definitions"]["Pod"] = {}  # Pod: its values are listed in `head`
+    said = re.findall(r'"description": "([^"]*)"', json.dumps(schema, ensure_ascii=False))
+    assert len(said) > 60
+    assert [each for each in said if f"| {each} |" not in comments] == []
 
 
 @pytest.mark.parametrize("values", [None, *EXAMPLES], ids=lambda path: path.stem if path else "defaults")
