@@ -89,7 +89,7 @@ def test_doors_send_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch, 
     served = Served(Generation(keys=("sk-1",)))
 
     async def ask() -> Answer:
-        async with open_server(f"{status_server.url}/v1/", served.address, (8, 3)) as server:
+        async with open_server(f"{status_server.url}/v1/", served.address) as server:
             assert (server.model, server.lookaheads) == ("told", (8, 0)), "the tiers that the server has"
             answer = Answer()
             await server.doors["grpc"](Question((1, 2), 5, seed=3), answer)
@@ -112,7 +112,7 @@ def test_doors_send_the_key_of_the_environment(monkeypatch: pytest.MonkeyPatch, 
 @pytest.mark.parametrize("status_server", [0, 2], indirect=True)
 def test_a_server_without_one_replica_is_refused(status_server: StatusServer) -> None:
     async def ask() -> None:
-        async with open_server(status_server.url, "127.0.0.1:1", (8, 3)):
+        async with open_server(status_server.url, "127.0.0.1:1"):
             pytest.fail("it was taken")
 
     with pytest.raises(InvalidValueError, match=r"url: .* must be a server of one replica; it has [02] targets"):

@@ -9,11 +9,9 @@ from typing import Annotated, Any
 import typer
 
 from triforce_core.cli.options import JsonOption
-from triforce_core.errors import InvalidValueError, require
+from triforce_core.errors import require
 from triforce_tools.cli.options import TemperatureOption
 from triforce_tools.tables import markdown_table
-
-LOOKAHEADS = (8, 3)  # for the tiers that a server has: left to itself, it might decode each answer differently
 
 
 def serve(
@@ -34,7 +32,7 @@ def serve(
 ) -> None:
     """Milliseconds per token of a running server over HTTP, over gRPC and from its target's own process, in turns.
 
-    The key in $TRIFORCE_API_KEY is sent, as by the SDK. For a load of many users, see docs/benchmarks/serve.md.
+    The key in $TRIFORCE_API_KEY is sent, as by the SDK. For a load of many users, see docs/benchmarks/serving.md.
     """
     from triforce_core.models.cpu import cpu_summary
     from triforce_tools.serving.doors import open_server
@@ -46,14 +44,13 @@ def serve(
         require(value >= bound, name, value, f"must be at least {bound}")
     require(temperature >= 0, "temperature", temperature, "must be at least 0")
     require(beside is None or beside in BESIDE, "beside", beside, f"must be one of {', '.join(BESIDE)}")
-    if shared_document and beside:
-        raise InvalidValueError("beside", beside, "excludes --shared-document")
+    require(beside is None or not shared_document, "beside", beside, "excludes --shared-document")
 
     def report(text: str) -> None:
         typer.echo(text, err=True)
 
     async def measured() -> list[dict[str, Any]]:
-        async with open_server(url, grpc, LOOKAHEADS) as server:
+        async with open_server(url, grpc) as server:
             if shared_document:
                 return await measure_shared(
                     server, context=context, output=output, temperature=temperature, report=report

@@ -24,6 +24,8 @@ from triforce_core.errors import TriForceError, require
 from triforce_core.messages import SamplingParams
 from triforce_tools.bench.prompts import HELD_OUT, held_out_path
 
+# For the tiers that a server has: left to itself, it might decode each answer differently.
+RETRIEVAL_LOOKAHEAD, DRAFT_LOOKAHEAD = 8, 3
 LONGEST_TOKEN = 8  # characters of text that are read for each token of a prompt; most tokens are shorter
 
 
@@ -81,7 +83,7 @@ class Server:
     client: AsyncOpenAI
     doors: dict[str, Ask]
     model: str
-    lookaheads: tuple[int, int]  # of the tiers that it has
+    lookaheads: tuple[int, int]  # of the retrieval and the draft tier; 0 for one that it lacks
 
     async def status(self) -> Any:
         return await self.client.get(f"{self.url}/status", cast_to=object)
@@ -102,7 +104,7 @@ class Server:
 
 
 @asynccontextmanager
-async def open_server(url: str, grpc_address: str, lookaheads: tuple[int, int]) -> AsyncIterator[Server]:
+async def open_server(url: str, grpc_address: str) -> AsyncIterator[Server]:
     """The server behind both addresses. Calls send the API key of the environment.
 
     Raises `InvalidValueError` if the server has several replicas, since then nobody knows which one answers, and turns
@@ -120,8 +122,8 @@ async def open_server(url: str, grpc_address: str, lookaheads: tuple[int, int]) 
             model = status["target"]["model"]
             async with grpc.aio.insecure_channel(targets[0]) as channel:
                 doors = {"engine": engine_door(channel), "grpc": grpc_door(ours), "http": http_door(client, model)}
-                used = (lookaheads[0] * ("retrieval" in tiers), lookaheads[1] * ("draft" in tiers))
-                yield Server(url, client, doors, model, used)
+                lookaheads = RETRIEVAL_LOOKAHEAD * ("retrieval" in tiers), DRAFT_LOOKAHEAD * ("draft" in tiers)
+                yield Server(url, client, doors, model, lookaheads)
     except OpenAIError as error:
         raise TriForceError(f"{url}: {' '.join(str(error).split())[:300]}") from None
     except grpc.RpcError as error:
