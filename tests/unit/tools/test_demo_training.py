@@ -31,13 +31,7 @@ from triforce_tools.demo_training.corpus import (
     permissive_licence,
 )
 from triforce_tools.demo_training.models import NEW, PROMPT, ROWS, build_model, logits, written_by_target
-from triforce_tools.demo_training.recall import (
-    RecallTasks,
-    answer_runs,
-    recall_once_sequence,
-    recall_probe,
-    recall_sequence,
-)
+from triforce_tools.demo_training.recall import RecallTasks, recall_once_sequence, recall_sequence
 from triforce_tools.demo_training.settings import DEFAULT_SETTINGS, DemoSettings, ModelName, load_settings
 from triforce_tools.demo_training.train import load_checkpoint, train
 
@@ -164,6 +158,12 @@ def test_a_question_is_answered_by_its_definition(seed: int) -> None:
         assert not task.question.is_value[:3].any()
 
 
+def answer_runs(is_answer: np.ndarray[Any, np.dtype[np.bool_]]) -> list[slice]:
+    """The runs of consecutive answer tokens, one per question."""
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_answer, [False]]).astype(np.int8)))
+    return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_a_sequence_has_its_length_and_its_answers_stood_in_it_before(seed: int) -> None:
     sequence = recall_sequence(np.random.default_rng(seed), TASKS, FILLER[:1025])
@@ -186,18 +186,6 @@ def test_what_is_asked_once_stands_nowhere_nearer_than_its_definition(seed: int)
     numbers = [v for v in values if v.isdigit() and sum(v in other for other in values) == 1]  # words occur by chance
     assert len(numbers) > 3
     assert all(text.count(number) == 2 for number in numbers)
-
-
-@pytest.mark.parametrize("distance", [256, 1024])
-def test_a_probe_asks_at_its_distance(distance: int) -> None:
-    probe = recall_probe(np.random.default_rng(1), TASKS, FILLER, distance, questions=4, distractors=4)
-    ids, answers = probe.ids.tolist(), answer_runs(probe.is_answer)
-    assert len(answers) == 4
-    for answer in answers:
-        value = TOKENIZER.decode(ids[answer]).strip()
-        assert TOKENIZER.decode(ids).index(value) < len(TOKENIZER.decode(ids)) / 3
-        before = next(n for n in range(answer.start) if value in TOKENIZER.decode(ids[: n + 1]))
-        assert abs(answer.stop - 1 - before - distance) < 32
 
 
 def test_a_batch_is_a_function_of_seed_stage_and_step(tmp_path: Path) -> None:
