@@ -44,7 +44,7 @@ class Task(NamedTuple):
 
 
 class RecallSequence(NamedTuple):
-    """One training or test sequence with recall tasks in it."""
+    """One sequence with recall tasks in it."""
 
     ids: Tokens  # [length]
     is_text: npt.NDArray[np.bool_]  # [length]; tokens of the filler text
@@ -129,27 +129,3 @@ def _strew(rng: np.random.Generator, parts: list[tuple[Snippet, bool]], filler: 
 
 def _piece(ids: Tokens, *, is_text: bool = False, is_answer: Any = False) -> RecallSequence:
     return RecallSequence(ids, np.full(len(ids), is_text), np.full(len(ids), is_answer))
-
-
-def recall_probe(
-    rng: np.random.Generator, tasks: RecallTasks, filler: Tokens, distance: int, *, questions: int, distractors: int
-) -> RecallSequence:
-    """A test sequence: `questions` definitions, filler text with `distractors` more, then the questions in the same
-    order.
-
-    Each question is about `distance` tokens after its definition; the lengths of snippets differ by a few tokens.
-    `filler` must hold `distance` tokens.
-    """
-    pool = tasks.tasks(rng, questions + distractors)
-    asked, others = pool[:questions], pool[questions:]
-    length = max(0, distance - sum(len(task.definition.ids) for task in asked))
-    between = _strew(rng, [(task.definition, False) for task in others], filler, length)
-    definitions = [_piece(task.definition.ids) for task in asked]
-    ending = [_piece(task.question.ids, is_answer=task.question.is_value) for task in asked]
-    return RecallSequence(*map(np.concatenate, zip(*definitions, between, *ending, strict=True)))
-
-
-def answer_runs(is_answer: npt.NDArray[np.bool_]) -> list[slice]:
-    """The runs of consecutive answer tokens, one per question."""
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], is_answer, [False]]).astype(np.int8)))
-    return [slice(int(a), int(b)) for a, b in zip(edges[::2], edges[1::2], strict=True)]

@@ -54,15 +54,16 @@ def train(
         # arithmetic. The options are M_MMAP_MAX, M_TRIM_THRESHOLD and M_TOP_PAD of malloc.h.
         for option, value in ((-4, 0), (-1, 2**31 - 1), (-2, 2**26)):
             ctypes.CDLL(None).mallopt(option, value)
+    tasks = RecallTasks(demo_tokenizer())
     fresh = not any(settings.folder.glob("*.ckpt"))
     require(fresh or resume, "cache_dir", str(settings.folder), "holds a run already: resume it or delete it")
     corpus = build_corpus(settings.folder)
     print(f"corpus: {len(corpus.tokens):,} tokens of {len(corpus.packages)} packages", flush=True)
-    target = Learner("target", settings, corpus, where)
+    target = Learner("target", settings, corpus, tasks, where)
     done = target.train(until, teacher=None)
     if done:
         target.model.eval().requires_grad_(False)
-        done = Learner("drafter", settings, corpus, where).train(until, teacher=target)
+        done = Learner("drafter", settings, corpus, tasks, where).train(until, teacher=target)
     if not done:
         print("stopped; go on with --resume", flush=True)
     return done
@@ -79,13 +80,14 @@ def load_checkpoint(settings: DemoSettings, name: ModelName) -> dict[str, Any]:
 class Learner:
     """A model in training; it goes on from its checkpoint if there is one."""
 
-    def __init__(self, name: ModelName, settings: DemoSettings, corpus: Corpus, device: torch.device) -> None:
-        self.name, self.settings, self.corpus, self.device = name, settings, corpus, device
+    def __init__(
+        self, name: ModelName, settings: DemoSettings, corpus: Corpus, tasks: RecallTasks, device: torch.device
+    ) -> None:
+        self.name, self.settings, self.corpus, self.tasks, self.device = name, settings, corpus, tasks, device
         shape = settings.models[name].shape
         self.model = build_model(shape, max_positions=settings.max_positions, seed=settings.seed)
         self.model.to(device)  # type: ignore[arg-type]
         self.optimisers = _optimisers(self.model)
-        self.tasks = RecallTasks(demo_tokenizer())
         self.step = 0  # steps done in all stages
         self.seconds = 0.0  # that they took
         if (settings.folder / f"{name}.ckpt").is_file():
