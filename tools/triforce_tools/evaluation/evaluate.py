@@ -105,7 +105,7 @@ class Evaluation:
             for number, text in enumerate(inputs):
                 begin(text.name)
                 reading = Reading(runners, self.settings, text.tokens, self.selectors)
-                self._add_counts(sums, text, reading)
+                add_counts(sums, text, reading)
                 if self.with_whole and number < compared:
                     whole.update(compare_texts(engine, self.settings.speculation.effective, text))
             if inputs:
@@ -120,18 +120,19 @@ class Evaluation:
             figures["choice"] = choose(figures["files"], self.selectors)
         return figures
 
-    def _add_counts(self, sums: Sums, text: Input, reading: Reading) -> None:
-        """Add what each case counts over the text, of which `reading` has read nothing yet."""
-        opened = {case: CACHES[case.cache](reading, text, case.budget) for case in sums}
-        for stretch in text.stretches:
-            # The full cache is the first case but is read last, because reading moves it past the position where the
-            # others are cut.
-            logits = {case: opened[case](stretch) for case in reversed(opened)}
-            exact = Exact(stretch.start, reading.logits(stretch))
-            for case, groups in sums.items():
-                counts = Counts.of(exact, logits[case], stretch.predicted(text.tokens))
-                for group in text.groups:
-                    groups[group] += counts
+
+def add_counts(sums: Sums, text: Input, reading: Reading) -> None:
+    """Add what each case counts over the text, of which `reading` has read nothing yet."""
+    opened = {case: CACHES[case.cache](reading, text, case.budget) for case in sums}
+    for stretch in text.stretches:
+        # The full cache is the first case but is read last, because reading moves it past the position where the
+        # others are cut.
+        logits = {case: opened[case](stretch) for case in reversed(opened)}
+        exact = Exact(stretch.start, reading.logits(stretch))
+        for case, groups in sums.items():
+            counts = Counts.of(exact, logits[case], stretch.predicted(text.tokens))
+            for group in text.groups:
+                groups[group] += counts
 
 
 def compare_texts(engine: Engine, lookaheads: tuple[int, int], text: Input) -> dict[str, int]:
