@@ -12,6 +12,7 @@ from matplotlib.figure import Figure
 
 from triforce_core.errors import InvalidValueError
 from triforce_tools.bench.axes import Axes, shown
+from triforce_tools.evaluation.texts import MANY_KEYS
 
 PANEL = (4.4, 3.4)  # inches
 APART = 0.04  # share of the distance between two values by which lines are shifted, so that their bars do not overlap
@@ -83,13 +84,12 @@ def draw_evaluation(figures: Figures) -> Figure:
     files = [row for row in figures.get("files", []) if row["half"] == "all"]
     needles, longest = figures.get("needles", []), max(figures["plan"]["lengths"])
     answers = [row for row in needles if row["kind"] == "all" and row["length"] == longest]
-    many = [row for row in needles if row["kind"] == "many keys"]
-    panels: list[tuple[str, str, Sequence[Figures], str, Callable[[Figures], float]]] = [
-        (title, f"acceptance, T = {name[1:]}", rows, "budget", lambda row, name=name: float(row["acceptance"][name]))
-        for title, rows in (("held-out files", files), (f"answers at {longest} tokens", answers))
-        for name in ("T0", "T1")
-        if rows
-    ]
+    many = [row for row in needles if row["kind"] == MANY_KEYS]
+    panels: list[tuple[str, str, list[Figures], str, Callable[[Figures], float]]] = []  # title, value, rows, axis, of
+    for title, rows in (("held-out files", files), (f"answers at {longest} tokens", answers)):
+        if rows:
+            panels.append((title, "acceptance, T = 0", rows, "budget", lambda row: float(row["acceptance"]["T0"])))
+            panels.append((title, "acceptance, T = 1", rows, "budget", lambda row: float(row["acceptance"]["T1"])))
     for budget in dict.fromkeys(row["budget"] for row in many if row["budget"]):
         rows = [row for row in many if row["budget"] in (None, budget)]
         panels.append((f"many keys, budget {budget}", "recall", rows, "length", lambda row: float(row["recall"])))

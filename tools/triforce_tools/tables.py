@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 
 def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -11,6 +12,29 @@ def markdown_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> str
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["| " + " | ".join(map(str.ljust, row, widths)) + " |" for row in cells]
     return "\n".join([lines[0], "|" + "|".join("-" * (width + 2) for width in widths) + "|", *lines[1:]])
+
+
+def pivot(
+    rows: Iterable[dict[str, Any]],
+    names: Sequence[str],
+    axis: str,
+    shown: Callable[[Sequence[dict[str, Any]]], str],
+) -> str:
+    """A table with a line for each combination of values of the fields `names`, and a column for each value of the
+    field `axis`. A row without a value on the axis is in all columns. `shown` makes a cell of its rows.
+    """
+    lines: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for row in rows:
+        lines.setdefault(tuple(row[name] for name in names), []).append(row)
+    values = sorted({row[axis] for line in lines.values() for row in line} - {None}) or ["all"]
+    cells = [
+        [
+            *("" if value is None else str(value) for value in place),
+            *(shown([row for row in line if row[axis] in (value, None)]) for value in values),
+        ]
+        for place, line in lines.items()
+    ]
+    return markdown_table([*names, *map(str, values)], cells)
 
 
 def number(value: float | None, form: str) -> str:

@@ -14,10 +14,7 @@ import pytest
 import torch
 from jsonschema import validate
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GPTNeoXConfig
-from triforce_tools.evaluation.choice import choose
-from triforce_tools.evaluation.costs import measure_costs
-from triforce_tools.evaluation.walk import measure
+from torch.nn.functional import one_hot
 
 from tests.command_line import Refusals, run
 from tests.random_models import plain_logits, random_pair, random_tokens
@@ -25,74 +22,85 @@ from triforce_core.attention import KERNELS
 from triforce_core.config import Settings, load_settings
 from triforce_core.demo import weights_dir
 from triforce_core.errors import InvalidValueError
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.selectors import SELECTORS
+from triforce_core.messages import GREEDY, SamplingParams, Tier
 from triforce_core.models.files import load_tokenizer
-from triforce_core.models.load import ATTENTION
+from triforce_core.models.load import kv_geometry
+from triforce_core.models.runner import ModelRunner
+from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_tools.bench.prompts import held_out_path
 from triforce_tools.evaluation import batches
-from triforce_tools.evaluation.caches import CACHES, CUT, SINKS, Case, cases_of, selector_named
-from triforce_tools.evaluation.measures import Counts, Scored
-from triforce_tools.evaluation.plan import Budget, EvalPlan
-from triforce_tools.evaluation.reading import SEQUENCE, WRITTEN, Model, Reading
-from triforce_tools.evaluation.report import by_budget, report
+from triforce_tools.evaluation.caches import CACHES, CUT, DRAFT, FULL, SEQUENCE, SINKS, SPARSE, Case, Reading, cases_of
+from triforce_tools.evaluation.evaluate import add_counts, choose
+from triforce_tools.evaluation.measures import RANKS, SEEDS, TEMPERATURES, Counts, Exact
+from triforce_tools.evaluation.plan import EvalPlan
+from triforce_tools.evaluation.report import report
 from triforce_tools.evaluation.texts import MANY_KEYS, ONE_KEY, Input, Stretch, held_out_inputs, needle_inputs
+from triforce_tools.tables import decimals, pivot
 
 CONTEXT, SCORED = 200, 24
 TOKENS = random_tokens(CONTEXT + SCORED + 1, seed=3)
 PAIR = random_pair()
-MODEL = Model(PAIR.ours, KERNELS["cpu_flash"], None)
-TEXT = Input("random", TOKENS, (Stretch(CONTEXT, CONTEXT + SCORED, seen=CONTEXT),), ("A",))
+SETTINGS = load_settings(dtype="float32", draft={"window": 28})
+RUNNER = ModelRunner(PAIR.ours, FullKV(kv_geometry(PAIR.ours), 1, KERNELS["cpu_flash"]))
+ALONE = (("half", "A"),)
 
 
-class Silent:
-    """Hears how far an evaluation is."""
-
-    def begin(self, name: str) -> None:
-        pass
-
-
-def read(text: Input) -> Reading:
-    return Reading(MODEL, MODEL, text.tokens, 8, [*CUT])
+def text_of(*starts: int, seen: int = 0) -> Input:
+    """The random text with stretches of `SCORED` tokens; selectors see `seen` tokens more than what lies before one."""
+    stretches = tuple(Stretch(start, start + SCORED, start + seen) for start in starts)
+    return Input("random", TOKENS, stretches, (ALONE,))
 
 
-def counts(case: Case, text: Input = TEXT) -> Counts:
-    return measure([text], [case], read, Silent(), None)[case, text.group]
+def read(selectors: tuple[str, ...] = (*CUT,)) -> Reading:
+    return Reading(dict.fromkeys(Tier, RUNNER), SETTINGS, TOKENS, selectors)
+
+
+def counts(case: Case, seen: int = 0) -> Counts:
+    sums = {Case(FULL): {ALONE: Counts()}, case: {ALONE: Counts()}}
+    add_counts(sums, text_of(CONTEXT, seen=seen), read())
+    return sums[case][ALONE]
 
 
 # -- what a cache must score -------------------------------------------------------------------------------------------
 
-ALL = ("perplexity", "agreement", "acceptance")
+
+def test_the_full_cache_agrees_with_itself_and_with_one_plain_pass() -> None:
+    figures = counts(Case(FULL)).figures()
+    assert figures["tokens"] == SCORED
+    assert set(figures["acceptance"].values()) == {1.0}
+    assert list(figures["rejection"].values()) == pytest.approx([1.0] * len(TEMPERATURES))
+    logits = read().logits(Stretch(CONTEXT, CONTEXT + SCORED, CONTEXT))
+    torch.testing.assert_close(logits, plain_logits(PAIR.theirs, TOKENS[:-1])[CONTEXT:], rtol=1e-4, atol=1e-4)
 
 
-def test_the_full_cache_agrees_with_itself() -> None:
-    full = counts(Case("full", None)).figures(ALL)
-    assert full["agreement"] == full["acceptance"]["T0"] == full["acceptance"]["T1"] == 1.0
-    assert full["tokens"] == SCORED
-    truth = torch.tensor(TOKENS[CONTEXT + 1 :])
-    logits = plain_logits(PAIR.theirs, TOKENS[:-1])[CONTEXT:]
-    assert full["perplexity"] == pytest.approx(float(torch.nn.functional.cross_entropy(logits, truth).exp()), rel=1e-4)
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize("seen", [CONTEXT, CONTEXT + 1])
+@pytest.mark.parametrize("cache", SPARSE)
+@pytest.mark.parametrize("seen", [0, 1])
 def test_a_budget_that_covers_the_text_agrees_exactly(cache: str, seen: int) -> None:
-    text = Input("random", TOKENS, (Stretch(CONTEXT, CONTEXT + SCORED, seen),), ("A",))
-    results = measure([text], [Case("full", None), Case(cache, Budget(256))], read, Silent(), None)
-    full, covering = results.values()
-    assert covering.same_greedy == covering.same_sampled == SCORED
-    assert covering.loss == pytest.approx(full.loss, rel=1e-5)
+    figures = counts(Case(cache, 256), seen).figures()
+    assert set(figures["acceptance"].values()) == {1.0}
 
 
-@pytest.mark.parametrize("cache", CACHES)
-def test_a_small_budget_forgets(cache: str) -> None:
-    assert counts(Case(cache, Budget(32))).same_greedy < SCORED
+@pytest.mark.parametrize("case", [*(Case(name, 32) for name in SPARSE), Case(DRAFT)])
+def test_a_small_budget_forgets(case: Case) -> None:
+    assert counts(case).figures()["acceptance"]["T0"] < 1
+
+
+@pytest.mark.parametrize("kept", ["streaming", "heavy_hitter"])
+def test_the_draft_tier_has_the_cache_of_its_settings(kept: str) -> None:
+    settings = load_settings(dtype="float32", draft={"window": 252, "cache": kept})
+    text, reading = text_of(CONTEXT), Reading({Tier.TARGET: RUNNER, Tier.DRAFT: RUNNER}, settings, TOKENS, ())
+    logits = CACHES[DRAFT](reading, text, 0)(text.stretches[0])
+    torch.testing.assert_close(logits, plain_logits(PAIR.theirs, TOKENS[:-1])[CONTEXT:], rtol=1e-4, atol=1e-4)
 
 
 def test_streaming_llm_sees_sinks_and_window_and_nothing_else() -> None:
     budget = 32
     # The third stretch begins 64 tokens after the first, so the window is filled anew; before, it only grows.
     starts = (CONTEXT - 64, CONTEXT - 48, CONTEXT)
-    text = Input("random", TOKENS, tuple(Stretch(start, start + SCORED, seen=start) for start in starts), ("A",))
-    logits_of = CACHES["streaming_llm"](read(text), text, budget)
+    text = text_of(*starts)
+    logits_of = CACHES["streaming_llm"](read(), text, budget)
     for stretch, filled in zip(text.stretches, (starts[0], starts[0], starts[2]), strict=True):
         held = TOKENS[:SINKS] + TOKENS[filled - (budget - SINKS) : stretch.stop]
         expected = plain_logits(PAIR.theirs, held)[-SCORED:]
@@ -102,9 +110,8 @@ def test_streaming_llm_sees_sinks_and_window_and_nothing_else() -> None:
 @pytest.mark.parametrize("name", CUT)
 def test_selectors_see_one_token_more_than_the_snapshot_of_an_answer_holds(name: str) -> None:
     """The last token of a question chooses, and is then forwarded over what it chose."""
-    reading = read(TEXT)
-    stretch = Stretch(CONTEXT, CONTEXT + SCORED, seen=CONTEXT + 1)
-    snapshot = reading.cut(stretch, 256, selector_named(name))
+    reading = read()
+    snapshot = reading.cut(Stretch(CONTEXT, CONTEXT + SCORED, seen=CONTEXT + 1), 256, SELECTORS[name]())
     assert (snapshot.position, snapshot.num_tokens) == (CONTEXT, CONTEXT)
     start = reading.full.held[SEQUENCE].ranges[0][0]
     for layer, keys in enumerate(reading.full.keys):
@@ -116,69 +123,74 @@ def test_one_reading_serves_all_selectors(name: str, monkeypatch: pytest.MonkeyP
     """Each selector chooses what it would choose from a text that is read for it alone. This also holds at a second
     cut, and with other passes.
     """
-    together, alone = (Reading(MODEL, MODEL, TOKENS, 8, names) for names in ([*CUT], [name]))
+    together, alone = read(), read((name,))
     for start in (150, CONTEXT):
         stretch = Stretch(start, start + 10, seen=start)
         for reading, pass_tokens in ((together, 48), (alone, 2048)):
-            monkeypatch.setattr("triforce_tools.evaluation.reading.PREFILL_CHUNK", pass_tokens)
+            monkeypatch.setattr("triforce_tools.evaluation.caches.PREFILL_CHUNK", pass_tokens)
             reading.read(start)
         for other in CUT:
-            together.cut(stretch, 64, selector_named(other))
-        cut, expected = (reading.cut(stretch, 64, selector_named(name)) for reading in (together, alone))
+            together.cut(stretch, 64, SELECTORS[other]())
+        cut, expected = (reading.cut(stretch, 64, SELECTORS[name]()) for reading in (together, alone))
         torch.testing.assert_close((cut.keys, cut.values), (expected.keys, expected.values))
         together.logits(stretch)
         alone.logits(stretch)
 
 
-def test_written_is_what_greedy_decoding_writes() -> None:
-    expected = list(TOKENS[: CONTEXT + 1])
-    for _ in range(5):
-        expected.append(int(plain_logits(PAIR.theirs, tuple(expected))[-1].argmax()))
-    assert read(TEXT).written(CONTEXT, 5) == expected[CONTEXT + 1 :]
-
-
 # -- what is counted ---------------------------------------------------------------------------------------------------
 
 
-def certain(tokens: list[int]) -> torch.Tensor:
-    """Logits by which these tokens are drawn, at any temperature in use."""
-    return 1000 * torch.nn.functional.one_hot(torch.tensor(tokens), 8).float()
-
-
-@pytest.mark.parametrize(("written", "same", "recall"), [([1, 2, 3], 3, 1.0), ([1, 2, 4], 2, 0.0), ([0, 0, 0], 0, 0.0)])
-def test_an_answer_counts_only_when_all_of_it_is_right(written: list[int], same: int, recall: float) -> None:
+@pytest.mark.parametrize(("written", "same", "right"), [([1, 2, 3], 3, 1), ([1, 2, 4], 2, 0), ([0, 0, 0], 0, 0)])
+def test_an_answer_counts_only_when_all_of_it_is_right(written: list[int], same: int, right: int) -> None:
     truth = [1, 2, 3]
-    exact, own = (Scored.at(10, certain(tokens)) for tokens in (truth, written))
-    figures = Counts.of(exact, own, truth).figures(("needle", "agreement", "acceptance"))
-    assert figures["recall"] == recall
-    assert figures["agreement"] == figures["acceptance"]["T1"] == same / 3
+    # Logits by which these tokens are drawn, at any temperature in use.
+    exact, own = (1000 * one_hot(torch.tensor(tokens), 8).float() for tokens in (truth, written))
+    figures = Counts.of(Exact(10, exact), own, truth).figures()
+    assert figures["recall"] == right
+    assert figures["acceptance"] == figures["rejection"] == {f"T{t:g}": same / 3 for t in TEMPERATURES}
 
 
-def test_draws_at_temperature_1_share_noise() -> None:
+def test_figures_are_those_of_the_draws() -> None:
+    """Acceptance is how often both draw the same token; hits count where the full cache's token stands among a cache's
+    perturbed logits, and rejection's bound is Σ min(p, q).
+    """
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(64, 50, generator=generator)
-    near = logits + 0.1 * torch.randn(64, 50, generator=generator)
-    same = Counts.of(Scored.at(0, logits), Scored.at(0, near), [0] * 64)
-    other = Counts.of(Scored.at(0, logits), Scored.at(1000, near), [0] * 64)
-    assert same.same_sampled > 0.85 * 64
-    assert other.same_sampled < 0.2 * 64, "noise of other positions"
-    assert same.same_greedy == other.same_greedy, "greedy draws have no noise"
+    exact = torch.randn(64, 50, generator=generator)
+    near = exact + torch.randn(64, 50, generator=generator)
+    figures = Counts.of(Exact(7, exact), near, [0] * 64).figures()
+    for temperature in TEMPERATURES:
+        name, sampling = f"T{temperature:g}", SamplingParams(temperature=temperature)
+        draws = [[Draw(sampling, seed, 8 + row) for row in range(64)] for seed in SEEDS]
+        pairs = [zip(draw_tokens(exact, each), draw_tokens(near, each), strict=True) for each in draws]
+        same = sum(a == b for each in pairs for a, b in each) / (64 * len(SEEDS))
+        assert figures["acceptance"][name] == figures["hits"][name]["1"] == same
+        assert 0.2 < same < 0.9
+        assert sorted(figures["hits"][name].values()) == list(figures["hits"][name].values())
+        if temperature:
+            p, q = ((each / temperature).softmax(-1) for each in (exact, near))
+            assert figures["rejection"][name] == pytest.approx(float(torch.minimum(p, q).sum() / 64), rel=1e-5)
+    order = near.argsort(descending=True)
+    for k in RANKS:
+        among = (order[:, :k] == exact.argmax(-1, keepdim=True)).any(-1)
+        assert figures["hits"]["T0"][str(k)] == float(among.float().mean())
+
+
+def test_of_equal_logits_the_lowest_id_is_drawn() -> None:
+    level = torch.zeros(1, 4)
+    for token, hits in ((0, [1, 1, 1]), (1, [0, 1, 1]), (2, [0, 0, 1])):
+        exact = Exact(0, 1000 * one_hot(torch.tensor([token]), 4).float())
+        assert [Counts.of(exact, level, [0]).figures()["hits"]["T0"][k] for k in ("1", "2", "4")] == hits
+    assert draw_tokens(level, [Draw(GREEDY, 0, 1)]) == [0]
 
 
 def test_counts_add_up() -> None:
-    total = Counts(2, 1.0, 1, 0.5, 1, 1) + Counts(6, 3.0, 5, 4.5, 3, 1)
-    figures = total.figures(("needle", *ALL))
-    assert figures == {
-        "tokens": 8,
-        "answers": 4,
-        "recall": 0.5,
-        "perplexity": pytest.approx(2.718281828**0.5),
-        "agreement": 0.75,
-        "acceptance": {"T0": 0.75, "T1": 0.625},
-    }
+    full = torch.ones(len(TEMPERATURES), len(RANKS) + 1, dtype=torch.float64)
+    figures = (Counts(2, 1, 1, full) + Counts(6, 3, 1, 5 * full)).figures()
+    assert (figures["tokens"], figures["answers"], figures["recall"]) == (8, 4, 0.5)
+    assert figures["acceptance"] == figures["rejection"] == {f"T{t:g}": 0.75 for t in TEMPERATURES}
 
 
-def row(cache: str, half: str, rate: float, budget: str = "1024") -> dict[str, Any]:
+def row(cache: str, half: str, rate: float, budget: int = 1024) -> dict[str, Any]:
     return {"cache": cache, "budget": budget, "half": half, "tokens": 900, "acceptance": {"T0": rate, "T1": rate - 0.1}}
 
 
@@ -187,7 +199,7 @@ def test_the_selector_is_chosen_on_one_half_and_reported_on_the_other() -> None:
         *(row("near", half, rate) for half, rate in (("A", 0.8), ("B", 0.95), ("all", 0.9))),
         *(row("best", half, rate) for half, rate in (("A", 0.9), ("B", 0.7), ("all", 0.8))),
         row("lossy", "A", 0.99),
-        row("near", "A", 0.99, budget="4096"),
+        row("near", "A", 0.99, budget=4096),
     ]
     chosen = choose(rows, ["near", "best"])
     assert chosen is not None
@@ -208,7 +220,7 @@ def test_a_needle_is_asked_for_at_the_end_and_stands_at_its_depth() -> None:
     inputs = needle_inputs(TOKENIZER, SMALL)
     assert len(inputs) == 2 * 3
     for text in inputs:
-        kind, length, depth = text.group
+        kind, length, depth = dict(text.groups[0]).values()
         assert 0.8 * length < len(text.tokens) <= length
         assert len(text.stretches) == (1 if kind == ONE_KEY else SMALL.keys)
         for stretch in text.stretches:
@@ -220,7 +232,8 @@ def test_a_needle_is_asked_for_at_the_end_and_stands_at_its_depth() -> None:
             if kind == ONE_KEY and value.isdigit():
                 assert abs(before - depth * length) < 0.1 * length
             assert before < stretch.start - 64, "not copied from the question"
-    assert {text.group[0] for text in inputs} == {ONE_KEY, MANY_KEYS}
+        assert text.groups[1] == (("kind", "all"), ("length", length), ("depth", None))
+    assert {dict(text.groups[0])["kind"] for text in inputs} == {ONE_KEY, MANY_KEYS}
 
 
 def test_the_same_seed_gives_the_same_needles() -> None:
@@ -230,7 +243,7 @@ def test_the_same_seed_gives_the_same_needles() -> None:
 
 def test_files_alternate_between_the_halves() -> None:
     inputs = held_out_inputs(TOKENIZER, EvalPlan(documents=4, context=128))
-    assert [text.group for text in inputs] == [("A",), ("B",), ("A",), ("B",)]
+    assert [text.groups for text in inputs] == 2 * [((("half", half),), (("half", "all"),)) for half in "AB"]
     assert len({text.name for text in inputs}) == 4
     for text in inputs:
         assert [(s.start, s.stop, s.seen) for s in text.stretches] == [(128, 192, 128), (192, 256, 192)]
@@ -251,20 +264,13 @@ def test_a_file_that_is_too_short_for_the_context_is_named() -> None:
         held_out_inputs(load_tokenizer(str(weights_dir("target"))), plan)
 
 
-def test_a_budget_may_be_a_share_of_the_context() -> None:
-    assert Budget.parse("1024").tokens(context=8192, chunk=8) == 1024
-    assert Budget.parse("5%").tokens(context=8192, chunk=8) == 408
-    assert Budget.parse("5%").tokens(context=100, chunk=8) == 32, "the least"
-    assert Budget.parse("5%").tokens(context=100, chunk=1) == 8 > SINKS, "what StreamingLLM keeps is not all of it"
-    assert [Budget.parse(text).name for text in ("512", "20%")] == ["512", "20%"]
-
-
 def test_the_full_cache_is_always_measured() -> None:
-    plan = EvalPlan(caches=("mean_key",), budgets=(Budget(256), Budget(5, True)))
-    assert [(case.cache, case.budget and case.budget.name) for case in cases_of(plan)] == [
-        ("full", None),
-        ("mean_key", "256"),
-        ("mean_key", "5%"),
+    plan = EvalPlan(caches=("mean_key",), budgets=(256, 512))
+    assert cases_of(plan, SETTINGS) == [Case(FULL), Case("mean_key", 256), Case("mean_key", 512)]
+    everything = [case.cache for case in cases_of(EvalPlan(budgets=(256,)), SETTINGS)]
+    assert everything == [*CACHES]
+    assert [case.cache for case in cases_of(EvalPlan(budgets=(256,)), load_settings(draft={"model": "ngram"}))] == [
+        name for name in everything if name != DRAFT
     ]
 
 
@@ -281,46 +287,31 @@ def _threads() -> Iterator[None]:
 
 RATES = {
     "type": "object",
-    "required": ["T0", "T1"],
-    "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1},
+    "required": ["T0", "T0.4", "T0.8", "T1"],
+    "additionalProperties": {"type": "number", "minimum": 0, "maximum": 1.000001},
 }
 ROW = {
-    "required": ["cache", "budget", "tokens", "acceptance"],
+    "required": ["cache", "budget", "tokens", "acceptance", "rejection", "hits", "recall"],
     "properties": {
-        "cache": {"enum": ["full", *CACHES]},
-        "budget": {"enum": [None, "64", "20%"]},
+        "cache": {"enum": [*CACHES]},
+        "budget": {"enum": [None, 64, 128]},
         "tokens": {"type": "integer", "minimum": 1},
         "acceptance": RATES,
+        "rejection": RATES,
+        "hits": {"additionalProperties": {"required": ["1", "2", "4", "8"]}},
         "recall": {"type": "number", "minimum": 0, "maximum": 1},
-        "perplexity": {"type": "number", "minimum": 1},
     },
 }
 SCHEMA = {
     "type": "object",
-    "required": [
-        "plan",
-        "machine",
-        "versions",
-        "settings",
-        "files",
-        "needles",
-        "triforce",
-        "costs",
-        "prefills",
-        "published",
-    ],
+    "required": ["plan", "machine", "versions", "settings", "files", "needles", "triforce", "choice"],
     "properties": {
-        "files": {"items": {"required": ["half", "perplexity", "agreement"], **ROW}},
-        "needles": {"items": {"required": ["kind", "length", "depth", "recall"], **ROW}},
-        "costs": {
-            "items": {
-                "required": ["context", "selector", "first_cut_ms", "refresh_ms", "verify_ms", "share_of_decoding"],
-                "additionalProperties": {"exclusiveMinimum": 0},
-            }
-        },
+        "files": {"items": {"required": ["half"], **ROW}},
+        "needles": {"items": {"required": ["kind", "length", "depth"], **ROW}},
     },
 }
-TINY = ("--documents", "2", "--context", "256", "--lengths", "512", "--budgets", "64,20%", "--probes", "1")
+FORCED = ("--dtype", "float32", "--threads", "1", "--force", "--json")
+TINY = ("--documents", "2", "--context", "256", "--lengths", "512", "--budgets", "64,128", "--probes", "1", *FORCED)
 
 
 @pytest.mark.ci
@@ -329,9 +320,8 @@ def test_the_command_measures_and_writes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = tmp_path / "figures"
-    some = ("--selectors", "triforce,mean_key,h2o,streaming_llm,heavy_hitter")
-    arguments = ("eval", *TINY, *some, "--dtype", "float32", "--threads", "1", "--force", "--out", str(out), "--json")
-    assert run(monkeypatch, *arguments, "--task", "needle,perplexity,agreement,acceptance,cost") == 0
+    some = ("--caches", "triforce,draft,mean_key,snapkv,h2o,streaming_llm,heavy_hitter")
+    assert run(monkeypatch, "eval", *TINY, *some, "--out", str(out)) == 0
     captured = capsys.readouterr()
     figures = json.loads(captured.out)
     validate(figures, SCHEMA)
@@ -344,23 +334,25 @@ def test_the_command_measures_and_writes(
         (found,) = [row for row in rows if row | wanted == row]
         return found
 
-    assert of(figures["files"], cache="full", half="all")["acceptance"] == {"T0": 1, "T1": 1}
-    halves = [of(figures["files"], cache="mean_key", budget="64", half=half) for half in ("A", "B", "all")]
+    assert set(of(figures["files"], cache="full", half="all")["acceptance"].values()) == {1}
+    halves = [of(figures["files"], cache="mean_key", budget=64, half=half) for half in ("A", "B", "all")]
     assert [row["tokens"] for row in halves] == [128, 128, 256]
-    assert 0 < halves[2]["agreement"] < 1
+    assert 0 < halves[2]["acceptance"]["T0"] < 1
+    draft = of(figures["files"], cache="draft", half="all")
+    assert 0 < draft["acceptance"]["T1"] < draft["rejection"]["T1"] < draft["hits"]["T1"]["8"]
     many = {"kind": MANY_KEYS, "length": 512}
     assert of(figures["needles"], cache="full", **many)["recall"] == 1
     assert of(figures["needles"], cache="full", kind="all")["length"] == 512
-    streaming = of(figures["needles"], cache="streaming_llm", budget="64", **many)
+    streaming = of(figures["needles"], cache="streaming_llm", budget=64, **many)
     assert (streaming["answers"], streaming["recall"]) == (8, 0), "its window holds none of the keys"
     for whole in figures["triforce"].values():
-        assert whole["same_text"] == 1
+        assert whole["same"] == whole["texts"]
         assert whole["speculative_rounds"] > 0
-        assert whole["recall"] == whole["recall_full"]
-        assert whole["tokens"] >= WRITTEN * whole["texts"]
+        assert whole["tokens"] >= 32 * whole["texts"]
     assert figures["triforce"]["needles"]["texts"] == 1 + 4, "many keys, and one key at each depth"
-    assert [row["selector"] for row in figures["costs"]] == ["mean_key", "h2o"]
-    assert [row["selector"] for row in figures["prefills"]] == ["mean_key", "h2o"]
+    tables = report(figures)
+    assert "| draft  |        | 1   |" in tables
+    assert "5 of 5 needles go on with the full cache's own tokens" in tables
 
 
 @pytest.mark.usefixtures("_threads")
@@ -369,11 +361,13 @@ def test_texts_are_as_long_as_the_kv_pool_has_room_for(
 ) -> None:
     config = tmp_path / "triforce.yaml"
     config.write_text("target: {kv_pool_tokens: 512}")
-    some = ("--task", "needle", "--selectors", "triforce", "--config", str(config))
-    assert run(monkeypatch, "eval", *TINY, *some, "--dtype", "float32", "--threads", "1", "--force", "--json") == 0
-    whole = json.loads(capsys.readouterr().out)["triforce"]["needles"]
-    assert whole["same_text"] == 1
-    assert 0 < whole["tokens"] < WRITTEN * whole["texts"]
+    some = ("--task", "needle", "--caches", "triforce", "--config", str(config))
+    assert run(monkeypatch, "eval", *TINY, *some) == 0
+    figures = json.loads(capsys.readouterr().out)
+    assert not {"files", "choice", "batches"} & figures.keys(), "only what is asked is measured"
+    whole = figures["triforce"]["needles"]
+    assert whole["same"] == whole["texts"]
+    assert 0 < whole["tokens"] < 32 * whole["texts"]
 
 
 @pytest.mark.ci
@@ -383,8 +377,7 @@ def test_batches_fit_into_the_memory_of_four_full_caches(
 ) -> None:
     for name, tokens in (("OUTPUT", 48), ("TIMED", 12)):
         monkeypatch.setattr(batches, name, tokens)
-    arguments = ("eval", *TINY[:4], "--dtype", "float32", "--threads", "1", "--force", "--budget", "64")
-    assert run(monkeypatch, *arguments, "--task", "batch", "--json") == 0
+    assert run(monkeypatch, "eval", *TINY, "--budget", "64", "--task", "batch") == 0
     rows = json.loads(capsys.readouterr().out)["batches"]
     by_cache = {kind: [row["batch"] for row in rows if row["cache"] == kind] for kind in batches.KINDS}
     assert by_cache["full"] == [1, 2, 4]
@@ -399,8 +392,8 @@ def test_batches_fit_into_the_memory_of_four_full_caches(
     [
         ("target: {offload: host}", ["target.offload", "'host'", "must be none"]),
         ("target: {audit: 0.5}", ["target.audit", "0.5", "must be 0"]),
-        ("speculation: {tiers: target}", ["speculation.tiers", "'target'", "must draft"]),
-        ("speculation: {lookaheads: [0, 0]}", ["speculation.lookaheads", "(0, 0)", "must draft"]),
+        ("speculation: {tiers: target}", ["speculation", "(0, 0)", "must draft"]),
+        ("speculation: {lookaheads: [0, 0]}", ["speculation", "(0, 0)", "must draft"]),
         ("dtype: float32", ["context", "15900", "must be at most"]),
     ],
 )
@@ -434,43 +427,27 @@ def test_an_engine_is_gone_before_the_next_is_loaded(monkeypatch: pytest.MonkeyP
     assert len(loaded) == 3
 
 
-def test_a_table_without_budgets_has_as_many_columns_as_cells() -> None:
-    lines = by_budget([{"cache": "full", "budget": None}], lambda row: ".5").splitlines()
-    assert lines == ["| cache | all |", "| --- | --- |", "| full cache | .5 |"]
-
-
-def test_costs_of_a_model_whose_configuration_names_no_kv_heads() -> None:
-    size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
-    config = GPTNeoXConfig(vocab_size=256, max_position_embeddings=8192, **size)
-    model = Model(AutoModelForCausalLM.from_config(config, attn_implementation=ATTENTION).eval(), MODEL.kernel, None)
-    settings = load_settings(dtype="float32", retrieval={"budget": 64})
-    plan = EvalPlan(tasks=("cost",), lengths=(512,))
-    [row] = measure_costs(model, ["mean_key"], plan, settings, Silent())
-    assert row["first_cut_ms"] > 0
-
-
-@pytest.mark.usefixtures("_threads")
-def test_only_what_is_asked_is_measured(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("eval", *TINY, "--dtype", "float32", "--threads", "1", "--task", "perplexity")
-    assert run(monkeypatch, *arguments, "--selectors", "mean_key", "--json") == 0
-    figures = json.loads(capsys.readouterr().out)
-    assert not {"needles", "triforce", "costs"} & figures.keys()
-    assert {row["cache"] for row in figures["files"]} == {"full", "mean_key"}
-    assert all(row.keys() == {"cache", "budget", "half", "tokens", "perplexity"} for row in figures["files"])
+def test_a_row_without_a_value_on_the_axis_is_in_all_columns() -> None:
+    rows = [{"cache": "full", "budget": None, "rate": 1.0}, {"cache": "h2o", "budget": 64, "rate": 0.9996}]
+    rows.append(rows[1] | {"budget": 128, "rate": 0.25})
+    table = pivot(rows, ["cache"], "budget", lambda cell: decimals(cell[0]["rate"])).splitlines()
+    assert [line.replace(" ", "") for line in table[2:]] == ["|full|1.000|1.000|", "|h2o|.999+|.250|"]
+    alone = pivot(rows[:1], ["cache"], "budget", lambda cell: ".5").splitlines()
+    assert [line.replace(" ", "") for line in alone[::2]] == ["|cache|all|", "|full|.5|"]
 
 
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--task", "speed"], ["task", "'speed'", "must be one of needle"]),
-        (["--task", ""], ["task", "must name some of"]),
+        (["--task", "cost"], ["task", "'cost'", "must be one of needle, acceptance, batch"]),
+        (["--task", ""], ["task", "must name one at least"]),
         (["--task", "needle,needle"], ["task", "each value once"]),
-        (["--selectors", "best"], ["selectors", "'best'", "must be one of full, triforce, mean_key"]),
-        (["--budgets", "many"], ["budgets", "'many'", "must be tokens"]),
-        (["--budgets", "0"], ["budgets", "'0'", "must be tokens"]),
-        (["--budgets", "200%"], ["budgets", "'200%'", "at most 100%"]),
-        (["--budgets", "100"], ["budgets", "'100'", "multiple of the chunk, 8"]),
-        (["--budgets", "24"], ["budgets", "'24'", "32 at least"]),
+        (["--caches", "best"], ["caches", "'best'", "must be one of full, mean_key"]),
+        (["--caches", "draft", "--drafter", "ngram"], ["caches", "'draft'", "needs a draft.model"]),
+        (["--budgets", "many"], ["budgets", "'many'", "must be whole numbers of tokens"]),
+        (["--budgets", "0"], ["budgets", "0", "32 at least"]),
+        (["--budgets", "100"], ["budgets", "100", "multiple of the chunk, 8"]),
+        (["--budgets", "24"], ["budgets", "24", "32 at least"]),
         (["--lengths", "1k"], ["lengths", "'1k'", "whole numbers"]),
         (["--lengths", "100"], ["lengths", "100", "at least 512"]),
         (["--lengths", "32768"], ["lengths", "32768", "must fit the context of 16384"]),
@@ -478,8 +455,7 @@ def test_only_what_is_asked_is_measured(monkeypatch: pytest.MonkeyPatch, capsys:
         (["--documents", "99"], ["documents", "99", "at most 18"]),
         (["--context", "16384"], ["context", "16384", "must fit the context of 16384"]),
         (["--context", "16300"], ["context: 16300 and 128 scored tokens after it", "the context of 16384"]),
-        (["--chunk", "1", "--budgets", "4"], ["budgets", "'4'", "8 at least"]),
-        (["--selectors", "full", "--task", "cost"], ["selectors", "at least one selector for --task cost"]),
+        (["--chunk", "1", "--budgets", "4"], ["budgets", "4", "8 at least"]),
         (["--probes", "0"], ["probes", "0", "at least 1"]),
         (["--out", "nowhere/figures"], ["out", "nowhere", "directory that does not exist"]),
     ],

@@ -35,10 +35,8 @@ def check_batches(settings: Settings, context: int, longest: int) -> None:
     """Raises `InvalidValueError` for settings that the three caches cannot share."""
     require(settings.target.offload == "none", "target.offload", settings.target.offload, "must be none for batches")
     require(settings.target.audit == 0, "target.audit", settings.target.audit, "must be 0 for batches")
-    given = settings.speculation
-    name = "tiers" if given.tiers == "target" else "lookaheads"
-    rule = "must draft: TriForce is measured too"
-    require(any(given.effective), f"speculation.{name}", getattr(given, name), rule)
+    drafts = any(settings.speculation.effective)
+    require(drafts, "speculation", settings.speculation.effective, "must draft: TriForce is measured too")
     most = longest - 2 * OUTPUT
     require(context <= most, "context", context, f"must be at most {most} tokens, to leave room for outputs")
 
@@ -78,11 +76,9 @@ def engine_for(kind: str, settings: Settings, requests: int, length: int) -> Eng
     """An engine with room for so many requests of `length` tokens. Its turns are not bounded in time, so that all
     requests are soon decoded together.
     """
-    target: dict[str, Any] = {"max_stall_ms": None, "kv_pool_tokens": None}
+    target: dict[str, Any] = {"max_stall_ms": None, "kv_pool_tokens": requests * length}
     if kind == "heavy_hitter":
-        target |= {"eviction": kind, "kv_budget": settings.retrieval.budget}
-    else:
-        target |= {"kv_pool_tokens": requests * length}
+        target |= {"kv_pool_tokens": None, "eviction": kind, "kv_budget": settings.retrieval.budget}
     given = settings.model_dump(exclude_defaults=True)
     given |= {"max_sequences": requests, "target": given.get("target", {}) | target}
     if kind != "triforce":

@@ -29,7 +29,7 @@ class Exact:
         self.drawn = {each: self.perturbed(logits, each).argmax(-1, keepdim=True) for each in TEMPERATURES}
 
     def perturbed(self, logits: Tensor, temperature: float) -> Tensor:
-        """The logits with each seed's noise in turn, [seeds * tokens, vocab] float64: the greatest of a row is drawn."""
+        """The logits with each seed's noise in turn, [seeds * tokens, vocab] float64; each row's greatest is drawn."""
         warped = warped_at(temperature, logits).double().repeat(len(SEEDS), 1)
         return warped + self.noise if temperature else warped
 
@@ -41,12 +41,10 @@ class Counts:
     tokens: int = 0
     answers: int = 0  # stretches
     right: int = 0  # of which every token would have been written by greedy decoding
-    # Tokens that the full cache draws and that are among the first k of the cache's perturbed logits, in the mean over
-    # the seeds, [TEMPERATURES, RANKS]. With k = 1 they are the tokens that both draw: the accepted ones.
-    hits: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), len(RANKS), dtype=torch.float64))
-    # Σ min(p, q) over the tokens, [TEMPERATURES]: rejection sampling accepts so many of one draft for each (Leviathan
-    # et al. 2023, corollary 3.6), which is the most that is possible.
-    bound: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), dtype=torch.float64))
+    # By temperature: the tokens that the full cache draws and that are among the first k of the cache's perturbed
+    # logits, in the mean over the seeds, for each k of RANKS; and last Σ min(p, q), the tokens that rejection sampling
+    # would accept of one draft for each (Leviathan et al. 2023, corollary 3.6).
+    hits: Tensor = field(default_factory=lambda: torch.zeros(len(TEMPERATURES), len(RANKS) + 1, dtype=torch.float64))
 
     @classmethod
     def of(cls, exact: Exact, logits: Tensor, truth: Sequence[int]) -> Counts:
@@ -55,34 +53,32 @@ class Counts:
         Greedy decoding writes the whole answer exactly if each token is the likeliest after those before it, so one
         pass over the answer tells what decoding token by token would.
         """
-        hits, bound = [], []
+        hits = []
         for temperature in TEMPERATURES:
             ranks = ranks_of(exact.drawn[temperature], exact.perturbed(logits, temperature))
-            hits.append([float((ranks < most).sum()) / len(SEEDS) for most in RANKS])
-            both = (warped_at(temperature, each).softmax(-1) for each in (exact.logits, logits))
-            bound.append(float(torch.minimum(*both).double().sum()) if temperature else hits[-1][0])
+            found = [float((ranks < k).sum()) / len(SEEDS) for k in RANKS]
+            p, q = (warped_at(temperature, each).softmax(-1) for each in (exact.logits, logits))
+            hits.append([*found, float(torch.minimum(p, q).double().sum()) if temperature else found[0]])
         right = logits.argmax(-1).tolist() == list(truth)
-        return cls(len(truth), 1, right, *(torch.tensor(each, dtype=torch.float64) for each in (hits, bound)))
+        return cls(len(truth), 1, right, torch.tensor(hits, dtype=torch.float64))
 
     def __add__(self, other: Counts) -> Counts:
         tokens, answers, right = self.tokens + other.tokens, self.answers + other.answers, self.right + other.right
-        return Counts(tokens, answers, right, self.hits + other.hits, self.bound + other.bound)
+        return Counts(tokens, answers, right, self.hits + other.hits)
 
     def figures(self) -> dict[str, Any]:
-        """Shares of the tokens by temperature: `acceptance` with this project's shared noise, `hits` by rank, and
-        `rejection`, what classical rejection would accept.
+        """Recall over the stretches, and shares of the tokens by temperature: `acceptance` with this project's shared
+        noise; `hits` by k, of which the first is the acceptance; and `rejection`, the acceptance of rejection sampling.
         """
-        names = [f"T{temperature:g}" for temperature in TEMPERATURES]
-        hits, bound = (self.hits / self.tokens).tolist(), (self.bound / self.tokens).tolist()
+        shares = {f"T{t:g}": row for t, row in zip(TEMPERATURES, (self.hits / self.tokens).tolist(), strict=True)}
         return {
             "tokens": self.tokens,
-            "acceptance": {name: row[0] for name, row in zip(names, hits, strict=True)},
-            "hits": {name: dict(zip(map(str, RANKS), row, strict=True)) for name, row in zip(names, hits, strict=True)},
-            "rejection": dict(zip(names, bound, strict=True)),
+            "answers": self.answers,
+            "recall": self.right / self.answers,
+            "acceptance": {name: row[0] for name, row in shares.items()},
+            "hits": {name: dict(zip(map(str, RANKS), row[:-1], strict=True)) for name, row in shares.items()},
+            "rejection": {name: row[-1] for name, row in shares.items()},
         }
-
-    def recall(self) -> dict[str, Any]:
-        return {"answers": self.answers, "recall": self.right / self.answers}
 
 
 def warped_at(temperature: float, logits: Tensor) -> Tensor:
@@ -90,8 +86,8 @@ def warped_at(temperature: float, logits: Tensor) -> Tensor:
 
 
 def ranks_of(tokens: Tensor, logits: Tensor) -> Tensor:
-    """How many tokens stand before each of `tokens` [rows, 1] in its row of `logits` [rows, vocab]; of equal ones, those
-    with the lower id do, as the lowest id is drawn.
+    """How many tokens stand before each of `tokens` [rows, 1] in its row of `logits` [rows, vocab]. Of equal ones the
+    lower id stands first, as it is drawn.
     """
     own = logits.gather(-1, tokens)
     lower = torch.arange(logits.shape[-1], device=logits.device) < tokens
