@@ -12,10 +12,10 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
-from deploy.decode_stats import summed
 from deploy.errors import EngineCrashError, EngineLostError
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import Request
@@ -32,6 +32,9 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
 # The other suspects wait this long, counted from when the suspect that has the turn reached a target.
 TURN_S = 30.0
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
+# Figures taken from the latest attempt, and from the first attempt that has them. All others are added up.
+LATEST = ("plan", "expected_ms", "plain_ms")
+FIRST = ("prompt_tokens", "cached_tokens")
 
 
 class Turns:
@@ -263,3 +266,33 @@ class Journal:
             if self.blocked is not None:
                 raise self.blocked from None
             raise
+
+
+def summed(before: pb.DecodeStats, latest: pb.DecodeStats) -> pb.DecodeStats:
+    """The stats of the attempts `before` and of the `latest` one together."""
+    total = pb.DecodeStats()
+    total.CopyFrom(before)
+    for field, value in latest.ListFields():
+        if field.name == "tallies":
+            del total.tallies[:]
+            pairs = zip_longest(before.tallies, latest.tallies, fillvalue=pb.Tally())
+            total.tallies.extend(added(*pair) for pair in pairs)
+        elif field.name == "direct":
+            total.direct.CopyFrom(added(before.direct, latest.direct))
+        elif field.name == "plans":
+            for kind, rounds in latest.plans.items():
+                total.plans[kind] += rounds
+        elif field.name in LATEST:
+            setattr(total, field.name, value)
+        elif field.name not in FIRST:
+            setattr(total, field.name, getattr(before, field.name) + value)
+        elif not before.prompt_tokens:  # the first attempt that has got so far
+            setattr(total, field.name, value)
+    return total
+
+
+def added(one: pb.Tally, other: pb.Tally) -> pb.Tally:
+    total = pb.Tally()
+    for field in pb.Tally.DESCRIPTOR.fields:
+        setattr(total, field.name, getattr(one, field.name) + getattr(other, field.name))
+    return total

@@ -221,12 +221,6 @@ class TargetSettings(Strict):
             raise ValueError("must be a number of milliseconds, or off")
         return None if value is False or value == "off" else value
 
-    @model_validator(mode="after")
-    def _audited(self) -> TargetSettings:
-        if self.audit and (self.offload != "none" or self.tensor_parallel > 1):
-            raise ValueError(f"audit {self.audit} must be 0 with offload or tensor_parallel")
-        return self
-
     @property
     def kept_tokens(self) -> int:
         """With eviction: the tokens of KV that a request keeps. A quarter more are held before some are evicted."""
@@ -244,23 +238,19 @@ class TargetSettings(Strict):
         require(self.eviction == "none", "target.eviction", self.eviction, f"must be none: {because}")
 
     @model_validator(mode="after")
-    def _evicting(self) -> TargetSettings:
+    def _sound(self) -> TargetSettings:
+        if self.audit and (self.offload != "none" or self.tensor_parallel > 1):
+            raise ValueError(f"audit {self.audit} must be 0 with offload or tensor_parallel")
         if self.eviction == "none" and self.kv_budget is not None:
             raise ValueError(f"kv_budget {self.kv_budget} must be null where eviction is none: all KV is kept")
         if self.eviction != "heavy_hitter" and self.heavy_share != 0.5:
             raise ValueError(f"heavy_share {self.heavy_share:g} must be 0.5 where eviction is {self.eviction}")
-        if self.eviction == "none":
-            return self
         others = {"offload": "none", "tensor_parallel": 1, "kv_pool_tokens": None, "audit": 0}
-        for field, needed in others.items():
+        for field, needed in others.items() if self.eviction != "none" else ():
             given = getattr(self, field)
             if given != needed:
                 rule = "null" if needed is None else needed
                 raise ValueError(f"{field} {given} must be {rule} where eviction is {self.eviction}")
-        return self
-
-    @model_validator(mode="after")
-    def _offloading(self) -> TargetSettings:
         if self.resident_layers and self.offload == "none":
             raise ValueError(f"resident_layers {self.resident_layers} must be 0 where offload is none: all layers stay")
         if self.offload == "disk" and not self.offload_path:
@@ -579,29 +569,19 @@ class Settings(Strict):
 
     @field_validator("placement")
     @classmethod
-    def _one_process_where_evicting(cls, given: PlacementSettings, others: ValidationInfo) -> PlacementSettings:
-        target = others.data.get("target")
-        if target is None or target.eviction == "none":
-            return given
-        if "colocate" in given.model_fields_set and given.colocate != "all":
-            raise ValueError(f"colocate {given.colocate} must be all where target.eviction is {target.eviction}")
-        return given.model_copy(update={"colocate": "all"})
-
-    @field_validator("placement")
-    @classmethod
     def _one_process(cls, given: PlacementSettings, others: ValidationInfo) -> PlacementSettings:
-        """Where deterministic, the tiers share a process, so that they take turns in one order."""
-        if not others.data.get("deterministic"):
+        """A target that evicts is alone in its process. Where deterministic, the tiers share one, so that they take
+        turns in one order.
+        """
+        target = others.data.get("target")
+        where = "deterministic is true" if others.data.get("deterministic") else ""
+        if target is not None and target.eviction != "none":
+            where = f"target.eviction is {target.eviction}"
+        if not where:
             return given
         if "colocate" in given.model_fields_set and given.colocate != "all":
-            raise ValueError(f"colocate {given.colocate} must be all where deterministic is true")
+            raise ValueError(f"colocate {given.colocate} must be all where {where}")
         return given.model_copy(update={"colocate": "all"})
-
-    @model_validator(mode="after")
-    def _one_at_a_time(self) -> Settings:
-        if self.deterministic and self.max_sequences > 1:
-            raise ValueError(f"max_sequences {self.max_sequences} must be 1 where deterministic is true")
-        return self
 
     @field_validator("retrieval")
     @classmethod
@@ -615,13 +595,6 @@ class Settings(Strict):
         """With offloaded KV the default lookaheads are longer."""
         return where_offloaded(given, others, "lookaheads", OFFLOADED_LOOKAHEADS)
 
-    @model_validator(mode="after")
-    def _one_process_takes_turns(self) -> Settings:
-        if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
-            given = self.speculation.micro_batches
-            raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
-        return self
-
     @field_validator("device")
     @classmethod
     def _device_name(cls, value: str) -> str:
@@ -630,26 +603,21 @@ class Settings(Strict):
         return value
 
     @model_validator(mode="after")
-    def _graphs_need_cuda(self) -> Settings:
+    def _together(self) -> Settings:
+        if self.deterministic and self.max_sequences > 1:
+            raise ValueError(f"max_sequences {self.max_sequences} must be 1 where deterministic is true")
+        if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
+            given = self.speculation.micro_batches
+            raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
         if self.graphs == "on" and self.device_type != "cuda":
             raise ValueError(f"graphs 'on' must be auto, eager or off where device is {self.device}")
-        return self
-
-    @model_validator(mode="after")
-    def _int4_has_a_kernel(self) -> Settings:
-        if self.retrieval.quantization == "int4" and (
-            self.device_type != "cuda" or self.dtype not in ("auto", "bfloat16")
-        ):
-            given = f"device {self.device} and dtype {self.dtype}"
-            raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {given}; try int8")
-        return self
-
-    @model_validator(mode="after")
-    def _whole_weights_are_quantised(self) -> Settings:
-        ranks = self.ranks(("retrieval",))
-        if self.retrieval.quantization and ranks > 1:
-            given = self.retrieval.quantization
-            raise ValueError(f"retrieval.quantization {given} must be null with tensor_parallel {ranks}")
+        quantization, ranks = self.retrieval.quantization, self.ranks(("retrieval",))
+        suits = self.device_type == "cuda" and self.dtype in ("auto", "bfloat16")
+        if quantization == "int4" and not suits:
+            pair = f"device {self.device} and dtype {self.dtype}"
+            raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {pair}; try int8")
+        if quantization and ranks > 1:
+            raise ValueError(f"retrieval.quantization {quantization} must be null with tensor_parallel {ranks}")
         return self
 
     @model_validator(mode="after")

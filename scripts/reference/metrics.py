@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client.core import Metric
 
 from deploy.metrics import Meters
-from deploy.tier_metrics import FIGURES, TierFamilies
+from deploy.tier_metrics import COUNTERS, GAUGES, TierFamilies
 from scripts.reference.markdown import code, table
 
 OF_GATEWAY = {"triforce_requests": ("status",), "triforce_calls": ("api", "status")}  # labels besides `model_name`
@@ -17,7 +17,7 @@ OF_GATEWAY = {"triforce_requests": ("status",), "triforce_calls": ("api", "statu
 
 def page() -> str:
     unused: Any = SimpleNamespace(model=SimpleNamespace(name=""), in_flight=0, room=0)  # none is scraped here
-    own = {"tier_ready": ("tier",)} | {figure.name: figure.labels for figure in FIGURES}
+    own = {"tier_ready": ("tier",)} | {figure.name: figure.labels for figure in (*GAUGES, *COUNTERS)}
     gateway = [row(family, *OF_GATEWAY.get(family.name, ())) for family in gateway_families(unused)]
     tiers = [row(each, *own.get(each.name.removeprefix("triforce_"), ())) for each in TierFamilies("", {}).collect()]
     header = ("metric", "type", "own labels", "meaning")

@@ -40,7 +40,7 @@ from triforce_core.client import (
     client,
     retry,
 )
-from triforce_core.client.retry import Attempts
+from triforce_core.client.progress import Attempts
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 

@@ -14,7 +14,7 @@ from google.protobuf.message import Message as ProtobufMessage
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.progress import Progress
+from triforce_core.client.progress import Attempts, Progress
 from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, Message, Prompt, build_request, chat_messages
 from triforce_core.client.results import (
     Completion,
@@ -22,7 +22,6 @@ from triforce_core.client.results import (
     completion_from_proto,
     models_from_proto,
 )
-from triforce_core.client.retry import Attempts
 
 Result = TypeVar("Result")
 

@@ -17,8 +17,7 @@ from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.freshness import SinceCut, has_sagged
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
-from triforce_core.engine.totals import Totals
+from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence, Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work

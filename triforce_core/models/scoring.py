@@ -1,13 +1,19 @@
-"""The logprobs that requests ask for, from the logits of the target's passes."""
+"""The logprobs that requests ask for, from the logits of the target's passes: in the model's own distribution, before
+any sampling parameter, as OpenAI has them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from triforce_core.messages import Claim, SequenceSpec, TokenLogprobs, Verdict
-from triforce_core.sampling.logprobs import token_logprobs
+from triforce_core.transfer import on_device
+
+ROWS_TOGETHER = 64  # bounds the memory of the normalised copy
 
 
 class Scorer:
@@ -49,3 +55,19 @@ class Scorer:
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
             self.reported.pop(sequence_id, None)
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """The logprob of each token under its row of logits [tokens, vocab] float32, with the `num_top` most probable
+    tokens.
+    """
+    found: list[TokenLogprobs] = []
+    given = on_device(tokens, torch.int64, logits.device)
+    for some, wanted in zip(logits.split(ROWS_TOGETHER), given.split(ROWS_TOGETHER), strict=True):
+        normalised = some.log_softmax(-1)
+        own = normalised.gather(-1, wanted[:, None])[:, 0].tolist()
+        values, ids = (best.tolist() for best in normalised.topk(num_top, dim=-1))
+        tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+        found += [TokenLogprobs(logprob, top) for logprob, top in zip(own, tops, strict=True)]
+    return tuple(found)
