@@ -1,5 +1,6 @@
 """`python -m scripts.generate_chart` writes what the Helm chart k8s/triforce has from scripts/chart_values.py and the
-settings: values.yaml, values.schema.json, and the table of values in its README. A test fails where they are stale.
+settings: values.yaml, values.schema.json, the table of values in its README, and what `triforce serve` sets for Ray. A
+test fails where they are stale.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import yaml
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from deploy.app import ENVIRONMENT
 from scripts.chart_values import ChartValues, Pod, Resources
 from triforce_core.config import Settings
 
@@ -21,6 +23,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 CHART = REPOSITORY / "k8s" / "triforce"
 BEGIN, END = "<!-- values: generated from scripts/chart_values.py -->\n", "<!-- end of values -->\n"
 WIDTH = 110
+ONE_MACHINE = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "SPT_NOENV")  # what only `triforce serve` needs
 
 
 def schema() -> dict[str, Any]:
@@ -138,11 +141,18 @@ def readme(present: str) -> str:
     return f"{before}{BEGIN}\n{table()}\n{END}{after}"
 
 
+def environment() -> str:
+    """The environment of `triforce serve`, as that of a container."""
+    named = ({"name": name, "value": value} for name, value in ENVIRONMENT.items() if name not in ONE_MACHINE)
+    return "".join(f"- {json.dumps(each)}\n" for each in named)
+
+
 def generated() -> dict[str, str]:
     """What each generated file of the chart should hold."""
     return {
         "values.yaml": values_yaml(),
         "values.schema.json": json.dumps(schema(), indent=1) + "\n",
+        "files/environment.yaml": environment(),
         "README.md": readme((CHART / "README.md").read_text(encoding="utf-8")),
     }
 

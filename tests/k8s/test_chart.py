@@ -16,7 +16,7 @@ import yaml
 
 from deploy.app import ENVIRONMENT
 from deploy.grpc_services import SERVICERS
-from scripts.generate_chart import generated
+from scripts.generate_chart import ONE_MACHINE, generated
 from tests.charts import (
     CHART,
     EXAMPLES,
@@ -36,10 +36,6 @@ from triforce_core.config import Settings, load_settings
 # The schema of KubeRay's RayService v1, without its descriptions: https://github.com/ray-project/kuberay, Apache-2.0.
 RAYSERVICE = Path(__file__).with_name("rayservice-v1.json")
 CUSTOM = {"RayService", "PodMonitor", "HTTPRoute", "GRPCRoute"}
-ONE_MACHINE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
-    "SPT_NOENV",
-}  # what only `triforce serve` needs, which stays on one machine
 IN_PODS = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 
 ALL = Path(__file__).with_name("all-values.yaml")  # every part of the chart at once
@@ -51,7 +47,7 @@ def settings_of(values: Path, *more: str) -> Settings:
     return load_settings(None, **application["args"])
 
 
-@pytest.mark.parametrize("name", ["values.yaml", "values.schema.json", "README.md"])
+@pytest.mark.parametrize("name", ["values.yaml", "values.schema.json", "README.md", "files/environment.yaml"])
 def test_what_is_generated_is_up_to_date(name: str) -> None:
     assert (CHART / name).read_text() == generated()[name], "run `python -m scripts.generate_chart`"
 
