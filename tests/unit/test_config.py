@@ -10,8 +10,6 @@ import pytest
 
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv.snapshot import ChunkSettings
-from triforce_core.kv.streaming import WindowSettings
 from triforce_core.messages import SamplingParams
 
 BAD: list[tuple[str, list[str]]] = [
@@ -203,13 +201,6 @@ def test_a_process_reserves_what_its_tiers_do_together() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: ChunkSettings(budget=100, chunk=8), r"retrieval\.budget: 100 must be a multiple of the chunk, 8"),
-        (lambda: ChunkSettings(budget=8, chunk=8), r"retrieval\.budget: 8 must hold two chunks of 8"),
-        (lambda: ChunkSettings(chunk=0), r"retrieval\.chunk: 0 must be at least 1"),
-        (lambda: ChunkSettings(recent=-1), r"recent: -1 must be 0 or more"),
-        (lambda: WindowSettings(sinks=-1), r"sinks: -1 must be 0 or more"),
-        (lambda: WindowSettings(window=0), r"draft\.window: 0 must be at least 1"),
-        (lambda: WindowSettings(slack=0), r"slack: 0 must be at least 1"),
         (lambda: SamplingParams(temperature=-0.1), r"temperature: -0\.1 must be between 0 and 100"),
         (lambda: SamplingParams(temperature=float("nan")), r"temperature: nan must be between"),
         (lambda: SamplingParams(top_k=-1), r"top_k: -1 must be 0"),

@@ -32,7 +32,7 @@ from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
-from triforce_core.models.files import check_same_vocabulary, context_length, load_tokenizer
+from triforce_core.models.files import context_length, load_tokenizer
 from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.join import join_projections
@@ -220,8 +220,6 @@ def local_engine(
         forgetful = lossy_kv(target, settings)
         return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful)
     own = target if self_drafter is None else self_drafter
-    if drafter is not None:
-        check_same_vocabulary(target.config, drafter.config)
     small, drafts = retrieval_kv(own, settings), drafter_for(settings, drafter)
     # The target's pool is made last: on a GPU its check for room counts what the others have taken.
     full, sparse = local_caches(full_kv(target, settings), small, ranks)

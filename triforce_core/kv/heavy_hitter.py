@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import Kernel
-from triforce_core.errors import require
 from triforce_core.kv.base import Batch, Held, KVGeometry, Lack, Placement
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.ranges import Range, sliced
@@ -36,13 +35,6 @@ class HeavyHitterSettings:
     slack: int = 256  # tokens between evictions, by which the cache grows beyond its budget
     lag: int = 0  # last tokens of a statement, before its drafts, that the level above may still take back
     most_drafts: int = 0  # most drafts in a statement
-
-    def __post_init__(self) -> None:
-        require(self.budget >= 1, "budget", self.budget, "must be at least 1 token")
-        require(0 <= self.heavy <= self.budget, "heavy", self.heavy, f"must be at least 0 and at most {self.budget}")
-        require(self.slack >= 1, "slack", self.slack, "must be at least 1 token")
-        require(self.lag >= 0, "lag", self.lag, "must be 0 or more tokens")
-        require(self.most_drafts >= 0, "most_drafts", self.most_drafts, "must be 0 or more tokens")
 
     @property
     def recent(self) -> int:

@@ -102,13 +102,8 @@ class RangeAllocator:
 
 def united(ranges: list[Range]) -> list[Range]:
     """The same slots in ascending order, adjacent ranges merged. No slot may be in two of the ranges."""
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            assert not merged or merged[-1][1] < start, "a slot was freed twice"
-            merged.append((start, stop))
+    merged = union(ranges)
+    assert size_of(merged) == size_of(ranges), "a slot was freed twice"
     return merged
 
 

@@ -14,8 +14,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_core.errors import require
-
 
 @dataclass(frozen=True, slots=True)
 class Changes:
@@ -110,22 +108,6 @@ class ChunkSettings:
     budget: int = 1024
     chunk: int = 8
     recent: int = 64  # tokens just before the position that are always kept, rounded down to whole chunks
-
-    def __post_init__(self) -> None:
-        require(self.chunk >= 1, "retrieval.chunk", self.chunk, "must be at least 1 token")
-        require(
-            self.budget % self.chunk == 0,
-            "retrieval.budget",
-            self.budget,
-            f"must be a multiple of the chunk, {self.chunk}",
-        )
-        require(
-            self.budget >= 2 * self.chunk,
-            "retrieval.budget",
-            self.budget,
-            f"must hold two chunks of {self.chunk} tokens",
-        )
-        require(self.recent >= 0, "recent", self.recent, "must be 0 or more tokens")
 
     @classmethod
     def halved(cls, budget: int, chunk: int) -> ChunkSettings:
