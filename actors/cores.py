@@ -15,10 +15,7 @@ CPU_LATENCY = Path("/dev/cpu_dma_latency")
 
 
 def keep_to(cores: Sequence[int], field: str) -> None:
-    """Run this process on these cores of its node only. Threads created later inherit the restriction.
-
-    Raises `InvalidValueError`, naming `field`, if a core is not available to this process.
-    """
+    """Run this process, with threads created later, on these cores only. Raises `InvalidValueError`, naming `field`."""
     allowed = os.sched_getaffinity(0)
     require(allowed.issuperset(cores), field, list(cores), f"must be among the cores of its node, {sorted(allowed)}")
     for thread in os.listdir("/proc/self/task"):

@@ -61,10 +61,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of one tensor: a numpy array for the object store, a tensor for RDT, both uint8 [bytes].
-
-    They are bytes because numpy has no bfloat16.
-    """
+    """Some bytes of one tensor, uint8 [bytes]: a numpy array, which knows no bfloat16, for the object store."""
 
     manifest: Manifest
     index: int

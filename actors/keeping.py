@@ -109,9 +109,7 @@ class Keeper:
         await pipeline.stop(f"the target tier does not come up: {fault}")
 
     async def _end(self, process: TargetProcess) -> None:
-        """End the process and its followers directly, where they can be seen from here. Ray is asked only if the
-        process is out of sight, because one that hangs lives on for seconds after Ray's request to end.
-        """
+        """End the process and its followers, by Ray only if unseen, because Ray takes seconds to end one that hangs."""
         if process.process is None:
             ray.kill(self.pipeline.actors.target, no_restart=False)
         process.kill()

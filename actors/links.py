@@ -224,10 +224,7 @@ class RemoteProposer:
             self.closed.wait(self.retry_s)
 
     def _look_up(self) -> str:
-        """The peer's address. A separate thread calls `resolve`, because that call may never return.
-
-        Raises `TimeoutError` after `LOOK_UP_S` seconds, and what `resolve` raises.
-        """
+        """The peer's address, by a thread of its own, because `resolve` may never return. Raises `TimeoutError`."""
         self.looking_up = found = Future[str]()
 
         def look() -> None:

@@ -108,9 +108,7 @@ def place_tiers(
 
 
 def nodes_of(group: PlacementGroup, num_bundles: int) -> set[str]:
-    """The ids of the nodes that hold the group's first `num_bundles` bundles; the first also holds the replica's
-    process.
-    """
+    """The nodes of the group's first `num_bundles` bundles; the first also holds the replica's process."""
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return {placed[index] for index in range(num_bundles)}
 

@@ -95,9 +95,7 @@ def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
 def sampling_from_proto(
     message: gen.Sampling, where: str = "sampling", vocab_size: int = NUM_TOKEN_IDS
 ) -> SamplingParams:
-    """Sampling parameters sent between tiers. An unset field is refused: with a default in its place this tier might
-    warp by another number than the others.
-    """
+    """Sampling parameters sent between tiers, where an unset field is refused: its default might be another there."""
     for name in NUMBERS:
         require(message.HasField(name), f"{where}.{name}", None, "must be present")
     try:
@@ -110,9 +108,7 @@ def sampling_from_proto(
 
 
 def sampling_from_client(message: gen.Sampling) -> SamplingParams:
-    """Sampling parameters sent by a client, in which an unset field takes its default. Errors name the field without a
-    path.
-    """
+    """Sampling parameters of a client, where an unset field takes its default. Errors name the field without a path."""
     # Of longer lists no more is read than shows that they are too long.
     return SamplingParams(
         **{name: getattr(message, name) for name in NUMBERS if message.HasField(name)},

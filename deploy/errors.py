@@ -76,9 +76,7 @@ def internal_error(error: BaseException) -> str:
 
 
 def traced(error: BaseException) -> str:
-    """The stack of the error, after those of its causes, with their types and without their messages, which may quote a
-    prompt.
-    """
+    """The stack of the error, after those of its causes, without messages, which may quote a prompt."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:  # an error may be its own cause: `raise error from error`

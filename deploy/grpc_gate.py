@@ -46,9 +46,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
         self.calls = Counter[str]()  # by the name of the key, or by the host
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
-        """The handler for a call. To gRPC it takes and gives streams of messages, because gRPC reads and writes those
-        only when it is asked to.
-        """
+        """The handler for a call, of streams for gRPC, which reads and writes those only when it is asked to."""
         handler = self._method_handlers.get(handler_call_details.method)
         return handler and grpc.stream_stream_rpc_method_handler(partial(self.call, handler))
 

@@ -38,9 +38,7 @@ FIRST = ("prompt_tokens", "cached_tokens")
 
 
 class Turns:
-    """Lets one suspect at a time be decoded, so that no other request is blamed if it kills the engine. One per
-    gateway.
-    """
+    """Lets one suspect at a time be decoded, so that no other is blamed if it kills the engine. One per gateway."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -94,9 +92,7 @@ class Journal:
     """One completion over all attempts to decode it. `events` can be read once."""
 
     def __init__(self, source: Pipelines, turns: Turns, request: Request, deadline: float, claim: str = "") -> None:
-        """`deadline`: in the seconds of the running loop. `claim`: the fingerprint, as the client says, of the target
-        whose output is to go on; empty if any target will do.
-        """
+        """`deadline`: in the running loop's seconds. `claim`: the fingerprint that the client claims; empty: any."""
         self.source, self.turns, self.request, self.deadline = source, turns, request, deadline
         self.claim = claim
         self.fingerprint = ""  # of the target that was reached last
@@ -228,9 +224,7 @@ class Journal:
             )
 
     def refused(self, error: FingerprintError) -> None:
-        """Count a refusal: a replica would continue the output differently. Other replicas are asked until the
-        deadline, including replicas that start in the meantime.
-        """
+        """A replica would continue the output differently. Others are asked until the deadline, new ones too."""
         self.again = True
         self.failures += 1
         self.blocked = FingerprintError(

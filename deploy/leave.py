@@ -34,9 +34,7 @@ def is_replica(process: psutil.Process) -> bool:
 
 
 def requests_of(process: psutil.Process) -> Iterator[int]:
-    """The local ports from which a HAProxy has called replicas. Its clients' connections end at ports where it
-    listens.
-    """
+    """The local ports from which a HAProxy has called replicas; its clients' connections end where it listens."""
     if process.info["name"] != "haproxy":
         return
     try:

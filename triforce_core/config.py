@@ -555,9 +555,7 @@ class Settings(Strict):
     @field_validator("speculation")
     @classmethod
     def _alone_where_evicting(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
-        """A target that evicts KV decodes alone: speculation would only reproduce a lossy model's tokens, and passes
-        read so little KV that there is nothing to win.
-        """
+        """A target that evicts decodes alone: its passes read so little KV that there is nothing to win."""
         target = others.data.get("target")
         if target is None or target.eviction == "none":
             return given
@@ -651,9 +649,7 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether the tiers' CPU threads are measured: on the CPU, without `threads` and tensor parallelism, and not
-        where deterministic, because a sum over more threads is rounded in another order.
-        """
+        """Whether CPU threads are measured; not where deterministic, because they change how sums are rounded."""
         one_process = self.ranks(("target", "retrieval")) == 1
         return self.device_type == "cpu" and one_process and self.threads is None and not self.deterministic
 
@@ -669,9 +665,7 @@ class Settings(Strict):
 
     @property
     def controlled(self) -> bool:
-        """Whether the controller chooses the lookaheads of requests that set none; not where deterministic, because its
-        choice depends on times.
-        """
+        """Whether the controller plans requests that set no lookaheads; not where deterministic: it goes by times."""
         return self.speculation.controller and any(self.speculation.effective) and not self.deterministic
 
     @property
@@ -696,10 +690,7 @@ class Settings(Strict):
 
 
 def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
-    """The settings from a YAML file (or the defaults), with `overrides` merged in section by section.
-
-    Raises `InvalidValueError`, which names field, value and rule.
-    """
+    """The settings of a YAML file, or the defaults, with `overrides` by section. Raises `InvalidValueError`."""
     data = {} if path is None else read_mapping(path, "config")
     for section, value in overrides.items():
         given = data.get(section)
@@ -715,10 +706,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
 
 
 def read_mapping(path: Path, field: str) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file gives an empty mapping.
-
-    Raises `InvalidValueError`, which names `field`: the setting that gave the path.
-    """
+    """The mapping in a YAML file, which may be empty. Raises `InvalidValueError` naming `field`."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:

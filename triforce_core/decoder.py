@@ -185,9 +185,7 @@ class SpeculativeDecoder:
         return [self._hand_up(block) for block in owed if block.state is State.DONE]
 
     def advance(self, blocks: list[Block], timeout_s: float) -> None:
-        """Run one round over those of `blocks` that are ready. With one micro-batch the round waits for all proposals,
-        otherwise at most `timeout_s` seconds.
-        """
+        """Run one round over the `blocks` that are ready. With micro-batches it waits at most `timeout_s` for some."""
         self._ask(blocks)
         self._take_arrivals(blocks, timeout_s)
         taken = self._next_round(blocks)

@@ -71,9 +71,7 @@ class Text:
         return of_two and (self._latest(3, of_two) or of_two)
 
     def _latest(self, run: int, end: int) -> int:
-        """The position after the latest occurrence of the text's last `run` tokens that ends at position `end` or
-        before. 0: there is none.
-        """
+        """The position after the latest occurrence of the last `run` tokens that ends by `end`; 0: there is none."""
         wanted = self.held[-WIDTH * run :]
         found = self.held.rfind(wanted, 0, WIDTH * end)
         while found > 0 and found % WIDTH:  # these bytes begin within a token
@@ -98,9 +96,7 @@ class Trial:
         self.guess: tuple[int, ...] | None = None  # empty: lookup found nothing; None: no guess was made yet
 
     def score(self, text: Text, unchanged: int) -> Tally:
-        """Counts the guess if `text` now covers it. Call this after each `Text.state`. `unchanged`: what `Text.state`
-        returned.
-        """
+        """Counts the guess if `text` now covers it; to be called with what `Text.state` returned, after each."""
         tally = Tally()
         # If the text before the guess was replaced, nothing can be said of the guess, and another takes its place.
         if self.guess is not None and unchanged >= self.start:
@@ -123,9 +119,7 @@ class Shadow:
         return self.trial.guess is None or length >= self.trial.start + SCORED
 
     def forget(self) -> None:
-        """Drop the guess. To be called while the lowest tier drafts: if the guess was scored only afterwards, it would
-        say what the text was like before.
-        """
+        """Drop the guess, while the lowest tier drafts: scored later, it would say what the text was like before."""
         self.trial.guess = None
 
     def score(self, tokens: list[int]) -> Tally:

@@ -87,9 +87,7 @@ Pass = Callable[[Floats], Floats]
 
 
 class Costs(NamedTuple):
-    """Under the present load: the seconds of a pass of each tier over so many tokens of each of its sequences, and how
-    passes make up a round.
-    """
+    """The seconds of a pass of each tier over so many tokens of each sequence, and how passes make up a round."""
 
     plain_s: float  # a pass of the target over one token of every sequence
     target: Pass
@@ -135,9 +133,7 @@ def steps(most: int) -> list[int]:
 
 
 class Candidates:
-    """The plans to choose from, and their numbers as arrays, [n] each: all plans are compared at once, because choosing
-    takes time from decoding.
-    """
+    """The plans to choose from, as arrays [n] each, which are compared at once, because choosing takes time."""
 
     def __init__(self, each: Iterable[Plan]) -> None:
         self.each = sorted(each)  # of plans that are equally good, the first is chosen
@@ -200,9 +196,7 @@ def run(chance: float, lengths: Array) -> Array:
 
 
 class Usual(NamedTuple):
-    """Rounds of all kinds of plans with drafts, on average: the seconds that their passes should take, and how much
-    longer the rounds took.
-    """
+    """Rounds of all plans with drafts, on average: what their passes should take, and how much longer they took."""
 
     passes_s: float
     apart_s: float
@@ -265,9 +259,7 @@ CHANGE = 0.95  # and less than this part of the time of the plan that it replace
 
 
 def choose(candidates: Candidates, situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better.
-    `present` and plain decoding must be among the candidates.
-    """
+    """The plan with the least expected seconds per token, or `present` unless another is clearly better."""
     seconds = situation.seconds(candidates)
     plain, now, best = candidates.index[PLAIN], candidates.index[present], int(seconds.argmin())
     if not seconds[best] <= seconds[plain] * WORTHWHILE:

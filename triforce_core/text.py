@@ -91,9 +91,7 @@ class Detokenizer:
         return before + self.meaning.shown[token]
 
     def _shorten(self) -> None:
-        """Drop the tokens before the boundary, unless those after it have no text: the next token must be decoded
-        together with some text before it.
-        """
+        """Drop the tokens before the boundary, unless those after it have no text: the next needs some before it."""
         rest = self.meaning.decode(self.window[self.boundary :]) if self.boundary else ""
         if rest:
             self.window, self.shown = self.window[self.boundary :], len(rest)
@@ -101,9 +99,7 @@ class Detokenizer:
             self.boundary = len(self.window)
 
     def _shorten_inside(self, text: str) -> None:
-        """Shorten a window of bytes that form no character: drop its first part, at a place where the texts of both
-        parts, joined, equal the text of the whole window.
-        """
+        """Shorten a window of bytes that form no character, where the texts of both parts, joined, are the whole's."""
         for start in range(len(self.window) - 4, 0, -1):
             head, rest = self.meaning.decode(self.window[:start]), self.meaning.decode(self.window[start:])
             if head and rest and head + rest == text:

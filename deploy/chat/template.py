@@ -193,9 +193,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
 
 
 def call_for_template(call: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The call, with its arguments as an object. Arguments that are no JSON object stay text, because an answer that
-    was cut within them may be part of the next request, too.
-    """
+    """The call, its arguments as an object; as text if they are none, such as those of an answer that was cut."""
     function = call["function"]
     try:
         given = function["arguments"].encode(errors="surrogatepass") or b"{}"

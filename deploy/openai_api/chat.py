@@ -159,9 +159,7 @@ class ChatCompletion(Answers):
         }
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """The whole completion. How an answer was made (`extras`) stands beside the choices if there is one choice,
-        else in each.
-        """
+        """The whole completion. How an answer was made stands beside the choices if there is one, else in each."""
         ends: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:

@@ -63,9 +63,7 @@ class Choice:
 
 
 def token_texts(part: Part) -> list[str]:
-    """For each token of the part, the text that it completes. The part's text may have more at its end: what was held
-    back until the output ended.
-    """
+    """For each token, the text that it completes. The part's text may have more at its end, held back until then."""
     text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
     return [text[begin:end] for begin, end in pairwise(ends)]
 
@@ -155,9 +153,7 @@ class Completions(Answers):
         }
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """The whole completion. How an output was made (`extras`) stands beside the choices if there is one, else in
-        each.
-        """
+        """The whole completion. How an output was made stands beside the choices if there is one, else in each."""
         chunks = defaultdict[int, list[dict[str, Any]]](list)
         last: dict[int, Part] = {}
         async with aclosing(parts):

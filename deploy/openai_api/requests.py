@@ -41,9 +41,7 @@ SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bia
 
 
 def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> WrapValidator:
-    """A validator that reports one error, which says the `rule` and then the `flaw` of the value. Without it, a union
-    would report an error for each of its members.
-    """
+    """A validator that reports one error, `rule` and `flaw` of the value, not one for each member of a union."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -98,9 +96,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def what_it_asks_for(cls, given: Any) -> Any:
-        """The body without fields that ask for nothing, and without all unknown fields but the first, because each
-        would be an error of its own.
-        """
+        """The body without fields that ask for nothing, and with one unknown field at most: each would be an error."""
         if not isinstance(given, dict):
             return given
         names = cls.names()
@@ -137,9 +133,7 @@ class Speculation(Body):
 
 
 def odd_element(prompt: Any) -> str:
-    """The end of an error message, which names the first element of a wrong kind, or of another kind than the first
-    element; empty if there is none.
-    """
+    """The end of an error message that names the first element of a wrong or another kind; empty if there is none."""
     elements = prompt if isinstance(prompt, list) else []
     for index, each in enumerate(elements):
         kind = type(each)

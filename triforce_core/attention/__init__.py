@@ -27,9 +27,7 @@ ON_CUDA = ("cuda_flash", "flash_attn")
 
 
 def default_kernel(device_type: str, dtype: str) -> str:
-    """The name of the default kernel: FlashAttention, or `blocked` for float32 on a GPU, where FlashAttention supports
-    16-bit dtypes only.
-    """
+    """The default kernel: FlashAttention, or `blocked` for float32 on a GPU, where that has 16-bit dtypes only."""
     if device_type == "cpu":
         return "cpu_flash"
     if dtype == "float32":

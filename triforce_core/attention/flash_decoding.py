@@ -53,9 +53,7 @@ def attention(
 
 @cache
 def keys_of_tile(tile: int, dim: int, device: torch.device) -> int:
-    """As many as fit into a multiprocessor's shared memory, 99 KiB on an RTX 4090 and 227 on an H100, beside `tile`
-    queries of width `dim`.
-    """
+    """As many as fit a multiprocessor's shared memory (99 KiB on an RTX 4090, 227 on an H100) beside the queries."""
     if device.type != "cuda":
         return KEYS
     from triton.runtime import driver

@@ -160,9 +160,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def _resume(self, error: grpc.RpcError | None) -> None:
-        """Go on in another call after a delay; None: this one ended too soon. Raises the error as a `CallError` where
-        that is not possible.
-        """
+        """Go on in another call after a delay; None: this one ended too soon. Raises `CallError` if it cannot."""
         failure = broken_off() if error is None else from_rpc_error(error)
         delay_s = self._progress.delay_s(failure)
         if delay_s is None:

@@ -97,9 +97,7 @@ class Progress:
         return len(self.finished) >= max(self.request.n, 1)
 
     def take(self, message: pb.GenerateChunk) -> Chunk | None:
-        """The chunk for the user; None where it has nothing new, such as the empty message that Ray Serve's proxy sends
-        before an error.
-        """
+        """The chunk for the user; None if nothing is new in it, as in Ray Serve's empty message before an error."""
         if not message.ByteSize() or message.index in self.finished:
             return None
         self.fingerprint = self.fingerprint or message.fingerprint

@@ -125,9 +125,7 @@ def few_target_tokens(settings: Settings) -> int:
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
-    """Most tokens per sequence in a decoding pass of the retrieval tier: the drafted tokens, the token before them, and
-    one earlier token that the cache may still lack.
-    """
+    """Most tokens per sequence in its decoding pass: the drafted ones, the one before, and one that may be lacking."""
     return settings.speculation.effective[1] + 2
 
 

@@ -308,9 +308,7 @@ class Controller:
         drafted.rounds += 1
 
     def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
-        """Learn what a snapshot of this request took on the engine's thread. `first`: the request had none that it
-        could still use.
-        """
+        """Learn what a snapshot took on the engine's thread. `first`: the request had none that it could still use."""
         sequence.drafted.unpaid_s += seconds
         (self.cuts if first else self.renewals).add([whole(sequence)], seconds)
 
@@ -444,9 +442,7 @@ class Controller:
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
-        """What is known when one plan is chosen for all these requests. The times of their cuts add up, because one
-        thread cuts all snapshots.
-        """
+        """What one plan is chosen for. The requests' times for cuts add up: one thread cuts all snapshots."""
         load = load_of(decoding)
         cut_s = sum(self.cuts.seconds([whole(s)]) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
@@ -572,9 +568,7 @@ def lost_too_much(together: Several[Sequence]) -> bool:
 
 
 def kind_of_load(requests: int) -> int:
-    """A class of loads: 1, 2, 3 to 4, 5 to 8, … requests. A full server and a nearly full one are of one class, because
-    most settings of `max_sequences` are powers of two.
-    """
+    """A class of loads: 1, 2, 3 to 4, 5 to 8, … requests: full and nearly full servers of usual sizes are in one."""
     return (requests - 1).bit_length()
 
 

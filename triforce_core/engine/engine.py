@@ -92,9 +92,7 @@ class SnapshotSchedule:
         return last is not None and self.sink.confirmed(sequence.sequence_id) == last.version
 
     def comes(self, sequence: Sequence) -> bool:
-        """Whether the latest snapshot is still to arrive. One that was lost or refused will not; the retrieval tier
-        asks for another when it gets work.
-        """
+        """Whether the latest snapshot is still to arrive. Where it was lost, the retrieval tier asks for another."""
         return not self.arrived(sequence) and self.sink.busy(sequence.sequence_id)
 
 
@@ -116,9 +114,7 @@ class Engine:
         doorbell: Doorbell | None = None,
         controller: Controller | None = None,
     ) -> None:
-        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly. If the settings
-        turn the controller off, the target server sets the lookaheads of every request.
-        """
+        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly."""
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
         self.controller = controller
         self.ids = itertools.count(first_sequence_id)
@@ -155,9 +151,7 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its id, the sequence id of its first `Sequence`; after a preemption it goes on in
-        another. Raises `InvalidValueError` or `ContextLengthError`.
-        """
+        """Queue a request; returns its id, that of its first `Sequence`. Raises `InvalidValueError` or a subclass."""
         self.limits.check(request)
         retrieves = request.lookaheads is None or request.lookaheads[0] > 0
         spec = SequenceSpec(
@@ -181,9 +175,7 @@ class Engine:
         return sequence.sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Stop a request, by the id that `submit` returned; its last output has the reason `cancelled`. Unknown and
-        finished ids are ignored.
-        """
+        """Stop a request, whose last output has the reason `cancelled`. Unknown and finished ids are ignored."""
         self.cancelled.append(sequence_id)
         self.doorbell.ring()
 
@@ -244,9 +236,7 @@ class Engine:
         return outputs
 
     def _tell_entering(self, work: list[Work]) -> None:
-        """Report the requests whose first pass begins. If a pass kills the process, only requests that were reported
-        are suspects.
-        """
+        """Report the requests whose first pass begins: only those are suspects if a pass kills the process."""
         for each in work:
             sequence = self.scheduler.live[each.span.sequence_id]
             if not sequence.entered:
@@ -372,9 +362,7 @@ def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
 
 
 def scored(sequence: Sequence, proposal: Proposal, plan: Plan) -> Proposal:
-    """The answer to a round of this plan. If the round asked nothing of the draft tier, the answer gets the score that
-    prompt lookup would have had there.
-    """
+    """The answer to a round, with the score that prompt lookup would have had where the draft tier was not asked."""
     if plan.draft:  # the draft tier scores
         if sequence.shadow:
             sequence.shadow.forget()

@@ -231,9 +231,7 @@ class Scheduler:
                 sequence.stalled_s += seconds  # reset when the request gets tokens
 
     def _share(self, sequence: Sequence, shares: list[Part], room: int) -> int:
-        """The tokens of this request's next chunk: as many as `room` and `max_stall_s` allow. `shares`: what other
-        requests get of the same pass.
-        """
+        """The tokens of its next chunk, as `room` and `max_stall_s` allow. `shares`: what others get of the pass."""
         left, before = sequence.given - sequence.prefilled, self.kv.keys_after(sequence.prefilled)
         decoding = self.decoding
         hurried = bool(decoding) and self.max_stall_s < math.inf

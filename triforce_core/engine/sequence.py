@@ -112,9 +112,7 @@ class Stats:
 
 @dataclass(slots=True)
 class Totals:
-    """What all requests of an engine have done together, for metrics. The counts never decrease, not even when requests
-    are cancelled or preempted.
-    """
+    """What all requests have done together, for metrics: counts that never decrease."""
 
     # The rounds, snapshots and preemptions of all requests. The fields for times and for the latest plan have no
     # meaning here.

@@ -64,9 +64,7 @@ def offload_directory(path: str | None) -> Path | None:
 
 
 def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int, beside: Beside) -> None:
-    """Check that each place has room for its part of the cache and of what goes with it. Pinned memory counts as host
-    memory.
-    """
+    """Check that each place has room for its part of the cache and what goes with it; pinned memory is the host's."""
     if offload is None:
         instead = "disk" if geometry.device == HOST else "host"
         remedy, num_bytes = f"lower it, or set target.offload: {instead}", geometry.bytes_per_token * pool_tokens

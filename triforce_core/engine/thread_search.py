@@ -25,9 +25,7 @@ class ThreadSearch:
     """
 
     def __init__(self, most: Mapping[str, int], tiers: Collection[str]) -> None:
-        """`most`: the threads of each tier to begin with. `tiers`: those whose threads are searched, in this order;
-        the others keep theirs.
-        """
+        """`most`: the threads to begin with. `tiers`: those searched, in this order; the others keep theirs."""
         self.best: Arrangement = dict(most)
         self.arrangement = self.best
         self.done = False

@@ -71,9 +71,7 @@ class WarmUp:
     def _request(
         self, index: int, prompt_tokens: int, max_tokens: int, sampling: SamplingParams, lookaheads: tuple[int, int]
     ) -> Request:
-        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits. Its prompt begins unlike the
-        other prompts, so that it is read, and no KV of it is found in the pool.
-        """
+        """A request of at most these sizes, whose prompt begins unlike the others, so that no KV of it is found."""
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))
         prompt = tuple((1 + index + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))

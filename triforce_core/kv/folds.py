@@ -47,9 +47,7 @@ class Reading:
 
 
 def plan(visible: list[list[Range]], queries: list[int]) -> Reading:
-    """How the rows of a pass read. `visible`: by row, the slots that it sees, which are distinct. `queries`: by row,
-    the number of its queries.
-    """
+    """How the rows of a pass read. By row, `visible` are the slots that it sees, `queries` how many queries it has."""
     able = {row: visible[row] for row, count in enumerate(queries) if count <= MOST_QUERIES}
     folds = [Fold(keys, rows) for keys, rows in overlaps(able) if len(rows) > 1 and keys[1] - keys[0] >= LEAST_KEYS]
     read: list[list[Range]] = [[] for _ in visible]

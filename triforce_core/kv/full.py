@@ -332,9 +332,7 @@ class FullKV(KVCache):
         held.queries.take(layer, queries, together)
 
     def _count(self, layer: int, held: FullHeld, queries: Tensor) -> None:
-        """Add the attention of the settled queries among `queries`, and of the queries of earlier passes that are not
-        counted yet. `queries` belong to the text's last tokens.
-        """
+        """Add the attention of settled queries, earlier ones that wait included. `queries`: of the last tokens."""
         counted = held.mass[layer].shape[1]
         if counted == held.count_to:
             return

@@ -23,9 +23,7 @@ class Pass:
 
 
 class KeptQueries:
-    """The queries of one text. `of` returns the queries at `positions`. This range ends where the last pass ended;
-    after `expect`, it ends where the expected pass will end.
-    """
+    """The queries of one text. `of` returns those at `positions`, which end where the last or expected pass does."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers

@@ -118,9 +118,7 @@ class OffloadedKV(FullKV):
         return self.staging[(layer - self.resident_layers) % len(self.staging)]
 
     def _fetch(self, layer: int, batch: Batch) -> None:
-        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended.
-        Slots that several rows see are copied once.
-        """
+        """Start copying the slots that the batch sees, once each, after the buffer's previous layer has attended."""
         staging = self._staging(layer)
         visible = union([slots for row in batch.rows for slots in row.placed.visible])
         with self.stream.copying(after=staging.attended):

@@ -89,9 +89,7 @@ class PinnedStaging:
         return into
 
     def gather(self, rows: Tensor, index: Tensor, into: Tensor) -> None:
-        """Bring `rows[index]` to the device, into `into` [count, dim]. `rows` [all, dim] and `index` [count] int64 are
-        on the host.
-        """
+        """Bring `rows[index]` to the device, `into` [count, dim]. `rows` [all, dim], `index` [count]: on the host."""
         self.send(partial(gather_rows, rows, index), into)
 
     def numbers(self, source: Tensor) -> Tensor:

@@ -42,9 +42,7 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Cursor:
-    """How much of the beginning of a text the tree holds. It is kept while the text waits, so that each further look
-    compares only what has not been compared.
-    """
+    """How much of a text's beginning the tree holds, kept while it waits: each look compares only what is new."""
 
     salt: str
     text: list[int]
@@ -109,9 +107,7 @@ class PrefixTree:
             yield node
 
     def idle_ranges(self, spared: Node | None = None, depth: int = 0) -> list[Range]:
-        """The slots of nodes that no sequence uses, without the first `depth` tokens of the text that ends with
-        `spared`.
-        """
+        """The slots of unused nodes, without the first `depth` tokens of the text that ends with `spared`."""
         path = [] if spared is None else [node for node in self.path(spared) if node.start < depth]
         kept = {node.serial: min(node.stop, depth) - node.start for node in path}
         idle = [(node.slots[0] + kept.get(node.serial, 0), node.slots[1]) for node in self.nodes() if not node.users]

@@ -49,9 +49,7 @@ class RangeAllocator:
         return None
 
     def allocate(self, count: int, most_ranges: int | None = None, wish: int = 0) -> list[Range] | None:
-        """`count` slots in at most `most_ranges` ranges, with a wish for `wish` more behind the last; None if there is
-        no room. From the smallest range that fits, otherwise from the largest ranges.
-        """
+        """`count` slots in few ranges, with a wish for `wish` more behind the last; None if there is no room."""
         planned = self.plan(count, most_ranges, wish)
         if planned is not None:
             self.take(planned, wish)

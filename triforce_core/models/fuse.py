@@ -62,9 +62,7 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
 
 @torch.inference_mode()
 def fused_noisiest(settings: Settings, vocab_size: int, device: torch.device) -> Noisiest:
-    """`noisiest` as one or two kernels instead of some thirty, compiled now, as in `compile_kernels`. A failure is
-    handled as in `fuse`.
-    """
+    """`noisiest` as one or two kernels instead of some thirty, compiled now. Failures are handled as in `fuse`."""
     fused: Noisiest = compiled(noisiest)
     try:
         with compiling():
@@ -109,9 +107,7 @@ def set_fused_forwards(model: PreTrainedModel) -> None:
 
 
 def rotates(module: nn.Module) -> bool:
-    """Whether the module is an attention module that rotates by a plain function. The package `kernels` replaces that
-    function by a module, which is a kernel already.
-    """
+    """Whether it is attention that rotates by a plain function; the package `kernels` has a module in its place."""
     forward: Function = type(module).forward
     if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return False
@@ -130,9 +126,7 @@ def is_norm(module: nn.Module) -> bool:
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Whether the module is a gated feed-forward block with plain weights. Its matrix products are left to the library:
-    only the operations between them are fused.
-    """
+    """Whether it is a gated feed-forward block with plain weights, of which all but the products is fused."""
     return dict(module.named_children()).keys() == GATED and are_plain([*module.parameters()])
 
 
@@ -152,9 +146,7 @@ def rotating(forward: Function) -> Function:
 
 
 def compiled(function: Function) -> Function:
-    """The function compiled for tensors of any sizes. It is a copy, because torch compiles one function at most eight
-    times.
-    """
+    """The function compiled for tensors of any sizes; a copy, because torch compiles one at most eight times."""
     return torch.compile(copied(function), dynamic=True)
 
 

@@ -96,9 +96,7 @@ class ShapedPasses:
         self.passes = sorted(passes, key=lambda each: each.batch.shape.tokens)
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None if the batch fits no
-        shape.
-        """
+        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None if no shape has room."""
         smallest = next((each for each in self.passes if each.batch.has_room(batch)), None)
         if smallest is None:
             return None

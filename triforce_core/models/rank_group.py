@@ -101,9 +101,7 @@ class Group(ABC):
 
 
 def hang_up(connection: Connection) -> None:
-    """Close the connection so that the other end notices at once. `close` alone would keep it open while this process's
-    `_watch` thread polls it.
-    """
+    """Close the connection so that the other end notices at once, even while the `_watch` thread polls it."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end, suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -116,9 +114,7 @@ class Leader(Group):
     pids: tuple[int, ...] = ()  # the followers' process ids, by rank
 
     def expect(self, num_tokens: int) -> None:
-        """Set the timeout of collectives for a pass over `num_tokens` tokens. When it runs out, the leader ends, and
-        with it all ranks.
-        """
+        """Set the timeout for a pass over `num_tokens` tokens. If it runs out, the leader ends, and all ranks."""
         self.timeout_s = pass_timeout_s(num_tokens)
         _set_pg_timeout(timedelta(seconds=self.timeout_s))
 

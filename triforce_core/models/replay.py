@@ -62,9 +62,7 @@ class LeadingKV:
 
 
 class LeadingFullKV(LeadingKV):
-    """The leader's cache of the target. `gathered`: `cut` returns whole snapshots, for another process; else it returns
-    this rank's share.
-    """
+    """The leader's cache of the target. `gathered`: `cut` returns whole snapshots, else this rank's share."""
 
     def __init__(self, kv: FullKV, ranks: Leader, *, gathered: bool) -> None:
         super().__init__(kv, Tier.TARGET, ranks)
@@ -182,9 +180,7 @@ class CallExecutor:
         self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
 
     def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None, text: tuple[int, ...]) -> None:
-        """Open a sequence in the target's cache; the retrieval tier's cache opens its sequences by itself. Each rank
-        matches the text with the KV in its own pool.
-        """
+        """Open a sequence in the target's cache. Each rank matches the text with the KV in its own pool."""
         self.full.open(sequence_id, spec, tokens, text)
 
     def grow(self, sequence_id: int, tokens: int) -> None:

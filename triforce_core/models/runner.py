@@ -57,9 +57,7 @@ class PassClock:
 
 
 class ModelRunner:
-    """Runs a model over a KV cache. Several runners may share one model; each has its own cache and passes of constant
-    shape.
-    """
+    """Runs a model, which others may share, over a KV cache and passes of constant shape of its own."""
 
     def __init__(
         self,

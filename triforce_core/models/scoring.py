@@ -23,9 +23,7 @@ class Scorer:
         self.reported: dict[int, int] = {}  # by sequence id, how many prompt tokens
 
     def num_positions(self, claim: Claim, spec: SequenceSpec) -> int:
-        """For how many of the text's last positions the pass must return logits, so that the logprobs of the claim's
-        prompt tokens can be reported.
-        """
+        """Of how many last positions the pass must return logits to report the claim's prompt tokens."""
         reported = self.reported.get(claim.span.sequence_id, 0)
         if spec.prompt_logprobs is None or reported >= min(spec.prompt_length, claim.span.end):
             return 0
@@ -59,9 +57,7 @@ class Scorer:
 
 @torch.inference_mode()
 def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
-    """The logprob of each token under its row of logits [tokens, vocab] float32, with the `num_top` most probable
-    tokens.
-    """
+    """Each token's logprob under its row of logits [tokens, vocab] float32, with the `num_top` most probable tokens."""
     found: list[TokenLogprobs] = []
     given = on_device(tokens, torch.int64, logits.device)
     for some, wanted in zip(logits.split(ROWS_TOGETHER), given.split(ROWS_TOGETHER), strict=True):

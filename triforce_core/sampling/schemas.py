@@ -140,9 +140,7 @@ def _bound(direction: float) -> Callable[[Any], Any]:
 
 
 def _close_bounds(made: dict[str, Any]) -> None:
-    """The library allows some exclusive bounds towards zero themselves, unless the numbers are integers: name the next
-    number.
-    """
+    """Name the next number where the library would allow an exclusive bound itself: towards zero, unless integers."""
     if made.get("type") == "integer":
         return
     for exclusive, inclusive, direction in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):

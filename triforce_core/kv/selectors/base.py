@@ -45,9 +45,7 @@ class Selector(Protocol):
 
     @property
     def num_queries(self) -> int | None:
-        """How many of the latest queries it needs. None: all; their attention is summed as the text
-        grows (`Chunks.mass`).
-        """
+        """How many of the latest queries it needs; None: all, summed as the text grows (`Chunks.mass`)."""
         ...
 
     def scores(self, chunks: Chunks) -> Tensor:
