@@ -24,12 +24,9 @@ def keep_to(cores: Sequence[int], field: str) -> None:
 
 
 def keep_awake(latency_us: int | None) -> FileIO | None:
-    """Ask Linux to keep the node's cores out of idle states that take longer than `latency_us` to leave; 0 allows none.
-
-    The lowest latency that any process requests applies to all cores. A request lasts until the returned file is closed
-    or its process ends (https://docs.kernel.org/admin-guide/pm/cpuidle.html, "Power Management Quality of Service for
-    CPUs"). With `latency_us` None nothing is requested and None is returned. Raises `InvalidValueError` if this process
-    may not make the request.
+    """Ask Linux to keep the node's cores out of idle states that take longer than `latency_us` to leave (0: of all;
+    None: nothing is asked), until the returned file is closed or its process ends; the lowest of all requests holds
+    (https://docs.kernel.org/admin-guide/pm/cpuidle.html). Raises `InvalidValueError` if this process may not ask.
     """
     if latency_us is None:
         return None

@@ -69,9 +69,7 @@ def label_selectors(placement: PlacementSettings) -> list[dict[str, str]]:
 
 
 def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
-    """A ready placement group for one pipeline; the caller must remove it. Raises `UnavailableError`, with the reason,
-    if the cluster has no room within `timeout_s` seconds.
-    """
+    """A ready placement group, which the caller removes. Raises `UnavailableError`, with the reason, without room."""
     placement = settings.placement
     group: PlacementGroup = placement_group(
         bundles(settings), strategy=placement.strategy, bundle_label_selector=label_selectors(placement)

@@ -32,10 +32,7 @@ from triforce_core.sampling.guides import MAX_CHOICES, Guide
 
 
 async def client_request_from(service: Service, request: pb.GenerateRequest) -> ClientRequest:
-    """The service's form of a request; a conversation is rendered when the service has admitted it.
-
-    Raises `InvalidValueError` naming the field, as does the request's `prepare`.
-    """
+    """The service's form of a request; a conversation is rendered by its `prepare`. Both raise `InvalidValueError`."""
     check_lists(service, request)
     converses = request.WhichOneof("prompt") == "messages"
     asked = ClientRequest(
@@ -107,10 +104,7 @@ def guide_from(request: pb.GenerateRequest) -> Guide | None:
 
 
 async def generate(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
-    """The whole completions.
-
-    A text field is set once, from its pieces: a message keeps every value that a text field has had.
-    """
+    """The whole completions. A text is set once, because a message keeps every value that its field has had."""
     response = pb.GenerateResponse(model=service.model.name)
     texts, origins = defaultdict[int, list[str]](list), defaultdict[int, list[bytes]](list)  # by choice
     async with aclosing(generate_stream(service, request)) as chunks:

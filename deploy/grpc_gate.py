@@ -116,10 +116,7 @@ async def only(behaviour: Any, message: bytes, context: Context) -> AsyncGenerat
 
 
 async def send(answers: AsyncGenerator[bytes, None], context: Context) -> None:
-    """Send the answers, which end with this function, however it ends. Waiting for an answer has no limit here.
-
-    Raises `DeadlineError` if the client does not take one within `UNREAD_S` seconds.
-    """
+    """Send the answers, which end with this. Raises `DeadlineError` if one is not taken within `UNREAD_S` seconds."""
     async with aclosing(answers):
         async for answer in answers:
             try:

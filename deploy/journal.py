@@ -188,15 +188,11 @@ class Journal:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
-        """Count a failed attempt. The death of an engine counts against the request only if the engine died while it
-        worked on this request. If only the target has died, its replica knows this, and `error.suspect` says it.
-
-        If the whole replica has died, nobody knows this: the engine may have died before it could report that a pass
-        over the request began (`attempt.entered`). Then the death counts in two cases: if the engine had reported such
-        a pass, or if the request had reached the engine and had the suspects' turn.
-
-        If the request had reached the engine and the engine had reported no pass over it, `unseen_deaths` counts the
-        death. Two such deaths in a row make the request a suspect.
+        """Count a failed attempt. The death of an engine counts against the request only if the engine worked on it: if
+        the target alone has died, its replica knows, and `error.suspect` says it. If the whole replica has died, the
+        death counts if the engine had reported a pass over the request (`attempt.entered`), or if it had the request
+        and the request had the suspects' turn. If it had the request and reported no pass, `unseen_deaths` counts the
+        death; two in a row make the request a suspect.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.again = True

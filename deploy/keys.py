@@ -83,10 +83,7 @@ class ApiKeys:
         return owners[0]
 
     def _renew(self, path: Path) -> None:
-        """Read the file again if that was long ago.
-
-        The content is read, not the time of the last change: two changes may have the same time.
-        """
+        """Read the file again if that was long ago: its content, because two changes may have the same time."""
         if time.monotonic() - self.read_at < MOST_AGE_S:
             return
         try:

@@ -16,10 +16,7 @@ PACKAGE = "triforce_serve_demo"
 
 
 def weights_dir(role: str) -> Path:
-    """The folder of the demo pair's `target` or `drafter`.
-
-    Raises `UnknownModelError`, which names `role` as its field, if the distribution is not installed.
-    """
+    """The folder of the pair's `target` or `drafter`. Raises `UnknownModelError`, naming `role`, if not installed."""
     try:
         return Path(str(files(PACKAGE) / role))
     except ModuleNotFoundError:

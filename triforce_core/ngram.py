@@ -37,10 +37,7 @@ class Text:
         return tuple(memoryview(self.held)[WIDTH * start : WIDTH * end].cast(TYPE))
 
     def state(self, start: int, tokens: Sequence[int]) -> int:
-        """The align rule: keep the text that agrees, replace the rest. `start` must not be beyond the text's end.
-
-        Returns the position below which the text stays as it was.
-        """
+        """Replace what disagrees from `start` on, which is within the text; returns where it may have changed."""
         common = start + agreeing(self.tokens(start, start + len(tokens)), tokens)
         self.held[WIDTH * common :] = array(TYPE, tokens[common - start :]).tobytes()
         return common
@@ -80,15 +77,10 @@ class Text:
 
 
 class Trial:
-    """Scores prompt lookup on a text that grows, whether or not lookup drafts it.
-
-    Lookup guesses the `SCORED` tokens after the end of the text. When the text has grown by `SCORED` tokens, the guess
-    is compared with them, and the next guess is made from the text's new end. Every guess stays until then, even one
-    that found nothing or is already wrong. Otherwise such guesses would be counted too often.
-
-    A guess is compared with the text that is stated at that moment. The last tokens of this text may be the retrieval
-    tier's own, and the target may still replace them. The score is fair all the same: real drafts are accepted or
-    rejected by comparison with the same text.
+    """Scores prompt lookup on a text that grows, whether or not lookup drafts it. A guess of the next `SCORED` tokens
+    is compared once the text has them, and the next guess is made from its new end: even one that is already wrong
+    stays until then, or such guesses would be counted too often. The text's last tokens may still be replaced by the
+    target, as for real drafts.
     """
 
     def __init__(self) -> None:

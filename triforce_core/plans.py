@@ -70,9 +70,7 @@ class Acceptance(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round of a plan is expected to be, or was, for one sequence; or arrays [n], one number for each of n plans
-    or rounds.
-    """
+    """What a round of a plan is expected to be, or was, for one sequence; or arrays [n], for n plans or rounds."""
 
     tokens: Floats  # committed
     proposed: Floats  # tokens that the target verifies, if there are any; its pass has one token more

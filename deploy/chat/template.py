@@ -1,9 +1,6 @@
-"""Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one.
-
-Templates write their special tokens themselves, so none are added, except at the beginning of the plain template. Where
-a client's text holds a special token, or another token that the template writes, it is encoded as plain text: if the
-template delimits messages with such tokens, no message can end itself or imitate another role. The plain template
-delimits messages with ordinary text, which a message can contain.
+"""Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one. Special tokens
+are the template's; those in a client's text, and other tokens that the template writes, are encoded as plain text, so
+that no message can end itself or imitate another role. The plain template delimits messages with ordinary text.
 """
 
 from __future__ import annotations

@@ -41,10 +41,7 @@ class Choice:
         self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": [], "texts": []}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """What the part adds, as choices of chunks; empty if it adds nothing that the client asked for.
-
-        Logprobs, token ids and the finish reason are in the last of them.
-        """
+        """What the part adds, as choices of chunks, the last with logprobs, token ids and finish reason."""
         if self.parser is None:
             self.parser = self.chat.parser(part.prompt)
         events = self.parser.feed(part.piece.text)

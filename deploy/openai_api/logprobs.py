@@ -86,10 +86,7 @@ class CompletionLogprobs:
             self.offset += len(self.detokenizer.push(token))
 
     def top(self, token: int, score: TokenLogprobs) -> dict[str, float] | None:
-        """The most probable tokens, the best first, and the token itself; None where nothing predicts the token.
-
-        Where several tokens have the same text, the most probable of them stands for it.
-        """
+        """The most probable tokens and the token itself; None where nothing predicts it. Of equal texts, the best."""
         if score.logprob is None:
             return None
         top: dict[str, float] = {}

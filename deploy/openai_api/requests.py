@@ -246,10 +246,7 @@ class CompletionRequest(CommonRequest):
 
 
 def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings, room: int) -> list[ClientRequest]:
-    """The service's form of a request: one for each prompt. Raises `InvalidValueError` naming the field.
-
-    More prompts than the service's `room` are refused before a request is made of each.
-    """
+    """The service's form of a request, for each prompt, at most `room`. Raises `InvalidValueError` by field."""
     asked, prompts = client_request_from(body, defaults), prompts_from(body.prompt)
     check_places(len(prompts), asked.n, room)
     alone = len(prompts) == 1 or not asked.resume
@@ -372,10 +369,7 @@ def prompts_from(prompt: str | list[int] | list[str] | list[list[int]]) -> list[
 
 
 def lookaheads_from(speculation: Speculation | None, defaults: SpeculationSettings) -> tuple[int, ...] | None:
-    """The lookaheads of a request; None if it sets none.
-
-    If it only names the tiers that draft, their lookaheads come from the settings.
-    """
+    """The lookaheads of a request, the settings' if it only names the tiers that draft; None if it sets none."""
     if speculation is None or (speculation.tiers is None and speculation.lookaheads is None):
         return None
     lookaheads = defaults.lookaheads if speculation.lookaheads is None else speculation.lookaheads

@@ -1,9 +1,7 @@
-"""Attention of captured passes on CUDA, as a Triton kernel.
-
-FlashAttention has tiles of 64 or 128 queries, and a decoding pass has a few: most of its arithmetic is spent on padding
-and takes longer than reading the keys. Tiles here have as few queries as a matrix product can have, 16. One program
-reads the keys and values of one item and KV head, for all query heads of the group and up to 64 queries in all (Dao et
-al., Flash-Decoding); the caller merges the items. Figures: docs/benchmarks/device.md
+"""Attention of captured passes on CUDA, as a Triton kernel with tiles as small as a matrix product can have, 16
+queries: FlashAttention's tiles of 64 or more are mostly padding for the few of a decoding pass. One program reads one
+item of one KV head, for all query heads of the group (Dao et al., Flash-Decoding); the caller merges the items.
+Figures: docs/benchmarks/device.md
 """
 
 from __future__ import annotations

@@ -146,10 +146,7 @@ class Client:
 
 
 def authorization(api_key: str | None = None) -> tuple[tuple[str, str], ...]:
-    """The header or metadata with the key, by default that of the environment; empty where there is none.
-
-    Raises `ValueError` for a key that cannot be sent.
-    """
+    """The header or metadata with the key, by default the environment's. Raises `ValueError` if it cannot be sent."""
     key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
     if not (key.isascii() and key.isprintable()):
         raise ValueError("api_key: must be printable ASCII characters")  # the key itself is not shown

@@ -1,10 +1,9 @@
-"""The controller chooses how far each request drafts in its next round.
+"""The controller chooses how far each request drafts in its next round, so that decoding is not slower than without
+speculation, except for a bounded loss by trials.
 
-Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
-passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
-pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: the time
-that rounds took, divided by the time that is predicted for their passes. Acceptance and corrections are slowly
-forgotten, so that plans which did not pay are tried again now and then.
+It learns what passes take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
+pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: the time of
+rounds divided by what their passes should take. What it has learned slowly fades, so that plans are tried again.
 """
 
 from __future__ import annotations
@@ -244,11 +243,8 @@ class Controller:
                 )
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
-        """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
-        has the score of prompt lookup, even if nothing was drafted.
-
-        `round_s`: the seconds that the round took, without the time for snapshot cuts. NaN if prompt chunks delayed the
-        round.
+        """Learn from a round of a request that is planned here, with the score of prompt lookup in the draft level's
+        tally if `looks_up`. `round_s`: its seconds without snapshot cuts; NaN if prompt chunks delayed it.
         """
         count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count

@@ -59,10 +59,7 @@ def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> 
 
 @contextmanager
 def local_ranks(settings: Settings) -> Iterator[Leader | None]:
-    """Make this process the leader of child processes that share its chain; yields None where one rank suffices.
-
-    The children end when this process ends, even if it is killed.
-    """
+    """Make this process the leader of child processes, which end with it; yields None where one rank suffices."""
     world = settings.ranks(("target", "retrieval"))
     if world == 1:
         yield None

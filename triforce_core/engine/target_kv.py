@@ -45,10 +45,7 @@ def target_kv(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, 
 
 
 def offload_for(settings: Settings, num_layers: int) -> Offload | None:
-    """Where the KV of the layers goes that do not stay on the device; None where all stay.
-
-    Raises `InvalidValueError` for an unsuitable directory.
-    """
+    """Where KV goes that does not stay on the device; None: all stays. Raises `InvalidValueError` for the directory."""
     target = settings.target
     if target.offload == "none" or target.resident_layers == num_layers:
         return None

@@ -1,9 +1,8 @@
-"""The KV cache: one pool of slots per layer. Sequences own ranges of slots; all policies share one attention path.
+"""The KV cache: one pool of slots per layer. Sequences own ranges of slots; all policies share one attention path. The
+host prepares a pass with lists and integers; the device then writes KV and attends.
 
-The host prepares a pass with lists and integers: it aligns, rolls back and allocates. The device then writes KV and
-attends (`attend`). A policy is two methods: `slots_for` returns how many slots a new sequence gets; `place` decides
-which tokens of a span are forwarded, at which positions, into which slots, and which slots they see. (In `place` one
-policy also installs snapshots, and one evicts, which is work for the device.)
+A policy is two methods: `slots_for` returns how many slots a new sequence gets; `place` decides which tokens of a span
+are forwarded, at which positions, into which slots, and which slots they see.
 """
 
 from __future__ import annotations

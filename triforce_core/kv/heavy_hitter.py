@@ -1,12 +1,10 @@
 """The evicting cache of H2O (Zhang et al. 2023, arXiv 2306.14048): of each KV head it keeps the tokens that have had
 the most attention, the heavy hitters, and the latest tokens. Memory is fixed; what is evicted is forgotten.
 
-A sequence evicts at fixed positions of its text, every `slack` tokens, and no pass forwards settled tokens on both
-sides of such a position. So what it keeps is a function of its text, not of how the text was chunked. At each of these
-positions all queries since the previous position are counted at once. They come from a buffer. If a token is taken
-back, the query of its replacement overwrites its query there, so drafts leave no trace.
-
-Keys stay rotated to their positions in the text, as in the full cache. docs/decisions/0023-heavy-hitters.md
+A sequence evicts at fixed positions of its text, every `slack` tokens, where all queries since the last are counted
+from a buffer, and no pass forwards settled tokens on both sides of one. So what it keeps is a function of its text
+alone: a token that is taken back has its query overwritten. Keys stay rotated to their positions in the text.
+docs/decisions/0023-heavy-hitters.md
 """
 
 from __future__ import annotations

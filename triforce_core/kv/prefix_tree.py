@@ -1,9 +1,6 @@
-"""Which texts the pool holds KV of, as a radix tree: texts that begin alike share nodes. Plain integers, no tensors.
-
-A node is a run of tokens and the range of slots that holds their KV. Nodes begin and end at whole chunks. They never
-change, except that they are split, and that the last one of a text grows while only one sequence uses it. What the tree
-does depends only on the calls made on it, never on a clock, so that all ranks do the same.
-docs/decisions/0024-shared-documents.md
+"""Which texts the pool holds KV of, as a radix tree: a node is a run of tokens, whole chunks, and the range of slots
+with their KV, and texts that begin alike share nodes. Plain integers, no tensors. It depends only on the calls made on
+it, never on a clock, so that all ranks do the same. docs/decisions/0024-shared-documents.md
 """
 
 from __future__ import annotations
@@ -116,10 +113,7 @@ class PrefixTree:
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def enter(self, salt: str, node: Node | None = None, depth: int = 0) -> Node:
-        """A sequence uses the first `depth` tokens of the text that ends with `node`; returns the node where they end.
-
-        `depth` is a multiple of the chunk size and at most `node.stop`.
-        """
+        """A sequence uses the first `depth` tokens, whole chunks, of the text to `node`; returns where they end."""
         self.calls += 1
         while node is not None and node.parent is not None and node.start >= depth:
             node = node.parent

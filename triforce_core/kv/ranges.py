@@ -8,12 +8,9 @@ Range = tuple[int, int]  # [start, stop)
 
 
 class RangeAllocator:
-    """Allocates ranges of a pool of `num_slots` slots: one range if one fits, several if the pool is fragmented.
-
-    The owner of a range may wish for the slots behind it, so that the range can grow in place. Wished slots are
-    allocated to others only when no free range without them is long enough.
-
-    All ranges begin and end at multiples of `unit`: what is asked for is rounded up.
+    """Allocates ranges of a pool of `num_slots` slots, multiples of `unit`: one range if one fits, several if the pool
+    is fragmented. The owner of a range may wish for the slots behind it, to grow in place; others get these only when
+    no other free range is long enough.
     """
 
     def __init__(self, num_slots: int, unit: int = 1) -> None:

@@ -1,9 +1,6 @@
-"""The snapshot: the sparse KV that the target's cache hands to the retrieval tier, and the division of its budget.
-
-A later snapshot contains only the changes to an earlier one, if the retrieval tier is known to hold that. The order of
-the chunks in a snapshot has no meaning, because attention sums over all of them and the keys contain absolute
-positions. Another order only changes rounding. So in rare ties the tier's proposals depend on whether a snapshot came
-whole or as changes. The committed tokens do not depend on proposals.
+"""The snapshot: the sparse KV that the target's cache hands to the retrieval tier, and the division of its budget. A
+later one has only the changes to an earlier one, if the retrieval tier is known to hold that. The order of its chunks
+only changes rounding, and so in rare ties the tier's proposals; committed tokens do not depend on these.
 """
 
 from __future__ import annotations

@@ -1,9 +1,6 @@
-"""The draft tier's cache: attention sinks and a window of the last tokens (StreamingLLM, Xiao et al. 2023).
-
-Tokens have the consecutive positions 0, 1, 2 … of a small cache, whatever their position in the text. When the cache is
-full, the sinks stay and the last `window` tokens are forwarded again directly after them. That is one small pass every
-`slack` tokens instead of rotating all keys at every step, and exact for any rotary embedding.
-docs/decisions/0003-streaming-window.md
+"""The draft tier's cache: attention sinks and a window of the last tokens (StreamingLLM, Xiao et al. 2023), at the
+positions 0, 1, 2 … of a small cache. When it is full, the last `window` tokens are forwarded again directly after the
+sinks: one small pass every `slack` tokens, exact for any rotary embedding. docs/decisions/0003-streaming-window.md
 """
 
 from __future__ import annotations

@@ -39,9 +39,7 @@ class AuditCounts:
 
 
 class SpareSlots:
-    """Stands in for the target's cache in the audit's passes: plain attention over its pool, without keeping queries,
-    so that the cache's own records do not change.
-    """
+    """Stands in for the target's cache in audits: attention over its pool that changes none of its records."""
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv

@@ -1,9 +1,6 @@
-"""Fused kernels for the element-wise parts of a model, by torch.compile: norms, rotary embeddings, gated activations;
-and for the draw of its tokens.
-
-Even in a CUDA graph such a part costs one kernel per operator, some two microseconds each, however small. The compiled
-code is transformers' own: each function is compiled once for all layers and lengths, and once more for a single token.
-docs/decisions/0015-graphs.md
+"""Fused kernels, by torch.compile, for norms, rotary embeddings, gated activations and the draw of tokens: even in a
+CUDA graph each of their operators costs a kernel of two microseconds. The compiled code is transformers' own, compiled
+once for all layers and lengths, and once more for a single token. docs/decisions/0015-graphs.md
 """
 
 from __future__ import annotations
@@ -31,11 +28,9 @@ Function = Callable[..., Any]
 
 def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     """Replace parts of the model by fused kernels, in place, where the settings ask for it; returns whether the model
-    has them. Compiling takes seconds. A second call for the same model compiles nothing.
-
-    A model that is divided over ranks, or has no suitable parts, is left as it is; with `compile: on` the log says so.
-    If the compiler is missing, fails or runs out of memory, `compile: auto` leaves the model as it is and logs the
-    reason, and `compile: on` raises `InvalidValueError`.
+    has them. Compiling takes seconds, once per model. A model that is divided over ranks, or has no suitable parts,
+    stays as it is. If the compiler fails or memory runs out, so it does with `compile: auto`; `on` raises
+    `InvalidValueError`.
     """
     if not settings.fused:
         return False

@@ -54,12 +54,9 @@ class Part(nn.Module):
 
 @torch.no_grad()
 def join_projections(model: PreTrainedModel) -> None:
-    """Join the linear layers of each attention and feed-forward block, in place. What is quantised or divided over
-    ranks stays as it is, and so does what was joined before.
-
-    Blocks are joined one after another, and each one's old weights are freed before the next is joined, so that at no
-    time more than one block's weights are held twice. Where there is no memory for that, the other blocks stay as they
-    are.
+    """Join the linear layers of each attention and feed-forward block, in place; not what is quantised, divided over
+    ranks or joined. One block after another, so that no more than one's weights are held twice; where there is no
+    memory for that, the other blocks stay as they are.
     """
     if (model.tp_size or 1) > 1:
         return

@@ -1,9 +1,8 @@
 """The ranks of tensor parallelism: processes on one machine that each hold a share of a model and of its KV heads, and
-run its passes together.
+run its passes together. docs/decisions/0014-pairs.md
 
-Rank 0 is the leader and represents the tier to others. A Unix socket from the leader to each follower carries commands.
-It closes when either process ends, so no rank outlives the others. Tensors go through torch.distributed, by NCCL
-between GPUs and by gloo on CPUs. docs/decisions/0014-pairs.md
+Rank 0 leads. A Unix socket to each follower carries commands and closes when either process ends, so no rank outlives
+the others. Tensors go through torch.distributed, by NCCL between GPUs and by gloo on CPUs.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Replay: the followers of a tier repeat, on their KV caches and in order, every call by which the leader changes its
-own cache.
-
-The bookkeeping of a cache depends only on the calls made on it, so the ranks need to exchange nothing but the calls.
-The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; its `prepare`
-broadcasts the pass. On each follower a `CallExecutor` makes the same calls.
+own. The bookkeeping of a cache depends only on these calls, so the ranks exchange nothing else. The leader's runner,
+scheduler and snapshot policy call a `LeadingKV` as if it were the cache; on each follower a `CallExecutor` repeats the
+calls.
 """
 
 from __future__ import annotations
