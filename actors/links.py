@@ -90,12 +90,7 @@ class RemoteProposer:
     """
 
     def __init__(
-        self,
-        resolve: Callable[[], str],
-        *,
-        timeout_s: float,
-        doorbell: Doorbell | None = None,
-        peer: str = "lower",
+        self, resolve: Callable[[], str], *, timeout_s: float, doorbell: Doorbell | None = None, peer: str = "lower"
     ) -> None:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
         self.peer, self.address = peer, ""  # the last address tried; empty while it is unknown

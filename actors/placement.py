@@ -10,12 +10,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.fit import Bundle, Node, misfit

@@ -137,8 +137,7 @@ def logprobs_from_proto(messages: Sequence[gen.TokenLogprobs]) -> tuple[TokenLog
         require(len(each.top_logprobs) == len(each.top_ids), "logprobs.top_logprobs", len(each.top_logprobs), rule)
     return tuple(
         TokenLogprobs(
-            each.logprob if each.HasField("logprob") else None,
-            tuple(zip(each.top_ids, each.top_logprobs, strict=True)),
+            each.logprob if each.HasField("logprob") else None, tuple(zip(each.top_ids, each.top_logprobs, strict=True))
         )
         for each in messages
     )

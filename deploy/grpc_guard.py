@@ -53,8 +53,7 @@ def unary(
 
 
 def streaming(
-    kind: type[Asked],
-    empty: Callable[[], Answer],
+    kind: type[Asked], empty: Callable[[], Answer]
 ) -> Callable[[Streaming[Owner, Asked, Answer]], Streaming[Owner, Asked, Answer]]:
     """The same for a method that answers with a stream."""
 

@@ -91,8 +91,7 @@ class RetrievalSettings(Strict):
         None, description="another model for the retrieval tier, such as a distilled target; by default the target"
     )
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
-        None,
-        description="quantise the retrieval tier's weights, for a smaller GPU or, with int4, for faster steps",
+        None, description="quantise the retrieval tier's weights, for a smaller GPU or, with int4, for faster steps"
     )
     tensor_parallel: int | None = Field(
         None, ge=1, description="GPUs that the retrieval tier is divided over; by default as many as the target"
@@ -351,8 +350,7 @@ class PlacementSettings(Strict):
         "PACK", description="how Ray spreads the processes over nodes: a placement group strategy"
     )
     colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
-        "none",
-        description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights",
+        "none", description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights"
     )
     cpu_latency_us: int | None = Field(
         None,
@@ -457,8 +455,7 @@ class ServerSettings(Strict):
         description="origins whose pages may call the HTTP API from a browser, such as https://app.example.com, or *",
     )
     log: Literal["text", "json"] = Field(
-        "text",
-        description="form of the gateway's and the replicas' logs; each request is a line of the gateway's",
+        "text", description="form of the gateway's and the replicas' logs; each request is a line of the gateway's"
     )
     replicas: ReplicaSettings = ReplicaSettings()
 

@@ -114,10 +114,7 @@ class ChatTemplate:
         return await self.encoder.run(size, encoded)
 
     def prepared(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], int]:
         """The messages as templates expect them, and the number of characters of a chat, more or less. Not for an event
         loop: it takes time for each message.

@@ -219,8 +219,7 @@ class CommonRequest(Body):
     guided_grammar: str | None = Field(None, description="a grammar of the output in EBNF, as for Lark or llama.cpp")
     priority: Int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
     cache_salt: str | None = Field(
-        None,
-        description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters",
+        None, description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters"
     )
     speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
     return_token_ids: bool = Field(False, description="give token_ids, their origins and texts with each choice")

@@ -23,10 +23,7 @@ WHOLE_OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer as an object; with `stream: true` its chunks as server-sent events, each with a"
         " chunk as JSON, the last with `[DONE]`",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {},
-        },
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     }
 }
 

@@ -16,12 +16,7 @@ from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.progress import Attempts, Progress
 from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, Message, Prompt, build_request, chat_messages
-from triforce_core.client.results import (
-    Completion,
-    Model,
-    completion_from_proto,
-    models_from_proto,
-)
+from triforce_core.client.results import Completion, Model, completion_from_proto, models_from_proto
 
 Result = TypeVar("Result")
 

@@ -136,10 +136,7 @@ def retrieval_verifier(model: PreTrainedModel, kv: KVCache | LeadingKV, settings
 
 
 def retrieval_decoder(
-    model: PreTrainedModel,
-    kv: KVCache | LeadingKV,
-    drafts: Proposer,
-    settings: Settings,
+    model: PreTrainedModel, kv: KVCache | LeadingKV, drafts: Proposer, settings: Settings
 ) -> SpeculativeDecoder:
     """The retrieval tier on top of its drafter `drafts`."""
     return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings))

@@ -40,12 +40,7 @@ class SnapshotSchedule:
     """
 
     def __init__(
-        self,
-        kv: SnapshotSource,
-        sink: SnapshotSink,
-        chunks: ChunkSettings,
-        selector: str,
-        refresh_every: int,
+        self, kv: SnapshotSource, sink: SnapshotSink, chunks: ChunkSettings, selector: str, refresh_every: int
     ) -> None:
         """`selector`: a key of `SELECTORS`, for requests that name none."""
         self.kv, self.sink, self.chunks, self.selector = kv, sink, chunks, selector

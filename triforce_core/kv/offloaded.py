@@ -58,12 +58,7 @@ class OffloadedKV(FullKV):
     """From layer `resident_layers` on, `keys` and `values` lie in host memory or in the file, not on the device."""
 
     def __init__(
-        self,
-        geometry: KVGeometry,
-        pool_tokens: int,
-        kernel: Kernel,
-        offload: Offload,
-        **options: Any,
+        self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, offload: Offload, **options: Any
     ) -> None:
         """`options`: as those of `FullKV`.
 
