@@ -1,7 +1,5 @@
 """Restricts a process to cores of its node, and limits how deeply the node's cores may sleep."""
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Sequence

@@ -3,8 +3,6 @@ tiers, the placement group and the owner of the pipeline stay as they are.
 docs/decisions/0027-target-replaced-in-place.md
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -5,8 +5,6 @@ connected, the answer is an empty proposal, so that the level above goes on with
 rebuilt in the background; the peer then reports which tokens it lacks.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading

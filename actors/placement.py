@@ -1,7 +1,5 @@
 """Places a pipeline: for each group of tiers in the settings, one bundle of a placement group and the actors in it."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Mapping

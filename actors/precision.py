@@ -1,7 +1,5 @@
 """Resolves `dtype: auto` on a cluster to one precision for all replicas, because tokens depend on the precision."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Warms up a pipeline before it serves: runs passes of every kind, and chooses the CPU threads of decoding."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time

@@ -4,8 +4,6 @@ here and nowhere else; requests are checked further by deploy/service.py and act
 A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the path of the field in the message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, fields
 from itertools import islice

@@ -4,8 +4,6 @@ ones.
 Encoding a megabyte takes about a second, during which the tokenizer lets other threads run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Sequence

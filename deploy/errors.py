@@ -1,7 +1,5 @@
 """Errors that the APIs add to those of the pipeline. Each API translates typed errors by its own table."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 import uuid

@@ -1,7 +1,5 @@
 """The ingress: the HTTP and gRPC APIs in one process, in front of the replicas."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any

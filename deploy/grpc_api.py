@@ -1,7 +1,5 @@
 """The gRPC API, which the SDK uses: generation.proto over `Service`, served by Ray Serve's gRPC proxy."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator

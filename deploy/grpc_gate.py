@@ -4,8 +4,6 @@ The proxy reads messages of many MiB. Without this gate it would read them for a
 which only then looks at the key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

@@ -1,7 +1,5 @@
 """API keys: who may use the server. They are read from a file, and read again while the server runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac

@@ -5,8 +5,6 @@ and lets requests here finish. This returns when no replica is left and no reque
 or after that many seconds. If Ray cannot be asked, it waits all the same.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time

@@ -2,8 +2,6 @@
 If the pipeline's target dies, the target alone is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator

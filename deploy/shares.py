@@ -1,7 +1,5 @@
 """Fairness between API keys: no key takes all places while others want some."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 

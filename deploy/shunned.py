@@ -1,7 +1,5 @@
 """Which replicas the gateway does not send a request to, by what they answered before."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The metrics of the tiers, from what the tiers report of themselves at a scrape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 

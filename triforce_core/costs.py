@@ -13,8 +13,6 @@ evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed pri
 snapshots, it is the price of keys, so if all texts so far were long, a short one is expected to cost little.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

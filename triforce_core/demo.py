@@ -4,8 +4,6 @@ They are a distribution of their own (folder demo_weights/), so that whoever ins
 them.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 

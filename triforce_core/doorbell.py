@@ -1,7 +1,5 @@
 """A doorbell with which other threads wake the thread that drives a tier."""
 
-from __future__ import annotations
-
 import queue
 import time
 

@@ -5,8 +5,6 @@ edits of a given source or answers that quote a document; other texts get few dr
 (leaf.py) drafts with it.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import Final

@@ -4,8 +4,6 @@ Everything here is pure. The expected number of tokens of a round follows from t
 accepted (Leviathan et al. 2023, eq. 1, with a level in between); its time from the passes that it takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple

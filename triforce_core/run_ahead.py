@@ -2,8 +2,6 @@
 `micro_batches`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from triforce_core.decoder import Block, SpeculativeDecoder, State

@@ -1,7 +1,5 @@
 """Verification: a tier's model accepts or rejects the tokens proposed by the level below."""
 
-from __future__ import annotations
-
 from collections.abc import Sized
 from dataclasses import replace
 from itertools import takewhile

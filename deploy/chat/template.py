@@ -3,8 +3,6 @@ are the template's; those in a client's text, and other tokens that the template
 that no message can end itself or imitate another role. The plain template delimits messages with ordinary text.
 """
 
-from __future__ import annotations
-
 import asyncio
 import inspect
 import json

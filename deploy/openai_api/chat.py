@@ -1,7 +1,5 @@
 """Chat completions in OpenAI's format, whole or as a stream of chunks."""
 
-from __future__ import annotations
-
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator

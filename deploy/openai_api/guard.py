@@ -2,8 +2,6 @@
 request is one line of the log, except probes that succeed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Reads large bodies and writes large answers outside the event loop, which serves all other requests meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Coroutine

@@ -1,7 +1,5 @@
 """Log probabilities in the forms of OpenAI's and vLLM's APIs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """The body of a completion request: its schema, and its conversion to the service's request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace

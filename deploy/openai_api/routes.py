@@ -1,7 +1,5 @@
 """The HTTP application: the routes of OpenAI's API, those of vLLM that its users send to, and those for operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI, Request

@@ -1,7 +1,5 @@
 """Server-sent events: formats them, keeps idle streams alive, and closes the source however a stream ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator

@@ -1,7 +1,5 @@
 """Text to tokens and back, in the form of vLLM's API."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 

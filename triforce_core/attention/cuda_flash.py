@@ -5,8 +5,6 @@ lengths are tensors, call them only where Triton cannot run (flash_decoding.py).
 sequences, which does not split keys; so the pass cuts its ranges into items.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 

@@ -4,8 +4,6 @@ item of one KV head, for all query heads of the group (Dao et al., Flash-Decodin
 Figures: docs/benchmarks/device.md
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import e, log2
 from typing import Any

@@ -5,8 +5,6 @@ are merged by their log-sum-exps: ranges of the pool, cut into a constant number
 sequence in the pass up to itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil

@@ -1,7 +1,5 @@
 """Textbook attention on any device, against which the other kernels are tested; and the same in tiles."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

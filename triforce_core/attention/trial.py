@@ -1,7 +1,5 @@
 """Whether our kernels in Triton work on a device: they are tried once."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from importlib.util import find_spec

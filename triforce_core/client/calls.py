@@ -1,7 +1,5 @@
 """What synchronous and asynchronous clients share: connections, and calls as data."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """When a failed call is tried again, and how a stream goes on in another call without repeating or losing anything."""
 
-from __future__ import annotations
-
 import random
 import time
 from dataclasses import dataclass

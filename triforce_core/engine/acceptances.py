@@ -1,7 +1,5 @@
 """How many drafted tokens were accepted lately, by where they came from: of one request, or of many."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, inf

@@ -1,7 +1,5 @@
 """Assembly of the tiers: each one alone for its own actor, or the whole chain in one process."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 

@@ -6,8 +6,6 @@ pass shows (waiting, links, tiers that compete for cores) is learned as a correc
 rounds divided by what their passes should take. What it has learned slowly fades, so that plans are tried again.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import deque
 from collections.abc import Callable

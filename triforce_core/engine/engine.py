@@ -1,7 +1,5 @@
 """The engine: submit → collect → advance, over all live requests at once."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading

@@ -1,7 +1,5 @@
 """Follower ranks of tensor parallelism: their whole life, and starting them as child processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

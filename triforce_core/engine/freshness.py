@@ -1,7 +1,5 @@
 """Whether a snapshot still serves: how much of the retrieval tier's drafts is accepted, by the snapshot's age."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import sqrt
 

@@ -1,7 +1,5 @@
 """The largest requests that a pipeline serves, from its settings and the target's configuration, without weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig

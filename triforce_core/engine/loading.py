@@ -1,7 +1,5 @@
 """Loading the models that the settings name, after checking that they fit each other, for a chain or for one tier."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel
 
 from triforce_core.attention import check_kernel

@@ -1,7 +1,5 @@
 """The scheduler decides which requests go live, how they share the KV pool, and how they share one forward pass."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right, insort
 from typing import Protocol

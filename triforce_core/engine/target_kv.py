@@ -1,7 +1,5 @@
 """The target's cache, on its device or offloaded as the settings say, after checking that there is room for it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

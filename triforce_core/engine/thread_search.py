@@ -4,8 +4,6 @@ The gain from more threads depends on model, context and machine, and on the loa
 So whole rounds are timed: plain ones for the target, and for the drafting tiers rounds in which all tiers work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Generator, Mapping
 from statistics import median
 

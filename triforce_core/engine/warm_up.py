@@ -5,8 +5,6 @@ The tiers' numbers of CPU threads are chosen while long requests are decoded: th
 because nearly all drafts of the warm-up text are accepted; then those of the drafting tiers, while all tiers work.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping
 

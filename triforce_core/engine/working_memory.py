@@ -3,8 +3,6 @@ would run out at the first cut, after a long prefill. Computed from the shapes; 
 coincide, so only the largest counts. What libraries take by themselves is a guess.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

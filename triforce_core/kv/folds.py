@@ -4,8 +4,6 @@ Sequences that share a document see the same slots. What a row sees besides, it 
 merged by their log-sum-exps. docs/decisions/0025-read-once.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise

@@ -1,7 +1,5 @@
 """The target's cache: the exact KV of every token. kv/cutting.py cuts the snapshots for the retrieval tier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 

@@ -7,8 +7,6 @@ alone: a token that is taken back has its query overwritten. Keys stay rotated t
 docs/decisions/0023-heavy-hitters.md
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 

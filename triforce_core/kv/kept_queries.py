@@ -4,8 +4,6 @@ Every pass of the target keeps its queries, but few snapshots are cut. So querie
 and the queries of several passes are joined only when somebody asks for them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 

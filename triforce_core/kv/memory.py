@@ -1,7 +1,5 @@
 """Memory for KV off the device, and checks for room before a pool is made, so that a refusal can give numbers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile

@@ -5,8 +5,6 @@ staging buffer has as many slots as a layer's pool, so that attention is the sam
 sees are copied. docs/decisions/0013-offload.md
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any

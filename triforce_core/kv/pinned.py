@@ -4,8 +4,6 @@ Only memory that is pinned is copied while host and device do other things; and 
 a buffer of its own, at half the speed. While one buffer is on the link, the host fills or reads the other.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 Forwarding tokens cannot restore KV below the snapshot's position; that takes another snapshot.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 

@@ -3,8 +3,6 @@ positions 0, 1, 2 … of a small cache. When it is full, the last `window` token
 sinks: one small pass every `slack` tokens, exact for any rotary embedding. docs/decisions/0003-streaming-window.md
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from triforce_core.attention import Kernel

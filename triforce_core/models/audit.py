@@ -5,8 +5,6 @@ is at the edge of top-k or top-p. Rounding moves all logits a little; a defect o
 much further.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Drawing a model's own tokens from the logits of a pass."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -2,8 +2,6 @@
 log says so. A setting that asks for the optimisation explicitly is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 

@@ -4,8 +4,6 @@ Models with features that this engine does not support are refused here, naming 
 import this module alone, in half the time of load.py.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from importlib.util import find_spec

@@ -3,8 +3,6 @@ CUDA graph each of their operators costs a kernel of two microseconds. The compi
 once for all layers and lengths, and once more for a single token. docs/decisions/0015-graphs.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType

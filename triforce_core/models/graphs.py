@@ -4,8 +4,6 @@ each) that has room for it, or else to an ordinary pass. The eager pass runs the
 capture. docs/decisions/0015-graphs.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

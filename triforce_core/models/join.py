@@ -4,8 +4,6 @@ A pass over few tokens then launches 96 kernels less over 32 layers, and each pr
 at the device's bandwidth. Done on CUDA only: on a CPU a launch costs nothing, and the rounding would differ.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel

@@ -3,8 +3,6 @@ no longer than reading the weights, where PyTorch's ordinary product may take se
 docs/decisions/0028-small-tiers.md
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

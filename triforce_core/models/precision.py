@@ -3,8 +3,6 @@
 A CPU without bfloat16 instructions multiplies bfloat16 many times slower than float32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from triforce_core.config import Settings

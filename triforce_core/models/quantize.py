@@ -4,8 +4,6 @@ At worst it lowers acceptance, because the target verifies with unquantised weig
 transformer blocks are quantised; embeddings, norms and the output head stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

@@ -5,8 +5,6 @@ Rank 0 leads. A Unix socket to each follower carries commands and closes when ei
 the others. Tensors go through torch.distributed, by NCCL between GPUs and by gloo on CPUs.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle

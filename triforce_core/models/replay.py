@@ -4,8 +4,6 @@ scheduler and snapshot policy call a `LeadingKV` as if it were the cache; on eac
 calls.
 """
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast

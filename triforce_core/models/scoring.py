@@ -2,8 +2,6 @@
 any sampling parameter, as OpenAI has them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 

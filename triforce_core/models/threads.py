@@ -1,7 +1,5 @@
 """On how many CPU threads the passes of a model run. Does not load transformers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

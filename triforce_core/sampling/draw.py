@@ -4,8 +4,6 @@ Drawing is some forty small operators on the device and copies of a few numbers 
 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

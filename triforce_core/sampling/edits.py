@@ -5,8 +5,6 @@ token. The order: repetition penalty, frequency and presence penalty, bias, excl
 words).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import torch

@@ -3,8 +3,6 @@
 Whatever is rewritten allows the same texts or fewer, so that each output is valid under the schema as it was given.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator

@@ -5,8 +5,6 @@ each grammar is compiled in a process that the operating system ends at a limit.
 tiers, with the same effort.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib

@@ -1,7 +1,5 @@
 """What a selector is, and what it sees of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 
