@@ -188,15 +188,6 @@ def tiers_of(settings: Settings, micro_batches: int) -> Tiers:
     )
 
 
-def local_caches(
-    full: FullKV, sparse: RetrievalKV, ranks: Leader | None
-) -> tuple[FullKV | LeadingFullKV, RetrievalKV | LeadingRetrievalKV]:
-    """The caches of a chain whose tiers are on the same ranks: each rank keeps its own share of every snapshot."""
-    if ranks is None:
-        return full, sparse
-    return LeadingFullKV(full, ranks, gathered=False), LeadingRetrievalKV(sparse, ranks)
-
-
 def local_engine(
     target: PreTrainedModel,
     drafter: PreTrainedModel | None,
@@ -215,8 +206,10 @@ def local_engine(
     own = target if self_drafter is None else self_drafter
     small, drafts = retrieval_kv(own, settings), drafter_for(settings, drafter)
     # The target's pool is made last: on a GPU its check for room counts what the others have taken.
-    full, sparse = local_caches(full_kv(target, settings), small, ranks)
-    if ranks is not None:
-        ranks.barrier()
-    below = retrieval_decoder(own, sparse, drafts, settings)
-    return target_engine(target, settings, below, sparse, kv=full)
+    full = full_kv(target, settings)
+    if ranks is None:
+        return target_engine(target, settings, retrieval_decoder(own, small, drafts, settings), small, kv=full)
+    ranks.barrier()
+    # Each rank keeps its own share of every snapshot.
+    shared, whole = LeadingRetrievalKV(small, ranks), LeadingFullKV(full, ranks, gathered=False)
+    return target_engine(target, settings, retrieval_decoder(own, shared, drafts, settings), shared, kv=whole)

@@ -114,17 +114,13 @@ def is_norm(module: nn.Module) -> bool:
         len(weights) > 0
         and are_plain(weights)
         and all(weight.dim() == 1 for weight in weights)
-        and has_no_children(module)
+        and not [*module.children()]
     )
 
 
 def is_gated(module: nn.Module) -> bool:
     """Whether it is a gated feed-forward block with plain weights, of which all but the products is fused."""
     return dict(module.named_children()).keys() == GATED and are_plain([*module.parameters()])
-
-
-def has_no_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
 
 
 def are_plain(weights: list[nn.Parameter]) -> bool:
