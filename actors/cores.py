@@ -1,7 +1,5 @@
 """Restricts a process to cores of its node, and limits how deeply the node's cores may sleep."""
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Sequence
@@ -15,10 +13,7 @@ CPU_LATENCY = Path("/dev/cpu_dma_latency")
 
 
 def keep_to(cores: Sequence[int], field: str) -> None:
-    """Run this process on these cores of its node only. Threads created later inherit the restriction.
-
-    Raises `InvalidValueError`, naming `field`, if a core is not available to this process.
-    """
+    """Run this process, with threads created later, on these cores only. Raises `InvalidValueError`, naming `field`."""
     allowed = os.sched_getaffinity(0)
     require(allowed.issuperset(cores), field, list(cores), f"must be among the cores of its node, {sorted(allowed)}")
     for thread in os.listdir("/proc/self/task"):
@@ -27,12 +22,9 @@ def keep_to(cores: Sequence[int], field: str) -> None:
 
 
 def keep_awake(latency_us: int | None) -> FileIO | None:
-    """Ask Linux to keep the node's cores out of idle states that take longer than `latency_us` to leave; 0 allows none.
-
-    The lowest latency that any process requests applies to all cores. A request lasts until the returned file is closed
-    or its process ends (https://docs.kernel.org/admin-guide/pm/cpuidle.html, "Power Management Quality of Service for
-    CPUs"). With `latency_us` None nothing is requested and None is returned. Raises `InvalidValueError` if this process
-    may not make the request.
+    """Ask Linux to keep the node's cores out of idle states that take longer than `latency_us` to leave (0: of all;
+    None: nothing is asked), until the returned file is closed or its process ends; the lowest of all requests holds
+    (https://docs.kernel.org/admin-guide/pm/cpuidle.html). Raises `InvalidValueError` if this process may not ask.
     """
     if latency_us is None:
         return None

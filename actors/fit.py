@@ -1,7 +1,5 @@
 """Checks whether a cluster could hold a pipeline and, if not, gives the reason, so that users do not wait in vain."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 

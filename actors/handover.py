@@ -12,7 +12,6 @@ import logging
 import threading
 import time
 import zlib
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -62,10 +61,7 @@ class Manifest:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Some bytes of one tensor: a numpy array for the object store, a tensor for RDT, both uint8 [bytes].
-
-    They are bytes because numpy has no bfloat16.
-    """
+    """Some bytes of one tensor, uint8 [bytes]: a numpy array, which knows no bfloat16, for the object store."""
 
     manifest: Manifest
     index: int
@@ -234,14 +230,15 @@ class SnapshotReceiver:
             self.assemblies = {i: each for i, each in self.assemblies.items() if i in self.taker.held}
 
 
-class RaySink(ABC):
-    """A `SnapshotSink` that sends snapshots to the retrieval actor in pieces, on a thread of its own.
-
-    A GPU copies them on a separate stream, so decoding goes on meanwhile.
+class RaySink:
+    """A `SnapshotSink` that sends snapshots to the retrieval actor in pieces, on a thread of its own: through Ray's
+    object store, or if `direct` from memory to memory by NIXL. A GPU copies them on a separate stream, so decoding goes
+    on meanwhile.
     """
 
-    def __init__(self, receiver: ActorHandle[Any]) -> None:
-        self.receiver, self.piece_bytes = receiver, PIECE_BYTES
+    def __init__(self, receiver: ActorHandle[Any], *, direct: bool = False) -> None:
+        self.receiver, self.direct, self.piece_bytes = receiver, direct, PIECE_BYTES
+        self.staging: PinnedStaging | None = None
         self.sending: dict[int, Future[None]] = {}  # by sequence id
         self.versions: dict[int, int] = {}  # confirmed versions by sequence id, oldest first
         self.executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="handover")
@@ -302,44 +299,20 @@ class RaySink(ABC):
         receive()
         return True in answers
 
-    @abstractmethod
     def pieces(self, snapshot: Snapshot) -> Generator[Piece]:
         """The pieces, each valid until the next piece is asked for."""
+        if not self.direct and (self.staging is None or self.staging.buffer_bytes < self.piece_bytes):
+            self.staging = PinnedStaging(snapshot.keys.device, self.piece_bytes)
+        return cut_pieces(snapshot, self.piece_bytes, self.staging, on_device=self.direct)
 
-    @abstractmethod
     def put(self, piece: Piece) -> Any:
         """An object reference, which Ray resolves to the piece when it calls the receiver."""
-
-
-class ObjectStoreSink(RaySink):
-    """Sends pieces through Ray's object store: by shared memory within a node, over the network between nodes."""
-
-    staging: PinnedStaging | None = None
-
-    def pieces(self, snapshot: Snapshot) -> Generator[Piece]:
-        if self.staging is None or self.staging.buffer_bytes < self.piece_bytes:
-            self.staging = PinnedStaging(snapshot.keys.device, self.piece_bytes)
-        return cut_pieces(snapshot, self.piece_bytes, self.staging)
-
-    def put(self, piece: Piece) -> Any:
-        return ray.put(piece)
-
-
-class RdtSink(RaySink):
-    """Sends pieces from memory to memory by NIXL; between GPUs they do not pass through host memory."""
-
-    def pieces(self, snapshot: Snapshot) -> Generator[Piece]:
-        return cut_pieces(snapshot, self.piece_bytes, on_device=True)
-
-    def put(self, piece: Piece) -> Any:
-        return ray.put(piece, _tensor_transport="nixl")
-
-
-TRANSPORTS: dict[str, type[RaySink]] = {"object_store": ObjectStoreSink, "rdt": RdtSink}
+        return ray.put(piece, _tensor_transport="nixl") if self.direct else ray.put(piece)
 
 
 def sink_for(settings: RetrievalSettings, receiver: ActorHandle[Any]) -> RaySink:
     """The sink to a retrieval actor. Raises `InvalidValueError` if the transport of the settings is not installed."""
-    there = settings.transport != "rdt" or importlib.util.find_spec("nixl") is not None
+    direct = settings.transport == "rdt"
+    there = not direct or importlib.util.find_spec("nixl") is not None
     require(there, "retrieval.transport", settings.transport, "needs NIXL: install the package `nixl`")
-    return TRANSPORTS[settings.transport](receiver)
+    return RaySink(receiver, direct=direct)

@@ -3,8 +3,6 @@ tiers, the placement group and the owner of the pipeline stay as they are.
 docs/decisions/0027-target-replaced-in-place.md
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -109,9 +107,7 @@ class Keeper:
         await pipeline.stop(f"the target tier does not come up: {fault}")
 
     async def _end(self, process: TargetProcess) -> None:
-        """End the process and its followers directly, where they can be seen from here. Ray is asked only if the
-        process is out of sight, because one that hangs lives on for seconds after Ray's request to end.
-        """
+        """End the process and its followers, by Ray only if unseen, because Ray takes seconds to end one that hangs."""
         if process.process is None:
             ray.kill(self.pipeline.actors.target, no_restart=False)
         process.kill()

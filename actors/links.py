@@ -5,8 +5,6 @@ connected, the answer is an empty proposal, so that the level above goes on with
 rebuilt in the background; the peer then reports which tokens it lacks.
 """
 
-from __future__ import annotations
-
 import logging
 import queue
 import threading
@@ -90,12 +88,7 @@ class RemoteProposer:
     """
 
     def __init__(
-        self,
-        resolve: Callable[[], str],
-        *,
-        timeout_s: float,
-        doorbell: Doorbell | None = None,
-        peer: str = "lower",
+        self, resolve: Callable[[], str], *, timeout_s: float, doorbell: Doorbell | None = None, peer: str = "lower"
     ) -> None:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
         self.peer, self.address = peer, ""  # the last address tried; empty while it is unknown
@@ -224,10 +217,7 @@ class RemoteProposer:
             self.closed.wait(self.retry_s)
 
     def _look_up(self) -> str:
-        """The peer's address. A separate thread calls `resolve`, because that call may never return.
-
-        Raises `TimeoutError` after `LOOK_UP_S` seconds, and what `resolve` raises.
-        """
+        """The peer's address, by a thread of its own, because `resolve` may never return. Raises `TimeoutError`."""
         self.looking_up = found = Future[str]()
 
         def look() -> None:

@@ -1,7 +1,5 @@
 """Measures how long the target's passes take, and detects a pass that hangs."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

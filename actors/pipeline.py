@@ -62,10 +62,7 @@ class Pipeline:
         self.serving.set()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """The request's tokens as they are committed; closing the iterator stops the request.
-
-        Raises `InvalidValueError`, `FingerprintError`, `DeadlineError` or `UnavailableError`.
-        """
+        """The request's tokens as they are committed; closing the iterator stops the request. Raises typed errors."""
         async with aclosing(self.relay(request.SerializeToString())) as events:
             async for packed in events:
                 event = pb.DecodeEvent.FromString(packed)
@@ -109,9 +106,7 @@ class Pipeline:
         return request.SerializeToString()
 
     def _doubt(self, target: RunningTarget) -> None:
-        """Note that the target has failed a request: the keeper checks whether it is dead, and new requests wait
-        meanwhile.
-        """
+        """The target has failed a request: the keeper checks whether it is dead, and new requests wait meanwhile."""
         if self.doubted is not None and target is self.target and not self.stopped:
             self.serving.clear()
             self.doubted.set()

@@ -1,7 +1,5 @@
 """Places a pipeline: for each group of tiers in the settings, one bundle of a placement group and the actors in it."""
 
-from __future__ import annotations
-
 import os
 import uuid
 from collections.abc import Mapping
@@ -10,12 +8,7 @@ from typing import Any
 
 import ray
 from ray.actor import ActorHandle
-from ray.util.placement_group import (
-    PlacementGroup,
-    placement_group,
-    placement_group_table,
-    remove_placement_group,
-)
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from actors.fit import Bundle, Node, misfit
@@ -69,9 +62,7 @@ def label_selectors(placement: PlacementSettings) -> list[dict[str, str]]:
 
 
 def reserve(settings: Settings, timeout_s: float = 60.0) -> PlacementGroup:
-    """A ready placement group for one pipeline; the caller must remove it. Raises `UnavailableError`, with the reason,
-    if the cluster has no room within `timeout_s` seconds.
-    """
+    """A ready placement group, which the caller removes. Raises `UnavailableError`, with the reason, without room."""
     placement = settings.placement
     group: PlacementGroup = placement_group(
         bundles(settings), strategy=placement.strategy, bundle_label_selector=label_selectors(placement)
@@ -108,9 +99,7 @@ def place_tiers(
 
 
 def nodes_of(group: PlacementGroup, num_bundles: int) -> set[str]:
-    """The ids of the nodes that hold the group's first `num_bundles` bundles; the first also holds the replica's
-    process.
-    """
+    """The nodes of the group's first `num_bundles` bundles; the first also holds the replica's process."""
     placed: dict[int, str] = placement_group_table(group)["bundles_to_node_id"]
     return {placed[index] for index in range(num_bundles)}
 

@@ -1,7 +1,5 @@
 """Resolves `dtype: auto` on a cluster to one precision for all replicas, because tokens depend on the precision."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -38,9 +36,7 @@ def dtypes_of(suitable: Sequence[Node]) -> list[str]:
 
 
 def agreed(settings: Settings, ask: Callable[[Sequence[Node]], list[str]] = dtypes_of) -> Settings:
-    """The settings with `dtype: auto` replaced by a precision that suits every node on which a target may be placed; a
-    node that joins later may be of another kind.
-    """
+    """The settings with a precision for `dtype: auto` that suits every node on which a target may be placed."""
     if settings.dtype != "auto":
         return settings
     group, bundle = settings.placement.groups[0], bundles(settings)[0]

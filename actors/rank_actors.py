@@ -42,9 +42,7 @@ class RankActor:
 
 
 def lead(world: int, device: str) -> Leader:
-    """Bring together the ranks of the calling tier actor, their leader. Raises `UnavailableError` if a rank does not
-    come.
-    """
+    """Bring together the ranks of the calling tier actor, their leader. Raises `UnavailableError` if one is missing."""
     from triforce_core.models.rank_group import Rendezvous
 
     own = ray.get_runtime_context().get_actor_name()

@@ -1,7 +1,5 @@
 """The target as a gRPC service from requests to committed tokens, and the thread that drives the engine."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import threading

@@ -222,10 +222,7 @@ class DraftActor(LinkedActor):
 
 
 class RetrievalActor(LinkedActor):
-    """The retrieval tier: by default the target's weights over sparse snapshots of the target's KV.
-
-    `draft` is the name of the draft actor; if empty, this process drafts itself.
-    """
+    """The retrieval tier. `draft`: the name of the draft actor; if empty, this process drafts itself."""
 
     tier = Tier.RETRIEVAL
 
@@ -286,10 +283,7 @@ class RetrievalActor(LinkedActor):
 
 
 class TargetActor(TierActor):
-    """The target with its full KV, and the engine that drives the tiers.
-
-    `retrieval` is the name of the actor below; if empty, this process holds all tiers.
-    """
+    """The target, and the engine that drives the tiers. `retrieval`: the actor below; if empty, all tiers are here."""
 
     tier = Tier.TARGET
 
@@ -300,9 +294,7 @@ class TargetActor(TierActor):
         self.marks = Marks.create()
 
     def identity(self) -> tuple[int, tuple[int, ...], str]:
-        """The ids of this process and of those that follow it, and where the marks of its requests are; for the owner,
-        on the same machine.
-        """
+        """For the owner, on the same machine: the ids of this process and its followers, and where its marks are."""
         return os.getpid(), self.ranks.pids if self.ranks is not None else (), self.marks.path
 
     def serve(self, host: str) -> AsyncServer:

@@ -1,7 +1,5 @@
 """Warms up a pipeline before it serves: runs passes of every kind, and chooses the CPU threads of decoding."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import time
@@ -40,9 +38,7 @@ async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
 
 
 def unknown(found: Threads) -> Arrangement:
-    """By tier, the number of threads to search up to; empty if the best number is known for every tier. Otherwise all
-    are measured again, because the drafting tiers are measured beside each other.
-    """
+    """By tier, the most threads to try; empty if the best number is known for all. Else all are measured again."""
     known = all(kept is not None for _, kept in found.values())
     return {} if known else {tier: most for tier, (most, _) in found.items()}
 
@@ -71,9 +67,7 @@ async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
 
 
 async def warm_up_again(pipeline: Pipeline, target: RunningTarget, settings: Settings) -> None:
-    """Run the first passes of a target that was started anew, beside drafting tiers that are warm. A few passes
-    suffice, because the numbers of threads are known and the kernels are stored on disk.
-    """
+    """The first passes of a target that was started anew: a few, as threads are known and kernels are on disk."""
     await pipeline.actors.target.decode_on.remote(pipeline.threads)
     limits: Limits = await pipeline.actors.target.limits.remote()
     request = request_to_proto(next(WarmUp(settings, limits, {}).requests()))

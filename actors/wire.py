@@ -4,8 +4,6 @@ here and nowhere else; requests are checked further by deploy/service.py and act
 A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the path of the field in the message.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, fields
 from itertools import islice
@@ -17,8 +15,7 @@ from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.cache_sizes import MAX_BLOCK
 from triforce_core.engine.controller import Figures
 from triforce_core.engine.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
-from triforce_core.engine.sequence import FinishReason, Request, Stats
-from triforce_core.engine.totals import Totals
+from triforce_core.engine.sequence import FinishReason, Request, Stats, Totals
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import (
     MAX_BAD_WORD_TOKENS,
@@ -49,6 +46,7 @@ FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
     FinishReason.LENGTH: gen.FINISH_REASON_LENGTH,
 }
 NUMBERS = [field.name for field in fields(SamplingParams) if field.name not in ("logit_bias", "bad_word_ids")]
+FIGURES = [field.name for field in fields(Stats) if field.name not in ("plans", "tallies", "direct")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +93,7 @@ def sampling_to_proto(sampling: SamplingParams) -> gen.Sampling:
 def sampling_from_proto(
     message: gen.Sampling, where: str = "sampling", vocab_size: int = NUM_TOKEN_IDS
 ) -> SamplingParams:
-    """Sampling parameters sent between tiers. An unset field is refused: with a default in its place this tier might
-    warp by another number than the others.
-    """
+    """Sampling parameters sent between tiers, where an unset field is refused: its default might be another there."""
     for name in NUMBERS:
         require(message.HasField(name), f"{where}.{name}", None, "must be present")
     try:
@@ -110,9 +106,7 @@ def sampling_from_proto(
 
 
 def sampling_from_client(message: gen.Sampling) -> SamplingParams:
-    """Sampling parameters sent by a client, in which an unset field takes its default. Errors name the field without a
-    path.
-    """
+    """Sampling parameters of a client, where an unset field takes its default. Errors name the field without a path."""
     # Of longer lists no more is read than shows that they are too long.
     return SamplingParams(
         **{name: getattr(message, name) for name in NUMBERS if message.HasField(name)},
@@ -141,8 +135,7 @@ def logprobs_from_proto(messages: Sequence[gen.TokenLogprobs]) -> tuple[TokenLog
         require(len(each.top_logprobs) == len(each.top_ids), "logprobs.top_logprobs", len(each.top_logprobs), rule)
     return tuple(
         TokenLogprobs(
-            each.logprob if each.HasField("logprob") else None,
-            tuple(zip(each.top_ids, each.top_logprobs, strict=True)),
+            each.logprob if each.HasField("logprob") else None, tuple(zip(each.top_ids, each.top_logprobs, strict=True))
         )
         for each in messages
     )
@@ -186,39 +179,21 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
 
 def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
     return pb.DecodeStats(
+        **{name: getattr(stats, name) for name in FIGURES},
         prompt_tokens=prompt_tokens,
-        queued_s=stats.queued_s,
-        prefill_s=stats.prefill_s,
-        decode_s=stats.decode_s,
         rounds=stats.tallies[0].rounds,
-        decoded=stats.decoded,
         tallies=tallies_to_proto(stats.tallies),
-        snapshots=stats.snapshots,
-        preempted=stats.preempted,
-        cached_tokens=stats.cached_tokens,
-        plan=stats.plan,
         plans=stats.plans,
-        plan_changes=stats.plan_changes,
-        expected_ms=stats.expected_ms,
-        plain_ms=stats.plain_ms,
         direct=tallies_to_proto([stats.direct])[0],
     )
 
 
 def stats_from_proto(message: pb.DecodeStats) -> Stats:
+    figures = {name: getattr(message, name) for name in FIGURES}
+    absent = {name: None for name in ("expected_ms", "plain_ms") if not message.HasField(name)}
     return Stats(
-        queued_s=message.queued_s,
-        prefill_s=message.prefill_s,
-        decode_s=message.decode_s,
-        decoded=message.decoded,
-        snapshots=message.snapshots,
-        preempted=message.preempted,
-        cached_tokens=message.cached_tokens,
-        plan=message.plan,
+        **figures | absent,
         plans=dict(message.plans),
-        plan_changes=message.plan_changes,
-        expected_ms=message.expected_ms if message.HasField("expected_ms") else None,
-        plain_ms=message.plain_ms if message.HasField("plain_ms") else None,
         direct=tallies_from_proto([message.direct])[0],
         tallies=list(tallies_from_proto(message.tallies)),
     )

@@ -144,9 +144,7 @@ def replicas(settings: Settings) -> dict[str, Any]:
 
 
 def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
-    """The router, which sends a request to the replica that was sent most of its prefix, unless that replica is much
-    busier than others.
-    """
+    """The router: to the replica that was sent most of the prefix, unless that is much busier than others."""
     from ray.serve.config import RequestRouterConfig
 
     from deploy.prefixes import BLOCK

@@ -2,8 +2,6 @@
 seconds: Python's collector of garbage goes through them again and again while more are made.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -25,9 +25,7 @@ log = logging.getLogger("ray.serve")
 
 @dataclass(slots=True)
 class Call:
-    """A call of the API `http` or `grpc`. `key` is the name of the API key and never the key. A call holds no prompt
-    and no output.
-    """
+    """A call of the API `http` or `grpc`. `key` is the name of the API key. It holds no prompt and no output."""
 
     api: str = ""  # empty: the server itself asks
     route: str = ""

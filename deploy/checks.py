@@ -147,10 +147,7 @@ def check_ports(settings: Settings) -> None:
 
 
 def check_models(settings: Settings) -> Limits:
-    """The limits of what the target can serve.
-
-    Raises now, with a one-line message, the errors with which the tiers would otherwise fail to start.
-    """
+    """The limits of what the target can serve. Raises, in one line, the errors with which the tiers would not start."""
     from triforce_core.attention import check_kernel
     from triforce_core.engine.drafters import drafter_weights
     from triforce_core.engine.limits import target_limits

@@ -60,9 +60,7 @@ class ClientRequest:
 
     @property
     def only_prompt(self) -> bool:
-        """Whether the client wants the prompt's text or logprobs and no output. The engine draws at least one token; it
-        is left out.
-        """
+        """Whether only the prompt's text or logprobs are wanted. The engine draws a token all the same: left out."""
         return self.max_tokens == 0 and (self.echo or self.prompt_logprobs is not None)
 
 

@@ -3,8 +3,6 @@
 An upgrade of the protocol is ignored, as HTTP allows: httptools would drop the body of a request that asks for one.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import socket

@@ -1,7 +1,5 @@
 """The text that `triforce serve` prints once it is ready: what runs where, and how to call it."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from pathlib import Path

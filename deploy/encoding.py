@@ -4,8 +4,6 @@ ones.
 Encoding a megabyte takes about a second, during which the tokenizer lets other threads run.
 """
 
-from __future__ import annotations
-
 import asyncio
 import copy
 from collections.abc import Callable, Sequence
@@ -46,10 +44,7 @@ class Encoder:
         self.short, self.long = Queue(tokenizer), Queue(tokenizer)
 
     async def run(self, num_characters: int, use: Callable[[Any], T]) -> T:
-        """The result of `use`, which is called with a tokenizer on that tokenizer's thread.
-
-        `num_characters`: the length of the text that it works on, which decides between the queues.
-        """
+        """The result of `use`, called with a tokenizer on its thread; `num_characters` of its text choose the queue."""
         return await (self.short if num_characters <= SHORT_CHARACTERS else self.long).run(use)
 
     async def encode(self, text: str, *, special: bool = True) -> tuple[int, ...]:

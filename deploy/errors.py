@@ -1,7 +1,5 @@
 """Errors that the APIs add to those of the pipeline. Each API translates typed errors by its own table."""
 
-from __future__ import annotations
-
 import logging
 import traceback
 import uuid
@@ -76,9 +74,7 @@ def internal_error(error: BaseException) -> str:
 
 
 def traced(error: BaseException) -> str:
-    """The stack of the error, after those of its causes, with their types and without their messages, which may quote a
-    prompt.
-    """
+    """The stack of the error, after those of its causes, without messages, which may quote a prompt."""
     chain: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in chain:  # an error may be its own cause: `raise error from error`

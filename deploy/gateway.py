@@ -1,7 +1,5 @@
 """The ingress: the HTTP and gRPC APIs in one process, in front of the replicas."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -12,7 +10,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
-from deploy.grpc_errors import status_of
+from deploy.calls import Call
 from deploy.grpc_guard import logged, reported, streaming, unary
 from deploy.grpc_services import parsed
 from deploy.health import Health
@@ -71,19 +69,15 @@ class Gateway:
     # grpc.health.v1 needs no API key.
 
     async def Check(self, request: bytes, grpc_context: RayServegRPCContext) -> HealthCheckResponse:
-        try:
+        with reported(Call(), grpc_context):
             return await self.health.check(parsed(HealthCheckRequest, request))
-        except Exception as error:
-            tell(error, grpc_context)
-            return HealthCheckResponse()
+        return HealthCheckResponse()
 
     async def List(self, request: bytes, grpc_context: RayServegRPCContext) -> HealthListResponse:
-        try:
+        with reported(Call(), grpc_context):
             parsed(HealthListRequest, request)
             return await self.health.list()
-        except Exception as error:
-            tell(error, grpc_context)
-            return HealthListResponse()
+        return HealthListResponse()
 
     async def Watch(
         self, request: bytes, grpc_context: RayServegRPCContext
@@ -97,9 +91,3 @@ class Gateway:
                     yield status
             return
         yield HealthCheckResponse()
-
-
-def tell(error: Exception, context: RayServegRPCContext) -> None:
-    code, details = status_of(error)
-    context.set_code(code)
-    context.set_details(details)

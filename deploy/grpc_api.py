@@ -1,39 +1,26 @@
 """The gRPC API, which the SDK uses: generation.proto over `Service`, served by Ray Serve's gRPC proxy."""
 
-from __future__ import annotations
-
 import asyncio
 from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import replace
+from typing import Any
 
-from actors.wire import (
-    finish_reason_to_proto,
-    logprobs_to_proto,
-    sampling_from_client,
-    seed_from_proto,
-    seed_to_proto,
-)
-from deploy.client_request import MAX_STOP_STRINGS, MAX_WORDS, ClientRequest
-from deploy.grpc_chat import messages_of, tools_of
+from actors.wire import finish_reason_to_proto, logprobs_to_proto, sampling_from_client, seed_from_proto, seed_to_proto
+from deploy.bounded_json import bounded_loads
+from deploy.client_request import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOOLS, MAX_WORDS, ClientRequest
 from deploy.service import Done, Part, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.limits import MAX_STOP_TOKENS
 from triforce_core.engine.sequence import Stats
-from triforce_core.errors import (
-    ContextLengthError,
-    require,
-)
+from triforce_core.errors import ContextLengthError, InvalidValueError, require
 from triforce_core.messages import MAX_BAD_WORDS, MAX_BIASED_TOKENS
 from triforce_core.sampling.guides import MAX_CHOICES, Guide
 
 
 async def client_request_from(service: Service, request: pb.GenerateRequest) -> ClientRequest:
-    """The service's form of a request; a conversation is rendered when the service has admitted it.
-
-    Raises `InvalidValueError` naming the field, as does the request's `prepare`.
-    """
+    """The service's form of a request; a conversation is rendered by its `prepare`. Both raise `InvalidValueError`."""
     check_lists(service, request)
     converses = request.WhichOneof("prompt") == "messages"
     asked = ClientRequest(
@@ -105,10 +92,7 @@ def guide_from(request: pb.GenerateRequest) -> Guide | None:
 
 
 async def generate(service: Service, request: pb.GenerateRequest) -> pb.GenerateResponse:
-    """The whole completions.
-
-    A text field is set once, from its pieces: a message keeps every value that a text field has had.
-    """
+    """The whole completions. A text is set once, because a message keeps every value that its field has had."""
     response = pb.GenerateResponse(model=service.model.name)
     texts, origins = defaultdict[int, list[str]](list), defaultdict[int, list[bytes]](list)  # by choice
     async with aclosing(generate_stream(service, request)) as chunks:
@@ -204,3 +188,46 @@ async def detokenize(service: Service, request: pb.DetokenizeRequest) -> pb.Deto
     service.check_model(request.model or service.model.name)
     with service.placed():
         return pb.DetokenizeResponse(text=await service.decode(request.token_ids))
+
+
+# -- conversations in OpenAI's form, as the chat template reads them; not for an event loop: a long one takes time -----
+
+
+def messages_of(chat: pb.ChatMessages) -> list[dict[str, Any]]:
+    """The messages. Raises `InvalidValueError` naming the field."""
+    count = len(chat.messages)
+    require(count <= MAX_MESSAGES, "messages", f"{count} messages", f"must be at most {MAX_MESSAGES}")
+    return [message_of(each, f"messages.{index}") for index, each in enumerate(chat.messages)]
+
+
+def message_of(message: pb.ChatMessage, place: str) -> dict[str, Any]:
+    calls = objects_of(message.tool_calls_json, f"{place}.tool_calls_json", MAX_MESSAGES)
+    for index, call in enumerate(calls):
+        function = call.get("function")
+        texts = isinstance(function, dict) and all(isinstance(function.get(key), str) for key in ("name", "arguments"))
+        rule = "must have a function with name and arguments, both texts"
+        require(texts, f"{place}.tool_calls_json.{index}", call, rule)
+    given = {"content": message.content, "name": message.name, "tool_call_id": message.tool_call_id}
+    found: dict[str, Any] = {"role": message.role, **{name: value for name, value in given.items() if value}}
+    if calls:
+        return found | {"tool_calls": calls}
+    return {"content": "", **found}
+
+
+def tools_of(chat: pb.ChatMessages) -> list[dict[str, Any]]:
+    """The tools. Raises `InvalidValueError` naming the field."""
+    return objects_of(chat.tools_json, "tools_json", MAX_TOOLS)
+
+
+def objects_of(text: str, field: str, most: int) -> list[dict[str, Any]]:
+    """A JSON list of at most so many objects; an empty text is an empty list."""
+    if not text:
+        return []
+    try:
+        found = bounded_loads(text.encode(), field)
+    except (ValueError, RecursionError) as error:
+        raise InvalidValueError(field, text[:80], f"must be JSON: {error}") from None
+    objects = isinstance(found, list) and all(isinstance(each, dict) for each in found)
+    require(objects, field, text[:80], "must be a JSON list of objects")
+    require(len(found) <= most, field, f"{len(found)} objects", f"must be at most {most}")
+    return list(found)

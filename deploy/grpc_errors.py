@@ -1,7 +1,5 @@
 """Translates typed errors to gRPC."""
 
-from __future__ import annotations
-
 import grpc
 
 from deploy.errors import (

@@ -4,8 +4,6 @@ The proxy reads messages of many MiB. Without this gate it would read them for a
 which only then looks at the key.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os
@@ -46,9 +44,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
         self.calls = Counter[str]()  # by the name of the key, or by the host
 
     def service(self, handler_call_details: grpc.HandlerCallDetails) -> Handler:
-        """The handler for a call. To gRPC it takes and gives streams of messages, because gRPC reads and writes those
-        only when it is asked to.
-        """
+        """The handler for a call, of streams for gRPC, which reads and writes those only when it is asked to."""
         handler = self._method_handlers.get(handler_call_details.method)
         return handler and grpc.stream_stream_rpc_method_handler(partial(self.call, handler))
 
@@ -118,10 +114,7 @@ async def only(behaviour: Any, message: bytes, context: Context) -> AsyncGenerat
 
 
 async def send(answers: AsyncGenerator[bytes, None], context: Context) -> None:
-    """Send the answers, which end with this function, however it ends. Waiting for an answer has no limit here.
-
-    Raises `DeadlineError` if the client does not take one within `UNREAD_S` seconds.
-    """
+    """Send the answers, which end with this. Raises `DeadlineError` if one is not taken within `UNREAD_S` seconds."""
     async with aclosing(answers):
         async for answer in answers:
             try:

@@ -37,9 +37,7 @@ Streaming = Callable[[Owner, Asked, RayServegRPCContext], AsyncGenerator[Answer,
 def unary(
     kind: type[Asked], empty: Callable[[], Answer]
 ) -> Callable[[Unary[Owner, Asked, Answer]], GuardedUnary[Owner, Asked, Answer]]:
-    """Guards a method that takes a message of this kind and answers once. Where it fails, the answer is `empty`, and
-    gRPC sends the status alone.
-    """
+    """Guards a method that answers once. Where it fails, the answer is `empty`, and gRPC sends the status alone."""
 
     def guard(method: Unary[Owner, Asked, Answer]) -> GuardedUnary[Owner, Asked, Answer]:
         @functools.wraps(method)
@@ -55,8 +53,7 @@ def unary(
 
 
 def streaming(
-    kind: type[Asked],
-    empty: Callable[[], Answer],
+    kind: type[Asked], empty: Callable[[], Answer]
 ) -> Callable[[Streaming[Owner, Asked, Answer]], Streaming[Owner, Asked, Answer]]:
     """The same for a method that answers with a stream."""
 

@@ -2,8 +2,6 @@
 because the proxy would answer UNKNOWN to bytes that are no message.
 """
 
-from __future__ import annotations
-
 from typing import Any, TypeVar
 
 import grpc

@@ -1,7 +1,5 @@
 """What Serve's HTTP server needs before it serves: limits for its connections, and headers that it can read."""
 
-from __future__ import annotations
-
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.config import HTTP_PROTOCOLS

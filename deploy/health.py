@@ -1,7 +1,5 @@
 """The standard health service, grpc.health.v1, for probes and load balancers."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections import Counter

@@ -12,10 +12,10 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
-from deploy.decode_stats import summed
 from deploy.errors import EngineCrashError, EngineLostError
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import Request
@@ -32,12 +32,13 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
 # The other suspects wait this long, counted from when the suspect that has the turn reached a target.
 TURN_S = 30.0
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
+# Figures taken from the latest attempt, and from the first attempt that has them. All others are added up.
+LATEST = ("plan", "expected_ms", "plain_ms")
+FIRST = ("prompt_tokens", "cached_tokens")
 
 
 class Turns:
-    """Lets one suspect at a time be decoded, so that no other request is blamed if it kills the engine. One per
-    gateway.
-    """
+    """Lets one suspect at a time be decoded, so that no other is blamed if it kills the engine. One per gateway."""
 
     def __init__(self) -> None:
         self.lock = asyncio.Lock()
@@ -91,9 +92,7 @@ class Journal:
     """One completion over all attempts to decode it. `events` can be read once."""
 
     def __init__(self, source: Pipelines, turns: Turns, request: Request, deadline: float, claim: str = "") -> None:
-        """`deadline`: in the seconds of the running loop. `claim`: the fingerprint, as the client says, of the target
-        whose output is to go on; empty if any target will do.
-        """
+        """`deadline`: in the running loop's seconds. `claim`: the fingerprint that the client claims; empty: any."""
         self.source, self.turns, self.request, self.deadline = source, turns, request, deadline
         self.claim = claim
         self.fingerprint = ""  # of the target that was reached last
@@ -189,15 +188,11 @@ class Journal:
     # -- failures ------------------------------------------------------------------------------------------------------
 
     def died(self, attempt: Attempt, error: UnavailableError) -> None:
-        """Count a failed attempt. The death of an engine counts against the request only if the engine died while it
-        worked on this request. If only the target has died, its replica knows this, and `error.suspect` says it.
-
-        If the whole replica has died, nobody knows this: the engine may have died before it could report that a pass
-        over the request began (`attempt.entered`). Then the death counts in two cases: if the engine had reported such
-        a pass, or if the request had reached the engine and had the suspects' turn.
-
-        If the request had reached the engine and the engine had reported no pass over it, `unseen_deaths` counts the
-        death. Two such deaths in a row make the request a suspect.
+        """Count a failed attempt. The death of an engine counts against the request only if the engine worked on it: if
+        the target alone has died, its replica knows, and `error.suspect` says it. If the whole replica has died, the
+        death counts if the engine had reported a pass over the request (`attempt.entered`), or if it had the request
+        and the request had the suspects' turn. If it had the request and reported no pass, `unseen_deaths` counts the
+        death; two in a row make the request a suspect.
         """
         self.stats = summed(self.stats, attempt.stats)
         self.again = True
@@ -225,9 +220,7 @@ class Journal:
             )
 
     def refused(self, error: FingerprintError) -> None:
-        """Count a refusal: a replica would continue the output differently. Other replicas are asked until the
-        deadline, including replicas that start in the meantime.
-        """
+        """A replica would continue the output differently. Others are asked until the deadline, new ones too."""
         self.again = True
         self.failures += 1
         self.blocked = FingerprintError(
@@ -263,3 +256,33 @@ class Journal:
             if self.blocked is not None:
                 raise self.blocked from None
             raise
+
+
+def summed(before: pb.DecodeStats, latest: pb.DecodeStats) -> pb.DecodeStats:
+    """The stats of the attempts `before` and of the `latest` one together."""
+    total = pb.DecodeStats()
+    total.CopyFrom(before)
+    for field, value in latest.ListFields():
+        if field.name == "tallies":
+            del total.tallies[:]
+            pairs = zip_longest(before.tallies, latest.tallies, fillvalue=pb.Tally())
+            total.tallies.extend(added(*pair) for pair in pairs)
+        elif field.name == "direct":
+            total.direct.CopyFrom(added(before.direct, latest.direct))
+        elif field.name == "plans":
+            for kind, rounds in latest.plans.items():
+                total.plans[kind] += rounds
+        elif field.name in LATEST:
+            setattr(total, field.name, value)
+        elif field.name not in FIRST:
+            setattr(total, field.name, getattr(before, field.name) + value)
+        elif not before.prompt_tokens:  # the first attempt that has got so far
+            setattr(total, field.name, value)
+    return total
+
+
+def added(one: pb.Tally, other: pb.Tally) -> pb.Tally:
+    total = pb.Tally()
+    for field in pb.Tally.DESCRIPTOR.fields:
+        setattr(total, field.name, getattr(one, field.name) + getattr(other, field.name))
+    return total

@@ -1,7 +1,5 @@
 """API keys: who may use the server. They are read from a file, and read again while the server runs."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import hmac
@@ -83,10 +81,7 @@ class ApiKeys:
         return owners[0]
 
     def _renew(self, path: Path) -> None:
-        """Read the file again if that was long ago.
-
-        The content is read, not the time of the last change: two changes may have the same time.
-        """
+        """Read the file again if that was long ago: its content, because two changes may have the same time."""
         if time.monotonic() - self.read_at < MOST_AGE_S:
             return
         try:

@@ -5,8 +5,6 @@ and lets requests here finish. This returns when no replica is left and no reque
 or after that many seconds. If Ray cannot be asked, it waits all the same.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import time
@@ -34,9 +32,7 @@ def is_replica(process: psutil.Process) -> bool:
 
 
 def requests_of(process: psutil.Process) -> Iterator[int]:
-    """The local ports from which a HAProxy has called replicas. Its clients' connections end at ports where it
-    listens.
-    """
+    """The local ports from which a HAProxy has called replicas; its clients' connections end where it listens."""
     if process.info["name"] != "haproxy":
         return
     try:

@@ -1,7 +1,5 @@
 """Merges asynchronous generators into one."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing

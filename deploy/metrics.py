@@ -60,8 +60,7 @@ class Meters:
         )
         in_flight.set_function(lambda: service.in_flight)
         places = self._gauge(
-            "places",
-            "The most completions and calls that tokenize or detokenize at once; beyond them clients get 429.",
+            "places", "The most completions and calls that tokenize or detokenize at once; beyond them clients get 429."
         )
         places.set_function(lambda: service.room)
         self.first_token_s = self._histogram(

@@ -2,8 +2,6 @@
 with a value that asks for nothing, and otherwise refused by name.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection
 from typing import Any

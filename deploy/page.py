@@ -1,7 +1,5 @@
 """The page at `/`, on which a person tries the server and sees which tier wrote each token. Its files are in page/."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Records which replica holds which texts, by chained keys of token blocks: a key stands for a whole prefix."""
 
-from __future__ import annotations
-
 from array import array
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Mapping

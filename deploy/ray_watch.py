@@ -1,7 +1,5 @@
 """Ends a server whose Ray has died."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

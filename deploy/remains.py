@@ -4,8 +4,6 @@ A small process waits for the end of the server, which it sees by a pipe, and th
 server's mark in their environment.
 """
 
-from __future__ import annotations
-
 import os
 import secrets
 import subprocess

@@ -2,8 +2,6 @@
 If the pipeline's target dies, the target alone is replaced.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -35,10 +33,7 @@ ASK_TIMEOUT_S = 4.0
 
 
 class PipelineReplica:
-    """The Serve deployment of one pipeline.
-
-    Messages are passed as bytes because Ray cannot pickle protobuf messages. Those of a request are forwarded unparsed.
-    """
+    """The Serve deployment of one pipeline. Messages pass as bytes: Ray cannot pickle protobuf's."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
         group = get_current_placement_group()
@@ -91,10 +86,7 @@ class PipelineReplica:
 
 
 class RemotePipelines:
-    """The replicas behind the `Pipelines` protocol of `deploy.service`.
-
-    Ray's errors for a lost replica become `UnavailableError`.
-    """
+    """The replicas as `Pipelines` of `deploy.service`. Ray's errors for a lost replica become `UnavailableError`."""
 
     def __init__(self, handle: DeploymentHandle[Any], settings: Settings) -> None:
         # The selector, and whether the retrieval tier may draft, for requests that do not say.
@@ -191,10 +183,7 @@ class RemotePipelines:
 
 
 def reads_all(request: pb.DecodeRequest, selector: str, *, retrieves: bool) -> bool:
-    """Whether a request needs passes over its whole prompt, so that it uses no kept KV on any replica.
-
-    `selector`, and `retrieves` (whether the retrieval tier may draft), hold for requests that do not set them.
-    """
+    """Whether a request needs passes over its whole prompt; `selector` and `retrieves` hold if it does not say."""
     if request.HasField("lookaheads"):
         retrieves = request.lookaheads.values[0] > 0
     return (retrieves and (request.selector or selector) == "h2o") or request.HasField("prompt_logprobs")

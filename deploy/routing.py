@@ -54,19 +54,14 @@ class Route:
 
 
 class PrefixRouter(RequestRouter):
-    """The router of the gateway's handle. It prefers the holders of a request's prefix, else two random replicas.
-
-    A request carries a `Route` in the keyword `route`. Of the lists of replicas that `choose_replicas` returns, Serve
-    takes the first that has a replica with room, and of that list the least busy replica. The first list has a single
-    replica, which is most likely taken. It is noted at once, because other requests on the same new document may come
-    before this request has been accepted.
+    """The router of the gateway's handle. It prefers the holders of a request's prefix, else two random replicas. Serve
+    takes the first of the lists returned that has a replica with room, and of that the least busy. The first list is
+    the likely replica alone, noted at once, because other requests on the same document may come before this one is
+    accepted.
     """
 
     def initialize_state(self, *, capacity: int = 0, busier_by: int = 0, **_: Any) -> None:
-        """`capacity` is the number of blocks that a replica can hold.
-
-        `busier_by` is how many requests more than the least busy replica a holder of the prefix may have.
-        """
+        """`capacity`: blocks of a replica. `busier_by`: requests more than the least busy that a holder may have."""
         self.busier_by = busier_by
         self.index: PrefixIndex[ReplicaID] = PrefixIndex(capacity)
         self.ongoing: Counter[ReplicaID] = Counter()

@@ -140,9 +140,7 @@ def served_name(settings: Settings) -> str:
 
 
 class Service:
-    """Serves completions. Each process that clients connect to has one `Service`. All methods must run on one asyncio
-    loop.
-    """
+    """Serves completions. Each process that clients connect to has one, used on one asyncio loop."""
 
     def __init__(self, settings: Settings, model: ServedModel, pipelines: Pipelines) -> None:
         self.settings, self.model, self.pipelines = settings, model, pipelines
@@ -247,9 +245,7 @@ class Service:
 
     @contextmanager
     def placed(self, places: int = 1) -> Iterator[None]:
-        """Hold `places` places for the current call while the block runs. Raises `UnavailableError` or
-        `OverloadedError`.
-        """
+        """Hold places for the current call while the block runs. Raises `UnavailableError` or `OverloadedError`."""
         if self.draining:
             raise UnavailableError("the server is shutting down")
         key = calls.current().key
@@ -308,9 +304,7 @@ class Service:
         return replace(request, grammar=await self.grammar(asked, asked.guide), stop_token_ids=tuple(stops))
 
     def cache_salt(self, asked: ClientRequest) -> str:
-        """The salt for the pipeline: the client's, and the name of its API key, so that no key's clients can tell by
-        the time of an answer what another's have sent.
-        """
+        """The client's salt and its key's name: no key's clients can tell by times what another's have sent."""
         key = calls.current().key
         return f"{key}/{asked.cache_salt}" if key else asked.cache_salt  # no key's name has a slash
 
@@ -328,9 +322,7 @@ class Service:
 
     @property
     def most_body_bytes(self) -> int:
-        """The length of a body that no request needs to exceed: of the longest prompt that the context may hold, in
-        JSON, and of the other fields.
-        """
+        """The most bytes that a request needs: of the context's longest prompt, in JSON, and of the other fields."""
         longest_prompt = self.model.limits.context_length * self.max_token_characters
         return MOST_JSON_BYTES * longest_prompt + OTHER_FIELDS_BYTES
 

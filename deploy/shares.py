@@ -1,7 +1,5 @@
 """Fairness between API keys: no key takes all places while others want some."""
 
-from __future__ import annotations
-
 import time
 from collections import Counter
 
@@ -38,9 +36,7 @@ class Shares:
         self.held[key] += count
 
     def _share(self, key: str, count: int) -> tuple[int, str]:
-        """The key's share, and a text that says how many keys share the places. Raises `OverloadedError` if `count`
-        places are more.
-        """
+        """The key's share, and a text about the sharing. Raises `OverloadedError` if `count` places are more."""
         now = time.monotonic()
         self.refused_at = {name: at for name, at in self.refused_at.items() if now - at < WANTED_S}
         keys = {key, *self.held, *self.refused_at}

@@ -1,7 +1,5 @@
 """Which replicas the gateway does not send a request to, by what they answered before."""
 
-from __future__ import annotations
-
 import time
 from collections import OrderedDict
 from typing import NamedTuple
@@ -30,9 +28,7 @@ class Shunned:
         self.failures: dict[str, float] = {}  # by replica, when it may be asked again
 
     def failed(self, error: Exception, fingerprint: str) -> None:
-        """Note that a request has failed. `fingerprint`: that of the target whose output the request is to continue;
-        empty if it begins a new output.
-        """
+        """A request has failed. `fingerprint`: of the target whose output it was to continue; empty: of none."""
         if isinstance(error, OtherFingerprintError):
             self.refused.setdefault(fingerprint, set()).add(error.replica)
             self.refused.move_to_end(fingerprint)

@@ -1,7 +1,5 @@
 """The metrics of the tiers, from what the tiers report of themselves at a scrape."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -13,8 +11,6 @@ from triforce_core.messages import Tally
 
 Statuses = Mapping[str, list[pb.TierStatus]]  # by replica, of each of its tiers
 Values = dict[tuple[str, ...], float]  # by the values of a metric's own labels
-Family = type[CounterMetricFamily] | type[GaugeMetricFamily]
-COUNTER, GAUGE = CounterMetricFamily, GaugeMetricFamily
 
 TOKENS_PER_ROUND = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 
@@ -22,11 +18,10 @@ TOKENS_PER_ROUND = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64)
 class Figure(NamedTuple):
     """A metric of tiers. `of` gives its values for a tier that answered; empty if the tier does not have it."""
 
-    kind: Family
     name: str
     about: str
-    labels: tuple[str, ...]  # besides the model and the replica
     of: Callable[[pb.TierStatus], Values]
+    labels: tuple[str, ...] = ()  # besides the model and the replica
 
 
 def of_target(figure: Callable[[pb.TierStatus], float]) -> Callable[[pb.TierStatus], Values]:
@@ -66,119 +61,95 @@ def mismatches(status: pb.TierStatus) -> Values:
     return {(): status.audit.mismatches} if status.HasField("audit") else {}
 
 
-FIGURES = (
+GAUGES = (
     Figure(
-        GAUGE,
         "num_requests_running",
         "Requests that the replica prefills or decodes.",
-        (),
         of_target(lambda status: max(0, status.live_sequences - status.waiting_sequences)),
     ),
     Figure(
-        GAUGE,
         "num_requests_waiting",
         "Requests that wait in the replica for room.",
-        (),
         of_target(lambda status: status.waiting_sequences),
     ),
     Figure(
-        GAUGE,
         "kv_cache_used_tokens",
         "Tokens of the target's KV pool that requests use, alone or together with others.",
-        (),
         of_target(lambda status: status.kv_tokens),
     ),
     Figure(
-        GAUGE,
         "kv_cache_capacity_tokens",
         "Tokens for which the target's KV pool has room.",
-        (),
         of_target(lambda status: status.kv_pool_tokens),
     ),
     Figure(
-        GAUGE,
         "kv_cache_kept_tokens",
         "Tokens of the target's KV pool that no request uses: kept for requests with the same prefix while there is"
         " room.",
-        (),
         of_target(lambda status: status.kept_tokens),
     ),
+)
+COUNTERS = (
     Figure(
-        COUNTER,
         "kv_cache_dropped_tokens",
         "Tokens that were kept and have been dropped for requests that needed the room, those used longest ago first.",
-        (),
         of_target(lambda status: status.dropped_tokens),
     ),
     Figure(
-        COUNTER,
         "prefix_tokens",
         "Prompt tokens by outcome: `hit` if their KV was found, `miss` if they were read.",
-        ("outcome",),
         prefixes,
+        ("outcome",),
     ),
     Figure(
-        COUNTER,
         "num_preemptions",
         "Times that a request's KV was dropped because the pool was full, and its tokens prefilled again.",
-        (),
         of_target(lambda status: status.totals.preempted),
     ),
     Figure(
-        COUNTER,
         "snapshots",
         "Snapshots of sparse KV cut for the retrieval tier: first ones and refreshes.",
-        (),
         of_target(lambda status: status.totals.snapshots),
     ),
-    Figure(COUNTER, "rounds", "Rounds of the target by kind of plan: `plain`, or who drafted.", ("plan",), plans),
+    Figure("rounds", "Rounds of the target by kind of plan: `plain`, or who drafted.", plans, ("plan",)),
     Figure(
-        COUNTER,
         "spec_decode_num_draft_tokens",
         "Tokens that the tier, or prompt lookup in its place, proposed to the tier above.",
-        ("tier",),
         of_drafting(lambda tally: tally.proposed),
+        ("tier",),
     ),
     Figure(
-        COUNTER,
         "spec_decode_num_verified_tokens",
         "Of the proposed tokens those that were accepted or rejected; none is verified after a rejected one.",
-        ("tier",),
         of_drafting(lambda tally: tally.accepted + tally.rejected),
+        ("tier",),
     ),
     Figure(
-        COUNTER,
         "spec_decode_num_accepted_tokens",
         "Of the proposed tokens those that the tier above accepted.",
-        ("tier",),
         of_drafting(lambda tally: tally.accepted),
+        ("tier",),
     ),
     Figure(
-        COUNTER,
         "tier_passes",
         "Passes of the tier's model, those over prompts included.",
-        ("tier",),
         of_model(lambda status: status.passes),
+        ("tier",),
     ),
     Figure(
-        COUNTER,
         "tier_pass_seconds",
         "Seconds that passes of the tier's model took; the rate is the share of time in which the tier computes.",
-        ("tier",),
         of_model(lambda status: status.pass_s),
+        ("tier",),
     ),
     Figure(
-        COUNTER,
         "target_restarts",
         "Times that the target's process died or hung and was replaced.",
-        (),
         of_target(lambda status: status.restarts),
     ),
     Figure(
-        COUNTER,
         "audit_mismatches",
         "Tokens that audits found computed wrongly, with `target.audit` above 0: must stay 0.",
-        (),
         mismatches,
     ),
 )
@@ -201,9 +172,10 @@ class TierFamilies:
         for replica, status in self.found:
             ready.add_metric([self.model, replica, status.tier], status.ready)
         yield ready
-        for figure in FIGURES:
+        for figure in (*GAUGES, *COUNTERS):
+            kind = GaugeMetricFamily if figure in GAUGES else CounterMetricFamily
             labels = ["model_name", "replica", *figure.labels]
-            family = figure.kind(f"triforce_{figure.name}", figure.about, labels=labels)
+            family = kind(f"triforce_{figure.name}", figure.about, labels=labels)
             for replica, status in self.answered:
                 for at, value in figure.of(status).items():
                     family.add_metric([self.model, replica, *at], value)

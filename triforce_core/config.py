@@ -91,8 +91,7 @@ class RetrievalSettings(Strict):
         None, description="another model for the retrieval tier, such as a distilled target; by default the target"
     )
     quantization: Literal["int8", "int4", "fp8"] | None = Field(
-        None,
-        description="quantise the retrieval tier's weights, for a smaller GPU or, with int4, for faster steps",
+        None, description="quantise the retrieval tier's weights, for a smaller GPU or, with int4, for faster steps"
     )
     tensor_parallel: int | None = Field(
         None, ge=1, description="GPUs that the retrieval tier is divided over; by default as many as the target"
@@ -221,12 +220,6 @@ class TargetSettings(Strict):
             raise ValueError("must be a number of milliseconds, or off")
         return None if value is False or value == "off" else value
 
-    @model_validator(mode="after")
-    def _audited(self) -> TargetSettings:
-        if self.audit and (self.offload != "none" or self.tensor_parallel > 1):
-            raise ValueError(f"audit {self.audit} must be 0 with offload or tensor_parallel")
-        return self
-
     @property
     def kept_tokens(self) -> int:
         """With eviction: the tokens of KV that a request keeps. A quarter more are held before some are evicted."""
@@ -244,23 +237,19 @@ class TargetSettings(Strict):
         require(self.eviction == "none", "target.eviction", self.eviction, f"must be none: {because}")
 
     @model_validator(mode="after")
-    def _evicting(self) -> TargetSettings:
+    def _sound(self) -> TargetSettings:
+        if self.audit and (self.offload != "none" or self.tensor_parallel > 1):
+            raise ValueError(f"audit {self.audit} must be 0 with offload or tensor_parallel")
         if self.eviction == "none" and self.kv_budget is not None:
             raise ValueError(f"kv_budget {self.kv_budget} must be null where eviction is none: all KV is kept")
         if self.eviction != "heavy_hitter" and self.heavy_share != 0.5:
             raise ValueError(f"heavy_share {self.heavy_share:g} must be 0.5 where eviction is {self.eviction}")
-        if self.eviction == "none":
-            return self
         others = {"offload": "none", "tensor_parallel": 1, "kv_pool_tokens": None, "audit": 0}
-        for field, needed in others.items():
+        for field, needed in others.items() if self.eviction != "none" else ():
             given = getattr(self, field)
             if given != needed:
                 rule = "null" if needed is None else needed
                 raise ValueError(f"{field} {given} must be {rule} where eviction is {self.eviction}")
-        return self
-
-    @model_validator(mode="after")
-    def _offloading(self) -> TargetSettings:
         if self.resident_layers and self.offload == "none":
             raise ValueError(f"resident_layers {self.resident_layers} must be 0 where offload is none: all layers stay")
         if self.offload == "disk" and not self.offload_path:
@@ -361,8 +350,7 @@ class PlacementSettings(Strict):
         "PACK", description="how Ray spreads the processes over nodes: a placement group strategy"
     )
     colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
-        "none",
-        description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights",
+        "none", description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights"
     )
     cpu_latency_us: int | None = Field(
         None,
@@ -467,8 +455,7 @@ class ServerSettings(Strict):
         description="origins whose pages may call the HTTP API from a browser, such as https://app.example.com, or *",
     )
     log: Literal["text", "json"] = Field(
-        "text",
-        description="form of the gateway's and the replicas' logs; each request is a line of the gateway's",
+        "text", description="form of the gateway's and the replicas' logs; each request is a line of the gateway's"
     )
     replicas: ReplicaSettings = ReplicaSettings()
 
@@ -565,9 +552,7 @@ class Settings(Strict):
     @field_validator("speculation")
     @classmethod
     def _alone_where_evicting(cls, given: SpeculationSettings, others: ValidationInfo) -> SpeculationSettings:
-        """A target that evicts KV decodes alone: speculation would only reproduce a lossy model's tokens, and passes
-        read so little KV that there is nothing to win.
-        """
+        """A target that evicts decodes alone: its passes read so little KV that there is nothing to win."""
         target = others.data.get("target")
         if target is None or target.eviction == "none":
             return given
@@ -579,29 +564,19 @@ class Settings(Strict):
 
     @field_validator("placement")
     @classmethod
-    def _one_process_where_evicting(cls, given: PlacementSettings, others: ValidationInfo) -> PlacementSettings:
-        target = others.data.get("target")
-        if target is None or target.eviction == "none":
-            return given
-        if "colocate" in given.model_fields_set and given.colocate != "all":
-            raise ValueError(f"colocate {given.colocate} must be all where target.eviction is {target.eviction}")
-        return given.model_copy(update={"colocate": "all"})
-
-    @field_validator("placement")
-    @classmethod
     def _one_process(cls, given: PlacementSettings, others: ValidationInfo) -> PlacementSettings:
-        """Where deterministic, the tiers share a process, so that they take turns in one order."""
-        if not others.data.get("deterministic"):
+        """A target that evicts is alone in its process. Where deterministic, the tiers share one, so that they take
+        turns in one order.
+        """
+        target = others.data.get("target")
+        where = "deterministic is true" if others.data.get("deterministic") else ""
+        if target is not None and target.eviction != "none":
+            where = f"target.eviction is {target.eviction}"
+        if not where:
             return given
         if "colocate" in given.model_fields_set and given.colocate != "all":
-            raise ValueError(f"colocate {given.colocate} must be all where deterministic is true")
+            raise ValueError(f"colocate {given.colocate} must be all where {where}")
         return given.model_copy(update={"colocate": "all"})
-
-    @model_validator(mode="after")
-    def _one_at_a_time(self) -> Settings:
-        if self.deterministic and self.max_sequences > 1:
-            raise ValueError(f"max_sequences {self.max_sequences} must be 1 where deterministic is true")
-        return self
 
     @field_validator("retrieval")
     @classmethod
@@ -615,13 +590,6 @@ class Settings(Strict):
         """With offloaded KV the default lookaheads are longer."""
         return where_offloaded(given, others, "lookaheads", OFFLOADED_LOOKAHEADS)
 
-    @model_validator(mode="after")
-    def _one_process_takes_turns(self) -> Settings:
-        if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
-            given = self.speculation.micro_batches
-            raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
-        return self
-
     @field_validator("device")
     @classmethod
     def _device_name(cls, value: str) -> str:
@@ -630,26 +598,21 @@ class Settings(Strict):
         return value
 
     @model_validator(mode="after")
-    def _graphs_need_cuda(self) -> Settings:
+    def _together(self) -> Settings:
+        if self.deterministic and self.max_sequences > 1:
+            raise ValueError(f"max_sequences {self.max_sequences} must be 1 where deterministic is true")
+        if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
+            given = self.speculation.micro_batches
+            raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
         if self.graphs == "on" and self.device_type != "cuda":
             raise ValueError(f"graphs 'on' must be auto, eager or off where device is {self.device}")
-        return self
-
-    @model_validator(mode="after")
-    def _int4_has_a_kernel(self) -> Settings:
-        if self.retrieval.quantization == "int4" and (
-            self.device_type != "cuda" or self.dtype not in ("auto", "bfloat16")
-        ):
-            given = f"device {self.device} and dtype {self.dtype}"
-            raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {given}; try int8")
-        return self
-
-    @model_validator(mode="after")
-    def _whole_weights_are_quantised(self) -> Settings:
-        ranks = self.ranks(("retrieval",))
-        if self.retrieval.quantization and ranks > 1:
-            given = self.retrieval.quantization
-            raise ValueError(f"retrieval.quantization {given} must be null with tensor_parallel {ranks}")
+        quantization, ranks = self.retrieval.quantization, self.ranks(("retrieval",))
+        suits = self.device_type == "cuda" and self.dtype in ("auto", "bfloat16")
+        if quantization == "int4" and not suits:
+            pair = f"device {self.device} and dtype {self.dtype}"
+            raise ValueError(f"retrieval.quantization int4 needs device cuda and dtype bfloat16, not {pair}; try int8")
+        if quantization and ranks > 1:
+            raise ValueError(f"retrieval.quantization {quantization} must be null with tensor_parallel {ranks}")
         return self
 
     @model_validator(mode="after")
@@ -683,9 +646,7 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether the tiers' CPU threads are measured: on the CPU, without `threads` and tensor parallelism, and not
-        where deterministic, because a sum over more threads is rounded in another order.
-        """
+        """Whether CPU threads are measured; not where deterministic, because they change how sums are rounded."""
         one_process = self.ranks(("target", "retrieval")) == 1
         return self.device_type == "cpu" and one_process and self.threads is None and not self.deterministic
 
@@ -701,9 +662,7 @@ class Settings(Strict):
 
     @property
     def controlled(self) -> bool:
-        """Whether the controller chooses the lookaheads of requests that set none; not where deterministic, because its
-        choice depends on times.
-        """
+        """Whether the controller plans requests that set no lookaheads; not where deterministic: it goes by times."""
         return self.speculation.controller and any(self.speculation.effective) and not self.deterministic
 
     @property
@@ -728,10 +687,7 @@ class Settings(Strict):
 
 
 def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
-    """The settings from a YAML file (or the defaults), with `overrides` merged in section by section.
-
-    Raises `InvalidValueError`, which names field, value and rule.
-    """
+    """The settings of a YAML file, or the defaults, with `overrides` by section. Raises `InvalidValueError`."""
     data = {} if path is None else read_mapping(path, "config")
     for section, value in overrides.items():
         given = data.get(section)
@@ -747,10 +703,7 @@ def load_settings(path: Path | None = None, **overrides: Any) -> Settings:
 
 
 def read_mapping(path: Path, field: str) -> dict[str, Any]:
-    """The mapping in a YAML file; an empty file gives an empty mapping.
-
-    Raises `InvalidValueError`, which names `field`: the setting that gave the path.
-    """
+    """The mapping in a YAML file, which may be empty. Raises `InvalidValueError` naming `field`."""
     try:
         data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
     except OSError as error:

@@ -13,8 +13,6 @@ evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed pri
 snapshots, it is the price of keys, so if all texts so far were long, a short one is expected to cost little.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -69,9 +67,7 @@ def several(tokens: float) -> float:
 
 @dataclass(slots=True)
 class Fit:
-    """The prices of one kind of pass. Passes are only collected until prices are asked for or many have come, so that
-    adding one costs next to nothing.
-    """
+    """The prices of one kind of pass. Passes are collected until prices are asked for, so that adding one is cheap."""
 
     # [6, 7] each: Σ weight · size ⊗ size, and Σ weight · seconds · size. Passes of long ago may have shown prices that
     # the latest passes do not show, such as the prices of a long context.
@@ -165,9 +161,7 @@ class PassCosts:
         return seconds
 
     def least_chunk(self, before: int) -> float:
-        """The size of a prompt chunk, after `before` other tokens, at which half of the cost of its pass is fixed. For
-        smaller chunks the fixed part is larger. 0 before the first pass over many tokens.
-        """
+        """The tokens, after `before` others, of a chunk whose pass costs twice its fixed part; 0 while unknown."""
         prices = self.many.fitted()
         each = prices[2] + prices[4] * before
         return float(prices @ size_of([Part(0, before)]) / each) if each else 0.0

@@ -141,14 +141,13 @@ class Block:
 
 
 class SpeculativeDecoder:
-    """Collects proposals of the level below, verifies them, and asks again until a block can be handed up.
+    """Collects proposals of the level below, verifies them, and asks again until a block can be handed up. One thread
+    drives it.
 
-    With one micro-batch, a round waits for all requested proposals and verifies them together (sequential mode).
-    With more, a round verifies at most one micro-batch of the proposals that have arrived, oldest first; meanwhile the
-    level below works on the other sequences. `hand_up_early` is for a level that works concurrently with the level
-    above: a block may then be handed up before it is long enough, when the level above has nothing to verify.
-
-    Not thread-safe: one thread drives a decoder.
+    With one micro-batch, a round waits for all requested proposals. With more, it verifies at most one micro-batch of
+    those that have arrived, oldest first, while the level below works on the others. `hand_up_early`: where the levels
+    work at the same time, a block may be handed up before it is long enough, when the level above has nothing to
+    verify.
     """
 
     def __init__(
@@ -185,9 +184,7 @@ class SpeculativeDecoder:
         return [self._hand_up(block) for block in owed if block.state is State.DONE]
 
     def advance(self, blocks: list[Block], timeout_s: float) -> None:
-        """Run one round over those of `blocks` that are ready. With one micro-batch the round waits for all proposals,
-        otherwise at most `timeout_s` seconds.
-        """
+        """Run one round over the `blocks` that are ready. With micro-batches it waits at most `timeout_s` for some."""
         self._ask(blocks)
         self._take_arrivals(blocks, timeout_s)
         taken = self._next_round(blocks)

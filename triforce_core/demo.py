@@ -4,8 +4,6 @@ They are a distribution of their own (folder demo_weights/), so that whoever ins
 them.
 """
 
-from __future__ import annotations
-
 from importlib.resources import files
 from pathlib import Path
 
@@ -16,10 +14,7 @@ PACKAGE = "triforce_serve_demo"
 
 
 def weights_dir(role: str) -> Path:
-    """The folder of the demo pair's `target` or `drafter`.
-
-    Raises `UnknownModelError`, which names `role` as its field, if the distribution is not installed.
-    """
+    """The folder of the pair's `target` or `drafter`. Raises `UnknownModelError`, naming `role`, if not installed."""
     try:
         return Path(str(files(PACKAGE) / role))
     except ModuleNotFoundError:

@@ -1,7 +1,5 @@
 """A doorbell with which other threads wake the thread that drives a tier."""
 
-from __future__ import annotations
-
 import queue
 import time
 
@@ -23,10 +21,7 @@ class Doorbell:
             self.rings.put(None)
 
     def wait(self, timeout_s: float) -> bool:
-        """Sleep until a ring, at most `timeout_s` seconds, and clear all pending rings.
-
-        Returns whether there was a ring; always False when `timeout_s` is 0.
-        """
+        """Sleep until a ring, at most `timeout_s` seconds; clear all rings. Returns whether there was one."""
         rang = False
         if timeout_s > 0:
             try:

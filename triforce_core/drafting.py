@@ -1,7 +1,5 @@
 """Drafting by a model: the half of the lowest tier (leaf.py) that needs one. Prompt lookup is in ngram.py."""
 
-from __future__ import annotations
-
 from time import perf_counter
 
 from triforce_core.kv.base import Batch, Forward, Lack

@@ -60,9 +60,7 @@ class Leaf:
         wait_in_turn(self.waiting, work)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
-        """Answer all waiting work. If the model is asked, this takes as long as the model needs; `timeout_s` is not
-        used.
-        """
+        """Answer all waiting work, for as long as the model needs; `timeout_s` is not used."""
         work, self.waiting = list(self.waiting.values()), {}
         answers = {w.span.sequence_id: self._looked_up(w) for w in work}
         for drafted in self._drafted([w for w in work if self._needs_model(w, answers[w.span.sequence_id])]):

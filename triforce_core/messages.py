@@ -23,9 +23,7 @@ class Tier(IntEnum):
 
 
 class Origin(IntEnum):
-    """Where a token of the text comes from: the lowest tier that drew it, or prompt lookup. These values are used on
-    the wire and in `Proposal.origins`.
-    """
+    """Where a token comes from: the lowest tier that drew it, or prompt lookup; on the wire, too."""
 
     DRAFT = 0
     RETRIEVAL = 1

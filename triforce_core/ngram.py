@@ -5,8 +5,6 @@ edits of a given source or answers that quote a document; other texts get few dr
 (leaf.py) drafts with it.
 """
 
-from __future__ import annotations
-
 from array import array
 from collections.abc import Sequence
 from typing import Final
@@ -37,10 +35,7 @@ class Text:
         return tuple(memoryview(self.held)[WIDTH * start : WIDTH * end].cast(TYPE))
 
     def state(self, start: int, tokens: Sequence[int]) -> int:
-        """The align rule: keep the text that agrees, replace the rest. `start` must not be beyond the text's end.
-
-        Returns the position below which the text stays as it was.
-        """
+        """Replace what disagrees from `start` on, which is within the text; returns where it may have changed."""
         common = start + agreeing(self.tokens(start, start + len(tokens)), tokens)
         self.held[WIDTH * common :] = array(TYPE, tokens[common - start :]).tobytes()
         return common
@@ -71,9 +66,7 @@ class Text:
         return of_two and (self._latest(3, of_two) or of_two)
 
     def _latest(self, run: int, end: int) -> int:
-        """The position after the latest occurrence of the text's last `run` tokens that ends at position `end` or
-        before. 0: there is none.
-        """
+        """The position after the latest occurrence of the last `run` tokens that ends by `end`; 0: there is none."""
         wanted = self.held[-WIDTH * run :]
         found = self.held.rfind(wanted, 0, WIDTH * end)
         while found > 0 and found % WIDTH:  # these bytes begin within a token
@@ -82,15 +75,10 @@ class Text:
 
 
 class Trial:
-    """Scores prompt lookup on a text that grows, whether or not lookup drafts it.
-
-    Lookup guesses the `SCORED` tokens after the end of the text. When the text has grown by `SCORED` tokens, the guess
-    is compared with them, and the next guess is made from the text's new end. Every guess stays until then, even one
-    that found nothing or is already wrong. Otherwise such guesses would be counted too often.
-
-    A guess is compared with the text that is stated at that moment. The last tokens of this text may be the retrieval
-    tier's own, and the target may still replace them. The score is fair all the same: real drafts are accepted or
-    rejected by comparison with the same text.
+    """Scores prompt lookup on a text that grows, whether or not lookup drafts it. A guess of the next `SCORED` tokens
+    is compared once the text has them, and the next guess is made from its new end: even one that is already wrong
+    stays until then, or such guesses would be counted too often. The text's last tokens may still be replaced by the
+    target, as for real drafts.
     """
 
     def __init__(self) -> None:
@@ -98,9 +86,7 @@ class Trial:
         self.guess: tuple[int, ...] | None = None  # empty: lookup found nothing; None: no guess was made yet
 
     def score(self, text: Text, unchanged: int) -> Tally:
-        """Counts the guess if `text` now covers it. Call this after each `Text.state`. `unchanged`: what `Text.state`
-        returned.
-        """
+        """Counts the guess if `text` now covers it; to be called with what `Text.state` returned, after each."""
         tally = Tally()
         # If the text before the guess was replaced, nothing can be said of the guess, and another takes its place.
         if self.guess is not None and unchanged >= self.start:
@@ -123,9 +109,7 @@ class Shadow:
         return self.trial.guess is None or length >= self.trial.start + SCORED
 
     def forget(self) -> None:
-        """Drop the guess. To be called while the lowest tier drafts: if the guess was scored only afterwards, it would
-        say what the text was like before.
-        """
+        """Drop the guess, while the lowest tier drafts: scored later, it would say what the text was like before."""
         self.trial.guess = None
 
     def score(self, tokens: list[int]) -> Tally:

@@ -4,8 +4,6 @@ Everything here is pure. The expected number of tokens of a round follows from t
 accepted (Leviathan et al. 2023, eq. 1, with a level in between); its time from the passes that it takes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import NamedTuple
@@ -70,9 +68,7 @@ class Acceptance(NamedTuple):
 
 
 class Round(NamedTuple):
-    """What a round of a plan is expected to be, or was, for one sequence; or arrays [n], one number for each of n plans
-    or rounds.
-    """
+    """What a round of a plan is expected to be, or was, for one sequence; or arrays [n], for n plans or rounds."""
 
     tokens: Floats  # committed
     proposed: Floats  # tokens that the target verifies, if there are any; its pass has one token more
@@ -87,9 +83,7 @@ Pass = Callable[[Floats], Floats]
 
 
 class Costs(NamedTuple):
-    """Under the present load: the seconds of a pass of each tier over so many tokens of each of its sequences, and how
-    passes make up a round.
-    """
+    """The seconds of a pass of each tier over so many tokens of each sequence, and how passes make up a round."""
 
     plain_s: float  # a pass of the target over one token of every sequence
     target: Pass
@@ -135,9 +129,7 @@ def steps(most: int) -> list[int]:
 
 
 class Candidates:
-    """The plans to choose from, and their numbers as arrays, [n] each: all plans are compared at once, because choosing
-    takes time from decoding.
-    """
+    """The plans to choose from, as arrays [n] each, which are compared at once, because choosing takes time."""
 
     def __init__(self, each: Iterable[Plan]) -> None:
         self.each = sorted(each)  # of plans that are equally good, the first is chosen
@@ -200,9 +192,7 @@ def run(chance: float, lengths: Array) -> Array:
 
 
 class Usual(NamedTuple):
-    """Rounds of all kinds of plans with drafts, on average: the seconds that their passes should take, and how much
-    longer the rounds took.
-    """
+    """Rounds of all plans with drafts, on average: what their passes should take, and how much longer they took."""
 
     passes_s: float
     apart_s: float
@@ -265,9 +255,7 @@ CHANGE = 0.95  # and less than this part of the time of the plan that it replace
 
 
 def choose(candidates: Candidates, situation: Situation, present: Plan = PLAIN) -> Choice:
-    """The plan with the least expected seconds per token. The present plan stays unless another is clearly better.
-    `present` and plain decoding must be among the candidates.
-    """
+    """The plan with the least expected seconds per token, or `present` unless another is clearly better."""
     seconds = situation.seconds(candidates)
     plain, now, best = candidates.index[PLAIN], candidates.index[present], int(seconds.argmin())
     if not seconds[best] <= seconds[plain] * WORTHWHILE:

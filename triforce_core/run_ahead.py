@@ -2,8 +2,6 @@
 `micro_batches`.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from triforce_core.decoder import Block, SpeculativeDecoder, State
@@ -11,13 +9,10 @@ from triforce_core.messages import Proposal, Work
 
 
 class RunAhead:
-    """A decoder that continues after it has handed up a block, as if the level above accepted the whole block.
-
-    Such a continuation is called a guess. Its first token, drawn by this tier, stands for the token that the level
-    above adds to the block. If the next work's span agrees with the guess, the guessed tokens after the span begin the
-    block of that work; otherwise the guess is dropped. Guesses advance by one round per call and only while no work
-    waits, so work waits for at most one round. They also advance only while this tier knows fewer than `fewer_than`
-    sequences, because more keep every tier busy.
+    """A decoder that continues after it has handed up a block, as if the level above accepted the whole block. The
+    first token of such a guess stands for the one that the level above adds. If the next work's span agrees with the
+    guess, the tokens after the span begin that work's block; otherwise it is dropped. Guesses advance by one round per
+    call, only while no work waits and fewer than `fewer_than` sequences are known: more keep every tier busy.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, fewer_than: int) -> None:

@@ -49,9 +49,7 @@ class TokenText:
 
 
 def spellings(words: Iterable[str]) -> list[str]:
-    """The texts to forbid in order to keep these words out: each word as it is and after a blank, because most
-    vocabularies write the first token of a word within a text together with the blank before it.
-    """
+    """What to forbid to keep words out: each as it is and after a blank, with which vocabularies join it."""
     return [text for word in words for text in (word, f" {word}")]
 
 
@@ -91,9 +89,7 @@ class Detokenizer:
         return before + self.meaning.shown[token]
 
     def _shorten(self) -> None:
-        """Drop the tokens before the boundary, unless those after it have no text: the next token must be decoded
-        together with some text before it.
-        """
+        """Drop the tokens before the boundary, unless those after it have no text: the next needs some before it."""
         rest = self.meaning.decode(self.window[self.boundary :]) if self.boundary else ""
         if rest:
             self.window, self.shown = self.window[self.boundary :], len(rest)
@@ -101,9 +97,7 @@ class Detokenizer:
             self.boundary = len(self.window)
 
     def _shorten_inside(self, text: str) -> None:
-        """Shorten a window of bytes that form no character: drop its first part, at a place where the texts of both
-        parts, joined, equal the text of the whole window.
-        """
+        """Shorten a window of bytes that form no character, where the texts of both parts, joined, are the whole's."""
         for start in range(len(self.window) - 4, 0, -1):
             head, rest = self.meaning.decode(self.window[:start]), self.meaning.decode(self.window[start:])
             if head and rest and head + rest == text:
@@ -175,12 +169,9 @@ class HeldToken:
 
 
 class OutputText:
-    """The output of one request, as text and tokens that always agree.
-
-    `stop` holds non-empty strings. The receiver already has the first `num_resumed` tokens: they are fed like all
-    others, count towards the output and are searched for stop strings, but neither they nor their text are returned
-    again. A stop string that would leave fewer than `min_tokens` tokens is no stop. With `include_stop` the output ends
-    after the stop string instead of before it.
+    """The output of one request, as text and tokens that always agree. The receiver has the first `num_resumed` tokens:
+    they are fed and searched like all others, but not returned again. A stop string that would leave fewer than
+    `min_tokens` tokens is no stop. With `include_stop` the output ends after the stop string instead of before it.
     """
 
     def __init__(
@@ -203,10 +194,7 @@ class OutputText:
         self.num_known = num_resumed
 
     def feed(self, tokens: Sequence[int], origins: bytes, logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
-        """Take newly committed tokens; return the text and tokens that are certain now. Check `stopped` afterwards.
-
-        `logprobs`: one per token, or none.
-        """
+        """Take newly committed tokens, with logprobs or none; return what is certain. Check `stopped` afterwards."""
         scores: Sequence[TokenLogprobs | None] = logprobs or [None] * len(tokens)
         for token, origin, score in zip(tokens, origins, scores, strict=True):
             if token not in self.end_tokens and not self.stopped:

@@ -3,8 +3,6 @@
 Looked for before anything is compiled, because the compiler's own message is hundreds of lines that do not say it.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sysconfig

@@ -1,7 +1,5 @@
 """Verification: a tier's model accepts or rejects the tokens proposed by the level below."""
 
-from __future__ import annotations
-
 from collections.abc import Sized
 from dataclasses import replace
 from itertools import takewhile
@@ -72,9 +70,7 @@ class ModelVerifier:
         return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim with its proposal shortened, so that it fits the cache and `max_length` and has only tokens of the
-        vocabulary.
-        """
+        """The claim with its proposal cut to the vocabulary, and to what fits the cache and `max_length`."""
         held, spec = self.runner.kv.held.get(claim.span.sequence_id), claim.span.spec
         longest = self.runner.kv.room(held) if held is not None else spec.max_length if spec is not None else 0
         vocab_size = self.runner.model.config.vocab_size

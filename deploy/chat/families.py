@@ -32,9 +32,7 @@ class Family:
 
     @property
     def reasoning_markers(self) -> tuple[str, ...]:
-        """The texts around reasoning. They may be special tokens, which have no text in an output unless the request's
-        `shown` names them.
-        """
+        """The texts around reasoning. Special tokens among them have no text unless the request's `shown` has them."""
         return (self.reasoning.begin, self.reasoning.end) if self.reasoning else ()
 
     @property

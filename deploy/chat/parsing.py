@@ -5,8 +5,6 @@ that follows no form is content, as it stands: a tool call is announced once its
 were read, and until then what was read may still turn out to be content.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass

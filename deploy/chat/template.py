@@ -1,12 +1,7 @@
-"""Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one.
-
-Templates write their special tokens themselves, so none are added, except at the beginning of the plain template. Where
-a client's text holds a special token, or another token that the template writes, it is encoded as plain text: if the
-template delimits messages with such tokens, no message can end itself or imitate another role. The plain template
-delimits messages with ordinary text, which a message can contain.
+"""Renders chats to prompts with the model's own template, in transformers' sandbox, or with a plain one. Special tokens
+are the template's; those in a client's text, and other tokens that the template writes, are encoded as plain text, so
+that no message can end itself or imitate another role. The plain template delimits messages with ordinary text.
 """
-
-from __future__ import annotations
 
 import asyncio
 import inspect
@@ -117,10 +112,7 @@ class ChatTemplate:
         return await self.encoder.run(size, encoded)
 
     def prepared(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]],
-        variables: Mapping[str, Any],
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
     ) -> tuple[list[dict[str, Any]], int]:
         """The messages as templates expect them, and the number of characters of a chat, more or less. Not for an event
         loop: it takes time for each message.
@@ -193,9 +185,7 @@ def text_of(content: str | Sequence[Mapping[str, Any]], place: str) -> str:
 
 
 def call_for_template(call: Mapping[str, Any], place: str) -> dict[str, Any]:
-    """The call, with its arguments as an object. Arguments that are no JSON object stay text, because an answer that
-    was cut within them may be part of the next request, too.
-    """
+    """The call, its arguments as an object; as text if they are none, such as those of an answer that was cut."""
     function = call["function"]
     try:
         given = function["arguments"].encode(errors="surrogatepass") or b"{}"

@@ -1,10 +1,8 @@
 """Chat completions in OpenAI's format, whole or as a stream of chunks."""
 
-from __future__ import annotations
-
 import time
 import uuid
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -13,11 +11,11 @@ from fastapi.responses import Response
 
 from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning
 from deploy.openai_api.chat_requests import Chat, ChatRequest, chat_from
-from deploy.openai_api.completion import Usage, extras, progress, token_texts
-from deploy.openai_api.errors import ANSWERS, answer_to, documented, error_response
-from deploy.openai_api.large import LargeBodyRoute, json_response
+from deploy.openai_api.completion import Answers, Usage, extras, progress, token_texts
+from deploy.openai_api.errors import ANSWERS, documented, error_response
+from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.logprobs import TokenStrings
-from deploy.openai_api.streaming import WHOLE_OR_EVENTS, EventStream, event, with_idle
+from deploy.openai_api.streaming import WHOLE_OR_EVENTS
 from deploy.service import Part, Service
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import Origin
@@ -41,10 +39,7 @@ class Choice:
         self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": [], "texts": []}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """What the part adds, as choices of chunks; empty if it adds nothing that the client asked for.
-
-        Logprobs, token ids and the finish reason are in the last of them.
-        """
+        """What the part adds, as choices of chunks, the last with logprobs, token ids and finish reason."""
         if self.parser is None:
             self.parser = self.chat.parser(part.prompt)
         events = self.parser.feed(part.piece.text)
@@ -144,23 +139,22 @@ def tokens_of(part: Part) -> dict[str, list[Any]]:
     return {"token_ids": [*part.piece.tokens], "origins": origins, "texts": token_texts(part)}
 
 
-class ChatCompletion:
+class ChatCompletion(Answers):
     """The answers to one request."""
 
     def __init__(self, service: Service, body: ChatRequest, chat: Chat, strings: TokenStrings) -> None:
-        self.usage = Usage(chat.asked.n, body.stream_options)
+        self.usage, self.count = Usage(chat.asked.n, body.stream_options), chat.asked.n
         self.choices = [Choice(chat, body, strings, index) for index in range(chat.asked.n)]
         self.frame = {
             "id": f"chatcmpl-{uuid.uuid4().hex}",
             "created": int(time.time()),
             "model": service.model.name,
             "system_fingerprint": service.model.fingerprint,
+            "object": "chat.completion.chunk" if body.stream else "chat.completion",
         }
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """The whole completion. How an answer was made (`extras`) stands beside the choices if there is one choice,
-        else in each.
-        """
+        """The whole completion. How an answer was made stands beside the choices if there is one, else in each."""
         ends: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:
@@ -174,47 +168,23 @@ class ChatCompletion:
             assert end.done is not None
             made = {"triforce": extras(end, end.done)}
             choices.append(choice.whole(end) | (made if len(self.choices) > 1 else {}))
-        answer = {**self.frame, "object": "chat.completion", "choices": choices}
+        answer = {**self.frame, "choices": choices}
         answer["usage"] = self.usage.tokens()
         return answer | (made if len(choices) == 1 else {})
 
-    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events: chunks for each part, and a comment for each None.
-
-        The first chunk of a choice has its role and seed, and the last one how it was made; each chunk with token ids
-        also says how the output was made until now.
+    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The first chunk of a choice has its role and seed, and the last one how it was made; each chunk with token
+        ids also says how the output was made until now.
         """
-        frame = {**self.frame, "object": "chat.completion.chunk"}
-        ended = 0
-        try:
-            part = first
-            while True:
-                if part is None:
-                    yield ": waiting\n\n"
-                else:
-                    self.usage.saw(part)
-                    usage = self.usage.of_chunk()
-                    choice = self.choices[part.index]
-                    if not choice.begun:
-                        choice.begun = True
-                        opening = choice.chunk({"role": "assistant", "content": ""})
-                        yield event({**frame, "choices": [opening], "triforce": {"seed": part.seed}, **usage})
-                    for chunk in choice.chunks(part):
-                        made = progress(part) if "token_ids" in chunk else {}
-                        if part.done:
-                            made = extras(part, part.done) if chunk["finish_reason"] else {}
-                        told = {"triforce": made} if made else {}
-                        yield event({**frame, "choices": [chunk], **told, **usage})
-                    if part.done:
-                        ended += 1
-                        if ended == len(self.choices):
-                            break
-                part = await anext(rest)
-            if self.usage.at_end:
-                yield event({**frame, "choices": [], "usage": self.usage.tokens()})
-            yield "data: [DONE]\n\n"
-        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
-            yield event(answer_to(error)[1])
+        choice = self.choices[part.index]
+        if not choice.begun:
+            choice.begun = True
+            yield {"choices": [choice.chunk({"role": "assistant", "content": ""})], "triforce": {"seed": part.seed}}
+        for chunk in choice.chunks(part):
+            made = progress(part) if "token_ids" in chunk else {}
+            if part.done:
+                made = extras(part, part.done) if chunk["finish_reason"] else {}
+            yield {"choices": [chunk], **({"triforce": made} if made else {})}
 
 
 def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRouter:
@@ -229,16 +199,7 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
             if chat.asked.logprobs is not None:
                 await strings.load(service.model)
             completion = ChatCompletion(service, body, chat, strings)
-            parts = service.complete(chat.asked)
-            if not body.stream:
-                return await json_response(await completion.whole(parts))
-            paced = with_idle(parts, idle_s)
-            try:
-                first = await anext(paced)
-            except BaseException:
-                await paced.aclose()
-                raise
-            return EventStream(completion.events(first, paced), source=paced)
+            return await completion.sent(service.complete(chat.asked), body.stream, idle_s)
         except InvalidValueError as error:
             if error.field == "prompt":  # chats have messages in its place
                 error = type(error)("messages", error.value, error.rule)

@@ -1,7 +1,5 @@
 """The body of a chat completion request: its schema, and its conversion to the service's request."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re

@@ -6,17 +6,20 @@ import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing
 from itertools import accumulate, pairwise
 from typing import Any
 
+from fastapi.responses import Response
+
 from actors.wire import stats_from_proto
 from deploy.client_request import ClientRequest
 from deploy.openai_api.errors import answer_to
+from deploy.openai_api.large import json_response
 from deploy.openai_api.logprobs import CompletionLogprobs, TokenStrings, merged_logprobs, prompt_logprobs
 from deploy.openai_api.requests import CompletionRequest, StreamOptions
-from deploy.openai_api.streaming import event
+from deploy.openai_api.streaming import EventStream, event, with_idle
 from deploy.service import Done, Part, Service
 from triforce_core.messages import Origin
 
@@ -60,9 +63,7 @@ class Choice:
 
 
 def token_texts(part: Part) -> list[str]:
-    """For each token of the part, the text that it completes. The part's text may have more at its end: what was held
-    back until the output ended.
-    """
+    """For each token, the text that it completes. The part's text may have more at its end, held back until then."""
     text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
     return [text[begin:end] for begin, end in pairwise(ends)]
 
@@ -83,7 +84,57 @@ def whole_choice(chunks: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-class Completions:
+class Answers:
+    """What the answers to a body of completions and to a chat share: how they are sent."""
+
+    usage: Usage
+    count: int  # of choices
+    frame: dict[str, Any]  # the fields of every object
+
+    async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The part as chunks of a stream, without their frame; none if it has nothing that the client asked for."""
+        raise NotImplementedError
+
+    async def sent(self, parts: AsyncGenerator[Part, None], stream: bool | None, idle_s: float) -> Response:
+        """The answer, whole or as events. What is raised before the first event is raised here."""
+        if not stream:
+            return await json_response(await self.whole(parts))
+        paced = with_idle(parts, idle_s)
+        try:
+            first = await anext(paced)
+        except BaseException:
+            await paced.aclose()
+            raise
+        return EventStream(self.events(first, paced), source=paced)
+
+    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
+        """Server-sent events: the chunks of each part, and a comment for each None."""
+        ended = 0
+        try:
+            part = first
+            while True:
+                if part is None:
+                    yield ": waiting\n\n"
+                else:
+                    self.usage.saw(part)
+                    for chunk in self.chunks(part):
+                        yield event({**self.frame, **chunk, **self.usage.of_chunk()})
+                    if part.done:
+                        ended += 1
+                        if ended == self.count:
+                            break
+                part = await anext(rest)
+            if self.usage.at_end:
+                yield event({**self.frame, "choices": [], "usage": self.usage.tokens()})
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
+            yield event(answer_to(error)[1])
+
+
+class Completions(Answers):
     """The completions that one body asks for. Each prompt of the body is a request of its own, with `n` completions."""
 
     def __init__(
@@ -102,9 +153,7 @@ class Completions:
         }
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """The whole completion. How an output was made (`extras`) stands beside the choices if there is one, else in
-        each.
-        """
+        """The whole completion. How an output was made stands beside the choices if there is one, else in each."""
         chunks = defaultdict[int, list[dict[str, Any]]](list)
         last: dict[int, Part] = {}
         async with aclosing(parts):
@@ -121,38 +170,17 @@ class Completions:
             return answer | made[0]
         return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
 
-    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events: a chunk for each part with content, and a comment for each None.
-
-        The first chunk of a choice carries its seed, and the last one how it was made; if the client wants token ids,
-        each chunk also says how the output was made until now.
+    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The first chunk of a choice carries its seed, and the last one how it was made; if the client wants token
+        ids, each chunk also says how the output was made until now.
         """
-        ended = 0
-        try:
-            part = first
-            while True:
-                if part is None:
-                    yield ": waiting\n\n"
-                else:
-                    self.usage.saw(part)
-                    choice = self.choices[part.index]
-                    if part.done or choice.has_content(part):
-                        seed = {} if choice.begun else {"seed": part.seed}
-                        choice.begun = True
-                        known = seed | (progress(part) if self.body.return_token_ids else {})
-                        made = extras(part, part.done) if part.done else known
-                        told = {"triforce": made} if made else {}
-                        yield event({**self.frame, "choices": [choice.of(part)], **told, **self.usage.of_chunk()})
-                    if part.done:
-                        ended += 1
-                        if ended == self.count:
-                            break
-                part = await anext(rest)
-            if self.usage.at_end:
-                yield event({**self.frame, "choices": [], "usage": self.usage.tokens()})
-            yield "data: [DONE]\n\n"
-        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
-            yield event(answer_to(error)[1])
+        choice = self.choices[part.index]
+        if part.done or choice.has_content(part):
+            seed = {} if choice.begun else {"seed": part.seed}
+            choice.begun = True
+            known = seed | (progress(part) if self.body.return_token_ids else {})
+            made = extras(part, part.done) if part.done else known
+            yield {"choices": [choice.of(part)], **({"triforce": made} if made else {})}
 
 
 class Usage:

@@ -1,7 +1,5 @@
 """The OpenAPI document, with what the guard adds to every route, and a page that shows it and loads nothing."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Translates typed errors to HTTP, in OpenAI's format for errors."""
 
-from __future__ import annotations
-
 import json
 from http import HTTPStatus
 from typing import Any, NamedTuple

@@ -2,8 +2,6 @@
 request is one line of the log, except probes that succeed.
 """
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Iterator
 
@@ -119,9 +117,7 @@ def replayed(body: bytes, receive: Receive) -> Receive:
 
 
 def check_length(length: str, most_bytes: int) -> None:
-    """Raise `TooLargeError` if the decimal number is above `most_bytes`. Both are compared as text: a stated length may
-    have thousands of digits, more than Python reads as a number.
-    """
+    """Raise `TooLargeError` above `most_bytes`; compared as text, for a length may have thousands of digits."""
     most = str(most_bytes)
     if (len(length), length) > (len(most), most):
         raise TooLargeError("body", f"{length} bytes", f"must be at most {most} bytes on this path")

@@ -1,7 +1,5 @@
 """Reads large bodies and writes large answers outside the event loop, which serves all other requests meanwhile."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import Callable, Coroutine
@@ -30,9 +28,7 @@ class LargeBodyRoute(APIRoute):
             return handle
 
         def read(content: bytes) -> Any:
-            """The validated body, or the answer that refuses it. Errors are not raised: their tracebacks would hold the
-            body until the next collection of garbage.
-            """
+            """The validated body, or the answer that refuses it. What was raised would hold the body for long."""
             try:
                 given = bounded_loads(content, "body")
             except InvalidValueError as error:
@@ -74,9 +70,7 @@ async def json_response(content: dict[str, Any]) -> Response:
 
 
 def written(value: Any, depth: int = DEPTH) -> str:
-    """The value as JSON. Python's own encoder lets no other thread run until it is done, so it gets the entries of the
-    first levels one at a time.
-    """
+    """The value as JSON, its first levels entry by entry: Python's encoder lets no other thread run meanwhile."""
     if depth and isinstance(value, dict):
         return "{" + ",".join(f"{ENCODE(name)}:{written(each, depth - 1)}" for name, each in value.items()) + "}"
     if depth and isinstance(value, list | tuple):

@@ -1,7 +1,5 @@
 """Log probabilities in the forms of OpenAI's and vLLM's APIs."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Sequence
 from typing import Any
@@ -86,10 +84,7 @@ class CompletionLogprobs:
             self.offset += len(self.detokenizer.push(token))
 
     def top(self, token: int, score: TokenLogprobs) -> dict[str, float] | None:
-        """The most probable tokens, the best first, and the token itself; None where nothing predicts the token.
-
-        Where several tokens have the same text, the most probable of them stands for it.
-        """
+        """The most probable tokens and the token itself; None where nothing predicts it. Of equal texts, the best."""
         if score.logprob is None:
             return None
         top: dict[str, float] = {}

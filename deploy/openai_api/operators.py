@@ -1,7 +1,5 @@
 """The routes for operators: whether the server can serve, what it does, and its metrics."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import APIRouter

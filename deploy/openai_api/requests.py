@@ -1,7 +1,5 @@
 """The body of a completion request: its schema, and its conversion to the service's request."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
@@ -41,9 +39,7 @@ SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bia
 
 
 def checked_as(rule: str, flaw: Callable[[Any], str] = lambda value: "") -> WrapValidator:
-    """A validator that reports one error, which says the `rule` and then the `flaw` of the value. Without it, a union
-    would report an error for each of its members.
-    """
+    """A validator that reports one error, `rule` and `flaw` of the value, not one for each member of a union."""
 
     def validate(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
         try:
@@ -98,9 +94,7 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def what_it_asks_for(cls, given: Any) -> Any:
-        """The body without fields that ask for nothing, and without all unknown fields but the first, because each
-        would be an error of its own.
-        """
+        """The body without fields that ask for nothing, and with one unknown field at most: each would be an error."""
         if not isinstance(given, dict):
             return given
         names = cls.names()
@@ -137,9 +131,7 @@ class Speculation(Body):
 
 
 def odd_element(prompt: Any) -> str:
-    """The end of an error message, which names the first element of a wrong kind, or of another kind than the first
-    element; empty if there is none.
-    """
+    """The end of an error message that names the first element of a wrong or another kind; empty if there is none."""
     elements = prompt if isinstance(prompt, list) else []
     for index, each in enumerate(elements):
         kind = type(each)
@@ -225,8 +217,7 @@ class CommonRequest(Body):
     guided_grammar: str | None = Field(None, description="a grammar of the output in EBNF, as for Lark or llama.cpp")
     priority: Int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
     cache_salt: str | None = Field(
-        None,
-        description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters",
+        None, description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters"
     )
     speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
     return_token_ids: bool = Field(False, description="give token_ids, their origins and texts with each choice")
@@ -252,10 +243,7 @@ class CompletionRequest(CommonRequest):
 
 
 def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings, room: int) -> list[ClientRequest]:
-    """The service's form of a request: one for each prompt. Raises `InvalidValueError` naming the field.
-
-    More prompts than the service's `room` are refused before a request is made of each.
-    """
+    """The service's form of a request, for each prompt, at most `room`. Raises `InvalidValueError` by field."""
     asked, prompts = client_request_from(body, defaults), prompts_from(body.prompt)
     check_places(len(prompts), asked.n, room)
     alone = len(prompts) == 1 or not asked.resume
@@ -378,10 +366,7 @@ def prompts_from(prompt: str | list[int] | list[str] | list[list[int]]) -> list[
 
 
 def lookaheads_from(speculation: Speculation | None, defaults: SpeculationSettings) -> tuple[int, ...] | None:
-    """The lookaheads of a request; None if it sets none.
-
-    If it only names the tiers that draft, their lookaheads come from the settings.
-    """
+    """The lookaheads of a request, the settings' if it only names the tiers that draft; None if it sets none."""
     if speculation is None or (speculation.tiers is None and speculation.lookaheads is None):
         return None
     lookaheads = defaults.lookaheads if speculation.lookaheads is None else speculation.lookaheads

@@ -1,7 +1,5 @@
 """The HTTP application: the routes of OpenAI's API, those of vLLM that its users send to, and those for operators."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,18 +13,21 @@ from deploy.openai_api.completion import Completions
 from deploy.openai_api.document import describe
 from deploy.openai_api.errors import (
     ANSWERS,
+    INVALID,
+    Answer,
+    AsciiJSON,
     documented,
+    error_body,
     error_response,
     http_error_response,
     malformed_response,
 )
-from deploy.openai_api.large import LargeBodyRoute, json_response
+from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.logprobs import TokenStrings
 from deploy.openai_api.operators import operator_routes
 from deploy.openai_api.requests import CompletionRequest, client_requests_from
-from deploy.openai_api.streaming import WHOLE_OR_EVENTS, EventStream, with_idle
+from deploy.openai_api.streaming import WHOLE_OR_EVENTS
 from deploy.openai_api.tokens import token_routes
-from deploy.openai_api.unsupported import unsupported_routes
 from deploy.page import add_page
 from deploy.service import ServedModel, Service
 from triforce_core.errors import TriForceError
@@ -63,16 +64,7 @@ def http_app(service: Service) -> FastAPI:
             if body.logprobs is not None or body.prompt_logprobs is not None:
                 await strings.load(service.model)
             completions = Completions(service, body, strings, asked)
-            parts = service.complete(*asked)
-            if not body.stream:
-                return await json_response(await completions.whole(parts))
-            paced = with_idle(parts, IDLE_S)
-            try:
-                first = await anext(paced)
-            except BaseException:
-                await paced.aclose()
-                raise
-            return EventStream(completions.events(first, paced), source=paced)
+            return await completions.sent(service.complete(*asked), body.stream, IDLE_S)
         except Exception as error:
             return error_response(error)
 
@@ -90,7 +82,13 @@ def http_app(service: Service) -> FastAPI:
     app.include_router(operator_routes(service))
     app.include_router(chat_routes(service, strings, IDLE_S))
     app.include_router(token_routes(service))
-    app.include_router(unsupported_routes())
+
+    @app.post("/v1/responses", include_in_schema=False)
+    @app.post("/v1/embeddings", include_in_schema=False)
+    async def unsupported(request: Request) -> Response:
+        message = f"{request.url.path} is not supported by this server; {app.url_path_for('complete')} is"
+        return AsciiJSON(error_body(message, Answer(404, INVALID, "unsupported_route")), 404)
+
     add_page(app)
     describe(app)
     return app

@@ -1,7 +1,5 @@
 """Server-sent events: formats them, keeps idle streams alive, and closes the source however a stream ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncGenerator
@@ -23,10 +21,7 @@ WHOLE_OR_EVENTS: dict[int | str, dict[str, Any]] = {
     200: {
         "description": "The answer as an object; with `stream: true` its chunks as server-sent events, each with a"
         " chunk as JSON, the last with `[DONE]`",
-        "content": {
-            "application/json": {"schema": {"type": "object"}},
-            "text/event-stream": {},
-        },
+        "content": {"application/json": {"schema": {"type": "object"}}, "text/event-stream": {}},
     }
 }
 

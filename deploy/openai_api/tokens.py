@@ -1,7 +1,5 @@
 """Text to tokens and back, in the form of vLLM's API."""
 
-from __future__ import annotations
-
 from fastapi import APIRouter
 from pydantic import BaseModel, Field
 
@@ -49,10 +47,7 @@ def token_routes(service: Service) -> APIRouter:
             tokens = await service.encode(body.prompt, special=body.add_special_tokens)
         names = service.model.tokenizer.convert_ids_to_tokens(tokens) if body.return_token_strs else None
         return TokenizeResponse(
-            count=len(tokens),
-            max_model_len=service.model.limits.context_length,
-            tokens=list(tokens),
-            token_strs=names,
+            count=len(tokens), max_model_len=service.model.limits.context_length, tokens=list(tokens), token_strs=names
         )
 
     @router.post("/detokenize", responses=documented(400, 404, 413, 429, 500, 503))

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_attn
-from triforce_core.attention.blocked import blocked
 from triforce_core.attention.chunk_sums import torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import WorkItems, attend, cut, gathered, over_items
+from triforce_core.attention.reference import blocked
 
 if not torch.cuda.is_available():
     pytest.skip("needs a GPU", allow_module_level=True)

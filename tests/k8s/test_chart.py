@@ -37,10 +37,7 @@ from triforce_core.config import Settings, load_settings
 # The schema of KubeRay's RayService v1, without its descriptions: https://github.com/ray-project/kuberay, Apache-2.0.
 RAYSERVICE = Path(__file__).with_name("rayservice-v1.json")
 CUSTOM = {"RayService", "PodMonitor", "HTTPRoute", "GRPCRoute"}
-ONE_MACHINE = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER",
-    "SPT_NOENV",
-}  # what only `triforce serve` needs, which stays on one machine
+ONE_MACHINE = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "SPT_NOENV")  # only `triforce serve` needs these
 IN_PODS = {"RAY_SERVE_ENABLE_HA_PROXY": "1"}
 
 ALL = Path(__file__).with_name("all-values.yaml")  # every part of the chart at once

@@ -6,13 +6,12 @@ from importlib.util import find_spec
 import torch
 
 from triforce_core.attention.base import Kernel, Partial, merge
-from triforce_core.attention.blocked import blocked
 from triforce_core.attention.chunk_sums import ChunkSums, torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cpu_flash import cpu_flash
 from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import Ranged, gathered
-from triforce_core.attention.reference import reference
+from triforce_core.attention.reference import blocked, reference
 from triforce_core.attention.trial import can_run
 from triforce_core.config import Settings
 from triforce_core.errors import require
@@ -28,9 +27,7 @@ ON_CUDA = ("cuda_flash", "flash_attn")
 
 
 def default_kernel(device_type: str, dtype: str) -> str:
-    """The name of the default kernel: FlashAttention, or `blocked` for float32 on a GPU, where FlashAttention supports
-    16-bit dtypes only.
-    """
+    """The default kernel: FlashAttention, or `blocked` for float32 on a GPU, where that has 16-bit dtypes only."""
     if device_type == "cpu":
         return "cpu_flash"
     if dtype == "float32":

@@ -1,7 +1,5 @@
 """The signature of a kernel, and the log-sum-exp merge of partial results (Dao et al., Flash-Decoding)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import NamedTuple
 

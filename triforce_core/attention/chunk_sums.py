@@ -3,8 +3,6 @@
 Two ways: with PyTorch's operators, and one Triton kernel, which reads the keys once and writes nothing but the sums.
 """
 
-from __future__ import annotations
-
 from functools import cache
 from math import e, log2
 from typing import Any, Protocol

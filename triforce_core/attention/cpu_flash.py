@@ -4,8 +4,6 @@ In measurements (docs/decisions/0004-cpu-attention.md) it is faster than two mat
 for 2,048 queries, in bfloat16 and float32, on views of a larger buffer, which it does not copy.
 """
 
-from __future__ import annotations
-
 from functools import cache, lru_cache
 
 import torch

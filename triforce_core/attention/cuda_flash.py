@@ -5,8 +5,6 @@ lengths are tensors, call them only where Triton cannot run (flash_decoding.py).
 sequences, which does not split keys; so the pass cuts its ranges into items.
 """
 
-from __future__ import annotations
-
 import importlib
 from collections.abc import Callable
 
@@ -77,13 +75,7 @@ Varlen = Callable[[Tensor, Tensor, Tensor, Tensor, int, float, WorkItems], tuple
 
 
 def torch_varlen(
-    query: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    query_starts: Tensor,
-    most_queries: int,
-    scale: float,
-    items: WorkItems,
+    query: Tensor, keys: Tensor, values: Tensor, query_starts: Tensor, most_queries: int, scale: float, items: WorkItems
 ) -> tuple[Tensor, Tensor]:
     """By PyTorch's operator over several sequences. As the lengths are given separately, it reads only starts from the
     offsets of the keys. The ranges may therefore lie apart and in any order.

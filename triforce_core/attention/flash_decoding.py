@@ -1,12 +1,8 @@
-"""Attention of captured passes on CUDA, as a Triton kernel.
-
-FlashAttention has tiles of 64 or 128 queries, and a decoding pass has a few: most of its arithmetic is spent on padding
-and takes longer than reading the keys. Tiles here have as few queries as a matrix product can have, 16. One program
-reads the keys and values of one item and KV head, for all query heads of the group and up to 64 queries in all (Dao et
-al., Flash-Decoding); the caller merges the items. Figures: docs/benchmarks/gpu.md
+"""Attention of captured passes on CUDA, as a Triton kernel with tiles as small as a matrix product can have, 16
+queries: FlashAttention's tiles of 64 or more are mostly padding for the few of a decoding pass. One program reads one
+item of one KV head, for all query heads of the group (Dao et al., Flash-Decoding); the caller merges the items.
+Figures: docs/benchmarks/gpu.md
 """
-
-from __future__ import annotations
 
 from functools import cache
 from math import e, log2
@@ -53,9 +49,7 @@ def attention(
 
 @cache
 def keys_of_tile(tile: int, dim: int, device: torch.device) -> int:
-    """As many as fit into a multiprocessor's shared memory, 99 KiB on an RTX 4090 and 227 on an H100, beside `tile`
-    queries of width `dim`.
-    """
+    """As many as fit a multiprocessor's shared memory (99 KiB on an RTX 4090, 227 on an H100) beside the queries."""
     if device.type != "cuda":
         return KEYS
     from triton.runtime import driver

@@ -5,8 +5,6 @@ are merged by their log-sum-exps: ranges of the pool, cut into a constant number
 sequence in the pass up to itself.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import ceil
@@ -43,10 +41,7 @@ def num_splits(workers: int, sequences: int, kv_heads: int, longest: int) -> int
 
 
 def cut(ranges: list[tuple[int, int]], splits: int) -> list[tuple[int, int]]:
-    """Cut at most `splits` ranges [start, stop) into exactly `splits` pieces (start, length); some may be empty.
-
-    Each piece has at least `LEAST_KEYS` slots, except the last piece of a range.
-    """
+    """Cut at most `splits` ranges into `splits` pieces (start, length) of `LEAST_KEYS` slots or more; some empty."""
     total = sum(stop - start for start, stop in ranges)
     step = max(LEAST_KEYS, ceil(total / max(1, splits - len(ranges) + 1)))
     pieces = [(first, min(step, stop - first)) for start, stop in ranges for first in range(start, stop, step)]

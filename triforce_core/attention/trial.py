@@ -1,7 +1,5 @@
 """Whether our kernels in Triton work on a device: they are tried once."""
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 from importlib.util import find_spec
@@ -17,9 +15,7 @@ log = logging.getLogger(__name__)
 
 @cache
 def can_run(device: torch.device) -> bool:
-    """Whether Triton is installed, which PyTorch for CUDA brings along, and works on this device. If not, the log says
-    why, once.
-    """
+    """Whether Triton, which PyTorch for CUDA brings along, works on this device. If not, the log says why, once."""
     why = "Triton is not installed" if find_spec("triton") is None else lacking("cuda")
     if why is None:
         why = failure(device)

@@ -1,7 +1,5 @@
 """All commands of `triforce`. Heavy imports wait until a command needs them; an error is one line and exit code 2."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`triforce doctor`: makes the checks of a start, and prints what each found."""
 
-from __future__ import annotations
-
 import json
 
 import typer

@@ -1,7 +1,5 @@
 """The options that commands share, each defined once, and the settings made from them."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,11 +102,11 @@ def parse_lookaheads(text: str) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class SettingOption:
-    """A command-line option that overrides settings of the file; if it is not given, the file's values stay."""
+    """A command-line option that overrides a setting of the file; if it is not given, the file's value stays."""
 
     kind: type
     help: str
-    fields: tuple[str, ...]  # full names of the settings, such as "retrieval.budget"
+    field: str  # full name of the setting, such as "retrieval.budget"
     parse: Callable[[Any], Any] = lambda given: given
 
     def parameter(self, name: str) -> inspect.Parameter:
@@ -117,36 +115,36 @@ class SettingOption:
 
 
 SETTING_OPTIONS = {
-    "host": SettingOption(str, "address to listen on; 0.0.0.0 accepts other machines", ("server.host",)),
-    "port": SettingOption(int, "HTTP port", ("server.port",)),
-    "tiers": SettingOption(str, "target | retrieval,target | draft,retrieval,target", ("speculation.tiers",)),
+    "host": SettingOption(str, "address to listen on; 0.0.0.0 accepts other machines", "server.host"),
+    "port": SettingOption(int, "HTTP port", "server.port"),
+    "tiers": SettingOption(str, "target | retrieval,target | draft,retrieval,target", "speculation.tiers"),
     "lookaheads": SettingOption(
-        str, "tokens drafted by retrieval and by draft, e.g. 8,3", ("speculation.lookaheads",), parse_lookaheads
+        str, "tokens drafted by retrieval and by draft, e.g. 8,3", "speculation.lookaheads", parse_lookaheads
     ),
-    "budget": SettingOption(int, "tokens of KV in the retrieval tier", ("retrieval.budget",)),
-    "chunk": SettingOption(int, "tokens selected together", ("retrieval.chunk",)),
-    "selector": SettingOption(str, f"how chunks are selected: {' | '.join(SELECTOR_NAMES)}", ("retrieval.selector",)),
-    "dtype": SettingOption(str, "auto | float32 | bfloat16 | float16", ("dtype",)),
-    "target": SettingOption(str, "model directory or hub id", ("target.model",)),
-    "drafter": SettingOption(str, "model directory or hub id, or ngram for prompt lookup", ("draft.model",)),
+    "budget": SettingOption(int, "tokens of KV in the retrieval tier", "retrieval.budget"),
+    "chunk": SettingOption(int, "tokens selected together", "retrieval.chunk"),
+    "selector": SettingOption(str, f"how chunks are selected: {' | '.join(SELECTOR_NAMES)}", "retrieval.selector"),
+    "dtype": SettingOption(str, "auto | float32 | bfloat16 | float16", "dtype"),
+    "target": SettingOption(str, "model directory or hub id", "target.model"),
+    "drafter": SettingOption(str, "model directory or hub id, or ngram for prompt lookup", "draft.model"),
     "self_drafter_quantization": SettingOption(
-        str, "quantise the retrieval tier's own copy of the target: int8 | int4 | fp8", ("retrieval.quantization",)
+        str, "quantise the retrieval tier's own copy of the target: int8 | int4 | fp8", "retrieval.quantization"
     ),
-    "offload": SettingOption(str, "the target's KV: none | host | disk (--offload-path)", ("target.offload",)),
+    "offload": SettingOption(str, "the target's KV: none | host | disk (--offload-path)", "target.offload"),
     "resident_layers": SettingOption(
-        int, "layers whose KV stays on the device under offload", ("target.resident_layers",)
+        int, "layers whose KV stays on the device under offload", "target.resident_layers"
     ),
-    "offload_path": SettingOption(str, "directory for the KV under --offload disk", ("target.offload_path",)),
+    "offload_path": SettingOption(str, "directory for the KV under --offload disk", "target.offload_path"),
     "tensor_parallel": SettingOption(
-        int, "processes that share target and retrieval tier, one GPU each", ("target.tensor_parallel",)
+        int, "processes that share target and retrieval tier, one GPU each", "target.tensor_parallel"
     ),
-    "device": SettingOption(str, "cpu | cuda | cuda:N", ("device",)),
-    "graphs": SettingOption(str, "passes over few tokens as CUDA graphs: auto | on | eager | off", ("graphs",)),
-    "compile": SettingOption(str, "fused kernels for norms, activations etc.: auto | on | off", ("compile",)),
+    "device": SettingOption(str, "cpu | cuda | cuda:N", "device"),
+    "graphs": SettingOption(str, "passes over few tokens as CUDA graphs: auto | on | eager | off", "graphs"),
+    "compile": SettingOption(str, "fused kernels for norms, activations etc.: auto | on | off", "compile"),
     "cpu_latency_us": SettingOption(
-        int, "most microseconds that CPU cores may take to wake; 0: cores never sleep", ("placement.cpu_latency_us",)
+        int, "most microseconds that CPU cores may take to wake; 0: cores never sleep", "placement.cpu_latency_us"
     ),
-    "threads": SettingOption(int, "CPU threads", ("threads",)),
+    "threads": SettingOption(int, "CPU threads", "threads"),
 }
 KV_OPTIONS = ("offload", "resident_layers", "offload_path")
 DEVICE_OPTIONS = ("device", "graphs", "compile")
@@ -161,9 +159,8 @@ def settings_of(*names: str, **fixed: Any) -> Callable[..., Settings]:
 
     def make(config: Path | None, **given: Any) -> Settings:
         values = {
-            field: None if value is None else SETTING_OPTIONS[name].parse(value)
+            SETTING_OPTIONS[name].field: None if value is None else SETTING_OPTIONS[name].parse(value)
             for name, value in given.items()
-            for field in SETTING_OPTIONS[name].fields
         }
         return resolved(settings_from(config, values | fixed))
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
-from types import TracebackType
 from typing import Any, Self, Unpack
 
 import grpc
@@ -88,9 +87,7 @@ class AsyncTriForceClient(Client):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def _call(self, call: Call[Result], retries: int | None = None) -> Result:
@@ -163,9 +160,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
         raise StopAsyncIteration
 
     async def _resume(self, error: grpc.RpcError | None) -> None:
-        """Go on in another call after a delay; None: this one ended too soon. Raises the error as a `CallError` where
-        that is not possible.
-        """
+        """Go on in another call after a delay; None: this one ended too soon. Raises `CallError` if it cannot."""
         failure = broken_off() if error is None else from_rpc_error(error)
         delay_s = self._progress.delay_s(failure)
         if delay_s is None:
@@ -183,9 +178,7 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         self.close()
 
 

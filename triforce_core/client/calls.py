@@ -1,7 +1,5 @@
 """What synchronous and asynchronous clients share: connections, and calls as data."""
 
-from __future__ import annotations
-
 import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +12,9 @@ from google.protobuf.message import Message as ProtobufMessage
 from google.protobuf.wrappers_pb2 import Int32Value, StringValue
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.progress import Progress
+from triforce_core.client.progress import Attempts, Progress
 from triforce_core.client.request import MAX_MESSAGE_BYTES, CallArguments, Message, Prompt, build_request, chat_messages
-from triforce_core.client.results import (
-    Completion,
-    Model,
-    completion_from_proto,
-    models_from_proto,
-)
-from triforce_core.client.retry import Attempts
+from triforce_core.client.results import Completion, Model, completion_from_proto, models_from_proto
 
 Result = TypeVar("Result")
 
@@ -147,10 +139,7 @@ class Client:
 
 
 def authorization(api_key: str | None = None) -> tuple[tuple[str, str], ...]:
-    """The header or metadata with the key, by default that of the environment; empty where there is none.
-
-    Raises `ValueError` for a key that cannot be sent.
-    """
+    """The header or metadata with the key, by default the environment's. Raises `ValueError` if it cannot be sent."""
     key = os.environ.get(KEY_VARIABLE, "") if api_key is None else api_key
     if not (key.isascii() and key.isprintable()):
         raise ValueError("api_key: must be printable ASCII characters")  # the key itself is not shown

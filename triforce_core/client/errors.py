@@ -1,7 +1,5 @@
 """The errors of calls, and the table from gRPC status to exception."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

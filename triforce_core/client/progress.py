@@ -1,17 +1,48 @@
-"""What a stream has received, and how it goes on in another call without repeating or losing anything."""
+"""When a failed call is tried again, and how a stream goes on in another call without repeating or losing anything."""
 
-from __future__ import annotations
-
+import random
+import time
 from dataclasses import dataclass
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client.errors import CallError
+from triforce_core.client.errors import CallError, OverloadedError, UnavailableError
 from triforce_core.client.results import Chunk, chunk_from_proto
-from triforce_core.client.retry import Attempts
 
+RETRIED = (UnavailableError, OverloadedError)
+FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0
 # After so many new tokens of a call, earlier failures no longer count. With 1, a request that kills the engine at every
 # token would be repeated for each token of its output.
 PROVEN_TOKENS = 16
+
+
+class Attempts:
+    """The attempts of one call: one, and up to `retries` more in a row, all within `timeout_s` seconds from now."""
+
+    def __init__(self, timeout_s: float | None, retries: int) -> None:
+        self.until = None if timeout_s is None else time.monotonic() + timeout_s
+        self.retries = retries
+        self.failed = 0
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds that are left for the next attempt; None: no limit."""
+        return None if self.until is None else max(self.until - time.monotonic(), 0.001)
+
+    def got_on(self) -> None:
+        """The call has made progress, so later failures are counted from 0."""
+        self.failed = 0
+
+    def delay_s(self, error: CallError) -> float | None:
+        """Seconds to wait before the next attempt; None if this error is final.
+
+        The delay doubles with each failure. It is shortened at random, by up to half, so that clients that failed
+        together do not retry together.
+        """
+        if not isinstance(error, RETRIED) or self.failed == self.retries:
+            return None
+        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2**self.failed) * random.uniform(0.5, 1)
+        self.failed += 1
+        return delay_s if self.left_s is None or delay_s < self.left_s else None
 
 
 @dataclass(slots=True)
@@ -64,9 +95,7 @@ class Progress:
         return len(self.finished) >= max(self.request.n, 1)
 
     def take(self, message: pb.GenerateChunk) -> Chunk | None:
-        """The chunk for the user; None where it has nothing new, such as the empty message that Ray Serve's proxy sends
-        before an error.
-        """
+        """The chunk for the user; None if nothing is new in it, as in Ray Serve's empty message before an error."""
         if not message.ByteSize() or message.index in self.finished:
             return None
         self.fingerprint = self.fingerprint or message.fingerprint

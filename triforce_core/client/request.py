@@ -1,7 +1,5 @@
 """Building the request message from a call's arguments."""
 
-from __future__ import annotations
-
 import json
 import operator
 from collections.abc import Callable, Mapping, Sequence

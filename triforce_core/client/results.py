@@ -1,7 +1,5 @@
 """The client's results: plain frozen values, built from the messages of generation.proto."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, get_args

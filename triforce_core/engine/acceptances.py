@@ -1,7 +1,5 @@
 """How many drafted tokens were accepted lately, by where they came from: of one request, or of many."""
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
 from math import ceil, inf
@@ -144,9 +142,7 @@ class Drafted:
     gained_s: float = 0.0  # seconds that rounds have saved since `chosen_at`, without the cost of beginning
 
     def fade(self, length: int) -> None:
-        """Forget a little of `acceptances` for each token since the last call. To be called before these are added to
-        or read. `length`: of the text now.
-        """
+        """Forget a little of `acceptances` per token since the last call; call it before their use. `length`: now."""
         self.acceptances.fade(REQUEST_FADING ** (length - self.faded_at))
         self.faded_at = length
 
@@ -162,9 +158,7 @@ class Drafted:
 
 
 def in_vain(together: list[Drafted]) -> bool:
-    """Whether the latest rounds by prompt lookup cannot have been worthwhile. Each took at least as long as a plain
-    round, and together they gave hardly more tokens.
-    """
+    """Whether the latest rounds by lookup, as long as plain ones or longer, gave hardly more tokens than these."""
     rounds = [tokens for each in together for tokens in each.lookup_rounds]
     return len(rounds) == PATIENCE * len(together) and sum(rounds) * WORTHWHILE < len(rounds)
 

@@ -1,7 +1,5 @@
 """Assembly of the tiers: each one alone for its own actor, or the whole chain in one process."""
 
-from __future__ import annotations
-
 import math
 from functools import cache, partial
 
@@ -32,7 +30,7 @@ from triforce_core.kv.streaming import StreamingKV
 from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
-from triforce_core.models.files import check_same_vocabulary, context_length, load_tokenizer
+from triforce_core.models.files import context_length, load_tokenizer
 from triforce_core.models.fuse import fuse, fused_noisiest
 from triforce_core.models.graphs import shaped_passes
 from triforce_core.models.join import join_projections
@@ -125,9 +123,7 @@ def few_target_tokens(settings: Settings) -> int:
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
-    """Most tokens per sequence in a decoding pass of the retrieval tier: the drafted tokens, the token before them, and
-    one earlier token that the cache may still lack.
-    """
+    """Most tokens per sequence in its decoding pass: the drafted ones, the one before, and one that may be lacking."""
     return settings.speculation.effective[1] + 2
 
 
@@ -138,10 +134,7 @@ def retrieval_verifier(model: PreTrainedModel, kv: KVCache | LeadingKV, settings
 
 
 def retrieval_decoder(
-    model: PreTrainedModel,
-    kv: KVCache | LeadingKV,
-    drafts: Proposer,
-    settings: Settings,
+    model: PreTrainedModel, kv: KVCache | LeadingKV, drafts: Proposer, settings: Settings
 ) -> SpeculativeDecoder:
     """The retrieval tier on top of its drafter `drafts`."""
     return SpeculativeDecoder(drafts, retrieval_verifier(model, kv, settings))
@@ -195,15 +188,6 @@ def tiers_of(settings: Settings, micro_batches: int) -> Tiers:
     )
 
 
-def local_caches(
-    full: FullKV, sparse: RetrievalKV, ranks: Leader | None
-) -> tuple[FullKV | LeadingFullKV, RetrievalKV | LeadingRetrievalKV]:
-    """The caches of a chain whose tiers are on the same ranks: each rank keeps its own share of every snapshot."""
-    if ranks is None:
-        return full, sparse
-    return LeadingFullKV(full, ranks, gathered=False), LeadingRetrievalKV(sparse, ranks)
-
-
 def local_engine(
     target: PreTrainedModel,
     drafter: PreTrainedModel | None,
@@ -220,12 +204,12 @@ def local_engine(
         forgetful = lossy_kv(target, settings)
         return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful)
     own = target if self_drafter is None else self_drafter
-    if drafter is not None:
-        check_same_vocabulary(target.config, drafter.config)
     small, drafts = retrieval_kv(own, settings), drafter_for(settings, drafter)
     # The target's pool is made last: on a GPU its check for room counts what the others have taken.
-    full, sparse = local_caches(full_kv(target, settings), small, ranks)
-    if ranks is not None:
-        ranks.barrier()
-    below = retrieval_decoder(own, sparse, drafts, settings)
-    return target_engine(target, settings, below, sparse, kv=full)
+    full = full_kv(target, settings)
+    if ranks is None:
+        return target_engine(target, settings, retrieval_decoder(own, small, drafts, settings), small, kv=full)
+    ranks.barrier()
+    # Each rank keeps its own share of every snapshot.
+    shared, whole = LeadingRetrievalKV(small, ranks), LeadingFullKV(full, ranks, gathered=False)
+    return target_engine(target, settings, retrieval_decoder(own, shared, drafts, settings), shared, kv=whole)

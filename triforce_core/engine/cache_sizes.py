@@ -2,8 +2,6 @@
 that evicts KV. The size of other targets' caches is in limits.py.
 """
 
-from __future__ import annotations
-
 from triforce_core.config import MAX_LOOKAHEAD, Settings
 from triforce_core.kv.heavy_hitter import HeavyHitterSettings
 from triforce_core.kv.streaming import WindowSettings

@@ -1,13 +1,10 @@
-"""The controller chooses how far each request drafts in its next round.
+"""The controller chooses how far each request drafts in its next round, so that decoding is not slower than without
+speculation, except for a bounded loss by trials.
 
-Its aim is that decoding is not slower than without speculation, except for a bounded loss by trials. It learns what
-passes of each tier take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
-pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: the time
-that rounds took, divided by the time that is predicted for their passes. Acceptance and corrections are slowly
-forgotten, so that plans which did not pay are tried again now and then.
+It learns what passes take and how many drafted tokens are accepted, and has `plans.choose` compare the plans. What no
+pass shows (waiting, links, tiers that compete for cores) is learned as a correction for each kind of plan: the time of
+rounds divided by what their passes should take. What it has learned slowly fades, so that plans are tried again.
 """
-
-from __future__ import annotations
 
 import logging
 from collections import deque
@@ -244,11 +241,8 @@ class Controller:
                 )
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
-        """Learn from a round of a request that is planned here. If `looks_up`, the draft level's tally in `proposal`
-        has the score of prompt lookup, even if nothing was drafted.
-
-        `round_s`: the seconds that the round took, without the time for snapshot cuts. NaN if prompt chunks delayed the
-        round.
+        """Learn from a round of a request that is planned here, with the score of prompt lookup in the draft level's
+        tally if `looks_up`. `round_s`: its seconds without snapshot cuts; NaN if prompt chunks delayed it.
         """
         count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count
@@ -308,9 +302,7 @@ class Controller:
         drafted.rounds += 1
 
     def was_cut(self, sequence: Sequence, seconds: float, *, first: bool) -> None:
-        """Learn what a snapshot of this request took on the engine's thread. `first`: the request had none that it
-        could still use.
-        """
+        """Learn what a snapshot took on the engine's thread. `first`: the request had none that it could still use."""
         sequence.drafted.unpaid_s += seconds
         (self.cuts if first else self.renewals).add([whole(sequence)], seconds)
 
@@ -444,9 +436,7 @@ class Controller:
         self.measured.clear()
 
     def _situation(self, together: Several[Sequence], decoding: Several[Sequence], refresh_every: int) -> Situation:
-        """What is known when one plan is chosen for all these requests. The times of their cuts add up, because one
-        thread cuts all snapshots.
-        """
+        """What one plan is chosen for. The requests' times for cuts add up: one thread cuts all snapshots."""
         load = load_of(decoding)
         cut_s = sum(self.cuts.seconds([whole(s)]) for s in together if not recent_cut(s, refresh_every))
         remaining = fmean(s.spec.max_length - len(s.tokens) for s in together)
@@ -572,9 +562,7 @@ def lost_too_much(together: Several[Sequence]) -> bool:
 
 
 def kind_of_load(requests: int) -> int:
-    """A class of loads: 1, 2, 3 to 4, 5 to 8, … requests. A full server and a nearly full one are of one class, because
-    most settings of `max_sequences` are powers of two.
-    """
+    """A class of loads: 1, 2, 3 to 4, 5 to 8, … requests: full and nearly full servers of usual sizes are in one."""
     return (requests - 1).bit_length()
 
 

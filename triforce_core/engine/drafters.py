@@ -46,9 +46,7 @@ def drafter_weights(settings: Settings) -> str | None:
 
 
 def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
-    """The draft tier. `model` is the loaded model that `drafter_weights` names. If it names one and `model` is None,
-    drafts come from prompt lookup alone.
-    """
+    """The draft tier. `model`: of `drafter_weights`; without it, drafts come from prompt lookup alone."""
     if make := DRAFTERS.get(settings.draft.model):
         return make()
     if model is None:

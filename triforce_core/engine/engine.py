@@ -1,7 +1,5 @@
 """The engine: submit → collect → advance, over all live requests at once."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import threading
@@ -17,8 +15,7 @@ from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.freshness import SinceCut, has_sagged
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence
-from triforce_core.engine.totals import Totals
+from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence, Totals
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
@@ -41,12 +38,7 @@ class SnapshotSchedule:
     """
 
     def __init__(
-        self,
-        kv: SnapshotSource,
-        sink: SnapshotSink,
-        chunks: ChunkSettings,
-        selector: str,
-        refresh_every: int,
+        self, kv: SnapshotSource, sink: SnapshotSink, chunks: ChunkSettings, selector: str, refresh_every: int
     ) -> None:
         """`selector`: a key of `SELECTORS`, for requests that name none."""
         self.kv, self.sink, self.chunks, self.selector = kv, sink, chunks, selector
@@ -93,9 +85,7 @@ class SnapshotSchedule:
         return last is not None and self.sink.confirmed(sequence.sequence_id) == last.version
 
     def comes(self, sequence: Sequence) -> bool:
-        """Whether the latest snapshot is still to arrive. One that was lost or refused will not; the retrieval tier
-        asks for another when it gets work.
-        """
+        """Whether the latest snapshot is still to arrive. Where it was lost, the retrieval tier asks for another."""
         return not self.arrived(sequence) and self.sink.busy(sequence.sequence_id)
 
 
@@ -117,9 +107,7 @@ class Engine:
         doorbell: Doorbell | None = None,
         controller: Controller | None = None,
     ) -> None:
-        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly. If the settings
-        turn the controller off, the target server sets the lookaheads of every request.
-        """
+        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly."""
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
         self.controller = controller
         self.ids = itertools.count(first_sequence_id)
@@ -156,9 +144,7 @@ class Engine:
     # -- from any thread -----------------------------------------------------------------------------------------------
 
     def submit(self, request: Request) -> int:
-        """Queue a request and return its id, the sequence id of its first `Sequence`; after a preemption it goes on in
-        another. Raises `InvalidValueError` or `ContextLengthError`.
-        """
+        """Queue a request; returns its id, that of its first `Sequence`. Raises `InvalidValueError` or a subclass."""
         self.limits.check(request)
         retrieves = request.lookaheads is None or request.lookaheads[0] > 0
         spec = SequenceSpec(
@@ -182,9 +168,7 @@ class Engine:
         return sequence.sequence_id
 
     def cancel(self, sequence_id: int) -> None:
-        """Stop a request, by the id that `submit` returned; its last output has the reason `cancelled`. Unknown and
-        finished ids are ignored.
-        """
+        """Stop a request, whose last output has the reason `cancelled`. Unknown and finished ids are ignored."""
         self.cancelled.append(sequence_id)
         self.doorbell.ring()
 
@@ -245,9 +229,7 @@ class Engine:
         return outputs
 
     def _tell_entering(self, work: list[Work]) -> None:
-        """Report the requests whose first pass begins. If a pass kills the process, only requests that were reported
-        are suspects.
-        """
+        """Report the requests whose first pass begins: only those are suspects if a pass kills the process."""
         for each in work:
             sequence = self.scheduler.live[each.span.sequence_id]
             if not sequence.entered:
@@ -373,9 +355,7 @@ def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
 
 
 def scored(sequence: Sequence, proposal: Proposal, plan: Plan) -> Proposal:
-    """The answer to a round of this plan. If the round asked nothing of the draft tier, the answer gets the score that
-    prompt lookup would have had there.
-    """
+    """The answer to a round, with the score that prompt lookup would have had where the draft tier was not asked."""
     if plan.draft:  # the draft tier scores
         if sequence.shadow:
             sequence.shadow.forget()

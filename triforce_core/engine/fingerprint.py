@@ -2,8 +2,6 @@
 the same output on any replica, except for ties of rounding.
 """
 
-from __future__ import annotations
-
 import json
 from hashlib import blake2b
 from pathlib import Path

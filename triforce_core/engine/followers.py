@@ -1,7 +1,5 @@
 """Follower ranks of tensor parallelism: their whole life, and starting them as child processes."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal
@@ -59,10 +57,7 @@ def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> 
 
 @contextmanager
 def local_ranks(settings: Settings) -> Iterator[Leader | None]:
-    """Make this process the leader of child processes that share its chain; yields None where one rank suffices.
-
-    The children end when this process ends, even if it is killed.
-    """
+    """Make this process the leader of child processes, which end with it; yields None where one rank suffices."""
     world = settings.ranks(("target", "retrieval"))
     if world == 1:
         yield None

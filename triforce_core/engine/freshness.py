@@ -1,7 +1,5 @@
 """Whether a snapshot still serves: how much of the retrieval tier's drafts is accepted, by the snapshot's age."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from math import sqrt
 
@@ -29,9 +27,7 @@ class SinceCut:
 
 
 def has_sagged(first: Tally, later: Tally) -> bool:
-    """Whether acceptance has clearly fallen from `first` to `later`: the difference of the two shares, against its
-    standard error if both had the same chance.
-    """
+    """Whether acceptance has clearly fallen, against the standard error if both sides had the same chance."""
     before, after = first.accepted + first.rejected, later.accepted + later.rejected
     if min(before, after) < LEAST_JUDGED:
         return False

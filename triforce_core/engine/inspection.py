@@ -1,7 +1,5 @@
 """The parts of a chain in one process: its levels, their runners, and the sequences that each level holds."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sized
 from typing import Any
 

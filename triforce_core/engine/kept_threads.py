@@ -2,8 +2,6 @@
 folder.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import logging

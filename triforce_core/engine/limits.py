@@ -1,7 +1,5 @@
 """The largest requests that a pipeline serves, from its settings and the target's configuration, without weights."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from transformers.configuration_utils import PretrainedConfig
@@ -61,9 +59,7 @@ class Limits:
             require(number is None or 0 <= number <= most, name, number, f"must be between 0 and {most}")
 
     def longest_output(self, prompt_tokens: int) -> int:
-        """The most output tokens that fit after `prompt_tokens` prompt tokens; 1 where none fit, which `check` then
-        refuses.
-        """
+        """The most output tokens that fit after the prompt; 1 where none fit, which `check` then refuses."""
         longest = min(self.context_length, self.kv_pool_tokens) if self.eviction == "none" else self.context_length
         return max(1, longest - prompt_tokens)
 

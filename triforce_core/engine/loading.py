@@ -1,7 +1,5 @@
 """Loading the models that the settings name, after checking that they fit each other, for a chain or for one tier."""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel
 
 from triforce_core.attention import check_kernel
@@ -18,9 +16,7 @@ from triforce_core.models.rank_group import Group, Leader
 
 
 def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreTrainedModel:
-    """The retrieval tier's own model: `retrieval.model` or a second copy of the target, quantised where the settings
-    ask for it. With a group, this rank's share of it.
-    """
+    """The retrieval tier's own model, or a second copy of the target, quantised if set; a rank's share with a group."""
     own = settings.retrieval.model
     name, role = (own, "self-drafter") if own else (settings.target.model, "target")
     model = load_model(name, role, settings.dtype, settings.device, group)

@@ -1,7 +1,5 @@
 """The CPU threads of a chain that is all in this process. actors/warm_up.py chooses those of tier actors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from triforce_core.config import Settings

@@ -1,7 +1,5 @@
 """The lossy mode, `target.eviction`: the target decodes alone, with a cache that forgets. docs/eviction.md"""
 
-from __future__ import annotations
-
 from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for

@@ -1,7 +1,5 @@
 """The scheduler decides which requests go live, how they share the KV pool, and how they share one forward pass."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right, insort
 from typing import Protocol
@@ -67,18 +65,14 @@ STEP_AHEAD = 256  # tokens for which a new request reserves slots besides those 
 
 
 class Scheduler:
-    """Serves requests by priority, then in the order of their arrival.
+    """Serves requests by priority, then in the order of their arrival. A request goes live when the target's pool has
+    room for its prompt and a step ahead, and grows as it is decoded.
 
-    A request goes live when the target's pool has room for its prompt and a step ahead; it grows as it is decoded. When
-    the pool is full, a request that was not preempted before is preempted: the least urgent one, and among equally
-    urgent requests the youngest. It then waits until its greatest length fits, so that no request is preempted twice.
-
-    While a waiting request does not fit, later requests that fit may go live before it. That ends when they have
-    reserved as many slots as the waiting request needs. In the same way, shorter prompts may be prefilled before a long
-    one. That ends when the prompt tokens handed out since the long prompt went live equal its length.
-
-    A request whose text begins like a prompt that is being read waits until their common beginning has been read, which
-    it then shares.
+    When the pool is full, the least urgent and youngest request that was not preempted before is preempted. It then
+    waits until its greatest length fits, so that none is preempted twice. While a waiting request does not fit, later
+    ones may go live before it, until they have reserved as many slots as it needs. In the same way, shorter prompts may
+    be prefilled before a long one. A request whose text begins like a prompt that is being read waits for that, to
+    share it.
     """
 
     def __init__(
@@ -231,9 +225,7 @@ class Scheduler:
                 sequence.stalled_s += seconds  # reset when the request gets tokens
 
     def _share(self, sequence: Sequence, shares: list[Part], room: int) -> int:
-        """The tokens of this request's next chunk: as many as `room` and `max_stall_s` allow. `shares`: what other
-        requests get of the same pass.
-        """
+        """The tokens of its next chunk, as `room` and `max_stall_s` allow. `shares`: what others get of the pass."""
         left, before = sequence.given - sequence.prefilled, self.kv.keys_after(sequence.prefilled)
         decoding = self.decoding
         hurried = bool(decoding) and self.max_stall_s < math.inf

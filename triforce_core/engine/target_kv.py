@@ -1,7 +1,5 @@
 """The target's cache, on its device or offloaded as the settings say, after checking that there is room for it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
@@ -45,10 +43,7 @@ def target_kv(config: PretrainedConfig, geometry: KVGeometry, pool_tokens: int, 
 
 
 def offload_for(settings: Settings, num_layers: int) -> Offload | None:
-    """Where the KV of the layers goes that do not stay on the device; None where all stay.
-
-    Raises `InvalidValueError` for an unsuitable directory.
-    """
+    """Where KV goes that does not stay on the device; None: all stays. Raises `InvalidValueError` for the directory."""
     target = settings.target
     if target.offload == "none" or target.resident_layers == num_layers:
         return None
@@ -64,9 +59,7 @@ def offload_directory(path: str | None) -> Path | None:
 
 
 def check_pool(offload: Offload | None, geometry: KVGeometry, pool_tokens: int, beside: Beside) -> None:
-    """Check that each place has room for its part of the cache and of what goes with it. Pinned memory counts as host
-    memory.
-    """
+    """Check that each place has room for its part of the cache and what goes with it; pinned memory is the host's."""
     if offload is None:
         instead = "disk" if geometry.device == HOST else "host"
         remedy, num_bytes = f"lower it, or set target.offload: {instead}", geometry.bytes_per_token * pool_tokens

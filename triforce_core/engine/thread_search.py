@@ -4,8 +4,6 @@ The gain from more threads depends on model, context and machine, and on the loa
 So whole rounds are timed: plain ones for the target, and for the drafting tiers rounds in which all tiers work.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Generator, Mapping
 from statistics import median
 
@@ -25,9 +23,7 @@ class ThreadSearch:
     """
 
     def __init__(self, most: Mapping[str, int], tiers: Collection[str]) -> None:
-        """`most`: the threads of each tier to begin with. `tiers`: those whose threads are searched, in this order;
-        the others keep theirs.
-        """
+        """`most`: the threads to begin with. `tiers`: those searched, in this order; the others keep theirs."""
         self.best: Arrangement = dict(most)
         self.arrangement = self.best
         self.done = False

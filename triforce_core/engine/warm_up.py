@@ -5,8 +5,6 @@ The tiers' numbers of CPU threads are chosen while long requests are decoded: th
 because nearly all drafts of the warm-up text are accepted; then those of the drafting tiers, while all tiers work.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Collection, Iterator, Mapping
 
@@ -71,9 +69,7 @@ class WarmUp:
     def _request(
         self, index: int, prompt_tokens: int, max_tokens: int, sampling: SamplingParams, lookaheads: tuple[int, int]
     ) -> Request:
-        """A request of these sizes, shortened to `PATIENCE_S` and the pipeline's limits. Its prompt begins unlike the
-        other prompts, so that it is read, and no KV of it is found in the pool.
-        """
+        """A request of at most these sizes, whose prompt begins unlike the others, so that no KV of it is found."""
         room = min(self.limits.context_length, self.limits.kv_pool_tokens)
         prompt_tokens = max(1, int(min(prompt_tokens, PATIENCE_S * self.prefill_rate, room // 2)))
         prompt = tuple((1 + index + 7919 * (i % PERIOD)) % self.limits.vocab_size for i in range(prompt_tokens))

@@ -3,8 +3,6 @@ would run out at the first cut, after a long prefill. Computed from the shapes; 
 coincide, so only the largest counts. What libraries take by themselves is a guess.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch
@@ -82,9 +80,7 @@ def pass_bytes(config: PretrainedConfig, geometry: KVGeometry, tokens: int, samp
 
 
 def snapshot_bytes(config: PretrainedConfig, geometry: KVGeometry, settings: Settings) -> int:
-    """The bytes of one snapshot of each sequence, on its way to the retrieval tier, and of what is kept to cut the
-    next.
-    """
+    """The bytes of a snapshot of each sequence on its way, and of what is kept to cut the next."""
     chunks = geometry.num_layers * geometry.num_kv_heads * settings.retrieval.budget // settings.retrieval.chunk
     queries = geometry.num_layers * heads_of(config, geometry) * max(RECENT_QUERIES, MOST_QUERIES) * geometry.head_dim
     each = geometry.bytes_per_token * settings.retrieval.budget + 2 * 8 * chunks + queries * geometry.dtype.itemsize

@@ -1,9 +1,8 @@
-"""The KV cache: one pool of slots per layer. Sequences own ranges of slots; all policies share one attention path.
+"""The KV cache: one pool of slots per layer. Sequences own ranges of slots; all policies share one attention path. The
+host prepares a pass with lists and integers; the device then writes KV and attends.
 
-The host prepares a pass with lists and integers: it aligns, rolls back and allocates. The device then writes KV and
-attends (`attend`). A policy is two methods: `slots_for` returns how many slots a new sequence gets; `place` decides
-which tokens of a span are forwarded, at which positions, into which slots, and which slots they see. (In `place` one
-policy also installs snapshots, and one evicts, which is work for the device.)
+A policy is two methods: `slots_for` returns how many slots a new sequence gets; `place` decides which tokens of a span
+are forwarded, at which positions, into which slots, and which slots they see.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ class KVGeometry:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def new_pool(self, pool_tokens: int, layers: int | None = None) -> Tensor:
-        """A new pool on the device for keys and values of all layers, or of some, [layers, 2, kv_heads, pool_tokens,
-        head_dim].
-        """
+        """A new pool for all layers, or some, [layers, 2, kv_heads, pool_tokens, head_dim]: keys, then values."""
         layers = self.num_layers if layers is None else layers
         shape = (layers, 2, self.num_kv_heads, pool_tokens, self.head_dim)
         return torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -132,9 +129,7 @@ class KVCache(ABC):
     def __init__(
         self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, pools: Sequence[Tensor] | None = None
     ) -> None:
-        """`pools`: shaped as by `KVGeometry.new_pool`, of all layers in order; see `on_device`. By default one new pool
-        is made, with one more slot, the dump slot.
-        """
+        """`pools`: as by `KVGeometry.new_pool`, of all layers in order. By default a new one, with a dump slot more."""
         self.pools = [geometry.new_pool(pool_tokens + 1)] if pools is None else pools
         self.keys = [layer[0] for pool in self.pools for layer in pool]  # per layer: [kv_heads, pool_tokens, head_dim]
         self.values = [layer[1] for pool in self.pools for layer in pool]

@@ -3,8 +3,6 @@
 The machine's count of free memory ignores these limits, but the kernel kills processes that exceed them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ Copies to the device and copies from it run in one stream, in the order in which
 device therefore needs no event to see KV that an earlier copy wrote back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 

@@ -55,9 +55,7 @@ class SnapshotCutter:
         return Snapshot(sequence_id, version, self.position, keys, values, changes)
 
     def _layout_before(self, base: int) -> Layout | None:
-        """The layout of version `base`; None if changes to it cannot be stated, because it is forgotten, covers a
-        longer text, or has chunks of another size.
-        """
+        """The layout of version `base`; None if forgotten, of a longer text, or of chunks of another size."""
         before = self.held.layouts.get(base)
         if before is not None and (before.position > self.position or before.chunk != self.chunk):
             return None

@@ -1,7 +1,5 @@
 """Caches in which every sequence owns the same number of slots."""
 
-from __future__ import annotations
-
 from triforce_core.attention import Kernel
 from triforce_core.kv.base import KVCache, KVGeometry
 from triforce_core.messages import SequenceSpec

@@ -4,8 +4,6 @@ Sequences that share a document see the same slots. What a row sees besides, it 
 merged by their log-sum-exps. docs/decisions/0025-read-once.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby, pairwise
@@ -47,9 +45,7 @@ class Reading:
 
 
 def plan(visible: list[list[Range]], queries: list[int]) -> Reading:
-    """How the rows of a pass read. `visible`: by row, the slots that it sees, which are distinct. `queries`: by row,
-    the number of its queries.
-    """
+    """How the rows of a pass read. By row, `visible` are the slots that it sees, `queries` how many queries it has."""
     able = {row: visible[row] for row, count in enumerate(queries) if count <= MOST_QUERIES}
     folds = [Fold(keys, rows) for keys, rows in overlaps(able) if len(rows) > 1 and keys[1] - keys[0] >= LEAST_KEYS]
     read: list[list[Range]] = [[] for _ in visible]

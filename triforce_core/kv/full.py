@@ -1,7 +1,5 @@
 """The target's cache: the exact KV of every token. kv/cutting.py cuts the snapshots for the retrieval tier."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -142,12 +140,9 @@ class FullKV(KVCache):
         return held
 
     def _beginning(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> tuple[int, int] | None:
-        """How many tokens of the text to match, and how many of the matched tokens to share, so that there is room for
-        `tokens` tokens; None if there is no room.
-
-        A sequence may have at most `MOST_RANGES` ranges, and needs some of them for growth: matched KV beyond the first
-        `SHARED_RANGES` is copied into the sequence's own slots. Matching may leave too little room where not
-        matching would leave enough, because matched KV cannot be dropped; so less is matched in a full pool.
+        """How many tokens of the text to match, and how many of these to share, so that there is room for `tokens`
+        tokens; None if there is none. Matched KV beyond `SHARED_RANGES` ranges is copied, because a sequence needs some
+        of its ranges for growth. In a full pool less is matched, because matched KV cannot be dropped.
         """
         matched = self.tree.advance(cursor) if cursor else 0
         there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []
@@ -170,12 +165,9 @@ class FullKV(KVCache):
         return self.allocator.with_free(idle).plan(count, most_ranges) is not None
 
     def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
-        """Slots in at most `most_ranges` ranges, and in fewer if possible. The caller has checked that there is room.
-
-        It first tries at most `SHARED_RANGES` ranges, because later sequences can share all of them. If the
-        sequence is expected to grow (`wished`), this first attempt uses at most `most_ranges` - 1 ranges. Kept texts
-        are dropped if need be.
-        It does not insist on a single range, because that might require dropping most kept texts.
+        """Slots in at most `most_ranges` ranges, for which the caller has checked the room and kept texts may be
+        dropped. First in at most `SHARED_RANGES`, all of which later sequences can share, with one left if growth is
+        `wished`; not in one at any price, which might drop most kept texts.
         """
         few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
         for most in dict.fromkeys((few, most_ranges)):
@@ -332,9 +324,7 @@ class FullKV(KVCache):
         held.queries.take(layer, queries, together)
 
     def _count(self, layer: int, held: FullHeld, queries: Tensor) -> None:
-        """Add the attention of the settled queries among `queries`, and of the queries of earlier passes that are not
-        counted yet. `queries` belong to the text's last tokens.
-        """
+        """Add the attention of settled queries, earlier ones that wait included. `queries`: of the last tokens."""
         counted = held.mass[layer].shape[1]
         if counted == held.count_to:
             return
@@ -351,12 +341,9 @@ class FullKV(KVCache):
     def cut(
         self, sequence_id: int, position: int, chunks: ChunkSettings, selector: Selector, base: int = 0
     ) -> Snapshot:
-        """A sparse copy of the sequence's KV below `position`, which must be settled and held. It has the first chunk,
-        the recent window, and the chunks that the selector ranks highest, chosen per layer and KV head.
-
-        It states changes to the snapshot of version `base` if that is the latest one or the base of the latest, has
-        chunks of the same size and covers at most as much text; otherwise it is whole, with its chunks in the text's
-        order.
+        """A sparse copy of the sequence's KV below `position`, which must be settled and held: the first chunk, the
+        recent window, and the chunks that the selector ranks highest, per layer and KV head. As changes to version
+        `base` if that is the latest or its base and fits; otherwise whole, in the text's order.
         """
         return SnapshotCutter(self, self.held[sequence_id], position, chunks, selector).cut(sequence_id, base)
 

@@ -5,8 +5,6 @@ can share them: if the configured selector has an entry in `LANDMARKS`, its land
 All other landmarks are kept here.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 
 from torch import Tensor

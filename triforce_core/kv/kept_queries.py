@@ -4,8 +4,6 @@ Every pass of the target keeps its queries, but few snapshots are cut. So querie
 and the queries of several passes are joined only when somebody asks for them.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass
 
@@ -23,9 +21,7 @@ class Pass:
 
 
 class KeptQueries:
-    """The queries of one text. `of` returns the queries at `positions`. This range ends where the last pass ended;
-    after `expect`, it ends where the expected pass will end.
-    """
+    """The queries of one text. `of` returns those at `positions`, which end where the last or expected pass does."""
 
     def __init__(self, num_layers: int) -> None:
         self.num_layers = num_layers

@@ -4,8 +4,6 @@ They are computed during prefill, so that the first cut need not read all keys o
 that are missing. docs/selectors.md#what-is-kept-per-request
 """
 
-from __future__ import annotations
-
 import numpy as np
 import torch
 from torch import Tensor

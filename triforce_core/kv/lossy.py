@@ -2,8 +2,6 @@
 the tokens that the model gives with its full cache. docs/eviction.md
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from math import ceil
 from typing import NoReturn

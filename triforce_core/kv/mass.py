@@ -4,8 +4,6 @@ Attention kernels do not report the attention weights, so the weights are comput
 keys.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 import torch

@@ -1,7 +1,5 @@
 """Memory for KV off the device, and checks for room before a pool is made, so that a refusal can give numbers."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import tempfile
@@ -29,9 +27,7 @@ def free_bytes(place: Place) -> int:
 
 
 def check_room(place: Place, num_bytes: int, setting: str, value: object, remedy: str, beside: int = 0) -> None:
-    """Raise `InvalidValueError` unless `num_bytes` of KV fit, and `beside` more for what goes with it. The error names
-    `setting`, whose `value` makes the KV this large.
-    """
+    """Raise `InvalidValueError`, naming `setting`, unless `num_bytes` of KV and `beside` more for other things fit."""
     free, more = free_bytes(place), f", and {gib(beside)} for snapshots and passes," if beside else ""
     rule = f"takes {gib(num_bytes)} for KV{more} in {named(place)}, where {gib(free)} are free: {remedy}"
     require(num_bytes + beside <= free, setting, value, rule)

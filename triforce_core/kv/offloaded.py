@@ -5,8 +5,6 @@ staging buffer has as many slots as a layer's pool, so that attention is the sam
 sees are copied. docs/decisions/0013-offload.md
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,12 +56,7 @@ class OffloadedKV(FullKV):
     """From layer `resident_layers` on, `keys` and `values` lie in host memory or in the file, not on the device."""
 
     def __init__(
-        self,
-        geometry: KVGeometry,
-        pool_tokens: int,
-        kernel: Kernel,
-        offload: Offload,
-        **options: Any,
+        self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, offload: Offload, **options: Any
     ) -> None:
         """`options`: as those of `FullKV`.
 
@@ -118,9 +111,7 @@ class OffloadedKV(FullKV):
         return self.staging[(layer - self.resident_layers) % len(self.staging)]
 
     def _fetch(self, layer: int, batch: Batch) -> None:
-        """Start copying this layer's slots that the batch sees, after the previous layer in the buffer has attended.
-        Slots that several rows see are copied once.
-        """
+        """Start copying the slots that the batch sees, once each, after the buffer's previous layer has attended."""
         staging = self._staging(layer)
         visible = union([slots for row in batch.rows for slots in row.placed.visible])
         with self.stream.copying(after=staging.attended):

@@ -4,8 +4,6 @@ Only memory that is pinned is copied while host and device do other things; and 
 a buffer of its own, at half the speed. While one buffer is on the link, the host fills or reads the other.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -89,9 +87,7 @@ class PinnedStaging:
         return into
 
     def gather(self, rows: Tensor, index: Tensor, into: Tensor) -> None:
-        """Bring `rows[index]` to the device, into `into` [count, dim]. `rows` [all, dim] and `index` [count] int64 are
-        on the host.
-        """
+        """Bring `rows[index]` to the device, `into` [count, dim]. `rows` [all, dim], `index` [count]: on the host."""
         self.send(partial(gather_rows, rows, index), into)
 
     def numbers(self, source: Tensor) -> Tensor:

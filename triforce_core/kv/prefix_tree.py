@@ -1,9 +1,6 @@
-"""Which texts the pool holds KV of, as a radix tree: texts that begin alike share nodes. Plain integers, no tensors.
-
-A node is a run of tokens and the range of slots that holds their KV. Nodes begin and end at whole chunks. They never
-change, except that they are split, and that the last one of a text grows while only one sequence uses it. What the tree
-does depends only on the calls made on it, never on a clock, so that all ranks do the same.
-docs/decisions/0024-shared-documents.md
+"""Which texts the pool holds KV of, as a radix tree: a node is a run of tokens, whole chunks, and the range of slots
+with their KV, and texts that begin alike share nodes. Plain integers, no tensors. It depends only on the calls made on
+it, never on a clock, so that all ranks do the same. docs/decisions/0024-shared-documents.md
 """
 
 from __future__ import annotations
@@ -42,9 +39,7 @@ class Node:
 
 @dataclass(eq=False, slots=True)
 class Cursor:
-    """How much of the beginning of a text the tree holds. It is kept while the text waits, so that each further look
-    compares only what has not been compared.
-    """
+    """How much of a text's beginning the tree holds, kept while it waits: each look compares only what is new."""
 
     salt: str
     text: list[int]
@@ -109,9 +104,7 @@ class PrefixTree:
             yield node
 
     def idle_ranges(self, spared: Node | None = None, depth: int = 0) -> list[Range]:
-        """The slots of nodes that no sequence uses, without the first `depth` tokens of the text that ends with
-        `spared`.
-        """
+        """The slots of unused nodes, without the first `depth` tokens of the text that ends with `spared`."""
         path = [] if spared is None else [node for node in self.path(spared) if node.start < depth]
         kept = {node.serial: min(node.stop, depth) - node.start for node in path}
         idle = [(node.slots[0] + kept.get(node.serial, 0), node.slots[1]) for node in self.nodes() if not node.users]
@@ -120,10 +113,7 @@ class PrefixTree:
     # -- use -----------------------------------------------------------------------------------------------------------
 
     def enter(self, salt: str, node: Node | None = None, depth: int = 0) -> Node:
-        """A sequence uses the first `depth` tokens of the text that ends with `node`; returns the node where they end.
-
-        `depth` is a multiple of the chunk size and at most `node.stop`.
-        """
+        """A sequence uses the first `depth` tokens, whole chunks, of the text to `node`; returns where they end."""
         self.calls += 1
         while node is not None and node.parent is not None and node.start >= depth:
             node = node.parent

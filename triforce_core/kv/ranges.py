@@ -8,12 +8,9 @@ Range = tuple[int, int]  # [start, stop)
 
 
 class RangeAllocator:
-    """Allocates ranges of a pool of `num_slots` slots: one range if one fits, several if the pool is fragmented.
-
-    The owner of a range may wish for the slots behind it, so that the range can grow in place. Wished slots are
-    allocated to others only when no free range without them is long enough.
-
-    All ranges begin and end at multiples of `unit`: what is asked for is rounded up.
+    """Allocates ranges of a pool of `num_slots` slots, multiples of `unit`: one range if one fits, several if the pool
+    is fragmented. The owner of a range may wish for the slots behind it, to grow in place; others get these only when
+    no other free range is long enough.
     """
 
     def __init__(self, num_slots: int, unit: int = 1) -> None:
@@ -49,9 +46,7 @@ class RangeAllocator:
         return None
 
     def allocate(self, count: int, most_ranges: int | None = None, wish: int = 0) -> list[Range] | None:
-        """`count` slots in at most `most_ranges` ranges, with a wish for `wish` more behind the last; None if there is
-        no room. From the smallest range that fits, otherwise from the largest ranges.
-        """
+        """`count` slots in few ranges, with a wish for `wish` more behind the last; None if there is no room."""
         planned = self.plan(count, most_ranges, wish)
         if planned is not None:
             self.take(planned, wish)
@@ -102,13 +97,8 @@ class RangeAllocator:
 
 def united(ranges: list[Range]) -> list[Range]:
     """The same slots in ascending order, adjacent ranges merged. No slot may be in two of the ranges."""
-    merged: list[Range] = []
-    for start, stop in sorted(ranges):
-        if merged and merged[-1][1] == start:
-            merged[-1] = (merged[-1][0], stop)
-        else:
-            assert not merged or merged[-1][1] < start, "a slot was freed twice"
-            merged.append((start, stop))
+    merged = union(ranges)
+    assert size_of(merged) == size_of(ranges), "a slot was freed twice"
     return merged
 
 

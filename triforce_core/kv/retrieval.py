@@ -3,8 +3,6 @@
 Forwarding tokens cannot restore KV below the snapshot's position; that takes another snapshot.
 """
 
-from __future__ import annotations
-
 import threading
 from dataclasses import dataclass
 
@@ -42,12 +40,10 @@ class RetrievalKV(FixedKV):
         self.lock = threading.Lock()
 
     def take(self, snapshot: Snapshot) -> bool:
-        """Accept a snapshot; False if it is refused. Refused are: a version older than the latest here; changes to a
-        version that is not the latest here; changes while `MAX_WAITING` snapshots of the sequence wait; a snapshot
-        larger than the budget; a snapshot of a released sequence.
-
-        A snapshot may arrive before its sequence is stated here. When snapshots of more than `max_sequences` sequences
-        wait, the oldest are dropped. So snapshots that are never installed do not pile up.
+        """Accept a snapshot; False if it is refused: older than the latest here; changes to another version than the
+        latest, or beyond `MAX_WAITING`; larger than the budget; of a released sequence. It may arrive before its
+        sequence is stated. Of more than `max_sequences` sequences that wait, the oldest are dropped, so that none pile
+        up.
         """
         with self.lock:
             if snapshot.sequence_id in self.released:
@@ -132,10 +128,7 @@ class RetrievalKV(FixedKV):
         )
 
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
-        """Copy newer snapshots into the pool; return whether any had arrived.
-
-        This is the only tensor work of this cache outside `attend`.
-        """
+        """Copy newer snapshots into the pool, its only tensor work but `attend`; returns whether any had arrived."""
         with self.lock:
             waiting, before = self.arrived.pop(sequence_id, []), held.version
             for snapshot in waiting:

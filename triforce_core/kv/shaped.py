@@ -5,8 +5,6 @@ The tensors of such a pass keep their addresses from one pass to the next. Whate
 into one of them, `inputs`; it changes the values that the device computes with, but not its operations.
 """
 
-from __future__ import annotations
-
 from itertools import chain
 from typing import NamedTuple
 

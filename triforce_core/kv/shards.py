@@ -3,8 +3,6 @@
 `join` makes one snapshot of the snapshots that the ranks cut; `split` divides a snapshot into the ranks' shares.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import torch

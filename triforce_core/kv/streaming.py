@@ -1,17 +1,11 @@
-"""The draft tier's cache: attention sinks and a window of the last tokens (StreamingLLM, Xiao et al. 2023).
-
-Tokens have the consecutive positions 0, 1, 2 … of a small cache, whatever their position in the text. When the cache is
-full, the sinks stay and the last `window` tokens are forwarded again directly after them. That is one small pass every
-`slack` tokens instead of rotating all keys at every step, and exact for any rotary embedding.
-docs/decisions/0003-streaming-window.md
+"""The draft tier's cache: attention sinks and a window of the last tokens (StreamingLLM, Xiao et al. 2023), at the
+positions 0, 1, 2 … of a small cache. When it is full, the last `window` tokens are forwarded again directly after the
+sinks: one small pass every `slack` tokens, exact for any rotary embedding. docs/decisions/0003-streaming-window.md
 """
-
-from __future__ import annotations
 
 from dataclasses import dataclass
 
 from triforce_core.attention import Kernel
-from triforce_core.errors import require
 from triforce_core.kv.base import Held, KVGeometry, Placement
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.ranges import Range, sliced
@@ -25,11 +19,6 @@ class WindowSettings:
     sinks: int = 4  # as in the paper; more sinks gain nothing
     window: int = 252
     slack: int = 128  # tokens by which the window may grow, drafted ones included, before it is moved
-
-    def __post_init__(self) -> None:
-        require(self.sinks >= 0, "sinks", self.sinks, "must be 0 or more tokens")
-        require(self.window >= 1, "draft.window", self.window, "must be at least 1 token")
-        require(self.slack >= 1, "slack", self.slack, "must be at least 1 token")
 
     @property
     def capacity(self) -> int:

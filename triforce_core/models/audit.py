@@ -5,8 +5,6 @@ is at the edge of top-k or top-p. Rounding moves all logits a little; a defect o
 much further.
 """
 
-from __future__ import annotations
-
 import logging
 from dataclasses import dataclass
 
@@ -39,9 +37,7 @@ class AuditCounts:
 
 
 class SpareSlots:
-    """Stands in for the target's cache in the audit's passes: plain attention over its pool, without keeping queries,
-    so that the cache's own records do not change.
-    """
+    """Stands in for the target's cache in audits: attention over its pool that changes none of its records."""
 
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv

@@ -3,8 +3,6 @@
 Does not load torch.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")

@@ -1,7 +1,5 @@
 """The devices and dtypes that settings may name, and checks that this machine has them."""
 
-from __future__ import annotations
-
 import torch
 
 from triforce_core.errors import InvalidValueError, require

@@ -1,7 +1,5 @@
 """Drawing a model's own tokens from the logits of a pass."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -19,17 +17,13 @@ class Drawer:
     """Draws for one tier. Keeps, for each sequence whose parameters edit logits, what the edits depend on."""
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None, *, wait_for_grammars: bool) -> None:
-        """`grammars`: None if this tier decodes without them. `wait_for_grammars`: wait until a grammar is compiled;
-        otherwise decode without it until then.
-        """
+        """`grammars`: None: this tier decodes without. `wait_for_grammars`: else without one that is not compiled."""
         self.runner, self.grammars, self.wait_for_grammars = runner, grammars, wait_for_grammars
         self.edits: dict[int, Edits] = {}  # by sequence id
 
     @torch.inference_mode()
     def draw(self, logits: LogitsOf) -> dict[int, list[int]]:
-        """The model's own tokens at these positions; `NO_TOKEN` where the parameters exclude all tokens. The host waits
-        for the device once.
-        """
+        """The model's own tokens; `NO_TOKEN` where the parameters exclude all. The host waits for the device once."""
         if not logits:
             return {}
         edited = self._edited(logits)
@@ -44,9 +38,7 @@ class Drawer:
 
     @torch.inference_mode()
     def perturbed(self, logits: LogitsOf) -> Tensor:
-        """The perturbed logits, [Σ positions, vocab] float64. `draw` takes the token with the greatest value of each
-        row.
-        """
+        """The perturbed logits, [Σ positions, vocab] float64; the greatest of each row is what `draw` takes."""
         return perturbed_logits(self._edited(logits), self._draws(logits))
 
     def _draws(self, logits: LogitsOf) -> list[Draw]:

@@ -2,8 +2,6 @@
 log says so. A setting that asks for the optimisation explicitly is refused.
 """
 
-from __future__ import annotations
-
 import logging
 from functools import cache
 
@@ -19,9 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def fall_back(setting: str, mode: str, lost: str, why: str, remedy: str) -> None:
-    """With `auto` log what is lost and why; else raise `InvalidValueError`. `why` must continue a sentence that begins
-    with the setting and its value.
-    """
+    """With `auto` log what is lost and why, else raise `InvalidValueError`; `why` continues `setting: mode`."""
     if mode != "auto":
         raise InvalidValueError(setting, mode, f"{why}: {remedy}") from None
     say(f"{setting}: auto: {lost}, so passes are slower, because {setting} {why}; to start without this: {remedy}")

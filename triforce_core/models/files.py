@@ -4,8 +4,6 @@ Models with features that this engine does not support are refused here, naming 
 import this module alone, in half the time of load.py.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from importlib.util import find_spec
@@ -202,9 +200,3 @@ def check_quantization(kind: str | None) -> None:
     """Raise `InvalidValueError` if quantised weights are asked for and torchao, which makes them, is not installed."""
     missing = kind is not None and find_spec("torchao") is None
     require(not missing, "retrieval.quantization", kind, "needs the package torchao: pip install torchao")
-
-
-def check_same_vocabulary(target: PretrainedConfig, drafter: PretrainedConfig) -> None:
-    """Raise `InvalidValueError` if the vocabulary sizes differ: the part of `check_pair` that needs no files."""
-    rule = f"must be the target's, {target.vocab_size}, {OR_NONE}"
-    require(drafter.vocab_size == target.vocab_size, "drafter.vocab_size", drafter.vocab_size, rule)

@@ -1,12 +1,7 @@
-"""Fused kernels for the element-wise parts of a model, by torch.compile: norms, rotary embeddings, gated activations;
-and for the draw of its tokens.
-
-Even in a CUDA graph such a part costs one kernel per operator, some two microseconds each, however small. The compiled
-code is transformers' own: each function is compiled once for all layers and lengths, and once more for a single token.
-docs/decisions/0015-graphs.md
+"""Fused kernels, by torch.compile, for norms, rotary embeddings, gated activations and the draw of tokens: even in a
+CUDA graph each of their operators costs a kernel of two microseconds. The compiled code is transformers' own, compiled
+once for all layers and lengths, and once more for a single token. docs/decisions/0015-graphs.md
 """
-
-from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,11 +26,9 @@ Function = Callable[..., Any]
 
 def fuse(model: PreTrainedModel, settings: Settings) -> bool:
     """Replace parts of the model by fused kernels, in place, where the settings ask for it; returns whether the model
-    has them. Compiling takes seconds. A second call for the same model compiles nothing.
-
-    A model that is divided over ranks, or has no suitable parts, is left as it is; with `compile: on` the log says so.
-    If the compiler is missing, fails or runs out of memory, `compile: auto` leaves the model as it is and logs the
-    reason, and `compile: on` raises `InvalidValueError`.
+    has them. Compiling takes seconds, once per model. A model that is divided over ranks, or has no suitable parts,
+    stays as it is. If the compiler fails or memory runs out, so it does with `compile: auto`; `on` raises
+    `InvalidValueError`.
     """
     if not settings.fused:
         return False
@@ -62,9 +55,7 @@ def fuse(model: PreTrainedModel, settings: Settings) -> bool:
 
 @torch.inference_mode()
 def fused_noisiest(settings: Settings, vocab_size: int, device: torch.device) -> Noisiest:
-    """`noisiest` as one or two kernels instead of some thirty, compiled now, as in `compile_kernels`. A failure is
-    handled as in `fuse`.
-    """
+    """`noisiest` as one or two kernels instead of some thirty, compiled now. Failures are handled as in `fuse`."""
     fused: Noisiest = compiled(noisiest)
     try:
         with compiling():
@@ -109,9 +100,7 @@ def set_fused_forwards(model: PreTrainedModel) -> None:
 
 
 def rotates(module: nn.Module) -> bool:
-    """Whether the module is an attention module that rotates by a plain function. The package `kernels` replaces that
-    function by a module, which is a kernel already.
-    """
+    """Whether it is attention that rotates by a plain function; the package `kernels` has a module in its place."""
     forward: Function = type(module).forward
     if not isinstance(forward, FunctionType) or ROTATE not in forward.__code__.co_names:
         return False
@@ -125,19 +114,13 @@ def is_norm(module: nn.Module) -> bool:
         len(weights) > 0
         and are_plain(weights)
         and all(weight.dim() == 1 for weight in weights)
-        and has_no_children(module)
+        and not [*module.children()]
     )
 
 
 def is_gated(module: nn.Module) -> bool:
-    """Whether the module is a gated feed-forward block with plain weights. Its matrix products are left to the library:
-    only the operations between them are fused.
-    """
+    """Whether it is a gated feed-forward block with plain weights, of which all but the products is fused."""
     return dict(module.named_children()).keys() == GATED and are_plain([*module.parameters()])
-
-
-def has_no_children(module: nn.Module) -> bool:
-    return next(module.children(), None) is None
 
 
 def are_plain(weights: list[nn.Parameter]) -> bool:
@@ -152,9 +135,7 @@ def rotating(forward: Function) -> Function:
 
 
 def compiled(function: Function) -> Function:
-    """The function compiled for tensors of any sizes. It is a copy, because torch compiles one function at most eight
-    times.
-    """
+    """The function compiled for tensors of any sizes; a copy, because torch compiles one at most eight times."""
     return torch.compile(copied(function), dynamic=True)
 
 

@@ -1,12 +1,8 @@
-"""Passes over few tokens with constant buffers, captured as CUDA graphs. One graph launch replaces a thousand kernel
-launches, which are most of the cost of a small model or a sparse cache on a GPU.
-
-There is one pass per shape (sequences, tokens of each). A batch goes to the smallest pass that has room for it, or else
-to an ordinary pass. Without capture the same code runs on any device, as the eager pass; tests use that.
-docs/decisions/0015-graphs.md
+"""Passes over few tokens with constant buffers, captured as CUDA graphs: one launch in place of a thousand kernel
+launches, which are most of the cost of a small model on a GPU. A batch goes to the smallest shape (sequences, tokens of
+each) that has room for it, or else to an ordinary pass. The eager pass runs the same code on any device, without
+capture. docs/decisions/0015-graphs.md
 """
-
-from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
@@ -96,9 +92,7 @@ class ShapedPasses:
         self.passes = sorted(passes, key=lambda each: each.batch.shape.tokens)
 
     def forward(self, batch: Batch) -> Tensor | None:
-        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None if the batch fits no
-        shape.
-        """
+        """The sampled tokens' logits, [Σ num_sampled, vocab] float32, in the rows' order; None if no shape has room."""
         smallest = next((each for each in self.passes if each.batch.has_room(batch)), None)
         if smallest is None:
             return None
@@ -112,10 +106,8 @@ def shaped_passes(
     model: PreTrainedModel, kv: KVCache, settings: Settings, most_queries: int, *, fused: bool = False
 ) -> ShapedPasses | None:
     """The passes for batches of up to `max_sequences` sequences with up to `most_queries` tokens each. None if the
-    settings ask for no such passes or the cache does not support them; in the second case the log says so, unless
-    `graphs` is auto. `fused`: compile the attention to the pass's own tokens as well.
-
-    If memory runs out, `graphs: auto` logs it and returns None; other values raise `InvalidValueError`.
+    settings ask for none, the cache does not support them, or with `graphs: auto` memory runs out, which the log says;
+    other values raise `InvalidValueError` then. `fused`: also compile the attention to the pass's own tokens.
     """
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":

@@ -4,8 +4,6 @@ A pass over few tokens then launches 96 kernels less over 32 layers, and each pr
 at the device's bandwidth. Done on CUDA only: on a CPU a launch costs nothing, and the rounding would differ.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -54,12 +52,9 @@ class Part(nn.Module):
 
 @torch.no_grad()
 def join_projections(model: PreTrainedModel) -> None:
-    """Join the linear layers of each attention and feed-forward block, in place. What is quantised or divided over
-    ranks stays as it is, and so does what was joined before.
-
-    Blocks are joined one after another, and each one's old weights are freed before the next is joined, so that at no
-    time more than one block's weights are held twice. Where there is no memory for that, the other blocks stay as they
-    are.
+    """Join the linear layers of each attention and feed-forward block, in place; not what is quantised, divided over
+    ranks or joined. One block after another, so that no more than one's weights are held twice; where there is no
+    memory for that, the other blocks stay as they are.
     """
     if (model.tp_size or 1) > 1:
         return

@@ -3,8 +3,6 @@
 Models with features that this engine does not support are refused, naming the feature.
 """
 
-from __future__ import annotations
-
 from itertools import accumulate
 from typing import Any
 

@@ -1,12 +1,7 @@
-"""Weights of linear layers in oneDNN's own layout, on the CPUs where that is faster.
-
-Drafts and the passes that verify them have few tokens, so their products need take no longer than reading the weights.
-PyTorch's ordinary product may take several times as long. oneDNN's product, with a weight that oneDNN has rearranged
-once, does not.
+"""Weights of linear layers in oneDNN's own layout, on the CPUs where that is faster: passes over few tokens then take
+no longer than reading the weights, where PyTorch's ordinary product may take several times as long.
 docs/decisions/0028-small-tiers.md
 """
-
-from __future__ import annotations
 
 from pathlib import Path
 
@@ -33,11 +28,9 @@ class Packed(nn.Module):
 
 @torch.no_grad()
 def pack_weights(model: PreTrainedModel) -> None:
-    """Pack the linear layers, in place, where this CPU is faster with packed weights. What is quantised or divided over
-    ranks stays as it is, and so does what was packed before. Old weights are freed one after another.
-
-    Packed weights are this process's own memory, even if the old ones were a view of the model's file. An output head
-    that shares its weight with the input embedding gets a copy of its own.
+    """Pack the linear layers, in place, where that is faster; not what is quantised, divided over ranks or packed.
+    Packed weights are this process's own memory. An output head that shares its weight with the input embedding gets a
+    copy.
     """
     if (model.tp_size or 1) > 1 or not packing_pays(model.dtype):
         return
@@ -48,10 +41,8 @@ def pack_weights(model: PreTrainedModel) -> None:
 
 
 def packing_pays(dtype: torch.dtype, cpuinfo: Path = CPUINFO) -> bool:
-    """Whether this CPU is faster with packed weights of this type.
-
-    The kind of CPU decides this, not a measurement. The two products round differently, so two replicas on machines of
-    the same kind could draw different tokens if their measurements disagreed.
+    """Whether this CPU is faster with packed weights of this type: by its kind, not by a measurement, because the two
+    products round differently and replicas on equal machines must draw the same tokens.
     """
     if not torch.backends.mkldnn.is_available():
         return False

@@ -3,8 +3,6 @@
 A CPU without bfloat16 instructions multiplies bfloat16 many times slower than float32.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from triforce_core.config import Settings
@@ -14,9 +12,7 @@ BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the first two: Intel and
 
 
 def machine_dtype(device_type: str, cpuinfo: Path = CPUINFO) -> str:
-    """The fast precision of this machine's CPU or of CUDA. GPUs too old for bfloat16 are refused when a model is
-    loaded.
-    """
+    """The fast precision of this CPU or of CUDA; GPUs too old for it are refused when a model is loaded."""
     fast = device_type == "cuda" or BFLOAT16_FLAGS & cpu_flags(cpuinfo)
     return "bfloat16" if fast else "float32"
 

@@ -4,8 +4,6 @@ At worst it lowers acceptance, because the target verifies with unquantised weig
 transformer blocks are quantised; embeddings, norms and the output head stay as they are.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch
@@ -21,13 +19,9 @@ SAMPLE_TOKENS, REPEATS = 4, 20  # of the layer that is timed
 
 
 def quantize_weights(model: PreTrainedModel, kind: Quantization) -> None:
-    """Replace the weights of the linear layers in the transformer blocks by quantised ones, in place. Activations keep
-    the model's dtype. int8 and fp8 (e4m3) have one scale per row; int4 has a scale and a zero point per 128 values of a
-    row.
-
-    On a GPU one of the layers is timed before and after: if it is slower quantised, the log says so, with the times.
-
-    Raises `InvalidValueError` if torchao is missing, or cannot do it on this device.
+    """Replace the weights of the linear layers in the transformer blocks by quantised ones, in place: int8 and fp8
+    (e4m3) with one scale per row, int4 with a scale and a zero point per 128 values. On a GPU one layer is timed before
+    and after; if it is slower, the log says so. Raises `InvalidValueError` if torchao is missing or cannot do it here.
     """
     check_quantization(kind)
     from torchao import quantize_
@@ -98,9 +92,7 @@ def give_rows_a_scale(weight: nn.Parameter) -> None:
 
 
 def configuration(kind: Quantization) -> Any:
-    """torchao's configuration of this kind. Its process-wide settings are left alone, because older versions of torchao
-    lower the precision of all float32 products with them, the target's included.
-    """
+    """torchao's configuration; its process-wide settings, which may change float32 products, are left alone."""
     from torchao.quantization import Float8WeightOnlyConfig, Int4WeightOnlyConfig, Int8WeightOnlyConfig
 
     if kind == "int8":

@@ -1,12 +1,9 @@
 """The ranks of tensor parallelism: processes on one machine that each hold a share of a model and of its KV heads, and
-run its passes together.
+run its passes together. docs/decisions/0014-pairs.md
 
-Rank 0 is the leader and represents the tier to others. A Unix socket from the leader to each follower carries commands.
-It closes when either process ends, so no rank outlives the others. Tensors go through torch.distributed, by NCCL
-between GPUs and by gloo on CPUs. docs/decisions/0014-pairs.md
+Rank 0 leads. A Unix socket to each follower carries commands and closes when either process ends, so no rank outlives
+the others. Tensors go through torch.distributed, by NCCL between GPUs and by gloo on CPUs.
 """
-
-from __future__ import annotations
 
 import logging
 import os
@@ -101,9 +98,7 @@ class Group(ABC):
 
 
 def hang_up(connection: Connection) -> None:
-    """Close the connection so that the other end notices at once. `close` alone would keep it open while this process's
-    `_watch` thread polls it.
-    """
+    """Close the connection so that the other end notices at once, even while the `_watch` thread polls it."""
     with socket.fromfd(connection.fileno(), socket.AF_UNIX, socket.SOCK_STREAM) as end, suppress(OSError):
         end.shutdown(socket.SHUT_RDWR)
     connection.close()
@@ -116,9 +111,7 @@ class Leader(Group):
     pids: tuple[int, ...] = ()  # the followers' process ids, by rank
 
     def expect(self, num_tokens: int) -> None:
-        """Set the timeout of collectives for a pass over `num_tokens` tokens. When it runs out, the leader ends, and
-        with it all ranks.
-        """
+        """Set the timeout for a pass over `num_tokens` tokens. If it runs out, the leader ends, and all ranks."""
         self.timeout_s = pass_timeout_s(num_tokens)
         _set_pg_timeout(timedelta(seconds=self.timeout_s))
 

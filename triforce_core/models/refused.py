@@ -3,8 +3,6 @@
 To refuse another kind, add a row to `REFUSED` and a case to `tests/unit/core/models/test_refused.py`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, NamedTuple
 

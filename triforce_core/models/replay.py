@@ -1,12 +1,8 @@
 """Replay: the followers of a tier repeat, on their KV caches and in order, every call by which the leader changes its
-own cache.
-
-The bookkeeping of a cache depends only on the calls made on it, so the ranks need to exchange nothing but the calls.
-The leader's runner, scheduler and snapshot policy call a `LeadingKV` as if it were the cache itself; its `prepare`
-broadcasts the pass. On each follower a `CallExecutor` makes the same calls.
+own. The bookkeeping of a cache depends only on these calls, so the ranks exchange nothing else. The leader's runner,
+scheduler and snapshot policy call a `LeadingKV` as if it were the cache; on each follower a `CallExecutor` repeats the
+calls.
 """
-
-from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +12,6 @@ from torch import Tensor
 
 from triforce_core.kv.base import Batch, Forward, Held, KVCache, KVGeometry
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.shards import split
@@ -33,7 +28,7 @@ class LeadingKV:
     """The leader's cache of one tier; it broadcasts every change to the followers."""
 
     def __init__(self, kv: KVCache, tier: Tier, ranks: Leader) -> None:
-        self.kv, self.tier, self.ranks = kv, tier, ranks
+        self.kv, self.tier, self.ranks, self.room = kv, tier, ranks, kv.room
         self.order = threading.RLock()  # keeps calls and broadcasts in one order, because other threads bring snapshots
 
     @property
@@ -44,9 +39,6 @@ class LeadingKV:
     @property
     def held(self) -> Mapping[int, Held]:
         return self.kv.held
-
-    def room(self, held: Held) -> int:
-        return self.kv.room(held)
 
     def prepare(self, forwards: list[Forward]) -> Batch:
         with self.order:
@@ -66,13 +58,14 @@ class LeadingKV:
 
 
 class LeadingFullKV(LeadingKV):
-    """The leader's cache of the target. `gathered`: `cut` returns whole snapshots, for another process; else it returns
-    this rank's share.
-    """
+    """The leader's cache of the target. `gathered`: `cut` returns whole snapshots, else this rank's share."""
 
     def __init__(self, kv: FullKV, ranks: Leader, *, gathered: bool) -> None:
         super().__init__(kv, Tier.TARGET, ranks)
         self.full, self.gathered = kv, gathered
+        # What only reads changes no rank's cache.
+        self.look, self.matched, self.can_open = kv.look, kv.matched, kv.can_open
+        self.keys_after, self.hemmed_in = kv.keys_after, kv.hemmed_in
 
     @property
     def used_tokens(self) -> int:
@@ -86,27 +79,12 @@ class LeadingFullKV(LeadingKV):
     def dropped_tokens(self) -> int:
         return self.full.dropped_tokens
 
-    def look(self, spec: SequenceSpec, text: list[int]) -> Cursor | None:
-        return self.full.look(spec, text)
-
-    def matched(self, cursor: Cursor) -> int:
-        return self.full.matched(cursor)
-
-    def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None = None) -> bool:
-        return self.full.can_open(spec, tokens, cursor)
-
     def open(
         self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None, text: Sequence[int] = ()
     ) -> Held | None:
         with self.order:
             self.broadcast(CallExecutor.open, sequence_id, spec, tokens, tuple(text))
             return self.full.open(sequence_id, spec, tokens, text)
-
-    def keys_after(self, tokens: int) -> int:
-        return self.full.keys_after(tokens)
-
-    def hemmed_in(self, sequence_id: int) -> bool:
-        return self.full.hemmed_in(sequence_id)
 
     def grow(self, sequence_id: int, tokens: int) -> bool:
         with self.order:
@@ -130,7 +108,7 @@ class LeadingRetrievalKV(LeadingKV):
 
     def __init__(self, kv: RetrievalKV, ranks: Leader) -> None:
         super().__init__(kv, Tier.RETRIEVAL, ranks)
-        self.sparse = kv
+        self.sparse, self.confirmed, self.is_live = kv, kv.confirmed, kv.is_live
         self.taken: list[list[Snapshot]] = []  # snapshots not sent to the followers yet, as the shares of all ranks
 
     def take(self, snapshot: Snapshot) -> bool:
@@ -141,12 +119,6 @@ class LeadingRetrievalKV(LeadingKV):
             if accepted:
                 self.taken.append(shares)
         return accepted
-
-    def confirmed(self, sequence_id: int) -> int:
-        return self.sparse.confirmed(sequence_id)
-
-    def is_live(self, sequence_id: int) -> bool:
-        return self.sparse.is_live(sequence_id)
 
     def drop_unstated(self) -> None:
         with self.order:
@@ -204,9 +176,7 @@ class CallExecutor:
         self.runners[tier].forward(forwards)  # the logits are dropped: every rank has the same
 
     def open(self, sequence_id: int, spec: SequenceSpec, tokens: int | None, text: tuple[int, ...]) -> None:
-        """Open a sequence in the target's cache; the retrieval tier's cache opens its sequences by itself. Each rank
-        matches the text with the KV in its own pool.
-        """
+        """Open a sequence in the target's cache. Each rank matches the text with the KV in its own pool."""
         self.full.open(sequence_id, spec, tokens, text)
 
     def grow(self, sequence_id: int, tokens: int) -> None:

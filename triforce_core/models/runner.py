@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -10,11 +11,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.costs import MANY_TOKENS, Part
+from triforce_core.costs import MANY_TOKENS, Part, PassCosts
 from triforce_core.kv.base import Batch, Forward, KVCache, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
-from triforce_core.models.pass_clock import PassClock
 from triforce_core.models.threads import Threads, run_on
 from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.transfer import on_device
@@ -23,10 +23,41 @@ if TYPE_CHECKING:
     from triforce_core.models.replay import LeadingKV
 
 
-class ModelRunner:
-    """Runs a model over a KV cache. Several runners may share one model; each has its own cache and passes of constant
-    shape.
+Moment = float | torch.cuda.Event
+
+
+class PassClock:
+    """Times the passes of one runner, without waiting for the device.
+
+    On a CPU a pass has ended when its call returns. On a GPU it has only been queued then: events are recorded
+    before and after it, and read at some later pass, once they have happened.
     """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.costs = device, PassCosts()
+        self.queued: deque[tuple[list[Part], torch.cuda.Event, torch.cuda.Event]] = deque()
+
+    def now(self) -> Moment:
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self.device))
+        return event
+
+    def passed(self, parts: list[Part], began: Moment) -> None:
+        """Add a pass over these parts, which began at that moment and ends now, to the costs."""
+        ended = self.now()
+        if isinstance(began, float) and isinstance(ended, float):
+            self.costs.add(parts, ended - began)
+        elif isinstance(began, torch.cuda.Event) and isinstance(ended, torch.cuda.Event):
+            self.queued.append((parts, began, ended))
+        while self.queued and self.queued[0][2].query():
+            past, first, last = self.queued.popleft()
+            self.costs.add(past, first.elapsed_time(last) / 1e3)
+
+
+class ModelRunner:
+    """Runs a model, which others may share, over a KV cache and passes of constant shape of its own."""
 
     def __init__(
         self,

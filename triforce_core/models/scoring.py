@@ -1,13 +1,17 @@
-"""The logprobs that requests ask for, from the logits of the target's passes."""
+"""The logprobs that requests ask for, from the logits of the target's passes: in the model's own distribution, before
+any sampling parameter, as OpenAI has them.
+"""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from triforce_core.messages import Claim, SequenceSpec, TokenLogprobs, Verdict
-from triforce_core.sampling.logprobs import token_logprobs
+from triforce_core.transfer import on_device
+
+ROWS_TOGETHER = 64  # bounds the memory of the normalised copy
 
 
 class Scorer:
@@ -17,9 +21,7 @@ class Scorer:
         self.reported: dict[int, int] = {}  # by sequence id, how many prompt tokens
 
     def num_positions(self, claim: Claim, spec: SequenceSpec) -> int:
-        """For how many of the text's last positions the pass must return logits, so that the logprobs of the claim's
-        prompt tokens can be reported.
-        """
+        """Of how many last positions the pass must return logits to report the claim's prompt tokens."""
         reported = self.reported.get(claim.span.sequence_id, 0)
         if spec.prompt_logprobs is None or reported >= min(spec.prompt_length, claim.span.end):
             return 0
@@ -49,3 +51,17 @@ class Scorer:
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
             self.reported.pop(sequence_id, None)
+
+
+@torch.inference_mode()
+def token_logprobs(logits: Tensor, tokens: Sequence[int], num_top: int) -> tuple[TokenLogprobs, ...]:
+    """Each token's logprob under its row of logits [tokens, vocab] float32, with the `num_top` most probable tokens."""
+    found: list[TokenLogprobs] = []
+    given = on_device(tokens, torch.int64, logits.device)
+    for some, wanted in zip(logits.split(ROWS_TOGETHER), given.split(ROWS_TOGETHER), strict=True):
+        normalised = some.log_softmax(-1)
+        own = normalised.gather(-1, wanted[:, None])[:, 0].tolist()
+        values, ids = (best.tolist() for best in normalised.topk(num_top, dim=-1))
+        tops = (tuple(zip(*pair, strict=True)) for pair in zip(ids, values, strict=True))
+        found += [TokenLogprobs(logprob, top) for logprob, top in zip(own, tops, strict=True)]
+    return tuple(found)

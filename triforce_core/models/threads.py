@@ -1,7 +1,5 @@
 """On how many CPU threads the passes of a model run. Does not load transformers."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch
@@ -19,9 +17,7 @@ class Threads(NamedTuple):
 
 
 def threads_for(settings: Settings) -> Threads:
-    """The threads in the settings, or else all threads, divided evenly over the ranks. If `Settings.chooses_threads`,
-    the number for decoding is measured and set later.
-    """
+    """The threads in the settings, or all, divided over the ranks, until those for decoding are measured."""
     threads = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
     return Threads(decode=threads, prefill=threads)
 

@@ -1,7 +1,5 @@
 """Compiling a grammar within limits that are the same in each process, so that all of them allow the same tokens."""
 
-from __future__ import annotations
-
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 # The library counts its steps, so no limit depends on the speed of the machine. The worst expressions that we found

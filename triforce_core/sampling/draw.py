@@ -4,8 +4,6 @@ Drawing is some forty small operators on the device and copies of a few numbers 
 tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -46,10 +44,7 @@ def noisiest(warped: Tensor, keys: Tensor) -> Tensor:
 
 
 def perturbed_logits(logits: Tensor, draws: list[Draw]) -> Tensor:
-    """Logits [rows, vocab] → warped logits plus the noise of each row, float64; rows at temperature 0 get no noise.
-
-    The argmax of a row is its drawn token.
-    """
+    """Logits [rows, vocab] → warped ones plus noise, float64, none at temperature 0; a row's argmax is its token."""
     warped, noisy = warp(logits.float(), [d.sampling for d in draws]), noisy_rows(draws)
     if not noisy:
         return warped.double()

@@ -5,8 +5,6 @@ token. The order: repetition penalty, frequency and presence penalty, bias, excl
 words).
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 
 import torch
@@ -18,9 +16,7 @@ from triforce_core.transfer import on_device
 
 
 class TokenCounts:
-    """How often each token occurs in a text that grows and is cut back. The cost of an update depends on the change
-    alone.
-    """
+    """How often each token occurs in a text that changes. An update costs what the change does."""
 
     def __init__(self, prompt_length: int, vocab_size: int, device: torch.device) -> None:
         self.prompt_length = prompt_length

@@ -84,9 +84,7 @@ class Grammars:
         return matcher
 
     def state(self, grammar: str, *, wait: bool) -> GrammarState | None:
-        """A new state of the grammar. With `wait` off, None if it is not compiled yet, or the tokenizer cannot be
-        loaded.
-        """
+        """A new state of the grammar; None where it is not compiled, or has no tokenizer, and `wait` is off."""
         compiling = self.compile(grammar)
         if not wait and (not compiling.done() or compiling.exception()):
             return None

@@ -98,9 +98,7 @@ def no_token(guide: Guide | None, num_tokens: int) -> InvalidValueError:
 
 
 def json_grammar(schema: Any) -> str:
-    """The grammar of JSON as Python's json.dumps writes it: if white space were free, models would go on writing it
-    until max_tokens.
-    """
+    """The grammar of JSON as json.dumps writes it: with free white space, models would write it until max_tokens."""
     return LLMatcher.grammar_from_json_schema(kept(schema), defaults=JSON_STYLE)
 
 

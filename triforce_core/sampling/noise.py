@@ -4,8 +4,6 @@ Drawing `argmax(logit / T + g)` with standard Gumbel g samples the softmax exact
 As g depends only on (seed, position, vocabulary id), the token depends on these and the distribution alone.
 """
 
-from __future__ import annotations
-
 from typing import TypeVar
 
 import torch

@@ -3,8 +3,6 @@
 Whatever is rewritten allows the same texts or fewer, so that each output is valid under the schema as it was given.
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections.abc import Callable, Iterator
@@ -140,9 +138,7 @@ def _bound(direction: float) -> Callable[[Any], Any]:
 
 
 def _close_bounds(made: dict[str, Any]) -> None:
-    """The library allows some exclusive bounds towards zero themselves, unless the numbers are integers: name the next
-    number.
-    """
+    """Name the next number where the library would allow an exclusive bound itself: towards zero, unless integers."""
     if made.get("type") == "integer":
         return
     for exclusive, inclusive, direction in ("exclusiveMinimum", "minimum", 1), ("exclusiveMaximum", "maximum", -1):

@@ -5,8 +5,6 @@ each grammar is compiled in a process that the operating system ends at a limit.
 tiers, with the same effort.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import hashlib
@@ -57,10 +55,7 @@ class Vetting:
         self.listening.listen()
 
     async def error(self, grammar: str) -> str:
-        """Why the grammar can not be compiled; empty if it can.
-
-        Raises `InvalidValueError` for a tokenizer that llguidance cannot use, and what loading the tokenizer raises.
-        """
+        """Why the grammar cannot be compiled; empty if it can. Raises what loading the tokenizer raises."""
         digest = hashlib.sha256(grammar.encode()).digest()
         if digest not in self.verdicts:
             self.verdicts[digest] = asyncio.ensure_future(self._verdict(grammar))
@@ -139,10 +134,7 @@ class Handler(socketserver.StreamRequestHandler):
 
 
 def tokenizer_arguments(tokenizer: Any, vocab_size: int) -> dict[str, Any]:
-    """The arguments of llguidance's tokenizer for a tokenizer of transformers.
-
-    Raises `InvalidValueError` for one that llguidance cannot use.
-    """
+    """The arguments of llguidance's tokenizer. Raises `InvalidValueError` for one that it cannot use."""
     if not tokenizer.is_fast:
         raise InvalidValueError("grammar", type(tokenizer).__name__, "needs a fast tokenizer, which this model lacks")
     backend = copy(tokenizer.backend_tokenizer)

@@ -3,8 +3,6 @@
 The order is that of transformers' `generate`: temperature, top-k, top-p, min-p.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -123,20 +123,12 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{/*
-What `triforce serve` sets for Ray and Serve before it starts them (ENVIRONMENT of deploy/app.py), and HAProxy in place of
-Serve's own proxy, which takes milliseconds for each request. HAProxy's ports are fixed, and it outlives a Ray that is
-killed, so it suits pods only.
+What `triforce serve` sets for Ray and Serve before it starts them, and
+HAProxy in place of Serve's own proxy, which takes milliseconds for each request. HAProxy's ports are fixed, and it
+outlives a Ray that is killed, so it suits pods only.
 */}}
 {{- define "triforce.env" -}}
-- {name: RAY_USAGE_STATS_ENABLED, value: "0"}
-- {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
-- {name: RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S, value: "60"}
-- {name: RAY_worker_niceness, value: "0"}
-- {name: RAY_SERVE_USE_GRPC_BY_DEFAULT, value: "1"}
-- {name: RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH, value: "67108864"}
-- {name: RAY_SERVE_GRPC_MAX_MESSAGE_SIZE, value: "67108864"}
-- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: deploy.headers.middlewares}
-- {name: TOKENIZERS_PARALLELISM, value: "false"}
+{{ .Files.Get "files/environment.yaml" | trim }}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
 {{- if .Values.apiKeysSecret }}
 - {name: TRIFORCE_API_KEYS, value: /etc/triforce/api_keys}

@@ -15,8 +15,8 @@ import torch
 from actors.handover import (
     MAX_SENDING,
     ROW_BYTES,
-    ObjectStoreSink,
     Piece,
+    RaySink,
     SnapshotReceiver,
     checksum,
     cut_pieces,
@@ -218,7 +218,7 @@ def test_a_transport_that_is_not_installed_is_refused_by_name(monkeypatch: pytes
     sink_for(RetrievalSettings(), None)  # type: ignore[arg-type]
 
 
-class GatedSink(ObjectStoreSink):
+class GatedSink(RaySink):
     """Sends snapshots while the gate is open, and notes whose they were."""
 
     def __init__(self) -> None:

@@ -450,7 +450,7 @@ def test_a_claim_is_believed_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_stats_add_up() -> None:
-    from deploy.decode_stats import summed
+    from deploy.journal import summed
 
     one = pb.DecodeStats(
         prompt_tokens=3, queued_s=1, prefill_s=2, decode_s=3, rounds=4, decoded=5, snapshots=1, preempted=1, plan="a",

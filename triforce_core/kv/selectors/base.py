@@ -1,7 +1,5 @@
 """What a selector is, and what it sees of a text."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Protocol
 
@@ -45,9 +43,7 @@ class Selector(Protocol):
 
     @property
     def num_queries(self) -> int | None:
-        """How many of the latest queries it needs. None: all; their attention is summed as the text
-        grows (`Chunks.mass`).
-        """
+        """How many of the latest queries it needs; None: all, summed as the text grows (`Chunks.mass`)."""
         ...
 
     def scores(self, chunks: Chunks) -> Tensor:

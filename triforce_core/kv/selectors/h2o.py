@@ -4,8 +4,6 @@ Tokens that got much attention ("heavy hitters") are likely to get more. Unlike 
 nothing: a chunk that is not chosen now may be chosen at the next cut.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

@@ -3,8 +3,6 @@
 The mean over several queries is steadier than the last one alone, and finds less of what stands far back.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -5,8 +5,6 @@ attention of neighbouring tokens, so that the neighbours of a token with much at
 are chosen whole, so the chunk takes the place of the pooling kernel.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from torch import Tensor

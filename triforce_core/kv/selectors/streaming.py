@@ -3,8 +3,6 @@
 It is what the other selectors must beat. Nothing is computed, and a snapshot holds nothing from the middle of a text.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -38,9 +38,9 @@ from triforce_core.client import (
     UnavailableError,
     aio,
     client,
-    retry,
+    progress,
 )
-from triforce_core.client.retry import Attempts
+from triforce_core.client.progress import Attempts
 
 UNAVAILABLE, FULL = grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED
 
@@ -53,7 +53,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRIFORCE_API_KEY", raising=False)
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(progress, "FIRST_DELAY_S", 0.02)
 
 
 @contextmanager
@@ -140,7 +140,7 @@ def test_an_answer_that_is_too_long_is_not_asked_for_again(
 
 @pytest.mark.parametrize("method", ["generate", "stream"])
 def test_retries_end_with_the_call_s_time(kind: str, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "MAX_DELAY_S", 0.1)
+    monkeypatch.setattr(progress, "MAX_DELAY_S", 0.1)
     with serving(Generation(*[Failure(UNAVAILABLE)] * 1000)) as served:
         began = time.monotonic()
         with pytest.raises((UnavailableError, DeadlineExceededError)):
@@ -151,7 +151,7 @@ def test_retries_end_with_the_call_s_time(kind: str, method: str, monkeypatch: p
 
 
 def test_delays_double_up_to_a_limit_and_are_shortened_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 0.25)
+    monkeypatch.setattr(progress, "FIRST_DELAY_S", 0.25)
     error = UnavailableError("away", UNAVAILABLE)
     runs = []
     for _ in range(20):
@@ -283,8 +283,8 @@ def test_a_failure_after_the_last_chunk_is_none(kind: str, n: int) -> None:
 
 
 def test_closing_a_stream_while_it_waits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 30.0)
-    monkeypatch.setattr(retry, "MAX_DELAY_S", 30.0)
+    monkeypatch.setattr(progress, "FIRST_DELAY_S", 30.0)
+    monkeypatch.setattr(progress, "MAX_DELAY_S", 30.0)
     with serving(Generation(Failure(UNAVAILABLE, 2))) as served:
 
         async def main() -> list[Chunk]:
@@ -405,8 +405,8 @@ def test_calls_of_a_closed_client_raise_a_typed_error(kind: str) -> None:
 def test_closing_the_client_ends_a_wait_for_the_next_attempt(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(retry, "FIRST_DELAY_S", 2.0 if method == "stream" else 30.0)
-    monkeypatch.setattr(retry, "MAX_DELAY_S", 30.0)
+    monkeypatch.setattr(progress, "FIRST_DELAY_S", 2.0 if method == "stream" else 30.0)
+    monkeypatch.setattr(progress, "MAX_DELAY_S", 30.0)
     with serving(Generation(Failure(UNAVAILABLE))) as served:
         began = time.monotonic()
         if kind == "sync":
