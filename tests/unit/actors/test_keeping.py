@@ -121,18 +121,11 @@ async def first_token(pipeline: Pipeline, **fields: float) -> None:
         return
 
 
-def test_one_late_answer_is_no_death_and_two_in_a_row_are() -> None:
-    async def run() -> None:
-        pipeline, target = served(True, None, True, None, True)
-        keeping = asyncio.create_task(Kept(pipeline, good).run())
-        await until(lambda: target.asked > 8)
-        assert not target.process.killed
-        target.answers = [None]
-        await until(lambda: pipeline.restarts == 1)
-        assert target.process.killed == 1, "a process that hangs is killed"
-        keeping.cancel()
-
-    asyncio.run(run())
+async def kept_until(pipeline: Pipeline, condition: Callable[[], bool]) -> None:
+    """A keeper, whose next start is good, is at work until the condition holds."""
+    keeping = asyncio.create_task(Kept(pipeline, good).run())
+    await until(condition)
+    keeping.cancel()
 
 
 def test_a_keeper_that_fails_stops_the_pipeline() -> None:
@@ -149,38 +142,34 @@ def test_a_keeper_that_fails_stops_the_pipeline() -> None:
     asyncio.run(run())
 
 
-def test_a_broken_connection_of_a_live_process_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The connection refuses at once, again and again, until it is made anew."""
-    monkeypatch.setattr(keeping, "ANSWER_S", 30.0)
+@pytest.mark.parametrize(
+    ("answers", "answer_s"),
+    [
+        ((True, None, True, None, True), 0.05),  # late answers, but no two in a row
+        ((True, False, True, False, True), 0.05),  # not ready, but no two in a row
+        ((*[None] * 20, True), 30.0),  # a broken connection refuses at once, again and again, until it is made anew
+    ],
+    ids=["late", "not ready", "no connection"],
+)
+def test_a_live_target_is_not_killed(
+    answers: tuple[bool | None, ...], answer_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeping, "ANSWER_S", answer_s)
 
     async def run() -> None:
-        pipeline, target = served(*[None] * 20, True)
-        keeping = asyncio.create_task(Kept(pipeline, good).run())
-        await until(lambda: target.asked > 22)
+        pipeline, target = served(*answers)
+        await kept_until(pipeline, lambda: target.asked > len(answers) + 3)
         assert not target.process.killed
-        keeping.cancel()
 
     asyncio.run(run())
 
 
-def test_one_look_at_an_engine_that_is_not_ready_is_not_enough() -> None:
+@pytest.mark.parametrize("answer", [None, False], ids=["hangs", "is not ready"])
+def test_a_target_that_is_not_well_twice_in_a_row_is_killed_and_replaced(answer: bool | None) -> None:
     async def run() -> None:
-        pipeline, target = served(True, False, True, False, True)
-        keeping = asyncio.create_task(Kept(pipeline, good).run())
-        await until(lambda: target.asked > 8)
-        assert not target.process.killed
-        keeping.cancel()
-
-    asyncio.run(run())
-
-
-def test_an_engine_that_is_not_ready_is_replaced() -> None:
-    async def run() -> None:
-        pipeline, target = served(True, False)
-        keeping = asyncio.create_task(Kept(pipeline, good).run())
-        await until(lambda: pipeline.restarts == 1)
-        assert target.process.killed
-        keeping.cancel()
+        pipeline, target = served(True, answer)
+        await kept_until(pipeline, lambda: pipeline.restarts == 1)
+        assert target.process.killed == 1
 
     asyncio.run(run())
 

@@ -35,6 +35,17 @@ def work(start: int, *tokens: int) -> Work:
     return Work(Span(1, start, tokens, None if start else SPEC), (4, 2))
 
 
+@contextmanager
+def serving(proposer: Any = None) -> Iterator[tuple[LinkServer, TierServer]]:
+    tier = TierServer(proposer or NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
+    server = LinkServer("127.0.0.1", tier)
+    try:
+        yield server, tier
+    finally:
+        server.stop(0.0)
+        tier.stop()
+
+
 def test_a_peer_that_is_not_there_is_not_ready_and_leaves_nothing_behind() -> None:
     link = RemoteProposer(lambda: NOBODY, timeout_s=1.0)
     link.retry_s = 0.01
@@ -49,22 +60,19 @@ def test_a_peer_that_is_not_there_is_not_ready_and_leaves_nothing_behind() -> No
 
 
 def test_a_link_that_is_closed_while_it_looks_for_its_peer_ends() -> None:
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    asked, go_on = threading.Event(), threading.Event()
+    with serving() as (server, _):
+        asked, go_on = threading.Event(), threading.Event()
 
-    def resolve() -> str:
-        asked.set()
-        go_on.wait(5.0)
-        return server.address
+        def resolve() -> str:
+            asked.set()
+            go_on.wait(5.0)
+            return server.address
 
-    link = RemoteProposer(resolve, timeout_s=1.0)
-    assert asked.wait(5.0)
-    threading.Timer(0.2, go_on.set).start()
-    link.close()
-    assert not link.thread.is_alive()
-    server.stop()
-    tier.stop()
+        link = RemoteProposer(resolve, timeout_s=1.0)
+        assert asked.wait(5.0)
+        threading.Timer(0.2, go_on.set).start()
+        link.close()
+        assert not link.thread.is_alive()
 
 
 def test_a_ring_ends_the_wait_even_when_what_came_is_of_no_use() -> None:
@@ -153,9 +161,7 @@ def test_a_tier_process_exits_though_a_link_is_open() -> None:
 def test_a_peer_that_takes_the_connection_and_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """The link asks for the address again: by then another process may serve in the peer's place."""
     monkeypatch.setattr(links, "OPEN_S", 0.3)
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    with socket.socket() as mute:
+    with serving() as (server, _), socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
         addresses = [f"127.0.0.1:{mute.getsockname()[1]}", server.address]
@@ -163,28 +169,23 @@ def test_a_peer_that_takes_the_connection_and_says_nothing_is_given_up(monkeypat
         link.retry_s = 0.01
         assert link.wait_ready(10.0), "it hangs at the first"
         link.close()
-    server.stop(0.0)
-    tier.stop()
 
 
 def test_an_address_that_never_comes_is_asked_for_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(links, "LOOK_UP_S", 0.2)
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    never, asked = threading.Event(), list[int]()
+    with serving() as (server, _):
+        never, asked = threading.Event(), list[int]()
 
-    def resolve() -> str:
-        asked.append(1)
-        if len(asked) == 1:
-            never.wait()
-        return server.address
+        def resolve() -> str:
+            asked.append(1)
+            if len(asked) == 1:
+                never.wait()
+            return server.address
 
-    link = RemoteProposer(resolve, timeout_s=60.0)
-    assert link.wait_ready(10.0)
-    link.close()
-    never.set()
-    server.stop(0.0)
-    tier.stop()
+        link = RemoteProposer(resolve, timeout_s=60.0)
+        assert link.wait_ready(10.0)
+        link.close()
+        never.set()
 
 
 def test_a_link_can_be_closed_while_its_address_does_not_come() -> None:
@@ -226,18 +227,15 @@ def test_a_hung_peer_is_noticed_though_nobody_asks_it_anything(monkeypatch: pyte
 def test_an_idle_link_stays_up_through_its_pings(monkeypatch: pytest.MonkeyPatch) -> None:
     """gRPC sends at most one ping a second. By default a server would close this link after a few of them."""
     monkeypatch.setattr(links, "CHANNEL_OPTIONS", with_pings_every(50))
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    link = RemoteProposer(lambda: server.address, timeout_s=60.0)
-    assert link.wait_ready(10.0)
-    stream = link.stream
-    time.sleep(7.0)
-    assert link.stream is stream
-    assert stream is not None
-    assert stream.open
-    link.close()
-    server.stop(0.0)
-    tier.stop()
+    with serving() as (server, _):
+        link = RemoteProposer(lambda: server.address, timeout_s=60.0)
+        assert link.wait_ready(10.0)
+        stream = link.stream
+        time.sleep(7.0)
+        assert link.stream is stream
+        assert stream is not None
+        assert stream.open
+        link.close()
 
 
 ASK_AND_WAIT = """
@@ -256,15 +254,11 @@ sys.stdin.readline()
 
 def test_a_tier_forgets_what_a_hung_tier_above_had_it_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.serving.CHANNEL_OPTIONS", with_pings_every(200))
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    with process(ASK_AND_WAIT, server.address) as (client, said):
+    with serving() as (server, tier), process(ASK_AND_WAIT, server.address) as (client, said):
         assert said == "asked"
         assert tier.status().live_sequences == 1
         os.kill(client.pid, signal.SIGSTOP)
         wait_until(lambda: tier.status().live_sequences == 0)
-    server.stop(0.0)
-    tier.stop()
 
 
 class Quiet(NoProposer):
@@ -280,16 +274,13 @@ class Quiet(NoProposer):
 
 @contextmanager
 def linked(proposer: Any, **options: Any) -> Iterator[tuple[RemoteProposer, LinkServer, TierServer]]:
-    tier = TierServer(proposer, Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    link = RemoteProposer(lambda: server.address, peer="draft", **options)
-    try:
-        assert link.wait_ready(10.0)
-        yield link, server, tier
-    finally:
-        link.close()
-        server.stop(0.0)
-        tier.stop()
+    with serving(proposer) as (server, tier):
+        link = RemoteProposer(lambda: server.address, peer="draft", **options)
+        try:
+            assert link.wait_ready(10.0)
+            yield link, server, tier
+        finally:
+            link.close()
 
 
 def test_what_was_asked_over_a_lost_link_is_answered_at_once() -> None:
@@ -383,29 +374,23 @@ def test_a_fault_of_ours_ends_the_link_as_one(
         raise RuntimeError("of ours")
 
     monkeypatch.setattr("actors.serving.work_batch_from_proto", fail)
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    with grpc.insecure_channel(server.address) as channel:
-        call = TierStub(channel).Propose(iter([pb.WorkBatch()]))
-        with pytest.raises(grpc.RpcError):
-            list(call)
-        assert call.code() == grpc.StatusCode.INTERNAL
-    assert "of ours" in caplog.text
-    server.stop(0.0)
-    tier.stop()
+    with serving() as (server, _):
+        with grpc.insecure_channel(server.address) as channel:
+            call = TierStub(channel).Propose(iter([pb.WorkBatch()]))
+            with pytest.raises(grpc.RpcError):
+                list(call)
+            assert call.code() == grpc.StatusCode.INTERNAL
+        assert "of ours" in caplog.text
 
 
 def test_more_links_than_there_may_be_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.serving.MAX_LINKS", 1)
-    tier = TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL)
-    server = LinkServer("127.0.0.1", tier)
-    link = RemoteProposer(lambda: server.address, timeout_s=1.0)
-    assert link.wait_ready(10.0)
-    with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
-        TierStub(channel).Status(pb.StatusRequest(), timeout=5.0)
-    link.close()
-    server.stop(0.0)
-    tier.stop()
+    with serving() as (server, _):
+        link = RemoteProposer(lambda: server.address, timeout_s=1.0)
+        assert link.wait_ready(10.0)
+        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            TierStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+        link.close()
 
 
 class Broken(NoProposer):

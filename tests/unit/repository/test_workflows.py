@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -26,17 +25,10 @@ def jobs(path: Path) -> dict[str, Any]:
     return found
 
 
-def schema_check(*paths: Path) -> subprocess.CompletedProcess[str]:
+def test_they_follow_github_s_schema() -> None:
     command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.github-workflows"]
-    return subprocess.run([*command, *paths], capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_they_follow_github_s_schema(tmp_path: Path) -> None:
-    done = schema_check(*WORKFLOWS)
+    done = subprocess.run([*command, *WORKFLOWS], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout
-    wrong = tmp_path / "wrong.yml"
-    wrong.write_text(WORKFLOWS[0].read_text().replace("runs-on:", "runs-where:"))
-    assert "runs-where" in schema_check(wrong).stdout
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
@@ -47,14 +39,6 @@ def test_no_job_has_more_rights_than_it_needs(path: Path) -> None:
         for step in job.get("steps", []):
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"] == {"persist-credentials": False}
-
-
-@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
-def test_every_action_has_a_version(path: Path) -> None:
-    used = re.findall(r"uses: (\S+)", path.read_text())
-    assert used
-    for action in used:
-        assert re.fullmatch(r"\./.*\.yml|[\w.-]+/[\w.-]+@(release/)?v\d+", action), action
 
 
 def test_what_a_release_publishes_is_what_the_checks_have_built() -> None:

@@ -20,7 +20,6 @@ from triforce_core.engine.controller import (
     SETTLING,
     TRIAL,
     Controller,
-    Load,
     Tiers,
     load_of,
     lost_too_much,
@@ -36,6 +35,7 @@ LOOKAHEADS = (8, 3)
 TIERS = Tiers(LOOKAHEADS, tuple(Drafting), sparse_tokens=1088, window_tokens=252)
 REFRESH = 64
 PROMPT = 8000
+LOOKUP = Plan(0, 8, Drafting.LOOKUP)
 Trace = list[tuple[int, Plan]]
 
 
@@ -194,6 +194,8 @@ MACHINES = {
     "a costly first snapshot": Machine(cut=2.0),
 }
 
+REPETITIVE, UNPREDICTABLE = MACHINES["repetitive"], MACHINES["unpredictable"]
+
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_speculation_pays_or_is_off(name: str) -> None:
@@ -205,7 +207,8 @@ def test_speculation_pays_or_is_off(name: str) -> None:
     def fixed_s(plan: Plan, requests: int = 4) -> float:
         return fmean(Decoding(machine, rng=random.Random(i)).request(256, plan)[0] for i in range(requests))
 
-    best = min(plans(machine.lookaheads, tuple(Drafting)), key=fixed_s)
+    promising = sorted(plans(machine.lookaheads, tuple(Drafting)), key=lambda plan: fixed_s(plan, 1))[:10]
+    best = min(promising, key=fixed_s)
     assert fmean(map(fmean, took)) <= fixed_s(best, 40) / 0.93
     assert max(map(max, took)) <= fixed_s(PLAIN) / 0.95
 
@@ -214,85 +217,68 @@ def test_a_new_process_decodes_few_rounds_plainly() -> None:
     """The first round is plain because plain decoding has no price yet, and a trial measures it. Then the controller
     tries what may gain.
     """
-    trace = Decoding(MACHINES["repetitive"]).request(24)[1]
+    trace = Decoding(REPETITIVE).request(24)[1]
     assert [plan.speculates for _, plan in trace[: TRIAL + 2]] == [False] * (TRIAL + 1) + [True]
 
 
-def test_an_unlucky_beginning_is_cut_short() -> None:
-    """A server that expects much and gets little stops speculating within the loss that is allowed."""
-    machine = MACHINES["unpredictable"]
-    first = Decoding(machine).request(256)[0]
-    assert first <= Decoding(machine).request(256, PLAIN)[0] / 0.85
+WRONG_LOOKUP = replace(REPETITIVE, by_target=0.4, model=0.05, lookup_first=0.05, found=0.6)
+RIGHT_LOOKUP = Machine(
+    14e-3, 0.9e-3, 0.0, 4e-3, 0.3e-3, model=0.35, lookup_first=0.9, lookup=0.95, found=0.65, by_target=0.95
+)
+ONE_RIGHT = Machine(14e-3, model=0.1, lookup_first=0.7, lookup=0.05, found=0.9)
 
 
-@pytest.mark.parametrize(("output", "least"), [(64, 0.75), (256, 0.9)])
-def test_a_surprise_costs_no_more_than_it_may(output: int, least: float) -> None:
-    """First come texts that repeat themselves. In the next text prompt lookup finds much, and is always wrong
-    at once.
-    """
-    server = Decoding(MACHINES["repetitive"])
-    for _ in range(4):
-        server.request(256)
-    server.machine = replace(server.machine, by_target=0.4, model=0.05, lookup_first=0.05, found=0.6)
-    took, _ = server.request(output)
-    assert took <= Decoding(server.machine).request(output, PLAIN)[0] / least
+@pytest.mark.parametrize(
+    ("before", "learned", "after", "output", "seeds", "gain"),
+    [
+        # A server that expects much and gets little stops speculating within the loss that is allowed.
+        (UNPREDICTABLE, 0, UNPREDICTABLE, [256], 1, 0.85),
+        # In the next text prompt lookup finds much, and is always wrong at once.
+        (REPETITIVE, 4, WRONG_LOOKUP, [64], 1, 0.75),
+        (REPETITIVE, 4, WRONG_LOOKUP, [256], 1, 0.9),
+        # In the next texts the first token of lookup is nearly always wrong. A plan with a retrieval tier is the best
+        # there, 1.97 times as fast as plain decoding.
+        (RIGHT_LOOKUP, 6, replace(RIGHT_LOOKUP, lookup_first=0.15, lookup=0.5, found=0.5), [256, 256], 8, 1.6),
+        # Drafts of one token do not show that later tokens are right by now. Guesses do.
+        (ONE_RIGHT, 6, replace(ONE_RIGHT, lookup_first=0.9, lookup=0.97), [256], 24, 3.5),
+    ],
+    ids=["unlucky beginning", "surprise", "longer surprise", "another plan", "one token"],
+)
+def test_another_kind_of_text_costs_little_or_soon_gains(
+    before: Machine, learned: int, after: Machine, output: list[int], seeds: int, gain: float
+) -> None:
+    """The server has decoded texts of one kind; then come others. Bounds are relative to plain decoding."""
 
-
-def test_where_lookup_no_longer_pays_another_plan_soon_does() -> None:
-    """The server has learned that prompt lookup is right, and in the next texts its first token is nearly always wrong.
-    The best plan there has a retrieval tier and is 1.97 times as fast as plain decoding.
-    """
-    before = Machine(
-        14e-3, 0.9e-3, 0.0, 4e-3, 0.3e-3, model=0.35, lookup_first=0.9, lookup=0.95, found=0.65, by_target=0.95
-    )
-    after = replace(before, lookup_first=0.15, lookup=0.5, found=0.5)
-
-    def first_two_s(seed: int) -> float:
+    def seconds(seed: int) -> float:
         server = Decoding(before, rng=random.Random(seed))
-        for _ in range(6):
+        for _ in range(learned):
             server.request(256)
         server.machine = after
-        return fmean(server.request(256)[0] for _ in range(2))
+        return fmean(server.request(count)[0] for count in output)
 
-    assert fmean(first_two_s(seed) for seed in range(8)) <= Decoding(after).request(256, PLAIN)[0] / 1.6
-
-
-def test_where_drafts_of_one_token_pay_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
-    """Drafts of one token do not show that later tokens are right by now. Guesses do."""
-    before = Machine(14e-3, model=0.1, lookup_first=0.7, lookup=0.05, found=0.9)
-
-    def next_s(seed: int) -> float:
-        server = Decoding(before, rng=random.Random(seed))
-        for _ in range(6):
-            server.request(256)
-        server.machine = replace(before, lookup_first=0.9, lookup=0.97)
-        return server.request(256)[0]
-
-    assert fmean(next_s(seed) for seed in range(24)) <= Decoding(before).request(256, PLAIN)[0] / 3.5
+    assert fmean(map(seconds, range(seeds))) <= Decoding(after).request(output[0], PLAIN)[0] / gain
 
 
 def test_after_a_bad_beginning_lookup_is_tried_again_when_the_text_repeats_itself() -> None:
     """Speculation has used up what it may cost this request. But plain rounds show what lookup promises by now."""
-    one, _ = two_requests(Controller(TIERS))
-    # Allowed are four tokens of 10 ms and 1.5% of a second, and more by what lookup alone promises.
+    one, _ = two_requests()
     one.stats.decode_s = 1.0
-    for plan, promised, allowed_s in (
-        (Plan(0, 8, Drafting.LOOKUP), 5.0, 0.155),
-        (Plan(0, 8, Drafting.LOOKUP), 1.2, 0.066),
-        (Plan(0, 8), 5.0, 0.055),
-        (Plan(8, 3, Drafting.LOOKUP), 5.0, 0.055),
-    ):
-        one.drafted.choice = Choice(plan, 0.01 / promised, 0.01)
-        for saved_s, too_much in ((-0.99 * allowed_s, False), (-1.01 * allowed_s, True)):
-            one.drafted.saved_s = saved_s
-            assert lost_too_much([one]) is too_much, (plan, promised)
+
+    def too_much(plan: Plan, promised: float, saved_s: float) -> bool:
+        one.drafted.choice, one.drafted.saved_s = Choice(plan, 0.01 / promised, 0.01), saved_s
+        return lost_too_much([one])
+
+    for plan, promised in ((LOOKUP, 5.0), (LOOKUP, 1.2), (Plan(0, 8), 5.0), (Plan(8, 3, Drafting.LOOKUP), 5.0)):
+        assert not too_much(plan, promised, -0.03)
+        assert too_much(plan, promised, -0.3)
+        assert too_much(plan, promised, -0.1) is not (plan == LOOKUP and promised == 5.0)
 
 
 def test_a_request_that_is_held_back_says_so(caplog: pytest.LogCaptureFixture) -> None:
     """The log says so once. The request's plan is plain decoding, and its expectation is that of plain decoding."""
-    server = Decoding(MACHINES["repetitive"])
+    server = Decoding(REPETITIVE)
     server.request(256)
-    controller, (one, _) = server.controller, two_requests(server.controller)
+    controller, (one, _) = server.controller, two_requests()
     assert controller.plan(one, [one], REFRESH).speculates
     expected_ms, plain_ms = one.stats.expected_ms, one.stats.plain_ms
     assert expected_ms is not None
@@ -310,49 +296,39 @@ def test_a_request_that_is_held_back_says_so(caplog: pytest.LogCaptureFixture) -
 
 
 def test_the_plan_follows_a_text_that_begins_to_repeat_itself() -> None:
-    server = Decoding(MACHINES["unpredictable"])
+    server = Decoding(UNPREDICTABLE)
     for _ in range(3):
         server.request(256)
-    trace = server.request(512, turns=MACHINES["repetitive"])[1]
+    trace = server.request(512, turns=REPETITIVE)[1]
     assert fmean(plan.speculates for done, plan in trace if 128 <= done < 256) < 0.1
     assert all(plan.draft > 4 for done, plan in trace if done >= 256 + 64)
 
 
 def test_the_plan_follows_a_text_that_stops_repeating_itself() -> None:
-    """From 64 tokens after the change on, decoding takes about as long as plain decoding. This is an average, because
-    drafts may be lucky.
+    """From 64 tokens after the change on, decoding takes about as long as plain decoding, and prompt lookup pauses; a
+    lucky guess may bring it back for a while. These are averages, because drafts may be lucky.
     """
 
-    def relative(seed: int) -> float:
-        server = Decoding(MACHINES["repetitive"], rng=random.Random(seed))
+    def after(seed: int) -> tuple[float, float]:
+        server = Decoding(REPETITIVE, rng=random.Random(seed))
         for _ in range(3):
             server.request(256)
-        trace = server.request(1024, turns=MACHINES["unpredictable"])[1]
-        after = [plan for done, plan in trace if done >= 512 + 64]
+        trace = server.request(1024, turns=UNPREDICTABLE)[1]
+        by_lookup = fmean(plan.by_lookup for done, plan in trace if 512 + 64 <= done < 512 + 128)
+        plans = [plan for done, plan in trace if done >= 512 + 64]
         plain_s = Decoding(server.machine).request(448, PLAIN)[0]
-        return fmean(sum(server.round(plan)[2] for plan in after) for _ in range(5)) / plain_s
+        return fmean(sum(server.round(plan)[2] for plan in plans) for _ in range(5)) / plain_s, by_lookup
 
-    assert fmean(relative(seed) for seed in range(8)) <= 1.1
-
-
-def test_prompt_lookup_soon_pauses_where_a_text_stops_repeating_itself() -> None:
-    """The plan follows within 64 tokens. Afterwards a lucky guess may bring lookup back for a while."""
-
-    def by_lookup(seed: int) -> float:
-        server = Decoding(MACHINES["repetitive"], rng=random.Random(seed))
-        for _ in range(3):
-            server.request(256)
-        trace = server.request(1024, turns=MACHINES["unpredictable"])[1]
-        return fmean(plan.by_lookup for done, plan in trace if 512 + 64 <= done < 512 + 128)
-
-    assert fmean(by_lookup(seed) for seed in range(12)) <= 0.1
+    relative, by_lookup = map(fmean, zip(*map(after, range(12)), strict=True))
+    assert relative <= 1.1
+    assert by_lookup <= 0.1
 
 
 def test_prompt_lookup_is_back_soon_after_a_break() -> None:
     """Of each 260 tokens the first 200 repeat earlier ones. Without pauses, 3.7 s are taken. If each pause forgot what
     the text has shown before, it would be 4.5 s.
     """
-    again = MACHINES["repetitive"]
+    again = REPETITIVE
     free = replace(again, found=0.02, lookup_first=0.3, lookup=0.3, model=0.1, by_target=0.5)
 
     def seconds(seed: int) -> float:
@@ -396,7 +372,7 @@ def test_a_right_guess_ends_the_pause_at_once_for_all_who_share_the_plan(which: 
     other.drafted.lookup_rounds.extend([1] * PATIENCE)
     one.drafted.lookup_rounds.extend([1] * PATIENCE)
     assert controller.plan(one, both, REFRESH) == PLAIN
-    new = two_requests(controller)[1]
+    new = two_requests()[1]
     assert controller.plan(new, [one, new], REFRESH) == LOOKUP
     assert controller.plan(one, [one, new], REFRESH) == LOOKUP
 
@@ -405,10 +381,10 @@ def test_in_a_long_pause_another_plan_may_be_chosen() -> None:
     """The text turns into one where lookup finds hardly anything, but the model is nearly always right. Plain decoding
     takes 9.5 s in all. Before lookup paused, 4.5 s were taken.
     """
-    turns = replace(MACHINES["repetitive"], found=0.05, lookup_first=0.02, lookup=0.1, model=0.85, draft=0.5e-3)
+    turns = replace(REPETITIVE, found=0.05, lookup_first=0.02, lookup=0.1, model=0.85, draft=0.5e-3)
 
     def request(seed: int) -> tuple[float, float]:
-        server = Decoding(MACHINES["repetitive"], rng=random.Random(seed))
+        server = Decoding(REPETITIVE, rng=random.Random(seed))
         for _ in range(3):
             server.request(256)
         seconds, trace = server.request(1024, turns=turns)
@@ -438,12 +414,9 @@ def test_a_pause_is_long_from_64_tokens_on_for_all_who_share_the_plan() -> None:
     assert both[0].drafted.paused == 0
 
 
-LOOKUP = Plan(0, 8, Drafting.LOOKUP)
-
-
 def two_by_lookup(controller: Controller) -> list[Sequence]:
     """Two requests that have just got a plan of prompt lookup, which promises 5 ms a token instead of 10."""
-    both = two_requests(controller)
+    both = two_requests()
     for each in both:
         each.drafted.choice = Choice(LOOKUP, 0.005, 0.01)
         each.drafted.chosen_at, each.drafted.load = now_of(each), load_of(both).kind
@@ -454,21 +427,25 @@ def two_by_lookup(controller: Controller) -> list[Sequence]:
 def committed(controller: Controller, sequence: Sequence, plan: Plan, tokens: int, guess: Tally | None = None) -> None:
     """A round has given so many tokens, and a guess of prompt lookup was scored."""
     tallies = (Tally(1), Tally(), guess or Tally())
-    proposal = Proposal(sequence.sequence_id, len(sequence.tokens), (1,) * tokens, b"", tallies=tallies)
+    proposal = answer_of(sequence, tokens, *tallies)
     controller.learn(sequence, proposal, plan, 0.009)
 
 
-def two_requests(controller: Controller) -> list[Sequence]:
+def two_requests() -> list[Sequence]:
     """Two requests beside one another whose prompts were just read."""
     request = Request((1,) * PROMPT, 256, SamplingParams(1.0), 0, None)
     spec = SequenceSpec(request.sampling, 0, PROMPT, PROMPT + 256)
     return [Sequence(n, request, spec, [1] * (PROMPT + 1), prefilled=PROMPT + 1) for n in (1, 2)]
 
 
+def answer_of(sequence: Sequence, tokens: int, *tallies: Tally) -> Proposal:
+    return Proposal(sequence.sequence_id, len(sequence.tokens), (1,) * tokens, b"", tallies=tallies)
+
+
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
     controller = Controller(replace(TIERS, micro_batches=3, overlapping=overlapping))
-    one, other = two_requests(controller)
+    one, other = two_requests()
     controller.plan(one, [one, other], REFRESH)
     assert one.drafted.chosen_at == now_of(one)
     assert (other.drafted.choice is one.drafted.choice) is not overlapping
@@ -476,7 +453,7 @@ def test_requests_that_share_cores_get_one_plan(overlapping: bool) -> None:
 
 
 def rounds_with_a_plan(
-    controller: Controller, one: Sequence, beside: list[Sequence], round_s: float, tokens: int
+    controller: Controller, one: Sequence, beside: list[Sequence], round_s: float, tokens: int = 12
 ) -> int:
     """The rounds until another plan is chosen for the request."""
     choice = one.drafted.choice
@@ -491,49 +468,63 @@ def rounds_with_a_plan(
     raise AssertionError("no other plan was chosen")
 
 
-@pytest.mark.parametrize(
-    ("round_s", "tokens", "rounds"), [(2e-3, 12, 50), (20e-3, 12, 5), (20e-3, 1, 24), (2e-3, 1, 50)]
-)
-def test_a_plan_stays_for_24_tokens_5_rounds_and_100_ms(round_s: float, tokens: int, rounds: int) -> None:
-    """Choosing must take a small share of the time."""
+def test_a_plan_stays_for_some_rounds_tokens_and_time() -> None:
+    """Choosing must take a small share of the time. Each request has its own clock."""
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
-    other.drafted.rounds, other.stats.decode_s = 100, 5.0  # each request has its own clock
+    one, other = two_requests()
+    other.drafted.rounds, other.stats.decode_s = 100, 5.0
     controller.plan(one, [one, other], REFRESH)
     for each, beside in ((one, other), (other, one)):
-        seen = rounds_with_a_plan(controller, each, [beside], round_s, tokens)
-        assert seen == pytest.approx(rounds, abs=1)
+        fast, slow, slow_of_one = (
+            rounds_with_a_plan(controller, each, [beside], round_s, tokens)
+            for round_s, tokens in ((2e-3, 12), (20e-3, 12), (20e-3, 1))
+        )
+        assert 1 < slow < slow_of_one < fast
 
 
-@pytest.mark.parametrize(
-    ("overlapping", "round_s", "rounds"), [(False, 20e-3, 5), (False, 50e-3, 2), (True, 20e-3, 10)]
-)
-def test_lookup_that_loses_stays_for_100_ms(overlapping: bool, round_s: float, rounds: int) -> None:
-    """It does not wait for 24 tokens and 5 rounds. If another request has a plan of its own, it stays for twice 100 ms.
-    What counts is what a request's rounds have lost since the plan was chosen or joined: the time of two plain tokens.
+@pytest.mark.parametrize("overlapping", [False, True])
+def test_lookup_that_loses_stays_for_a_time_only(overlapping: bool) -> None:
+    """It does not wait for tokens. What counts is what a request's rounds have lost since the plan was chosen or
+    joined: the time of two plain tokens.
     """
-    looked_up = Plan(0, 8, Drafting.LOOKUP)
     controller = Controller(replace(TIERS, overlapping=overlapping))
-    one, other = two_requests(controller)
+    one, other = two_requests()
     for each, beside in ((one, other), (other, one)):
         controller.plan(one, [one, other], REFRESH)  # chooses for both, or the other one joins
         controller.plan(other, [one, other], REFRESH)
-        for plan, lost_s, seen in ((looked_up, 0.0199, 24), (looked_up, 0.0201, rounds), (Plan(0, 8), 1.0, 24)):
+        seen = []
+        for plan, lost_s in ((LOOKUP, 0.0199), (LOOKUP, 0.0201), (Plan(0, 8), 1.0)):
             each.drafted.choice = Choice(plan, 0.005, 0.01)
             each.drafted.gained_s -= lost_s
-            assert rounds_with_a_plan(controller, each, [beside], round_s, 1) == pytest.approx(seen, abs=1)
+            seen.append(rounds_with_a_plan(controller, each, [beside], 20e-3, 1))
             assert each.drafted.gained_s == 0
+        assert 1 < seen[1] < seen[0] == seen[2]
+
+
+def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> None:
+    """One thread chooses for all requests. Requests that set their lookaheads do not count, because nothing is chosen
+    for them.
+    """
+    controller = Controller(replace(TIERS, overlapping=True))
+    one, other = two_requests()
+    pinned = replace(other, request=replace(other.request, lookaheads=(0, 0)))
+    seen = []
+    for beside in ([pinned], [other], [other, pinned]):
+        controller.plan(one, [one, *beside], REFRESH)
+        rounds_with_a_plan(controller, one, beside, 2e-3)  # of a choice for another load
+        seen.append(rounds_with_a_plan(controller, one, beside, 2e-3))
+    assert seen[1] == seen[2] == pytest.approx(2 * seen[0], abs=1)
 
 
 def test_a_request_that_lookup_has_misled_believes_less_of_what_others_have_shown() -> None:
     """The next choice takes this into account. For a request beside it whose rounds have not lost nothing changes."""
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
+    one, other = two_requests()
     for lost_s, plan, trust in (
-        (0.0199, Plan(0, 8, Drafting.LOOKUP), TRUST),
+        (0.0199, LOOKUP, TRUST),
         (0.0201, Plan(0, 8), TRUST),
-        (0.0201, Plan(0, 8, Drafting.LOOKUP), MISLED),
-        (0.0201, Plan(0, 8, Drafting.LOOKUP), MISLED),
+        (0.0201, LOOKUP, MISLED),
+        (0.0201, LOOKUP, MISLED),
     ):
         controller.plan(one, [one, other], REFRESH)
         one.drafted.choice = other.drafted.choice = Choice(plan, 0.005, 0.01)
@@ -544,13 +535,13 @@ def test_a_request_that_lookup_has_misled_believes_less_of_what_others_have_show
 
 def test_what_a_request_has_shown_fades_with_its_tokens_even_if_it_joined_others() -> None:
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
+    one, other = two_requests()
     controller.plan(one, [one, other], REFRESH)
     controller.plan(other, [one, other], REFRESH)
     guess = (Tally(1), Tally(), Tally(1, 4, 4))
     for tallies in (guess, (Tally(1),), (Tally(1),), guess):
         other.tokens += [1] * 5
-        proposal = Proposal(other.sequence_id, len(other.tokens), (1,) * 5, b"", tallies=tallies)
+        proposal = answer_of(other, 5, *tallies)
         controller.learn(other, proposal, PLAIN, 0.01)
     found = other.drafted.acceptances.chances["found"]
     assert found.times == pytest.approx(1 + REQUEST_FADING**15)
@@ -565,18 +556,16 @@ def test_what_a_request_has_shown_fades_with_its_tokens_even_if_it_joined_others
 def test_rounds_that_the_retrieval_tier_drafts_alone_teach_how_much_of_it_is_accepted() -> None:
     """Its answers have no tally of the draft tier."""
     controller = Controller(TIERS)
-    one, _ = two_requests(controller)
+    one, _ = two_requests()
     controller.plan(one, [one], REFRESH)
-    controller.learn(
-        one, Proposal(1, len(one.tokens), (1,) * 3, b"", tallies=(Tally(1, 3, 2, 1), Tally(3))), Plan(3, 0), 0.01
-    )
+    controller.learn(one, answer_of(one, 3, Tally(1, 3, 2, 1), Tally(3)), Plan(3, 0), 0.01)
     for known in (one.drafted.acceptances, controller.known[4]):
         assert (known.chances["retrieval"].happened, known.chances["retrieval"].times) == (2, 3)
 
 
 def test_for_all_who_share_a_choice_or_join_it_gains_are_counted_anew() -> None:
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
+    one, other = two_requests()
     one.drafted.gained_s = other.drafted.gained_s = -1.0
     controller.plan(one, [one, other], REFRESH)
     assert (one.drafted.gained_s, other.drafted.gained_s) == (0, 0)
@@ -591,34 +580,21 @@ def test_what_a_plan_has_gained_is_counted_by_its_rounds() -> None:
     tokens.
     """
     controller = Controller(TIERS)
-    one, _ = two_requests(controller)
+    one, _ = two_requests()
     controller.plan(one, [one], REFRESH)
-    one.drafted.choice = Choice(Plan(0, 8, Drafting.LOOKUP), 0.005, 0.01)
+    one.drafted.choice = Choice(LOOKUP, 0.005, 0.01)
     one.drafted.unpaid_s, one.drafted.saved_s, one.drafted.gained_s = 1.0, 0.16, 0.0
     tallies = (Tally(1, 8, 2, 1, 2, 1), Tally(), Tally())
     for round_s, gained_s in ((0.1, 0.0), (0.01, 0.02), (0.01, 0.04), (5.0, 0.01)):
-        proposal = Proposal(one.sequence_id, len(one.tokens), (1, 1, 1), b"", tallies=tallies)
+        proposal = answer_of(one, 3, *tallies)
         controller.learn(one, proposal, one.drafted.choice.plan, round_s)
         assert one.drafted.gained_s == pytest.approx(gained_s)
-
-
-def test_where_each_request_has_a_plan_of_its_own_all_plans_stay_longer() -> None:
-    """One thread chooses for all requests. Requests that set their lookaheads do not count, because nothing is chosen
-    for them.
-    """
-    controller = Controller(replace(TIERS, overlapping=True))
-    one, other = two_requests(controller)
-    pinned = replace(other, request=replace(other.request, lookaheads=(0, 0)))
-    for beside, rounds in (([other], 100), ([pinned], 50), ([other, pinned], 100)):
-        controller.plan(one, [one, *beside], REFRESH)
-        rounds_with_a_plan(controller, one, beside, 2e-3, 12)  # of a choice for another load
-        assert rounds_with_a_plan(controller, one, beside, 2e-3, 12) == pytest.approx(rounds, abs=1)
 
 
 @pytest.mark.parametrize("overlapping", [False, True])
 def test_a_preempted_request_joins_the_others_or_chooses(overlapping: bool) -> None:
     controller = Controller(replace(TIERS, overlapping=overlapping))
-    one, other = two_requests(controller)
+    one, other = two_requests()
     other.drafted.rounds, other.stats.decode_s = 100, 5.0
     for each in (one, other):
         controller.plan(each, [one, other], REFRESH)
@@ -627,14 +603,14 @@ def test_a_preempted_request_joins_the_others_or_chooses(overlapping: bool) -> N
     controller.plan(again, [again, other], REFRESH)
     assert again.drafted.choice is not before
     assert (again.drafted.choice is other.drafted.choice) is not overlapping
-    assert rounds_with_a_plan(controller, again, [other], 20e-3, 1) == pytest.approx(24, abs=1)
+    assert rounds_with_a_plan(controller, again, [other], 20e-3, 1) > 1
 
 
 @pytest.mark.parametrize("requests", [1, 2])
 def test_unlucky_drafts_are_no_overhead_of_their_plan(requests: int) -> None:
     """Prompt lookup finds nothing in one round and eight tokens in the next: each takes what its passes take."""
-    controller, plan = Controller(TIERS), Plan(0, 8, Drafting.LOOKUP)
-    sequences = two_requests(controller)[:requests]
+    controller, plan = Controller(TIERS), LOOKUP
+    sequences = two_requests()[:requests]
     for clock, proposed in enumerate([0, 8] * 10, 1):
         counts = [proposed, 0][:requests]  # the second request finds nothing, and shares the pass
         seconds = 10e-3 * requests + 1e-3 * sum(counts)
@@ -664,7 +640,7 @@ def test_a_lacking_round_makes_no_pass_larger() -> None:
 def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> None:
     """The reason is that a plain round takes longer beside a round that drafts."""
     controller = Controller(TIERS)
-    one, other = sequences = two_requests(controller)
+    one, other = sequences = two_requests()
     for each, plan in ((one, Plan(0, 3)), (other, beside)):
         each.work = Work(Span(each.sequence_id, PROMPT, (1,)), (1, *plan.lookaheads))
     tally = Tally(1, 3, 1, 1, 0, 0, 1, 0.02)
@@ -679,7 +655,7 @@ def test_rounds_beside_other_kinds_of_plans_correct_nothing(beside: Plan) -> Non
 def test_a_new_load_gets_a_new_plan() -> None:
     """The plan is chosen at once, because what paid for one request may cost several."""
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
+    one, other = two_requests()
     controller.plan(one, [one], REFRESH)
     assert (one.drafted.load, other.drafted.load) == (0, -1)
     controller.plan(other, [one, other], REFRESH)
@@ -720,7 +696,7 @@ def rounds(
 def test_a_round_corrects_the_same_however_many_requests_share_it(planned: int, pinned: int) -> None:
     """Ten slow rounds follow many rounds that took as long as their passes should."""
     controller = Controller(TIERS)
-    decoding = two_requests(controller)[: planned + pinned]
+    decoding = two_requests()[: planned + pinned]
     for each in decoding[planned:]:
         each.request = replace(each.request, lookaheads=(0, 3))
     rounds(controller, decoding, planned, [0.01] * 50, Plan(0, 3))
@@ -735,7 +711,7 @@ def test_rounds_of_several_loads_are_each_measured_against_their_own_passes() ->
     Passes over two requests take twice as long, and so do rounds.
     """
     controller, plan = Controller(TIERS), Plan(0, 3)
-    decoding = two_requests(controller)
+    decoding = two_requests()
     for requests in (1, 2, 1):
         took = 0.01 * requests
         rounds(controller, decoding[:requests], requests, [took] * 20, plan, pass_s=took)
@@ -754,7 +730,7 @@ def test_a_single_slow_round_says_little_even_where_few_are_known(plan: Plan, pl
     """
     controller = Controller(TIERS)
     settling = [] if plan.speculates else [0.02] * (SETTLING - 1)
-    rounds(controller, two_requests(controller)[:planned], planned, settling + took, plan)
+    rounds(controller, two_requests()[:planned], planned, settling + took, plan)
     controller._correct()
     correction = controller.figures().corrections[plan.kind]
     assert correction < (1.4 if len(took) > 2 else 2.0)
@@ -765,7 +741,7 @@ def test_a_single_slow_round_says_little_even_where_few_are_known(plan: Plan, pl
 def test_rounds_that_wait_for_a_snapshot_are_not_what_plain_decoding_takes(planned: int) -> None:
     """Tiers that share cores hand the snapshot over during these rounds, so they take twice as long."""
     controller = Controller(TIERS)
-    decoding = two_requests(controller)[:planned]
+    decoding = two_requests()[:planned]
     for _ in range(10):
         rounds(controller, decoding, planned, [0.01] * 2)
         decoding[-1].plan_waits = True
@@ -777,7 +753,7 @@ def test_rounds_that_wait_for_a_snapshot_are_not_what_plain_decoding_takes(plann
 def test_plain_rounds_count_once_they_are_typical() -> None:
     """After rounds with drafts, tiers finish what they had begun: the first plain rounds take twice as long."""
     controller = Controller(TIERS)
-    decoding = two_requests(controller)[:1]
+    decoding = two_requests()[:1]
     for _ in range(3):
         rounds(controller, decoding, 1, [0.01] * 4, Plan(0, 3))
         rounds(controller, decoding, 1, [0.02] * SETTLING + [0.01] * 2)
@@ -792,7 +768,7 @@ def test_passes_at_the_same_time_on_shared_cores_are_taken_for_their_share_of_it
     way. On shared cores they slow each other down, and one alone would take 5 ms.
     """
     controller = Controller(replace(TIERS, micro_batches=2, overlapping=overlapping))
-    decoding, plan = two_requests(controller), Plan(0, 3)
+    decoding, plan = two_requests(), Plan(0, 3)
     rounds(controller, decoding, 2, [0.01] * 100, plan)
     controller._correct()
     assert controller.target.alike(2, PROMPT)(1 + plan.draft) == pytest.approx(price_s, rel=0.05)
@@ -805,7 +781,7 @@ def test_passes_of_all_tiers_are_taken_for_their_share_of_the_time() -> None:
     """Of two micro-batches, each has 10 ms of passes in 10 ms: the target's, one of retrieval, two of the model."""
     controller = Controller(replace(TIERS, micro_batches=2))
     below = (Tally(1, 3, 1, 1, passes=1, busy_s=4e-3), Tally(passes=2, busy_s=2e-3))
-    rounds(controller, two_requests(controller), 2, [0.01] * 100, Plan(2, 3), pass_s=4e-3, below=below)
+    rounds(controller, two_requests(), 2, [0.01] * 100, Plan(2, 3), pass_s=4e-3, below=below)
     controller._correct()
     for costs, keys, tokens, price_s in (
         (controller.target, PROMPT, 4, 2e-3),
@@ -818,7 +794,7 @@ def test_passes_of_all_tiers_are_taken_for_their_share_of_the_time() -> None:
 def test_that_passes_overlap_is_remembered_while_requests_come_and_go() -> None:
     """Passes over two requests take 20 ms, because two overlap all the time; those over one take 10 ms."""
     controller, plan = Controller(replace(TIERS, micro_batches=2)), Plan(0, 3)
-    decoding = two_requests(controller)
+    decoding = two_requests()
     for _ in range(30):
         rounds(controller, decoding, 2, [0.02] * 3, plan, pass_s=0.02)
         rounds(controller, decoding[:1], 1, [0.01] * 3, plan)
@@ -830,7 +806,7 @@ def test_that_passes_overlap_is_remembered_while_requests_come_and_go() -> None:
 def test_slow_rounds_of_a_new_kind_count_in_full_where_such_are_usual() -> None:
     """Rounds of all kinds take 2.5 times as long as their passes."""
     controller = Controller(TIERS)
-    decoding = two_requests(controller)[:1]
+    decoding = two_requests()[:1]
     for _ in range(5):
         rounds(controller, decoding, 1, [0.025] * 20, Plan(0, 3))
         controller._correct()
@@ -840,19 +816,32 @@ def test_slow_rounds_of_a_new_kind_count_in_full_where_such_are_usual() -> None:
         assert controller.figures().corrections[kind] > 2.3
 
 
-def test_plain_decoding_is_measured_sooner_at_a_length_of_text_where_few_rounds_are_known() -> None:
+def test_plain_decoding_is_measured_seldom_where_a_plan_gains_much_and_it_is_well_known() -> None:
+    """A gain of four times may be due to a single slow round; that is measured again soon."""
     controller = Controller(TIERS)
-    rounds(controller, two_requests(controller)[:1], 1, [0.01] * 20)
-    controller.committed += 200
-    choice = Choice(Plan(0, 3), 1.0, 3.0)  # three times as fast as plain decoding
-    assert not controller._trial_due(choice, Load(1, 1, PROMPT))
-    assert controller._trial_due(choice, Load(1, 1, 3 * PROMPT))
+    load = load_of(two_requests()[:1])
+
+    def interval(gain: float, known: int = 16, length: int = PROMPT) -> int:
+        """The tokens after which plain decoding is measured again."""
+        controller.plain[load.kind] = deque([(load, 0.01)] * known)
+        choice, now = Choice(Plan(8, 3), 0.01, 0.01 * gain), load._replace(length=length)
+        for committed in range(10_000):
+            controller.plain_at[load.kind], controller.committed = 100, 100 + committed
+            if controller._trial_due(choice, now):
+                return committed
+        raise AssertionError("it is never measured")
+
+    often, *rest = [interval(gain) for gain in (1.1, 1.5, 1.8, 2, 2.5, 3, 9)]
+    assert 50 < often == rest[0] < rest[1] < rest[2] < rest[3] < rest[4] == rest[5] < 5000
+    for little in (interval(4, known=0), interval(4, known=2), interval(4, length=3 * PROMPT)):
+        assert little == often
+    assert interval(4, known=3) > often
 
 
 def test_of_a_kind_that_was_not_tried_what_is_usual_is_expected() -> None:
     """Rounds of one kind took 14 ms where their passes take 10 ms."""
     controller = Controller(TIERS)
-    decoding = two_requests(controller)[:1]
+    decoding = two_requests()[:1]
     rounds(controller, decoding, 1, [0.014] * 100, Plan(0, 3))
     controller._correct()
     situation = controller._situation(decoding, decoding, REFRESH)
@@ -865,7 +854,7 @@ def test_of_a_kind_that_was_not_tried_what_is_usual_is_expected() -> None:
 def test_what_a_snapshot_takes_follows_the_length_of_the_text() -> None:
     """The first cuts of a server are of short texts, and slow."""
     controller = Controller(TIERS)
-    one, _ = two_requests(controller)
+    one, _ = two_requests()
 
     def cut(length: int, seconds: float, *, first: bool) -> None:
         one.tokens = [1] * length
@@ -887,7 +876,7 @@ def test_what_a_snapshot_takes_follows_the_length_of_the_text() -> None:
 def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
     """Requests that come and go around a power of two change it every few rounds."""
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
+    one, other = two_requests()
     for _ in range(10):
         rounds(controller, [one, other], 2, [0.02] * 4)
         controller.plan(one, [one], REFRESH)
@@ -899,7 +888,7 @@ def test_what_a_load_has_shown_is_kept_when_the_load_changes() -> None:
 
 def test_a_trial_is_shared_by_those_who_join_and_ends_with_a_choice() -> None:
     controller = Controller(TIERS)
-    one, other = two_requests(controller)
+    one, other = two_requests()
     plain = Choice(PLAIN, 0.0, 0.0)
     one.stats.decoded = 10
     controller.plan(one, [one], REFRESH)
@@ -913,33 +902,11 @@ def test_a_trial_is_shared_by_those_who_join_and_ends_with_a_choice() -> None:
     assert one.drafted.choice is not plain, "chosen again after the last round"
 
 
-@pytest.mark.parametrize(("known", "due"), [(0, True), (2, True), (3, False)])
-def test_plain_decoding_is_measured_again_soon_while_little_is_known_of_it(known: int, due: bool) -> None:
-    """A gain of four times may be due to a single slow round."""
-    controller = Controller(TIERS)
-    load = load_of(two_requests(controller)[:1])
-    controller.plain[load.kind] = deque([(load, 0.01)] * known)
-    controller.plain_at[load.kind], controller.committed = 0, 200
-    assert controller._trial_due(Choice(Plan(0, 3), 0.01, 0.04), load) is due
-
-
-@pytest.mark.parametrize(
-    ("gain", "tokens"), [(1.1, 128), (1.5, 128), (1.8, 205), (2, 256), (2.5, 864), (3, 2048), (9, 2048)]
-)
-def test_the_more_a_plan_gains_the_more_seldom_plain_decoding_is_measured(gain: float, tokens: int) -> None:
-    controller = Controller(TIERS)
-    load = load_of(two_requests(controller)[:1])
-    controller.plain[load.kind] = deque([(load, 0.01)] * 16)
-    for committed, due in ((tokens - 1, False), (tokens, True)):
-        controller.plain_at[load.kind], controller.committed = 100, 100 + committed
-        assert controller._trial_due(Choice(Plan(8, 3), 0.01, 0.01 * gain), load) is due
-
-
 def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
     """Plain decoding was slow for a while, so speculation seems to pay. When plain decoding is measured again, the new
     figures count.
     """
-    machine = replace(MACHINES["unpredictable"], model=0.15)  # with 0.35, drafts of one token would break even
+    machine = replace(UNPREDICTABLE, model=0.15)  # with 0.35, drafts of one token would break even
     server = Decoding(machine)
     for _ in range(4):
         server.request(256)
@@ -953,7 +920,7 @@ def test_slow_rounds_of_long_ago_do_not_outlive_the_next_measurement() -> None:
 
 def test_a_pass_that_reads_a_prompt_teaches_nothing() -> None:
     controller = Controller(TIERS)
-    _, other = sequences = two_requests(controller)
+    _, other = sequences = two_requests()
     other.prefilled = 0
     answers = [
         (each, Proposal(each.sequence_id, PROMPT, (1,), b"", tallies=(Tally(1, busy_s=1),))) for each in sequences
@@ -972,7 +939,7 @@ def test_keys_that_requests_share_are_expected_to_be_read_once(micro_batches: in
     """A plain round reads them once for all requests, and a speculative round once for each micro-batch."""
     latest = 1.0
     controller = Controller(replace(TIERS, micro_batches=micro_batches), lambda: latest)
-    sequences = [each for _ in range(3) for each in two_requests(controller)]
+    sequences = [each for _ in range(3) for each in two_requests()]
 
     def reads(rows: int) -> float:
         return 1 - shared * (1 - 1 / rows)

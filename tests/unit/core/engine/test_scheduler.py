@@ -204,46 +204,48 @@ def costing(fixed_ms: float, token_ms: float, pair_us: float = 0.0) -> PassCosts
     return costs
 
 
-def chunk_beside_decoding(prompt: int, prefilled: int, costs: PassCosts, max_stall_s: float) -> int:
-    """The tokens of the chunk that a prompt gets while another request is being decoded."""
-    both = sequence(1, 5), sequence(2, prompt)
-    scheduler = scheduler_of(*both, free=100_000, chunk=2048, costs=costs, max_stall_s=max_stall_s)
-    decode(scheduler.live[1])
-    scheduler.live[2].prefilled = prefilled
-    [chunk] = [w for w in scheduler.next_work() if w.span.sequence_id == 2]
-    return len(chunk.span.tokens)
+NEW, USUAL, LONG = PassCosts(), costing(fixed_ms=5, token_ms=0.1), costing(fixed_ms=5, token_ms=0.1, pair_us=0.01)
+STALLS: dict[str, tuple[PassCosts | None, list[int], dict[str, float], list[int]]] = {
+    # costs, prompts, how long the stall may be and what of it is used up, the tokens of each prompt's chunk
+    "5 ms + .1 ms a token": (LONG, [50_000], {"max_stall_s": 0.105}, [928]),
+    "short": (LONG, [50_000], {"max_stall_s": 0.030}, [192]),
+    "long": (LONG, [50_000], {"max_stall_s": 10.0}, [2048]),
+    "and .3 ms a token for the 32,000 before it": (LONG, [50_000], {"max_stall_s": 0.105, "prefilled": 32_000}, [224]),
+    "never less": (LONG, [50_000], {"max_stall_s": 0.001, "prefilled": 32_000}, [64]),
+    # A chunk of less than 500 tokens would take more for the pass, whose KV is copied to the device, than for itself.
+    "never mostly fixed cost": (costing(fixed_ms=100, token_ms=0.2), [50_000], {"max_stall_s": 0.03}, [544]),
+    # As much as 200 tokens take is fixed cost.
+    "a small rest of the stall": (costing(20, 0.1), [9000], {"max_stall_s": 0.1, "stalled_s": 0.07}, [0]),
+    "a larger rest": (costing(20, 0.1), [9000], {"max_stall_s": 0.1, "stalled_s": 0.05}, [256]),
+    "a prompt smaller than the least chunk": (costing(50, 0.1), [200], {"max_stall_s": 0.3, "stalled_s": 0.1}, [200]),
+    # If rounds take a second by themselves, chunks get half a second, however short the stall may be.
+    "rounds of a second": (costing(5, 0.5), [9000], {"max_stall_s": 0.1, "round_s": 1.0}, [990]),
+    # 50 ms are 450 tokens: a short prompt and as much of a long one as there is time for.
+    "several prompts": (USUAL, [5000, 100], {"max_stall_s": 0.05}, [320, 100]),
+    "before the first pass": (NEW, [5000], {"max_stall_s": 0.5}, [CHUNK_AT_FIRST]),
+    "several before the first pass": (NEW, [100, 5000], {"max_stall_s": 0.5}, [100, CHUNK_AT_FIRST - 100]),
+    "off": (None, [9000], {"max_stall_s": math.inf, "stalled_s": 100.0}, [2048]),
+}
 
 
-@pytest.mark.parametrize(
-    ("prefilled", "max_stall_s", "tokens"),
-    [
-        (0, 0.105, 960),  # 5 ms + .1 ms a token
-        (0, 0.030, 192),
-        (0, 10.0, 2048),
-        (32_000, 0.105, 256),  # and .3 ms a token for the 32,000 before it
-        (32_000, 0.001, 64),  # never less
-    ],
-)
-def test_a_chunk_takes_as_long_as_a_stall_may_last(prefilled: int, max_stall_s: float, tokens: int) -> None:
-    costs = costing(fixed_ms=5, token_ms=0.1, pair_us=0.01)
-    assert chunk_beside_decoding(50_000, prefilled, costs, max_stall_s) == pytest.approx(tokens, abs=CHUNK_UNIT)
-
-
-def test_a_chunk_is_never_mostly_fixed_cost() -> None:
-    """The pass costs 100 ms by itself, as where its KV is copied to the device: a chunk of less than 500 tokens, at
-    .2 ms each, would take more for the pass than for itself.
-    """
-    chunk = chunk_beside_decoding(50_000, 0, costing(fixed_ms=100, token_ms=0.2), max_stall_s=0.03)
-    assert chunk in (512, 576)
+@pytest.mark.parametrize("name", STALLS)
+def test_a_chunk_takes_as_long_as_a_stall_may_last(name: str) -> None:
+    """Of the stall of another request, which is being decoded."""
+    costs, prompts, stall, wanted = STALLS[name]
+    both = [sequence(1, 5), *(sequence(i, prompt) for i, prompt in enumerate(prompts, 2))]
+    scheduler = scheduler_of(*both, free=100_000, chunk=2048, costs=costs, max_stall_s=stall["max_stall_s"])
+    decoding = scheduler.live[1]
+    decode(decoding)
+    decoding.stalled_s, decoding.round_s = stall.get("stalled_s", 0.0), stall.get("round_s", 0.0)
+    scheduler.live[2].prefilled = int(stall.get("prefilled", 0))
+    chunks = {w.span.sequence_id: len(w.span.tokens) for w in scheduler.next_work() if w.span.sequence_id > 1}
+    found = [chunks.get(i, 0) for i in range(2, 2 + len(prompts))]
+    assert found == pytest.approx(wanted, abs=CHUNK_UNIT / 2)
 
 
 def test_while_nobody_decodes_chunks_are_whole() -> None:
     scheduler = scheduler_of(sequence(1, 5000), chunk=2048, costs=costing(5, 0.1), max_stall_s=0.01)
     assert spans(scheduler.next_work()) == [(1, 0, 2048)]
-
-
-def test_before_the_first_pass_chunks_are_small_beside_decoding() -> None:
-    assert chunk_beside_decoding(5000, 0, PassCosts(), max_stall_s=0.5) == CHUNK_AT_FIRST
 
 
 def test_the_stall_is_that_of_a_round() -> None:
@@ -267,17 +269,6 @@ def test_the_stall_is_that_of_a_round() -> None:
     decode(decoding)
     decoding.stalled_s = 0.0
     assert spans(chunks_of(scheduler.next_work())) == [(2, 1408, 1408 + 960)]
-
-
-def test_a_small_rest_of_the_stall_is_not_used() -> None:
-    """A pass has 20 ms of fixed cost, as much as 200 tokens take. A smaller chunk would be mostly fixed cost."""
-    costs = costing(fixed_ms=20, token_ms=0.1)
-    scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.1)
-    decode(scheduler.live[1])
-    scheduler.live[1].stalled_s = 0.070
-    assert chunks_of(scheduler.next_work()) == []
-    scheduler.live[1].stalled_s = 0.050
-    assert spans(scheduler.next_work()) == [(2, 0, 256)]
 
 
 def test_a_short_prompt_does_not_wait_for_a_long_one_behind_it() -> None:
@@ -305,13 +296,6 @@ def test_a_short_prompt_does_not_wait_for_a_long_one_behind_it() -> None:
     assert turns <= 4
 
 
-def test_off_bounds_nothing() -> None:
-    scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048)
-    decode(scheduler.live[1])
-    scheduler.live[1].stalled_s = 100.0
-    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 2048)]
-
-
 def test_prompts_whose_logprobs_are_asked_share_the_room_of_their_logits() -> None:
     scored = [sequence(i, 3000) for i in (1, 2)]
     for each in scored:
@@ -323,39 +307,11 @@ def test_prompts_whose_logprobs_are_asked_share_the_room_of_their_logits() -> No
     assert spans(scheduler.next_work()) == [(1, 0, 640), (3, 0, 1408)]
 
 
-def test_before_the_first_pass_prompts_share_a_small_chunk() -> None:
-    scheduler = scheduler_of(
-        sequence(1, 5), sequence(2, 100), sequence(3, 5000), chunk=2048, costs=PassCosts(), max_stall_s=0.5
-    )
-    decode(scheduler.live[1])
-    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 100), (3, 0, 128)]
-
-
 def test_the_least_stall_is_told() -> None:
     """With 32,000 tokens before it, a chunk of 64 tokens takes 5 ms and .42 ms for each token."""
     scheduler = scheduler_of(costs=costing(fixed_ms=5, token_ms=0.1, pair_us=0.01))
     assert scheduler.least_stall_s(32_000) == pytest.approx(0.032, rel=0.1)
     assert scheduler_of().least_stall_s(32_000) == 0
-
-
-def test_prompts_get_a_share_of_long_rounds() -> None:
-    """If rounds take a second by themselves, chunks get half a second, however short the stall may be."""
-    costs = costing(fixed_ms=5, token_ms=0.5)
-    scheduler = scheduler_of(sequence(1, 5), sequence(2, 9000), free=100_000, chunk=2048, costs=costs, max_stall_s=0.1)
-    decode(scheduler.live[1])
-    scheduler.live[1].round_s = 1.0
-    [chunk] = chunks_of(scheduler.next_work())
-    assert len(chunk.span.tokens) == pytest.approx(990, abs=CHUNK_UNIT)
-
-
-def test_several_prompts_share_the_stall() -> None:
-    """50 ms are 450 tokens: a short prompt and as much of a long one as there is time for."""
-    costs = costing(fixed_ms=5, token_ms=0.1)
-    scheduler = scheduler_of(
-        sequence(1, 5), sequence(2, 5000), sequence(3, 100), chunk=2048, costs=costs, max_stall_s=0.050
-    )
-    decode(scheduler.live[1])
-    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 320), (3, 0, 100)]
 
 
 # -- who goes live -----------------------------------------------------------------------------------------------------
@@ -425,13 +381,13 @@ def test_a_request_can_be_taken_out_wherever_it_is() -> None:
 # -- who is preempted --------------------------------------------------------------------------------------------------
 
 
-def preempted(scheduler: Scheduler, new_id: int) -> Sequence | None:
-    """Preempt as the engine does: the request that has to go waits again."""
+def preempted(scheduler: Scheduler, new_id: int) -> int | None:
+    """Preempt as the engine does: the request that has to go, whose id this returns, waits again."""
     if (victim := scheduler.to_preempt()) is None:
         return None
     end(scheduler, victim.sequence_id)
     scheduler.add(victim.again(new_id))
-    return victim
+    return victim.request_id
 
 
 def test_requests_grow_while_there_is_room() -> None:
@@ -472,7 +428,7 @@ def test_the_youngest_makes_room_and_comes_back_with_room_for_all() -> None:
     scheduler = scheduler_of(old, young, free=30)
     decode(young, 2)
     decode(old, 10)
-    assert preempted(scheduler, 7) is young
+    assert preempted(scheduler, 7) == 2
     assert preempted(scheduler, 8) is None
     assert list(scheduler.live) == [1]
     [waiting] = scheduler.queue
@@ -492,9 +448,7 @@ def test_the_least_urgent_makes_room() -> None:
         sequence(1, 10, max_tokens=60, priority=5), sequence(2, 10, max_tokens=60), sequence(3, 10), free=37
     )
     decode(scheduler.live[2], 5)
-    victim = preempted(scheduler, 7)
-    assert victim is not None
-    assert victim.request_id == 1
+    assert preempted(scheduler, 7) == 1
 
 
 def test_nobody_is_preempted_twice() -> None:
@@ -508,9 +462,7 @@ def test_nobody_is_preempted_twice() -> None:
     assert slots(scheduler).owned == {1: 12, 7: 20}
     slots(scheduler).free = 0
     decode(scheduler.live[1], 30)
-    older = preempted(scheduler, 8)
-    assert older is not None
-    assert older.request_id == 1
+    assert preempted(scheduler, 8) == 1
 
 
 def test_the_most_urgent_gets_what_is_left() -> None:
@@ -523,9 +475,7 @@ def test_the_most_urgent_gets_what_is_left() -> None:
     slots(scheduler).free = 8
     for each in (1, 2):
         decode(scheduler.live[each], 1)
-    victim = scheduler.to_preempt()
-    assert victim is not None
-    assert victim.request_id == 2
+    assert preempted(scheduler, 7) == 2
     assert slots(scheduler).owned[1] == 18
 
 
@@ -534,9 +484,7 @@ def test_a_request_that_slots_of_others_would_not_help_makes_room_itself() -> No
     slots(scheduler).hemmed.add(1)
     for each in (1, 2):
         decode(scheduler.live[each], 1)
-    victim = scheduler.to_preempt()
-    assert victim is not None
-    assert victim.request_id == 1
+    assert preempted(scheduler, 7) == 1
 
 
 def test_a_preempted_request_keeps_its_deadline_and_its_figures() -> None:
@@ -559,11 +507,3 @@ def test_prompt_logprobs_reach_the_caller_once() -> None:
     assert again.unreported(scores[3:7]) == scores[4:7]
     third = again.again(3)
     assert third.unreported(scores) == scores[7:]
-
-
-def test_a_rest_smaller_than_the_least_chunk_fits_what_is_left_of_the_stall() -> None:
-    costs = costing(fixed_ms=50, token_ms=0.1)
-    scheduler = scheduler_of(sequence(1, 5), sequence(2, 200), chunk=2048, costs=costs, max_stall_s=0.3)
-    decode(scheduler.live[1])
-    scheduler.live[1].stalled_s = 0.1
-    assert spans(chunks_of(scheduler.next_work())) == [(2, 0, 200)]

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +79,8 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "KV heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
 }
 WRAPPERS = (
-    *(
-        "gemma3",
-        "gemma3n",
-        "llama4",
-        "mistral3",
-        "qwen2_vl",
-        "qwen2_5_vl",
-        "qwen3_vl",
-        "llava",
-        "llava_next",
-        "idefics",
-    ),
-    *("idefics2", "idefics3", "paligemma", "internvl", "smolvlm", "glm4v", "aria"),
+    *("gemma3", "gemma3n", "llama4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next"),
+    *("idefics", "idefics2", "idefics3", "paligemma", "internvl", "smolvlm", "glm4v", "aria"),
 )
 OTHERS = ("mamba", "falcon_mamba", "rwkv", "jamba", "t5", "whisper", "vit", "clip", "pixtral", "bloom")
 
@@ -182,27 +172,18 @@ def naming(file: Any) -> Callable[[Path], None]:
     return lambda folder: indexed(folder, weight_map={"model.norm.weight": file, "lm_head.weight": SHARD})
 
 
-def no_json(folder: Path) -> None:
-    indexed(folder)
-    (folder / "model.safetensors.index.json").write_text("{")
+def index(text: str) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        indexed(folder)
+        (folder / "model.safetensors.index.json").write_text(text)
+
+    return write
 
 
-def a_list(folder: Path) -> None:
-    indexed(folder)
-    (folder / "model.safetensors.index.json").write_text("[]")
-
-
-def no_metadata(folder: Path) -> None:
-    indexed(folder, metadata=None)
-
-
-def adapter(folder: Path) -> None:
-    (folder / "config.json").unlink()
-    beside(folder)
-
-
-def beside(folder: Path) -> None:
+def adapter(folder: Path, *, alone: bool) -> None:
     (folder / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "someone/else"}')
+    if alone:
+        (folder / "config.json").unlink()
 
 
 def distributed(folder: Path) -> None:
@@ -217,11 +198,13 @@ def distributed(folder: Path) -> None:
         (naming("/tmp/elsewhere.safetensors"), "'/tmp/elsewhere.safetensors'"),
         (naming("within/elsewhere.safetensors"), "'within/elsewhere.safetensors'"),
         (naming(3), "'3'"),
-        (no_json, "download it again"),
-        (a_list, "download it again"),
-        (no_metadata, "download it again"),
-        (adapter, "a LoRA or another adapter (adapter_config.json), which is not supported: merge it"),
-        (beside, "a LoRA or another adapter (adapter_config.json), which is not supported: merge it"),
+        (index("{"), "download it again"),
+        (index("[]"), "download it again"),
+        (partial(indexed, metadata=None), "download it again"),
+        *(
+            (partial(adapter, alone=alone), "a LoRA or another adapter (adapter_config.json), which is not supported")
+            for alone in (True, False)
+        ),
         (distributed, "a distributed checkpoint: save it with save_pretrained"),
     ],
 )
