@@ -31,8 +31,7 @@ from triforce_tools.evaluation.measures import Counts, Exact
 from triforce_tools.evaluation.plan import EvalPlan
 from triforce_tools.evaluation.texts import Group, Input, held_out_inputs, needle_inputs
 
-WHOLE_FILES = 4  # held-out files that the whole engine decodes; it decodes all needle inputs
-WRITTEN = 32  # tokens at least that it writes
+WRITTEN = 32  # tokens at least in which all tiers together are compared with the full cache
 CHOICE_BUDGET = 1024  # the budget at which selectors compete: the default of `retrieval.budget`
 
 Row = dict[str, Any]
@@ -97,25 +96,23 @@ class Evaluation:
         engine = load_local_engine(self.settings, drafting=drafting)
         runners = runners_of(engine)
         runners.setdefault(Tier.RETRIEVAL, runners[Tier.TARGET])  # where the settings have no retrieval tier
-        for name, inputs, compared in (
-            ("files", self.files, WHOLE_FILES),
-            ("needles", self.needles, len(self.needles)),
-        ):
+        for name, inputs in (("files", self.files), ("needles", self.needles)):
+            if not inputs:
+                continue
             sums: Sums = {case: defaultdict(Counts) for case in self.cases}
             whole: Counter[str] = Counter()
-            for number, text in enumerate(inputs):
+            for text in inputs:
                 begin(text.name)
                 reading = Reading(runners, self.settings, text.tokens, self.selectors)
                 add_counts(sums, text, reading)
-                if self.with_whole and number < compared:
+                if self.with_whole:
                     whole.update(compare_texts(engine, self.settings.speculation.effective, text))
-            if inputs:
-                figures[name] = [
-                    {"cache": case.cache, "budget": case.budget or None} | dict(group) | counts.figures()
-                    for case, groups in sums.items()
-                    for group, counts in groups.items()
-                ]
-            if whole:
+            figures[name] = [
+                {"cache": case.cache, "budget": case.budget or None} | dict(group) | counts.figures()
+                for case, groups in sums.items()
+                for group, counts in groups.items()
+            ]
+            if self.with_whole:
                 figures["triforce"][name] = dict(whole)
         if self.files:
             figures["choice"] = choose(figures["files"], self.selectors)
