@@ -160,9 +160,11 @@ class RemoteProposer:
         return [sequence_id for sequence_id, asked in self.asked.items() if asked.stream in late]
 
     def _give_up(self, sequence_ids: list[int]) -> list[Proposal]:
-        """Empty answers for those of these sequences that are still unanswered."""
+        """Empty answers for those of these sequences that are still unanswered, whose peer may lack what was sent."""
         lost = [self.asked.pop(sequence_id) for sequence_id in sequence_ids if sequence_id in self.asked]
-        return [empty_answer(asked.work, asked.stated_from) for asked in lost]
+        return [
+            Proposal(each.work.span.sequence_id, each.work.span.end, missing_from=each.stated_from) for each in lost
+        ]
 
     def _take(self, stream: Stream, batch: pb.ProposalBatch) -> list[Proposal]:
         try:
@@ -267,8 +269,3 @@ class RemoteProposer:
                 told = time.monotonic()
                 where = f"at {self.address}" if self.address else "and its address is unknown"
                 log.warning("the %s tier has not answered for %.0f s, %s", self.peer, self.silent_s, where)
-
-
-def empty_answer(work: Work, stated_from: int) -> Proposal:
-    """An empty answer in place of the peer's. Its `missing_from` is set because the peer may lack what was sent."""
-    return Proposal(work.span.sequence_id, work.span.end, missing_from=stated_from)

@@ -77,7 +77,8 @@ async def prompt_of(service: Service, request: pb.GenerateRequest | pb.TokenizeR
     require(form is not None, "prompt", None, "must be a text, token ids or messages")
     if form == "messages":
         messages = await asyncio.to_thread(messages_of, request.messages)
-        return await service.chat.render(messages, await asyncio.to_thread(tools_of, request.messages))
+        tools = await asyncio.to_thread(objects_of, request.messages.tools_json, "tools_json", MAX_TOOLS)
+        return await service.chat.render(messages, tools)
     if form == "token_ids" and isinstance(request, pb.GenerateRequest):
         return tuple(request.token_ids.values)
     return request.text
@@ -212,11 +213,6 @@ def message_of(message: pb.ChatMessage, place: str) -> dict[str, Any]:
     if calls:
         return found | {"tool_calls": calls}
     return {"content": "", **found}
-
-
-def tools_of(chat: pb.ChatMessages) -> list[dict[str, Any]]:
-    """The tools. Raises `InvalidValueError` naming the field."""
-    return objects_of(chat.tools_json, "tools_json", MAX_TOOLS)
 
 
 def objects_of(text: str, field: str, most: int) -> list[dict[str, Any]]:

@@ -61,7 +61,7 @@ def chat(
         if interactive:
             console.print(f"{model.id} at {address}, {model.context_length} tokens. {HELP}.", style="dim")
         conversation = Conversation(client, console, f"{model.id} at {address}", system, asked)
-        for line in typed_lines() if interactive else piped_lines():
+        for line in typed_lines() if interactive else (piped.rstrip("\n") for piped in sys.stdin):
             if line == "/quit":
                 return
             try:
@@ -90,11 +90,6 @@ def typed_lines() -> Iterator[str]:
         except EOFError:
             print()
             return
-
-
-def piped_lines() -> Iterator[str]:
-    for line in sys.stdin:
-        yield line.rstrip("\n")
 
 
 class Conversation:
