@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# All figures of docs/benchmarks/device.md from a GPU that is at hand for minutes, in two commands:
+# All figures of docs/benchmarks/gpu.md from a GPU that is at hand for minutes, in two commands:
 #
 #     scripts/gpu_check.sh WHEELS OUT 400 --jobs first
 #     scripts/gpu_check.sh WHEELS OUT 330 --jobs second
