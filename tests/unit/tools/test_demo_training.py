@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from email.message import Message
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from triforce_core.cli import main
 from triforce_core.errors import InvalidValueError
+from triforce_tools.demo_training import models
 from triforce_tools.demo_training.batches import make_batch
 from triforce_tools.demo_training.corpus import (
     COPIES,
@@ -30,16 +32,27 @@ from triforce_tools.demo_training.corpus import (
     is_held_out,
     permissive_licence,
 )
-from triforce_tools.demo_training.models import NEW, PROMPT, ROWS, build_model, logits, written_by_target
+from triforce_tools.demo_training.models import PROMPT, ROWS, build_model, logits, written_by_target
 from triforce_tools.demo_training.recall import RecallTasks, recall_once_sequence, recall_sequence
 from triforce_tools.demo_training.settings import DEFAULT_SETTINGS, DemoSettings, ModelName, load_settings
 from triforce_tools.demo_training.train import load_checkpoint, train
 
+NEW = 8
 TOKENIZER = demo_tokenizer()
 TASKS = RecallTasks(TOKENIZER)
 FILLER = np.array(TOKENIZER.encode("for line in lines:\n    total += len(line)\n" * 400).ids, dtype=np.uint16)
 SHAPE = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "head_dim": 16}
 STAGE = {"length": 64, "batch_tokens": 128, "lr_start": 1.0, "lr_end": 0.1, "recall_share": 0.5, "skip_share": 0.5}
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """One thread, and short texts of the target."""
+    monkeypatch.setattr(models, "NEW", NEW)
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny_settings(folder: Path, steps: int = 12) -> Path:
@@ -231,7 +244,7 @@ def test_killed_and_resumed_the_weights_are_the_same_to_the_bit(tmp_path: Path) 
     killed, whole = load_settings(path), load_settings(tiny_settings(tmp_path / "whole", steps=150))
     command = [sys.executable, "-m", "triforce_core.cli", "demo", "train", "--settings", str(path), "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not (killed.folder / "target.ckpt").is_file() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
     process.kill()
