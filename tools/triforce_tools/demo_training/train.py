@@ -11,12 +11,10 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import LlamaForCausalLM
 
 from triforce_core.errors import require
@@ -124,6 +122,9 @@ class Learner:
         """Train all stages, with a teacher on its distributions. Returns whether they ended before `until`, a time of
         the monotonic clock.
         """
+        torch.compiler.reset()  # shapes that an earlier model compiled would count towards the limit of this one's
+        losses_of = partial(losses, self.model, None if teacher is None else teacher.model)
+        self.losses_of = torch.compile(losses_of, dynamic=False, disable=not self.settings.compile)
         first = 0  # the step at which the stage begins
         for stage in self.settings.models[self.name].stages:
             if self.step < first + stage.steps and not self._train_stage(stage, first, until, teacher):
@@ -139,16 +140,11 @@ class Learner:
             num_tokens = stage.tokens + 2 * stage.length
             tokens = written_by_target(teacher.model, tokens, path, num_tokens=num_tokens, seed=settings.seed)
 
-        losses_of = torch.compile(
-            partial(losses, self.model, None if teacher is None else teacher.model),
-            dynamic=False,
-            disable=not settings.compile,
-        )
         saved = time.monotonic()
         for step in range(self.step - first, stage.steps):
             begin = time.monotonic()
             self._set_learning_rate(stage, step)
-            loss = self._make_step(losses_of, make_batch(settings, stage, tokens, self.tasks, step))
+            loss = self._make_step(make_batch(settings, stage, tokens, self.tasks, step))
             now = time.monotonic()
             self.seconds += now - begin
             if self.step % 10 == 0:
@@ -161,14 +157,14 @@ class Learner:
                 return False
         return True
 
-    def _make_step(self, losses_of: Callable[[Tensor, Tensor, Tensor], Tensor], batch: Batch) -> float:
+    def _make_step(self, batch: Batch) -> float:
         """One step of the optimisers; returns the mean loss, nats."""
         loss = 0.0
         size = max(1, self.settings.microbatch_tokens // batch.ids.shape[1])
         for parts in zip(*(column.split(size) for column in batch), strict=True):
             ids, labels, positions, weights = (part.to(self.device) for part in parts)
             with torch.autocast(self.device.type, torch.bfloat16):
-                each = losses_of(ids, positions, labels)
+                each = self.losses_of(ids, positions, labels)
             mean = (each * weights).sum() / float(batch.weights.sum())
             mean.backward()
             loss += float(mean.detach())
