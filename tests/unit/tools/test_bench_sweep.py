@@ -25,7 +25,7 @@ from triforce_tools.bench.axes import (
     Point,
     by_engine,
     coordinates,
-    modes_at,
+    modes_with,
     name_of,
     parse_axes,
     parse_plans,
@@ -45,13 +45,9 @@ HEADER = {"sweep": {"output": 8}, "settings": {"retrieval": {"budget": 1024, "ch
 
 
 def test_axes_are_read_in_their_order() -> None:
-    axes = parse_axes(["temperature=0,.8", "lookaheads= 8,3 / 4, 2", "drafter"])
-    assert axes == {
-        "temperature": (0.0, 0.8),
-        "lookaheads": ("8,3", "4,2"),
-        "drafter": ("model", "lookup", "both"),
-    }
-    assert list(axes) == ["temperature", "lookaheads", "drafter"]
+    axes = parse_axes(["temperature=0, .8", "context=64", "dtype"])
+    assert axes == {"temperature": (0.0, 0.8), "context": (64,), "dtype": ("float32", "bfloat16")}
+    assert list(axes) == ["temperature", "context", "dtype"]
 
 
 def test_every_axis_has_defaults_that_it_accepts() -> None:
@@ -85,17 +81,14 @@ def test_an_engine_s_settings_are_checked() -> None:
     assert (settings.dtype, settings.speculation.lookaheads) == ("float32", (5, 2)), "all else stays"
 
 
-def test_plans_draft_as_they_say_or_as_the_point_says() -> None:
-    plans = parse_plans("8,3/0,3:lookup")
-    point = replace(BASE, lookaheads="4,2", drafter="both")
-    assert modes_at(point, plans) == [
+def test_plans_are_measured_beside_plain_decoding_and_the_controller() -> None:
+    assert modes_with(parse_plans("8,3/0, 3:lookup")) == [
         Mode("plain", PLAIN),
         Mode("auto", None),
-        Mode("8,3", Plan(8, 3, Drafting.BOTH)),
+        Mode("8,3", Plan(8, 3, Drafting.MODEL)),
         Mode("0,3:lookup", Plan(0, 3, Drafting.LOOKUP)),
-        Mode("pinned", Plan(4, 2, Drafting.BOTH)),
     ]
-    assert [mode.name for mode in modes_at(BASE, parse_plans(None))] == ["plain", "auto"]
+    assert [mode.name for mode in modes_with(parse_plans(None))] == ["plain", "auto"]
 
 
 # -- statistics --------------------------------------------------------------------------------------------------------
@@ -156,11 +149,11 @@ def test_outputs_are_compared_as_far_as_both_go() -> None:
 
 def test_the_summary_is_the_geometric_mean_of_what_was_measured() -> None:
     points = [
-        figures_of({"plain": [one(8)], "auto": [one(1)], "pinned": [one(2)]}),
+        figures_of({"plain": [one(8)], "auto": [one(1)], "4,2": [one(2)]}),
         figures_of({"plain": [one(2)], "auto": [one(1)]}),
     ]
     summary = summary_of(points)
-    assert summary["speedup"] == {"auto": pytest.approx(4), "pinned": pytest.approx(4)}
+    assert summary["speedup"] == {"auto": pytest.approx(4), "4,2": pytest.approx(4)}
     assert summary["auto_over_best"] == pytest.approx(2), "only the first point has another plan"
     assert geometric_mean([2, 8]) == pytest.approx(4)
 
@@ -216,7 +209,7 @@ def test_modes_take_turns_and_every_second_turn_is_reversed() -> None:
 
 def test_a_file_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "sweep.jsonl"
-    other = replace(BASE, lookaheads="8,3")
+    other = replace(BASE, temperature=0.8)
     file = SweepFile(path, HEADER)
     file.keep(BASE, {"modes": {}, "seconds": 1})
     file.keep(other, {"modes": {}, "seconds": 2})
@@ -369,12 +362,12 @@ def test_settings_may_be_axes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     out = str(tmp_path / "sweep.jsonl")
-    axes = ("--axis", "budget=32,64", "--axis", "lookaheads=4,2", "--context", "80")
+    axes = ("--axis", "budget=32,64", "--context", "80")
     assert run(monkeypatch, "bench", "sweep", *TINY, *axes, "--out", out, "--json") == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [(figures["point"]["budget"], list(figures["modes"])) for figures in points] == [
-        (32, ["plain", "auto", "pinned"]),
-        (64, ["plain", "auto", "pinned"]),
+        (32, ["plain", "auto"]),
+        (64, ["plain", "auto"]),
     ]
 
 
@@ -388,12 +381,12 @@ def test_settings_may_be_axes(
         (["--axis", "context="], ["axis context", "''", "whole number"]),
         (["--axis", "context=20000"], ["context", "20000", "must fit the context of 16384"]),
         (["--axis", "temperature=inf"], ["axis temperature", "inf", "between 0 and 100"]),
-        (["--axis", "lookaheads=8"], ["axis lookaheads", "'8'", "retrieval,draft"]),
-        (["--axis", "lookaheads=99,1"], ["axis lookaheads", "99,1", "at most 64"]),
-        (["--axis", "lookaheads=0,0"], ["axis lookaheads", "0,0", "is plain decoding"]),
+        (["--plans", "8"], ["plans", "'8'", "retrieval,draft"]),
+        (["--plans", "8,x"], ["plans", "'8,x'", "retrieval,draft"]),
+        (["--plans", "8,-1"], ["plans", "'8,-1'", "retrieval,draft"]),
+        (["--plans", "99,1"], ["plans", "99,1", "at most 64"]),
+        (["--plans", "0,0"], ["plans", "0,0", "is plain decoding"]),
         (["--axis", "dtype=auto"], ["axis dtype", "auto", "must be one of float32"]),
-        (["--axis", "drafter"], ["axis", "drafter", "--plans"]),
-        (["--axis", "drafter=me", "--plans", "8,3"], ["axis drafter", "me", "must be one of model"]),
         (["--axis", "budget=100"], ["retrieval", "100", "multiple of chunk 8"]),
         (["--plans", "8,3:me"], ["plans", "me", "must be one of model"]),
         (["--plans", "8,3/8,3"], ["plans", "8,3/8,3", "each plan once"]),

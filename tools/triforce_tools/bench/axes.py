@@ -28,8 +28,6 @@ class Point:
     chunk: int
     dtype: str
     temperature: float
-    lookaheads: str | None = None  # of the mode `pinned`, such as "8,3"; None: there is no such mode
-    drafter: str = "model"  # the drafter of fixed plans that name none
     concurrency: int | None = None  # requests decoded together in tier actors; None: one, in this process
 
     @property
@@ -55,7 +53,6 @@ class Axis:
 
     defaults: str
     parse: Callable[[str, str], Any]  # of the field's name and the text; raises `InvalidValueError`
-    separator: str = ","
 
 
 def parse_whole(field: str, text: str) -> int:
@@ -72,17 +69,6 @@ def parse_temperature(field: str, text: str) -> float:
     return number
 
 
-def parse_lookaheads(field: str, text: str) -> str:
-    """The text again, without blanks."""
-    parts = [part.strip() for part in text.split(",")]
-    whole = len(parts) == 2 and all(part.isascii() and part.isdigit() for part in parts)
-    numbers = [int(part) for part in parts] if whole else []
-    rule = f"must be two whole numbers of at most {MAX_LOOKAHEAD}: retrieval,draft"
-    require(bool(numbers) and max(numbers) <= MAX_LOOKAHEAD, field, text, rule)
-    require(any(numbers), field, text, "is plain decoding, which is measured at every point")
-    return ",".join(map(str, numbers))
-
-
 def one_of(*names: str) -> Callable[[str, str], str]:
     def parse(field: str, text: str) -> str:
         require(text in names, field, text, f"must be one of {', '.join(names)}")
@@ -95,16 +81,14 @@ AXES = {
     "context": Axis("256,1024,4096,16128", parse_whole),
     "budget": Axis("256,512,1024,2048", parse_whole),
     "chunk": Axis("4,8,16", parse_whole),
-    "lookaheads": Axis("0,3/4,2/8,3", parse_lookaheads, separator="/"),
     "temperature": Axis("0,0.8,1", parse_temperature),
-    "drafter": Axis(",".join(DRAFTERS), one_of(*DRAFTERS)),
     "dtype": Axis("float32,bfloat16", one_of(*DTYPES)),
     "concurrency": Axis("1,2,4", parse_whole),
 }
 
 
 def parse_axes(texts: Sequence[str]) -> Axes:
-    """The axes from texts such as `context=256,1024`, `lookaheads=8,3/4,2`, or a name alone for its default values.
+    """The axes from texts such as `context=256,1024`, or a name alone for its default values.
 
     Raises `InvalidValueError`.
     """
@@ -114,7 +98,7 @@ def parse_axes(texts: Sequence[str]) -> Axes:
         require(name in AXES, "axis", name, f"must be one of {', '.join(AXES)}")
         require(name not in axes, "axis", name, "must be named once")
         axis = AXES[name]
-        parts = (listed if given else axis.defaults).split(axis.separator)
+        parts = (listed if given else axis.defaults).split(",")
         values = tuple(axis.parse(f"axis {name}", part.strip()) for part in parts)
         require(len(set(values)) == len(values), f"axis {name}", listed, "must name each value once")
         axes[name] = values
@@ -169,22 +153,6 @@ def changed(settings: Settings, **changes: Any) -> Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class FixedPlan:
-    """A plan that is measured at every point, as the user named it."""
-
-    lookaheads: str
-    drafter: str | None  # None: the point's
-
-    @property
-    def name(self) -> str:
-        return self.lookaheads if self.drafter is None else f"{self.lookaheads}:{self.drafter}"
-
-    def at(self, point: Point) -> Plan:
-        retrieval, draft = map(int, self.lookaheads.split(","))
-        return Plan(retrieval, draft, Drafting[(self.drafter or point.drafter).upper()])
-
-
-@dataclass(frozen=True, slots=True)
 class Mode:
     """One of the ways to decode that are compared at a point."""
 
@@ -192,42 +160,34 @@ class Mode:
     plan: Plan | None  # None: the controller decides
 
 
-def parse_plans(text: str | None) -> tuple[FixedPlan, ...]:
-    """The plans from a text such as `8,3/4,2/0,3:lookup`. Raises `InvalidValueError`."""
-    plans: list[FixedPlan] = []
-    for part in [] if text is None else text.split("/"):
-        lookaheads, named, drafter = (each.strip() for each in part.partition(":"))
-        numbers = parse_lookaheads("plans", lookaheads)
-        plans.append(FixedPlan(numbers, one_of(*DRAFTERS)("plans", drafter) if named else None))
+def modes_with(plans: Sequence[Mode]) -> list[Mode]:
+    """Plain decoding first, then the controller and the fixed plans."""
+    return [Mode("plain", PLAIN), Mode("auto", None), *plans]
+
+
+def parse_plans(text: str | None) -> tuple[Mode, ...]:
+    """Fixed plans from a text such as `8,3/4,2/0,3:lookup`. Raises `InvalidValueError`."""
+    plans: list[Mode] = []
+    for part in [] if text is None else text.replace(" ", "").split("/"):
+        lookaheads, named, drafter = part.partition(":")
+        numbers = [int(number) if number.isdecimal() else -1 for number in lookaheads.split(",")]
+        rule = f"must be two whole numbers of at most {MAX_LOOKAHEAD}: retrieval,draft"
+        require(len(numbers) == 2 and min(numbers) >= 0 and max(numbers) <= MAX_LOOKAHEAD, "plans", part, rule)
+        require(any(numbers), "plans", part, "is plain decoding, which is measured at every point")
+        require(not named or drafter in DRAFTERS, "plans", drafter, f"must be one of {', '.join(DRAFTERS)}")
+        plans.append(Mode(part, Plan(numbers[0], numbers[1], Drafting[(drafter or "model").upper()])))
     require(len(set(plans)) == len(plans), "plans", text, "must name each plan once")
     return tuple(plans)
 
 
-def modes_at(point: Point, plans: Sequence[FixedPlan]) -> list[Mode]:
-    """Plain decoding first, then the controller, the fixed plans, and the plan of the axis of lookaheads."""
-    fixed = [Mode(plan.name, plan.at(point)) for plan in plans]
-    if point.lookaheads is not None:
-        fixed.append(Mode("pinned", FixedPlan(point.lookaheads, None).at(point)))
-    return [Mode("plain", PLAIN), Mode("auto", None), *fixed]
-
-
-def check_modes(points: Sequence[Point], axes: Axes, plans: Sequence[FixedPlan], settings: Settings) -> None:
-    """Raise `InvalidValueError` for plans of tiers that take no part, for an axis that would change nothing, and where
-    the controller is off.
+def check_modes(plans: Sequence[Mode], settings: Settings) -> None:
+    """Raise `InvalidValueError` for plans of tiers that take no part, and where the controller is off: another way to
+    decode would be measured under its name.
     """
-    pinned = plans or "lookaheads" in axes
-    rule = "varies who drafts under fixed plans: give --plans or --axis lookaheads"
-    require("drafter" not in axes or bool(pinned), "axis", "drafter", rule)
     retrieval, draft = TIER_SETS[settings.speculation.tiers]
-    for name, plan in {(mode.name, mode.plan) for point in points for mode in modes_at(point, plans) if mode.plan}:
+    for plan in (mode.plan for mode in plans if mode.plan):
         takes_part = (retrieval or not plan.retrieval) and (draft or not plan.draft)
-        field = "lookaheads" if name == "pinned" else "plans"
-        require(takes_part, field, str(plan), "asks a tier to draft that --tiers leaves out")
-    check_controlled(settings)
-
-
-def check_controlled(settings: Settings) -> None:
-    """Raise `InvalidValueError` where the controller is off: another way to decode would be measured under its name."""
+        require(takes_part, "plans", str(plan), "asks a tier to draft that --tiers leaves out")
     if settings.controlled:
         return
     because, speculation = "the controller is one of the modes that are compared", settings.speculation

@@ -21,7 +21,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.messages import Drafting, SamplingParams
 from triforce_core.models.files import load_config
-from triforce_tools.bench.axes import Axes, FixedPlan, Mode, Point, by_engine, modes_at, name_of, settings_at
+from triforce_tools.bench.axes import Axes, Mode, Point, by_engine, modes_with, name_of, settings_at
 from triforce_tools.bench.pairs import Measured, Runs, figures_of
 from triforce_tools.bench.prompts import HELD_OUT, held_out_tokens
 
@@ -36,7 +36,7 @@ class Workload:
     repeats: int  # turns
     seed: int
     first_file: int  # of the held-out files: where the first request's prompt begins
-    plans: tuple[FixedPlan, ...]
+    plans: tuple[Mode, ...]
 
 
 class Bench(Protocol):
@@ -101,8 +101,7 @@ def check_points(points: Sequence[Point], settings: Settings, load: Workload) ->
 
 def num_runs(points: Sequence[Point], load: Workload) -> int:
     """The number of runs, warm-ups included."""
-    timed = load.repeats * sum(len(modes_at(point, load.plans)) for point in points)
-    return timed + sum(len(modes_at(largest(group), load.plans)) for group in by_engine(points))
+    return len(modes_with(load.plans)) * (load.repeats * len(points) + len(by_engine(points)))
 
 
 def largest(points: Sequence[Point]) -> Point:
@@ -122,7 +121,7 @@ def sweep(
     """Measure the points, engine by engine."""
     for group in by_engine(points):
         with open_bench(settings_at(settings, group[0]), group) as bench:
-            for mode in modes_at(largest(group), load.plans):  # memory, threads, caches
+            for mode in modes_with(load.plans):  # memory, threads, caches
                 watch.begin(f"warm-up, {mode.name}")
                 bench.run(largest(group), mode, min(load.output, WARM_UP_TOKENS))
             for point in group:
@@ -135,7 +134,7 @@ def measured(bench: Bench, point: Point, load: Workload, watch: Watch, name: str
     favours none.
     """
     began, load_before = time.monotonic(), os.getloadavg()[0]
-    modes = modes_at(point, load.plans)
+    modes = modes_with(load.plans)
     runs: Runs = {mode.name: [] for mode in modes}
     for repeat in range(load.repeats):
         for mode in modes if repeat % 2 == 0 else reversed(modes):

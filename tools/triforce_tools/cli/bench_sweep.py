@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from triforce_tools.bench.sweep import OpenBench, Watch, Workload
 
 AXIS_HELP = (
-    "what to vary, and its values: context=256,1024 or lookaheads=8,3/4,2, or a name alone for its default values; give"
-    f" several for their product; one of {', '.join(AXES)}; context if not given"
+    "what to vary, and its values: context=256,1024, or a name alone for its default values; give several"
+    f" for their product; one of {', '.join(AXES)}; context if not given"
 )
 COLUMNS = (
     *("mode", "ms/token", "tokens/s", "spread", "speed-up", "min–max", "tokens/round"),
@@ -60,7 +60,7 @@ def sweep(
     settings.target.require_lossless()
     base = Point(context, sparse.budget, sparse.chunk, settings.dtype, sampled.temperature)
     points = points_of(axes, base)
-    check_modes(points, axes, fixed, settings)
+    check_modes(fixed, settings)
     if figure is not None:
         check_figure(figure)
 
