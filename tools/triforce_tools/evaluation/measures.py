@@ -57,8 +57,8 @@ class Counts:
         for temperature in TEMPERATURES:
             ranks = ranks_of(exact.drawn[temperature], exact.perturbed(logits, temperature))
             found = [float((ranks < k).sum()) / len(SEEDS) for k in RANKS]
-            p, q = (warped_at(temperature, each).softmax(-1) for each in (exact.logits, logits))
-            hits.append([*found, float(torch.minimum(p, q).double().sum()) if temperature else found[0]])
+            p, q = (warped_at(temperature, each).double().softmax(-1) for each in (exact.logits, logits))
+            hits.append([*found, float(torch.minimum(p, q).sum()) if temperature else found[0]])
         right = logits.argmax(-1).tolist() == list(truth)
         return cls(len(truth), 1, right, torch.tensor(hits, dtype=torch.float64))
 
