@@ -319,22 +319,13 @@ def in_loop(generation: Generation, use: Callable[[AsyncTriForceClient], Any]) -
         asyncio.run(asyncio.wait_for(main(), 20))
 
 
-def test_cancelling_a_task_cancels_its_call() -> None:
+@pytest.mark.parametrize("streams", [False, True])
+def test_cancelling_a_task_cancels_its_call(streams: bool) -> None:
     async def use(client: AsyncTriForceClient) -> None:
-        task = asyncio.ensure_future(client.generate("hang", max_tokens=1))
-        await asyncio.sleep(0.3)
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    in_loop(Generation(), use)
-
-
-def test_cancelling_a_task_that_reads_a_stream_cancels_it() -> None:
-    async def use(client: AsyncTriForceClient) -> None:
-        stream = client.stream("hang", max_tokens=1)
-        await anext(stream)
-        task = asyncio.ensure_future(anext(stream))
+        if streams:
+            stream = client.stream("hang", max_tokens=1)
+            await anext(stream)
+        task = asyncio.ensure_future(anext(stream) if streams else client.generate("hang", max_tokens=1))
         await asyncio.sleep(0.3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
