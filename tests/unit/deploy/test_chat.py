@@ -230,12 +230,12 @@ def test_hints_about_caches_are_ignored() -> None:
 
 @pytest.fixture
 def rendered(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The conversations whose rendering has begun. Rendering takes two seconds here."""
+    """The conversations whose rendering has begun. Rendering takes half a second here, longer than the tests wait."""
     begun: list[Any] = []
 
     async def render(self: ChatTemplate, messages: Any, *_: Any, **__: Any) -> tuple[int, ...]:
         begun.append(messages)
-        await asyncio.sleep(2)
+        await asyncio.sleep(0.5)
         return (1,)
 
     monkeypatch.setattr(ChatTemplate, "render", render)

@@ -359,7 +359,7 @@ def test_all_ways_to_ask_for_a_form_send_the_sdk_s_grammar(form: str, ways: list
     assert not answered(response_format={"type": "text"})[1].requests[0].grammar
 
 
-MANY = 200_000  # errors, of some hundred bytes each, and then a thousand where they are listed
+MANY = 20_000  # errors, of some hundred bytes each, and then a thousand where they are listed
 WRONG = [""] * MANY
 UNKNOWN: dict[str, Any] = dict.fromkeys(map(str, range(MANY)), "")
 
