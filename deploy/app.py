@@ -166,9 +166,11 @@ def run(settings: Settings) -> None:
 
     settings = resolved(settings)
     began = time.monotonic()
-    for check in CHECKS.values():
-        check(settings)
-    context = check_models(settings).context_length
+    for name, check in CHECKS.items():
+        if name == "models":  # whose limits are needed below; it takes too long to be made twice
+            context = check_models(settings).context_length
+        else:
+            check(settings)
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)
     os.environ.setdefault(PORT_LIMIT, str(min(lowered, int(MESSAGE_LIMITS[PORT_LIMIT]))))

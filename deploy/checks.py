@@ -1,5 +1,6 @@
 """The checks of a start. `triforce serve` makes them before Ray starts, so that a mistake costs seconds and one line;
-`triforce doctor` prints what each found. A check returns what it found, or raises `TriForceError`.
+`triforce doctor` prints what each found, and also looks at the memory. A check returns what it found, or raises
+`TriForceError`.
 """
 
 from __future__ import annotations
@@ -84,7 +85,11 @@ def weights(settings: Settings) -> str:
 
 
 def memory(settings: Settings) -> str:
-    """Whether weights and KV fit what is free, by the container's limit where there is one."""
+    """Whether weights and KV fit what is free, by the container's limit where there is one.
+
+    No check of a start: on a CPU processes may share weights through the page cache, and on a GPU the question makes a
+    CUDA context, which a server's own process should not keep.
+    """
     from triforce_core.engine.target_kv import offload_directory
     from triforce_core.kv.memory import HOST, free_bytes, gib, named
     from triforce_core.models.device import torch_device
@@ -122,9 +127,7 @@ def placement(settings: Settings) -> str:
 
 
 Check = Callable[[Settings], str]
-CHECKS: dict[str, Check] = {
-    each.__name__: each for each in (cpu, device, ports, keys, models, weights, memory, placement)
-}
+CHECKS: dict[str, Check] = {each.__name__: each for each in (cpu, device, ports, keys, models, weights, placement)}
 
 
 def check_ports(settings: Settings) -> None:
@@ -210,11 +213,14 @@ def parameters(name: str, role: str) -> int | None:
 
 
 def on_one_gpu(needs: list[tuple[DeviceGroup, int]], copies: int) -> int:
-    """The most bytes that one GPU must hold: those of one process, or of all processes that reserve no whole GPU."""
-    whole = [each for group, each in needs if group.gpus >= 1]
-    shared = sum(each for group, each in needs if group.gpus < 1)
-    unreserved = not any(group.gpus for group, _ in needs)  # then all pipelines use the first GPU
-    return max([*whole, shared * (copies if unreserved else 1)])
+    """The most bytes that one GPU must hold: those of one process, or of all processes that reserve no whole GPU, if
+    their shares fit one.
+    """
+    if not any(group.gpus for group, _ in needs):  # then all pipelines use the first GPU
+        return copies * sum(each for _, each in needs)
+    parts = [(group.gpus, each) for group, each in needs if group.gpus < 1]
+    together = sum(each for _, each in parts) if sum(share for share, _ in parts) <= 1 else 0
+    return max(together, *(each for _, each in needs))
 
 
 def process_bytes(settings: Settings, group: DeviceGroup) -> int:

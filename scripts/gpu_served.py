@@ -145,22 +145,26 @@ def described(actor: Any) -> dict[str, Any]:
 def served(settings: Settings, right: list[list[int]], put: Put) -> None:
     prepare_environment()
     import ray
-    from triforce_tools.tiers.arrangement import Arrangement
+
+    from actors.pipeline import Pipeline
+    from actors.placement import reserve
+    from actors.warm_up import warm_up
 
     few: Any = {"num_cpus": 1, "num_gpus": 1, "include_dashboard": False, "object_store_memory": 1 << 29}
     ray.init(address="local", log_to_driver=False, **few)
     try:
         with asyncio.Runner() as runner:
             began = time.monotonic()
-            tiers = Arrangement(settings, runner, None)
+            pipeline = runner.run(Pipeline.start(settings, reserve(settings)))
+            runner.run(warm_up(pipeline, settings))
             put("start_s", time.monotonic() - began)
 
             def about(tier: Tier) -> Any:
-                return ray.get(tiers.pipeline.actors.all()[tier].__ray_call__.remote(described), timeout=60)
+                return ray.get(pipeline.actors.all()[tier].__ray_call__.remote(described), timeout=60)
 
             def run(name: str, plan: str, *faults: Callable[[], None]) -> Any:
                 requests = requests_of(settings.target.model, plan)
-                return put(name, figures(tiers.wait(decode(tiers.pipeline, requests, list(faults))), right))
+                return put(name, figures(runner.run(decode(pipeline, requests, list(faults))), right))
 
             put("processes", {tier.name.lower(): about(tier) for tier in Tier})
             for plan in TWICE:
@@ -172,7 +176,7 @@ def served(settings: Settings, right: list[list[int]], put: Put) -> None:
                 assert time.monotonic() < began + BACK_WITHIN_S, "the retrieval tier does not come back"
             put("back_s", time.monotonic() - began)
             put("restarted", about(Tier.RETRIEVAL)["pid"] != pid)
-            tiers.stop()
+            runner.run(pipeline.stop())
     finally:
         ray.shutdown()
 

@@ -116,8 +116,8 @@ class RetrievalSettings(Strict):
     @field_validator("selector", mode="before")
     @classmethod
     def _removed(cls, value: object) -> object:
-        if value in REMOVED_SELECTORS:
-            raise ValueError(f"{value!r} was removed: use {REMOVED_SELECTORS[str(value)]}")
+        if isinstance(value, str) and value in REMOVED_SELECTORS:
+            raise ValueError(f"{value!r} was removed: use {REMOVED_SELECTORS[value]}")
         return value
 
     transport: Literal["object_store", "rdt"] = Field(

@@ -145,8 +145,6 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
     [
         ("mean_key", "none"),
         ("mean_key", "host"),
-        pytest.param("mean_key", "host", marks=pytest.mark.slow),
-        pytest.param("mean_key", "none", marks=pytest.mark.slow),
     ],
 )
 def test_landmarks_of_a_shared_document_choose_as_those_of_a_cold_run(selector: str, offload: str) -> None:

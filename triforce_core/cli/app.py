@@ -74,20 +74,27 @@ def serve(settings: Settings) -> None:
 
 
 def add_tools() -> None:
-    """Add the commands of another distribution, of folder tools/. Where it is not installed, each says how to do so."""
+    """Add the commands of another distribution, of folder tools/. Where it is not installed, or is of another version
+    and cannot be loaded, each says how to install it; the other commands do not need it.
+    """
     found = {entry.name: entry for entry in entry_points(group="triforce.commands")}
     for name in TOOLS:
-        if name not in found:
-            app.command(name, help="Not installed.", context_settings=ANYTHING)(missing(name))
-        elif isinstance(command := found[name].load(), typer.Typer):
-            app.add_typer(command, name=name)
+        try:
+            command = found[name].load()
+        except (KeyError, ImportError, AttributeError) as error:
+            reason = "" if name not in found else f" of this version: {error}"
+            rule = f"is one of the tools: pip install 'triforce-serve[tools]'{reason}"
+            app.command(name, help=f"Not installed: it {rule}", context_settings=ANYTHING)(refusal(name, rule))
         else:
-            app.command(name)(command)
+            if isinstance(command, typer.Typer):
+                app.add_typer(command, name=name)
+            else:
+                app.command(name)(command)
 
 
-def missing(name: str) -> Callable[[], None]:
+def refusal(name: str, rule: str) -> Callable[[], None]:
     def refuse() -> None:
-        raise InvalidValueError("command", name, "is one of the tools: pip install 'triforce-serve[tools]'")
+        raise InvalidValueError("command", name, rule)
 
     return refuse
 

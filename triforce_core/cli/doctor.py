@@ -11,14 +11,14 @@ from triforce_core.errors import TriForceError, reason_of
 
 @with_options_of(serving_settings)
 def doctor(settings: Settings, as_json: JsonOption = False) -> None:
-    """Make the checks with which `triforce serve` begins, all of them, and print what each found. Nothing is started.
+    """Make all the checks with which `triforce serve` begins, and one of memory. Nothing is started.
 
     The exit code is 1 if there is a problem.
     """
-    from deploy.checks import CHECKS
+    from deploy.checks import CHECKS, memory
 
     checks, problems = [], 0
-    for name, check in CHECKS.items():
+    for name, check in (CHECKS | {"memory": memory}).items():
         try:
             status, found = "ok", check(settings)
         except TriForceError as error:  # the message names field, value and rule

@@ -26,9 +26,7 @@ def levels_of(engine: Engine) -> Iterator[ModelVerifier | Drafter]:
 
 def audit_of(engine: Engine) -> AuditCounts | None:
     """What audits of the target have found so far; None where none are asked for."""
-    decoder = engine.decoder
-    # The target of a paced benchmark has no model, and therefore no audit.
-    target = decoder.verifier if isinstance(decoder, SpeculativeDecoder) else None
+    target = next(levels_of(engine))
     return target.audit.counts if isinstance(target, ModelVerifier) and target.audit else None
 
 

@@ -82,6 +82,18 @@ def test_the_image_runs_as_a_user_that_kubernetes_knows_is_not_root(variant: str
     assert f"--uid {user} " in made
 
 
+@each_variant
+def test_the_labels_tell_this_version_and_licence(variant: str) -> None:
+    named = {key.removeprefix("org.opencontainers.image."): text for key, text in image(variant).labels.items()}
+    assert (named["version"], named["licenses"]) == (__version__, PROJECT["license"])
+
+
+def test_only_the_cuda_image_has_a_compiler() -> None:
+    """Triton needs one when it compiles a kernel."""
+    ran = {variant: " ".join(e.text for e in image(variant).steps if e.name == "RUN") for variant in VARIANTS}
+    assert ["g++" in ran[variant] for variant in VARIANTS] == [True, False]
+
+
 # --- What is sent to the engine
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ def test_no_job_has_more_rights_than_it_needs(path: Path) -> None:
         for step in job.get("steps", []):
             if step.get("uses", "").startswith("actions/checkout@"):
                 assert step["with"] == {"persist-credentials": False}
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_every_action_has_a_version(path: Path) -> None:
+    used = re.findall(r"uses: (\S+)", path.read_text())
+    assert used
+    for action in used:
+        assert re.fullmatch(r"\./.*\.yml|[\w.-]+/[\w.-]+@(release/)?v\d+", action), action
 
 
 def test_what_a_release_publishes_is_what_the_checks_have_built() -> None:

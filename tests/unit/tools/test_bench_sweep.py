@@ -227,8 +227,8 @@ def test_a_stop_while_a_point_is_written_leaves_the_file_whole(tmp_path: Path, m
     def stopped(self: Path, target: Path) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Path, "replace", stopped)
-    with pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "replace", stopped)
         file.keep(replace(BASE, context=1), {"modes": {}})
     assert path.read_text() == whole
     assert len(SweepFile(path, HEADER).points) == 1

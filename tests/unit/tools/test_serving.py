@@ -25,7 +25,10 @@ def test_figures_of_an_answer() -> None:
     answer = Answer(sent_s=1.0, arrivals=[(3.0, 1), (4.5, 2), (5.0, 3), (6.0, 1)], num_tokens=7)
     assert answer.first_text_s == 2
     assert answer.ms_per_token == 500
-    assert answer.longest_gap_ms == 1000
+    assert answer.longest_gap_ms() == 1000
+    assert answer.longest_gap_ms(since_s=4.9) == 1000
+    answer.arrivals.append((6.5, 1))
+    assert answer.longest_gap_ms(since_s=6.0) == 500, "of those that end after that moment"
 
 
 def test_rows_are_medians_and_ratios_within_a_turn() -> None:

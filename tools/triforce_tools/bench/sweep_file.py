@@ -52,14 +52,18 @@ class SweepFile:
         if path.exists():
             first, *self.points = self._read()
             self._check(first)
+        self._write()  # a file that cannot be written is found before anything is measured
 
     def figures_at(self, point: Point) -> dict[str, Any] | None:
         """The figures of a point, if it is finished."""
         return next((figures for figures in self.points if figures["point"] == coordinates(point)), None)
 
     def keep(self, point: Point, figures: dict[str, Any]) -> None:
-        """Write the file again with this point: a sweep may be stopped at any moment."""
         self.points.append({"point": coordinates(point)} | figures)
+        self._write()
+
+    def _write(self) -> None:
+        """Whole, beside the old file and then in its place: a sweep may be stopped at any moment."""
         whole = self.path.with_name(self.path.name + ".part")
         try:
             whole.write_text("".join(json.dumps(line) + "\n" for line in (self.header, *self.points)), "utf-8")

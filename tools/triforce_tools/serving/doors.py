@@ -66,10 +66,11 @@ class Answer:
         """After the first chunk, which has one token: the pass that ends the prompt gives it."""
         return 1e3 * (self.arrivals[-1][0] - self.arrivals[0][0]) / (self.num_tokens - 1)
 
-    @property
-    def longest_gap_ms(self) -> float:
-        """The longest wait between two chunks, except for the first: then the drafting tiers take up the text."""
-        return 1e3 * max(after - before for (before, _), (after, _) in pairwise(self.arrivals[1:]))
+    def longest_gap_ms(self, since_s: float = 0.0) -> float:
+        """The longest wait between two chunks, the second of them after that moment; the first wait does not count, in
+        which the drafting tiers take up the text.
+        """
+        return 1e3 * max(after - before for (before, _), (after, _) in pairwise(self.arrivals[1:]) if after > since_s)
 
 
 Ask = Callable[[Question, Answer], Coroutine[Any, Any, None]]  # fills the answer

@@ -37,12 +37,13 @@ class Turn:
     """One door in one mode: the streams' mean time per token, and their longest gap."""
 
     ms_per_token: float
-    longest_gap_ms: float
+    longest_gap_ms: float  # from the moment when prompts are sent beside the streams, if any are
     short_prompt_ms: float | None  # to the first text of the short prompt beside the streams
 
 
 Way = tuple[str, str, str | None]  # door, mode, and what is beside the streams
 Row = dict[str, Any]
+Prompt = tuple[int, ...]
 
 
 async def together(ask: Ask, questions: list[Question]) -> list[Answer]:
@@ -60,6 +61,8 @@ async def measure_streams(
     salt = secrets.token_hex(8)  # so that no run finds the KV of another
     prompts = [await server.held_out_tokens(load.context, index) for index in range(load.count)]
     questions = [Question(prompt, load.output, load.temperature, cache_salt=salt) for prompt in prompts]
+    sizes = [*[load.context] * LONG_PROMPTS, SHORT_TOKENS] if beside == "long-prompts" else []
+    others = [await server.held_out_tokens(size, load.count + index) for index, size in enumerate(sizes)]
     modes = {"plain": (0, 0)} | ({"speculating": server.lookaheads} if any(server.lookaheads) else {})
     ways: list[Way] = list(product(server.doors, modes, [None, beside] if beside else [None]))
     turns: dict[Way, list[Turn]] = {way: [] for way in ways}
@@ -68,43 +71,43 @@ async def measure_streams(
         await together(ask, [replace(question, max_tokens=1) for question in questions])
     for turn in range(repeats):
         for way in ways[:: -1 if turn % 2 else 1]:
-            door, mode, others = way
-            report(f"{turn + 1} of {repeats}: {door}, {mode}" + (f", beside {others}" if others else ""))
+            door, mode, what = way
+            report(f"{turn + 1} of {repeats}: {door}, {mode}" + (f", beside {what}" if what else ""))
             asked = [replace(question, lookaheads=modes[mode], seed=turn) for question in questions]
-            turns[way].append(await one_turn(server, server.doors[door], asked, others, load))
+            turns[way].append(await one_turn(server, server.doors[door], asked, what, others, load.output))
     return [row_of(way, turns[way], turns["engine", *way[1:]]) for way in ways]
 
 
-async def one_turn(server: Server, ask: Ask, questions: list[Question], beside: str | None, load: Streams) -> Turn:
-    streams, short_prompt_ms = [Answer() for _ in questions], None
+async def one_turn(
+    server: Server, ask: Ask, questions: list[Question], beside: str | None, others: list[Prompt], output: int
+) -> Turn:
+    streams, came = [Answer() for _ in questions], list[Answer]()
     running = asyncio.gather(*map(ask, questions, streams))
     if beside == "bodies":
         while not running.done():
             await server.refuses(BODY)
             await asyncio.sleep(BODY_EVERY_S)
     elif beside == "long-prompts":
-        short_prompt_ms, _ = await asyncio.gather(ask_beside(server, ask, streams, load), running)
+        came, _ = await asyncio.gather(ask_beside(ask, streams, others), running)
     await running
-    require(all(len(stream.arrivals) > 2 for stream in streams), "output", load.output, "is too short to be timed")
+    begun_s = max((other.arrivals[0][0] for other in came), default=0.0)
+    rule = "is too short: a stream ended before the prompts beside it had their first text"
+    require(all(stream.arrivals[-1][0] > begun_s for stream in streams), "output", output, rule)
+    require(all(len(stream.arrivals) > 2 for stream in streams), "output", output, "is too short to be timed")
+    came_s = min((other.sent_s for other in came), default=0.0)
     return Turn(
         mean(stream.ms_per_token for stream in streams),
-        max(stream.longest_gap_ms for stream in streams),
-        short_prompt_ms,
+        max(stream.longest_gap_ms(came_s) for stream in streams),
+        1e3 * came[-1].first_text_s if came else None,
     )
 
 
-async def ask_beside(server: Server, ask: Ask, streams: list[Answer], load: Streams) -> float:
-    """Ask long prompts and then a short one while the streams run: milliseconds to the short one's first text."""
-    sizes = [*[load.context] * LONG_PROMPTS, SHORT_TOKENS]
-    prompts = [await server.held_out_tokens(size, load.count + index) for index, size in enumerate(sizes)]
+async def ask_beside(ask: Ask, streams: list[Answer], prompts: list[Prompt]) -> list[Answer]:
+    """The answers to long prompts and then a short one, asked while the streams run."""
     await asyncio.gather(*(stream.begun.wait() for stream in streams))
     await asyncio.sleep(HEAD_START_S)
     salt = secrets.token_hex(8)  # so that they are read in every turn
-    others = await together(ask, [Question(prompt, SHORT_OUTPUT, cache_salt=salt) for prompt in prompts])
-    begun_s = max(other.arrivals[0][0] for other in others)
-    rule = "is too short: a stream ended before the prompts beside it had their first text"
-    require(all(stream.arrivals[-1][0] > begun_s for stream in streams), "output", load.output, rule)
-    return 1e3 * others[-1].first_text_s
+    return await together(ask, [Question(prompt, SHORT_OUTPUT, cache_salt=salt) for prompt in prompts])
 
 
 def row_of(way: Way, turns: list[Turn], engine: list[Turn]) -> Row:

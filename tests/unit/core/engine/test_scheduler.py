@@ -241,6 +241,7 @@ def test_a_chunk_takes_as_long_as_a_stall_may_last(name: str) -> None:
     chunks = {w.span.sequence_id: len(w.span.tokens) for w in scheduler.next_work() if w.span.sequence_id > 1}
     found = [chunks.get(i, 0) for i in range(2, 2 + len(prompts))]
     assert found == pytest.approx(wanted, abs=CHUNK_UNIT / 2)
+    assert [each > 0 for each in found] == [each > 0 for each in wanted]
 
 
 def test_while_nobody_decodes_chunks_are_whole() -> None:

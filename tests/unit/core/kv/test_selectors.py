@@ -27,7 +27,7 @@ from triforce_core.models.runner import ModelRunner
 Tokens = tuple[int, ...]
 CHUNKS = ChunkSettings(96, 8, 16)
 PROMPT, LENGTH = 333, 420
-RECENT, WINDOW = 8, 8  # queries of mean_key_recent and of snapkv
+RECENT, WINDOW = 8, 8  # queries of the full cache's reading, and of snapkv
 
 
 @pytest.fixture(scope="module", params=[(4, 4), (4, 2), (8, 2)], ids="heads={0[0]}/{0[1]}".format)
