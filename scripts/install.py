@@ -1,5 +1,5 @@
-"""Installs the packages of requirements.lock, and this project with its demo pair, into the environment of the Python
-that runs this.
+"""Installs the packages of requirements.lock, and this project with its demo pair and tools, into the environment of
+the Python that runs this.
 
 uv installs where it can, in a fraction of pip's time. uv reads none of pip's settings, so this script passes them on.
 It also checks that uv would install the same build of torch as pip: CPU and CUDA builds share a version and differ by
