@@ -166,6 +166,7 @@ def run(settings: Settings) -> None:
 
     settings = resolved(settings)
     began = time.monotonic()
+    prepare_environment()  # before the check of the placement, which imports Ray
     for name, check in CHECKS.items():
         if name == "models":  # whose limits are needed below; it takes too long to be made twice
             context = check_models(settings).context_length
