@@ -166,6 +166,7 @@ def run(settings: Settings) -> None:
 
     settings = resolved(settings)
     began = time.monotonic()
+    port_limit_given = PORT_LIMIT in os.environ
     prepare_environment()  # before the check of the placement, which imports Ray
     for name, check in CHECKS.items():
         if name == "models":  # whose limits are needed below; it takes too long to be made twice
@@ -174,7 +175,8 @@ def run(settings: Settings) -> None:
             check(settings)
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)
-    os.environ.setdefault(PORT_LIMIT, str(min(lowered, int(MESSAGE_LIMITS[PORT_LIMIT]))))
+    if not port_limit_given:
+        os.environ[PORT_LIMIT] = str(min(lowered, int(MESSAGE_LIMITS[PORT_LIMIT])))
     try:
         # The handlers are set twice because ray.init installs its own.
         with (
