@@ -162,17 +162,17 @@ def run(settings: Settings) -> None:
     """
     from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
+    from triforce_core.engine.limits import target_limits
+    from triforce_core.models.files import load_config
     from triforce_core.models.precision import resolved
 
     settings = resolved(settings)
     began = time.monotonic()
     port_limit_given = PORT_LIMIT in os.environ
     prepare_environment()  # before the check of the placement, which imports Ray
-    for name, check in CHECKS.items():
-        if name == "models":  # whose limits are needed below; it takes too long to be made twice
-            context = check_models(settings).context_length
-        else:
-            check(settings)
+    for check in CHECKS.values():
+        check(settings)
+    context = target_limits(load_config(settings.target.model, "target"), settings).context_length
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)
     if not port_limit_given:

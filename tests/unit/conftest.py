@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.by_hand import Below, Counting
 from tests.command_line import Refusals
@@ -23,6 +25,14 @@ def verifier() -> Counting:
 @pytest.fixture
 def refusals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Refusals:
     return Refusals(monkeypatch, capsys)
+
+
+@pytest.fixture
+def own_threads() -> Iterator[None]:
+    """Commands and runners set the number of threads. This restores it."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -18,6 +18,8 @@ BAD: list[tuple[str, list[str]]] = [
     ("retrieval: {budget: 32, chunk: 32}", ["retrieval", "budget 32", "must hold two chunks of 32"]),
     ("retrieval: {chunk: 0}", ["retrieval.chunk", "0", "greater than or equal to 1"]),
     ("retrieval: {selector: best}", ["retrieval.selector", "'best'", "mean_key"]),
+    ("retrieval: {selector: [quest]}", ["retrieval.selector", "quest"]),
+    ("retrieval: {selector: quest}", ["retrieval.selector", "was removed: use snapkv"]),
     ("retrieval: [1, 2]", ["retrieval", "[1, 2]", "valid dictionary"]),
     ("draft: {window: wide}", ["draft.window", "'wide'", "valid integer"]),
     ("draft: {window: 0}", ["draft.window", "0", "greater than or equal to 1"]),

@@ -37,12 +37,7 @@ PROMPT = tuple(range(200))
 NAMED = "llama2-7b-128k"
 
 
-@pytest.fixture(autouse=True)
-def _threads() -> object:
-    """Runners set the number of threads. This restores it."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_threads")
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.command_line import Refusals, run
 from triforce_core.config import Settings, load_settings
@@ -308,18 +307,10 @@ def test_a_line_goes_through_its_points() -> None:
 # -- the command -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def _threads() -> Iterator[None]:
-    """Runners set the number of threads. This restores it."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 TINY = ("--output", "12", "--repeats", "2", "--dtype", "float32", "--threads", "1", "--force")
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("own_threads")
 def test_a_sweep_measures_draws_and_goes_on(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -358,7 +349,7 @@ def test_a_sweep_measures_draws_and_goes_on(
     assert (again[:3], len(again)) == (lines, 5)
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("own_threads")
 def test_settings_may_be_axes(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
@@ -410,7 +401,7 @@ def test_bad_input_is_one_line_and_exit_code_2(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("_threads")
+@pytest.mark.usefixtures("own_threads")
 @pytest.mark.parametrize(
     ("given", "named"),
     [

@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import yaml
 from tokenizers import Tokenizer
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
@@ -29,13 +28,7 @@ from triforce_core.models.files import load_tokenizer
 from triforce_core.models.precision import machine_dtype
 from triforce_tools.bench.machine import quiet_machine
 
-
-@pytest.fixture(autouse=True)
-def _threads() -> object:
-    """Commands set the number of threads. This restores it."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("own_threads")
 
 
 @pytest.fixture
@@ -378,6 +371,25 @@ def test_without_the_tools_their_commands_say_what_to_install(name: str) -> None
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == f"triforce: command: '{name}' is one of the tools: pip install 'triforce-serve[tools]'\n"
+
+
+def test_tools_of_another_version_stop_no_other_command() -> None:
+    """An entry point whose module lacks what the server's package no longer has."""
+    older = (
+        "import importlib.metadata as m, sys; EntryPoint = m.EntryPoint;"
+        " m.entry_points = lambda **_: (EntryPoint('bench', 'triforce_core.errors:gone', 'triforce.commands'),);"
+        " from triforce_core.cli import main; sys.argv = ['triforce', *sys.argv[1:]]; main()"
+    )
+
+    def run_with(*arguments: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-c", older, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+    assert run_with("--version").stdout == f"{__version__}\n"
+    refused = run_with("bench", "sweep")
+    assert refused.returncode == 2
+    assert "pip install 'triforce-serve[tools]' of this version: " in refused.stderr
+    assert "gone" in refused.stderr
 
 
 def test_an_interrupted_command_exits_with_130(
