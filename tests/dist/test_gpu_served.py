@@ -16,7 +16,7 @@ from tests.starting import LocalRay, nothing_left
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_three_actors_on_one_gpu_decode_what_the_local_engine_does(tmp_path: Path, local_ray: LocalRay) -> None:
     """Ray is told of a GPU, so that the actors share it as on a machine that has one."""
     local_ray.end()

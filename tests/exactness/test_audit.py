@@ -111,7 +111,7 @@ def check_honest(audited: Engine, blocks: int) -> None:
 
 
 def test_honest_blocks_do_not_differ() -> None:
-    check_honest(engine(1), 500)
+    check_honest(engine(1), 200)
 
 
 @pytest.mark.slow

@@ -48,7 +48,7 @@ def evictions_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> list[tuple[
     return found
 
 
-@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.ci), 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.slow), 0.8])
 def test_the_demo_pair(held_out: HeldOut, temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     target, drafter = (load_model("demo", role, "float32", "cpu") for role in ("target", "drafter"))
     engine, prompt = local_engine(target, drafter, SETTINGS), held_out("turtle.py", 1000)

@@ -240,10 +240,10 @@ def test_a_few_combinations_of_parameters_give_the_tokens_of_plain_decoding() ->
 
 @pytest.mark.ci
 def test_all_parameters_give_the_tokens_of_plain_decoding() -> None:
-    check(80, seed=0)
+    check(24, seed=0, least=4)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_many_more_combinations_do() -> None:
-    check(500, seed=1)
+    check(600, seed=1)

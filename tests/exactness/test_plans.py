@@ -68,7 +68,7 @@ def any_plan_of(engines: tuple[Engine, Engine, Engine]) -> AnyPlan:
     return controller
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 2**20))
 def test_any_plans_give_the_tokens_of_plain_decoding(engines: tuple[Engine, Engine, Engine], seed: int) -> None:
     plain, any_plan, own = engines

@@ -143,7 +143,7 @@ def test_acceptance_after_a_hit_is_that_of_a_cold_run(cold: Engine) -> None:
 @pytest.mark.parametrize(
     ("selector", "offload"),
     [
-        ("mean_key", "none"),
+        pytest.param("mean_key", "none", marks=pytest.mark.slow),
         ("mean_key", "host"),
     ],
 )

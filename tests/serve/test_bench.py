@@ -46,7 +46,7 @@ def test_streams_are_measured_beside_large_bodies(rows: list[dict[str, Any]], se
     assert [(row["door"], row["mode"], row["beside"]) for row in rows] == list(product(DOORS, MODES, [None, "bodies"]))
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", ["--context 1000 --output 400 --repeats 1 --beside long-prompts"], indirect=True)
 def test_the_gaps_of_streams_beside_long_prompts_are_measured(rows: list[dict[str, Any]]) -> None:
     for alone, beside in zip(rows[::2], rows[1::2], strict=True):

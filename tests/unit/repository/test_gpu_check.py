@@ -48,7 +48,7 @@ def told(out: Path) -> dict[str, dict[str, Any]]:
     return {path.stem: json.loads(path.read_text()) for path in out.glob("*.json") if path.stem in gpu_check.JOBS}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_all_jobs_run_killed_half_way_and_resumed(tmp_path: Path, options: list[str]) -> None:
     """All but `served`, which has a test of its own: the process is killed in a job, by its pid, and another one goes
     on by itself; then everything is stopped and begun again. What was done is not repeated.

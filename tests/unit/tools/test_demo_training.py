@@ -238,7 +238,7 @@ def weights(settings: DemoSettings) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": value for name, state in states.items() for key, value in state.items()}
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 def test_killed_and_resumed_the_weights_are_the_same_to_the_bit(tmp_path: Path) -> None:
     path = tiny_settings(tmp_path / "killed", steps=150)
     killed, whole = load_settings(path), load_settings(tiny_settings(tmp_path / "whole", steps=150))

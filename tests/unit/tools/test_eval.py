@@ -352,7 +352,7 @@ def test_texts_are_as_long_as_the_kv_pool_has_room_for(
     assert 0 < whole["tokens"] < 32 * whole["texts"]
 
 
-@pytest.mark.ci
+@pytest.mark.slow
 @pytest.mark.usefixtures("_threads")
 def test_batches_fit_into_the_memory_of_four_full_caches(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

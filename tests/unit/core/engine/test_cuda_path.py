@@ -170,7 +170,7 @@ def counted_and_reserved(device: Device, shape: Geometry, made: Run) -> tuple[in
     [
         ("llama2-7b-128k", "snapkv"),
         pytest.param("llama2-7b-128k", "mean_key", marks=pytest.mark.slow),
-        ("llama-3.1-8b", "snapkv"),
+        pytest.param("llama-3.1-8b", "snapkv", marks=pytest.mark.slow),
         pytest.param("llama-3.1-8b", "mean_key", marks=pytest.mark.slow),
     ],
 )
