@@ -8,6 +8,7 @@ from statistics import median
 from typing import Annotated, Any
 
 import typer
+from platformdirs import user_cache_path
 
 from triforce_core.cli.options import JsonOption
 from triforce_core.config import load_settings
@@ -15,6 +16,7 @@ from triforce_core.errors import require
 from triforce_tools.bench.axes import parse_temperature, parse_whole
 from triforce_tools.tables import markdown_table
 
+ENVIRONMENTS = user_cache_path("triforce-serve") / "peers"
 DTYPES = ("bfloat16", "float16", "float32")
 
 
@@ -31,7 +33,7 @@ def peers(
     repeats: Annotated[int, typer.Option(min=1, help="turns: starts of each server")] = 3,
     environments: Annotated[
         Path, typer.Option(help="where servers have their environments, which are made if missing, and their logs")
-    ] = Path("peers"),
+    ] = ENVIRONMENTS,
     out: Annotated[Path, typer.Option(help="the figures, written after each server")] = Path("peers.json"),
     max_load: Annotated[float, typer.Option(help="refuse above this load average")] = 1.0,
     force: Annotated[bool, typer.Option("--force", help="run at any load average")] = False,
@@ -59,7 +61,8 @@ def peers(
         output,
         repeats,
     )
-    settings = load_settings(config) if config else load_settings()
+    target = load_settings(config).target.model
+    prompts = load.prompts(target)
 
     def report(text: str) -> None:
         typer.echo(text, err=True)
@@ -80,7 +83,15 @@ def peers(
 
     with quiet_machine(max_load, force=force):
         rows = compare(
-            names, settings, load, config=config, dtype=dtype, environments=environments, report=report, keep=keep
+            names,
+            target,
+            load,
+            prompts=prompts,
+            config=config,
+            dtype=dtype,
+            environments=environments,
+            report=report,
+            keep=keep,
         )
     if as_json:
         typer.echo(json.dumps(figures | {"rows": rows}))

@@ -13,7 +13,6 @@ from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
 
-from triforce_core.config import Settings
 from triforce_core.errors import TriForceError
 from triforce_core.models.files import load_tokenizer, resolve
 from triforce_tools.bench.prompts import held_out_tokens
@@ -47,8 +46,9 @@ class Load:
 
 def compare(
     names: Sequence[str],
-    settings: Settings,
+    target: str,
     load: Load,
+    prompts: Prompts,
     *,
     config: Path | None,
     dtype: str,
@@ -60,13 +60,12 @@ def compare(
 
     Servers run one at a time, and every second turn is in reverse order. `keep` gets the rows after each server.
     """
-    prompts = load.prompts(settings.target.model)
     rows: dict[tuple[str, *Place], Row] = {}
     for turn in range(load.repeats):
         for name in names[:: -1 if turn % 2 else 1]:
             report(f"{turn + 1} of {load.repeats}: {name}")
             start = Start(
-                Path(resolve(settings.target.model, "target")),
+                Path(resolve(target, "target")),
                 dtype,
                 max(load.contexts) + load.output + 16,
                 max(load.streams),
