@@ -12,6 +12,7 @@ from triforce_core.cli.options import JsonOption, SeedOption, with_options_of
 from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier
+from triforce_tools.cli.bench_peers import peers
 from triforce_tools.cli.bench_serve import serve
 from triforce_tools.cli.bench_sweep import sweep
 from triforce_tools.cli.figures import show_figures
@@ -21,6 +22,7 @@ MaxLoadOption = Annotated[float, typer.Option(help="refuse above this load avera
 ForceOption = Annotated[bool, typer.Option("--force", help="run at any load average")]
 
 bench_app = typer.Typer(no_args_is_help=True, help="Benchmarks. Compare figures within one run only.")
+bench_app.command()(peers)
 bench_app.command()(serve)
 bench_app.command()(sweep)
 

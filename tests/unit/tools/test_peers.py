@@ -1,0 +1,159 @@
+"""`triforce bench peers` against small servers that answer as the real ones do."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.command_line import Refusals, run
+from triforce_core.errors import TriForceError
+from triforce_tools.peers import servers
+from triforce_tools.peers.servers import Peer, Start, install, running
+
+# Writes when it starts and ends into a file, and streams as many chunks as tokens are asked for.
+SERVER = """
+import json, signal, sys, time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+name, told, port = sys.argv[1:]
+def tell(text):
+    with open(told, "a") as file:
+        file.write(f"{name} {text}\\n")
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        found = json.dumps({"object": "list", "data": [{"id": name, "object": "model"}]}).encode()
+        self.send_response(200)
+        self.send_header("content-type", "application/json")
+        self.send_header("content-length", str(len(found)))
+        self.end_headers()
+        self.wfile.write(found)
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
+        tell(json.dumps([len(asked["prompt"]), asked["max_tokens"], asked["temperature"], asked["speculation"]]))
+        self.send_response(200)
+        self.send_header("content-type", "text/event-stream")
+        self.end_headers()
+        for chunk in range(asked["max_tokens"] + 1):
+            last = chunk == asked["max_tokens"]
+            choices = [] if last else [{"index": 0, "text": "a", "logprobs": None, "finish_reason": None}]
+            usage = {"prompt_tokens": 1, "completion_tokens": chunk, "total_tokens": 1 + chunk} if last else None
+            told = {"id": "1", "object": "text_completion", "created": 0, "model": name, "choices": choices}
+            self.wfile.write(b"data: " + json.dumps(told | {"usage": usage}).encode() + b"\\n\\n")
+            time.sleep(.01 if name == "slow" else .001)
+        self.wfile.write(b"data: [DONE]\\n\\n")
+    def log_message(self, *of):
+        pass
+tell("starts")
+def end(*of):
+    tell("ends")
+    sys.exit()
+signal.signal(signal.SIGTERM, end)
+ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+"""
+
+# Does not end when it is asked to, and has started another process.
+STUBBORN = """
+import http.server, signal, subprocess, sys
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+print(child.pid, flush=True)
+http.server.ThreadingHTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What the servers `slow` and `quick` have written. They are the only ones to compare."""
+    script, told = tmp_path / "server.py", tmp_path / "told.txt"
+    script.write_text(SERVER)
+
+    def peer(name: str, **more: Any) -> Peer:
+        return Peer(lambda start: [str(script), name, str(told), str(start.port)], versions_of=("torch",), **more)
+
+    both = {"slow": peer("slow", modes={"plain": (0, 0), "controlled": None}), "quick": peer("quick")}
+    monkeypatch.setattr(servers, "PEERS", both)
+    monkeypatch.setattr("triforce_tools.peers.compare.PEERS", both)
+    return told
+
+
+def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
+    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "peers.json"
+    arguments = ["--context", "20,30", "--temperature", "0,0.8", "--streams", "1,2", "--output", "16", "--repeats", "2"]
+    folders = ["--environments", str(tmp_path / "peers"), "--out", str(out)]
+    assert run(monkeypatch, "bench", "peers", *arguments, *folders, "--force", "--json") == 0
+    lines = told.read_text().splitlines()
+    starts = [line for line in lines if line.endswith(("starts", "ends"))]
+    names = ["slow", "quick", "quick", "slow"]
+    assert starts == [f"{name} {word}" for name in names for word in ("starts", "ends")]
+    asked = {name: [line.split(" ", 1)[1] for line in lines if line.startswith(f"{name} [")] for name in set(names)}
+    # One to warm up; then at each point the prompts are read, and answered at each temperature in each mode.
+    assert len(asked["quick"]) == 2 * (1 + 2 * (1 + 2) * (1 + 2))
+    assert len(asked["slow"]) == 2 * (1 + 2 * (1 + 2) * (1 + 2 * 2))
+    assert sum(json.loads(each)[3] == {"lookaheads": [0, 0]} for each in asked["slow"]) == 2 * 2 * (1 + 2) * 2
+    figures = json.loads(out.read_text())
+    assert figures["versions"].keys() == {"slow", "quick"}
+    places = [(row["peer"], row["mode"], row["context"], row["temperature"], row["streams"]) for row in figures["rows"]]
+    assert len(places) == len(set(places)) == (2 + 1) * 2 * 2 * 2
+    for row in figures["rows"]:
+        assert len(row["ms_per_token"]) == len(row["first_text_s"]) == 2
+        assert min(row["ms_per_token"]) > (5 if row["peer"] == "slow" else 0.5)
+
+
+def start(port: int) -> Start:
+    return Start(Path("model"), "float32", 100, 1, port, None)
+
+
+def test_a_server_that_ends_is_an_error_with_its_last_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer, log = Peer(lambda start: ["-c", "raise SystemExit('no such device')"]), tmp_path / "log"
+    monkeypatch.setattr(servers, "PEERS", {"one": peer})
+    with pytest.raises(TriForceError, match="one ended: no such device"), running("one", start(1), tmp_path, log):
+        pytest.fail("it is not ready")
+
+
+def test_nothing_of_a_server_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(servers, "PEERS", {"one": Peer(lambda start: ["-c", STUBBORN, str(start.port)])})
+    monkeypatch.setattr(servers, "STOP_WITHIN_S", 0.2)
+    log = tmp_path / "log"
+    with running("one", start(servers.free_port()), tmp_path, log) as url:
+        assert servers.answers(url)
+        child = int(log.read_text().split()[0])
+        assert Path(f"/proc/{child}").exists()
+    until = time.monotonic() + 10
+    while Path(f"/proc/{child}").exists() and "zombie" not in Path(f"/proc/{child}/status").read_text():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    assert not servers.answers(url)
+
+
+def test_an_environment_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = Peer(lambda start: [], packages=("no-such-package-of-triforce", "another"))
+    monkeypatch.setattr(servers, "PEERS", {"one": peer})
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    with pytest.raises(TriForceError, match=r"one: .* failed: .*no-such-package-of-triforce"):
+        install("one", tmp_path, lambda text: None)
+    assert not (tmp_path / "one" / "installed").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--peer", "sglang"], ["peer", "sglang", "ours, vllm, transformers"]),
+        (["--dtype", "auto"], ["dtype", "auto", "float32"]),
+        (["--context", "2k"], ["context", "2k", "whole number"]),
+        (["--temperature", "-1"], ["temperature", "-1"]),
+        (["--streams", "0"], ["streams", "0", "at least 1"]),
+        (["--output", "4"], ["output", "4", "at least 16"]),
+        (["--context", "900000"], ["context", "900000", "tokens of held-out text"]),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(refusals: Refusals, arguments: list[str], named: list[str]) -> None:
+    refusals.check(named, "bench", "peers", "--peer", "ours", "--force", *arguments)

@@ -1,0 +1,1 @@
+"""Other servers beside ours: the same prompts over HTTP, one server at a time."""

@@ -1,0 +1,107 @@
+"""The same prompts to each server in turn: first text and milliseconds per token, as a client sees them."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from openai import AsyncOpenAI, OpenAIError
+
+from triforce_core.errors import TriForceError
+from triforce_core.models.files import load_tokenizer, resolve
+from triforce_tools.bench.prompts import held_out_tokens
+from triforce_tools.peers.servers import PEERS, Modes, Start, free_port, running
+from triforce_tools.serving.doors import Answer, Ask, Question, http_door
+from triforce_tools.serving.streams import together
+
+Report = Callable[[str], None]
+Row = dict[str, Any]
+Prompts = dict[int, list[tuple[int, ...]]]  # by context, as many as there are streams at most
+Place = tuple[str, int, float, int]  # mode, context, temperature, streams
+Measured = tuple[Place, float, float]  # seconds to the first text, and milliseconds per token after it
+PLACE = ("mode", "context", "temperature", "streams")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What each server is asked: every combination of the values."""
+
+    contexts: Sequence[int]  # tokens of each prompt
+    temperatures: Sequence[float]
+    streams: Sequence[int]  # answers at the same time, each to a prompt of its own
+    output: int
+    repeats: int  # turns: starts of each server
+
+    def prompts(self, target: str) -> Prompts:
+        tokenizer = load_tokenizer(target)
+        many = range(max(self.streams))
+        return {size: [tuple(held_out_tokens(tokenizer, size, n)) for n in many] for size in self.contexts}
+
+
+def compare(
+    names: Sequence[str],
+    target: str,
+    load: Load,
+    prompts: Prompts,
+    *,
+    config: Path | None,
+    dtype: str,
+    environments: Path,
+    report: Report,
+    keep: Callable[[list[Row]], None],
+) -> list[Row]:
+    """A row for each server, mode and point, with the figures of each turn.
+
+    Servers run one at a time, and every second turn is in reverse order. `keep` gets the rows after each server.
+    """
+    rows: dict[tuple[str, *Place], Row] = {}
+    for turn in range(load.repeats):
+        for name in names[:: -1 if turn % 2 else 1]:
+            report(f"{turn + 1} of {load.repeats}: {name}")
+            start = Start(
+                Path(resolve(target, "target")),
+                dtype,
+                max(load.contexts) + load.output + 16,
+                max(load.streams),
+                free_port(),
+                config,
+            )
+            with running(name, start, environments, environments / f"{name}.log") as url:
+                for place, first_text_s, ms_per_token in asyncio.run(measured(name, url, load, prompts, turn)):
+                    row = rows.setdefault((name, *place), {"peer": name, **dict(zip(PLACE, place, strict=True))})
+                    row.setdefault("first_text_s", []).append(first_text_s)
+                    row.setdefault("ms_per_token", []).append(ms_per_token)
+            keep([*rows.values()])
+    return [*rows.values()]
+
+
+async def measured(name: str, url: str, load: Load, prompts: Prompts, turn: int) -> list[Measured]:
+    try:
+        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600) as client:
+            ask = http_door(client, (await client.models.list()).data[0].id)
+            return [each async for each in points(ask, PEERS[name].modes, load, prompts, turn)]
+    except OpenAIError as error:
+        raise TriForceError(f"{name}: {' '.join(str(error).split())[:300]}") from None
+
+
+async def points(ask: Ask, modes: Modes, load: Load, prompts: Prompts, turn: int) -> AsyncIterator[Measured]:
+    """First texts are those of prompts that nobody has read; then their KV is kept, where a server does that."""
+    await ask(Question(prompts[min(prompts)][0], 8), Answer())  # what a first request alone waits for
+    for context, streams in product(load.contexts, load.streams):
+        salt = secrets.token_hex(8)
+        questions = [Question(prompt, 1, cache_salt=salt) for prompt in prompts[context][:streams]]
+        read = await together(ask, questions)
+        first_text_s = median(answer.first_text_s for answer in read)
+        for temperature, (mode, lookaheads) in product(load.temperatures, modes.items()):
+            asked = [
+                replace(each, max_tokens=load.output, temperature=temperature, lookaheads=lookaheads, seed=turn)
+                for each in questions
+            ]
+            answers = await together(ask, asked)
+            yield (mode, context, temperature, streams), first_text_s, mean(each.ms_per_token for each in answers)
