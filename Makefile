@@ -14,9 +14,9 @@ unexport PYTHONDONTWRITEBYTECODE
 serve: $(INSTALLED)
 	$(BIN)/triforce serve
 
-# The quick tests: two files at a time.
+# The quick tests, of single modules: two files at a time.
 test: $(INSTALLED)
-	$(BIN)/pytest -m "not slow and not ci" -n 2
+	$(BIN)/pytest tests/unit -m "not slow and not ci" -n 2
 
 # What every change must pass: `make check`, and all tests that take less than minutes each.
 ci: check
