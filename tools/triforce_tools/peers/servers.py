@@ -39,9 +39,8 @@ class Peer:
     """A server with an endpoint `/v1/completions` that takes prompts as token ids."""
 
     command: Callable[[Start], list[str]]  # without the Python that runs it
-    packages: tuple[
-        str, ...
-    ] = ()  # in the order of their installation; none: it runs in the environment of this process
+    # PyTorch, and the server's own distribution; none: it runs in the environment of this process.
+    packages: tuple[str, str] | None = None
     versions_of: tuple[str, ...] = ()  # distributions
     modes: Modes = field(default_factory=lambda: {"plain": None})
     environment: dict[str, str] = field(default_factory=dict)
@@ -88,15 +87,15 @@ def python_of(name: str, environments: Path) -> str:
 
 def install(name: str, environments: Path, report: Callable[[str], None]) -> None:
     """Make the peer's environment, if it needs one and has none. Raises `TriForceError` if that fails."""
-    folder, python = environments / name, python_of(name, environments)
+    folder, python, packages = environments / name, python_of(name, environments), PEERS[name].packages
     done = folder / "installed"
-    if not PEERS[name].packages or done.is_file():
+    if packages is None or done.is_file():
         return
     report(f"{name}: making {folder}")
     run(name, [sys.executable, "-m", "venv", "--clear", str(folder)])
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    first, package = PEERS[name].packages
-    run(name, [*pip, first])
+    torch, package = packages
+    run(name, [*pip, torch])
     run(name, [*pip, "--no-deps", package])
     needed = run(name, [python, "-c", NEEDED, package.partition("==")[0]]).splitlines()
     run(name, [*pip, *needed])
