@@ -12,7 +12,9 @@ import pytest
 from tests.command_line import Refusals, run
 from triforce_core.errors import TriForceError
 from triforce_tools.peers import servers
+from triforce_tools.peers.compare import ms_per_token
 from triforce_tools.peers.servers import Peer, Start, install, running
+from triforce_tools.serving.doors import Answer
 
 # Writes when it starts and ends into a file, and streams as many chunks as tokens are asked for.
 SERVER = """
@@ -106,6 +108,15 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
     for row in figures["rows"]:
         assert len(row["ms_per_token"]) == len(row["first_text_s"]) == 2
         assert min(row["ms_per_token"]) > (5 if row["peer"] == "slow" else 0.5)
+
+
+def test_answers_one_after_another_take_the_time_of_both() -> None:
+    """By hand: three tokens each, a second apart."""
+    first = Answer(arrivals=[(1.0, 1), (2.0, 1), (3.0, 1)], num_tokens=3)
+    beside = Answer(arrivals=[(1.5, 1), (2.5, 1), (3.0, 1)], num_tokens=3)
+    behind = Answer(arrivals=[(4.0, 1), (5.0, 1), (6.0, 1)], num_tokens=3)
+    assert ms_per_token([first]) == ms_per_token([first, beside]) == 1000
+    assert ms_per_token([first, behind]) == 2500
 
 
 def start(port: int) -> Start:

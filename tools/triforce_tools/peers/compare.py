@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from openai import AsyncOpenAI, OpenAIError
@@ -104,4 +104,13 @@ async def points(ask: Ask, modes: Modes, load: Load, prompts: Prompts, turn: int
                 for each in questions
             ]
             answers = await together(ask, asked)
-            yield (mode, context, temperature, streams), first_text_s, mean(each.ms_per_token for each in answers)
+            yield (mode, context, temperature, streams), first_text_s, ms_per_token(answers)
+
+
+def ms_per_token(answers: list[Answer]) -> float:
+    """From the first chunk of any to the last of any, per token of one answer: so a server that answers one after
+    another is not the faster for it.
+    """
+    began = min(answer.arrivals[0][0] for answer in answers)
+    ended = max(answer.arrivals[-1][0] for answer in answers)
+    return 1e3 * (ended - began) / (answers[0].num_tokens - 1)
