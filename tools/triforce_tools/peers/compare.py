@@ -92,7 +92,9 @@ async def measured(name: str, url: str, load: Load, prompts: Prompts, turn: int)
 
 async def points(ask: Ask, modes: Modes, load: Load, prompts: Prompts, turn: int) -> AsyncIterator[Measured]:
     """First texts are those of prompts that nobody has read; then their KV is kept, where a server does that."""
-    await ask(Question(prompts[min(prompts)][0], 8), Answer())  # what a first request alone waits for
+    await ask(
+        Question(prompts[min(prompts)][0], 8, cache_salt="first"), Answer()
+    )  # what a first request alone waits for
     for context, streams in product(load.contexts, load.streams):
         salt = secrets.token_hex(8)
         questions = [Question(prompt, 1, cache_salt=salt) for prompt in prompts[context][:streams]]

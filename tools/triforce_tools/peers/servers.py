@@ -113,7 +113,9 @@ shutil.copytree(metadata, renamed, dirs_exist_ok=True)
 text = (renamed / "METADATA").read_text()
 text = re.sub("^Name: .*", "Name: vllm", text, count=1, flags=re.M)
 (renamed / "METADATA").write_text(re.sub("^Version: .*", f"Version: {found.version}+cpu", text, count=1, flags=re.M))
-print("\n".join(each for each in found.requires if "extra ==" not in each and not each.startswith("torch")))
+for each in found.requires:
+    if "extra ==" not in each and not each.startswith("torch"):
+        print(each)
 """
 
 
