@@ -42,7 +42,6 @@ class Pipeline:
         self.patient = True  # whether requests wait while the target is replaced; otherwise they end at once
         self.restarts = 0  # of the target
         self.load_s = 0.0  # how long the first start took
-        self.threads: dict[str, int] = {}  # by tier, the threads that warm-up chose; empty: it chose none
         self.stopped = ""  # why; empty while it runs
 
     @classmethod

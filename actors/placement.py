@@ -17,11 +17,12 @@ from actors.tiers import LOOPBACK, DraftActor, RetrievalActor, TargetActor, Tier
 from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Tier
+from triforce_core.models.cpu import usable_cores
 
 # On a small machine several tiers share cores, so threads that spin while waiting would starve other threads.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 # Ray gives an actor with a fraction of a CPU one thread; the number of threads comes from our settings (`threads`).
-ENVIRONMENT["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(os.cpu_count() or 1))
+ENVIRONMENT["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(usable_cores()))
 
 ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": RetrievalActor, "target": TargetActor}
 

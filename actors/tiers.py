@@ -102,10 +102,7 @@ class TierActor(ABC):
             self.ranks = lead(world, self.settings.device)
             self.undo.callback(self.ranks.close)
         host = self.settings.server.tier_host
-        server = self.serve(ray.util.get_node_ip_address() if host == "node" else host or LOOPBACK)
-        if self.settings.chooses_threads:  # a restarted tier uses the numbers that were kept
-            self.decode_on({tier: kept for tier, (_, kept) in self.threads().items() if kept is not None})
-        return server
+        return self.serve(ray.util.get_node_ip_address() if host == "node" else host or LOOPBACK)
 
     @property
     def group(self) -> DeviceGroup:
@@ -139,31 +136,12 @@ class TierActor(ABC):
             for tier, held in self.inner.items()
         }
         for tier, runner in self.runners.items():
-            statuses[tier].threads = runner.threads.decode if runner.threads else 0
+            statuses[tier].threads = runner.threads.latest if runner.threads else 0
             statuses[tier].passes, statuses[tier].pass_s = runner.passes, runner.seconds
             statuses[tier].kernels.MergeFrom(pb.Kernels(**kernels_of(runner)))
         for status in statuses.values():
             status.address = self.server.address
         return [status.SerializeToString() for status in statuses.values()]
-
-    def threads(self) -> dict[str, tuple[int, int | None]]:
-        """By tier with a model: all CPU threads, and the number found best on this machine, None if unknown."""
-        from triforce_core.engine.kept_threads import kept_threads
-        from triforce_core.models.threads import ALL_THREADS
-
-        names = [tier.name.lower() for tier in self.runners]
-        return {name: (ALL_THREADS, kept_threads(self.settings, name)) for name in names}
-
-    def decode_on(self, threads: dict[str, int], *, keep: bool = False) -> None:
-        """Set the CPU threads on which this process's tiers decode, by tier; `keep` stores them for later starts."""
-        from triforce_core.engine.kept_threads import keep_threads
-
-        for tier, runner in self.runners.items():
-            name = tier.name.lower()
-            if name in threads:
-                runner.decode_on(threads[name])
-                if keep:
-                    keep_threads(self.settings, name, threads[name])
 
     def load(self, name: str, role: str, ranks: Leader | None = None) -> PreTrainedModel:
         """The model, or this rank's share if the model is divided over ranks."""

@@ -1,87 +1,92 @@
-"""Warms up a pipeline before it serves: runs passes of every kind, and chooses the CPU threads of decoding."""
+"""Requests that a pipeline decodes before it serves, so that no user waits for the first pass of a kind, when memory
+is touched for the first time, libraries make kernels for its shape, and numbers of CPU threads are tried.
+"""
 
 import asyncio
 import logging
+import math
 import time
 from contextlib import aclosing
-from typing import Any
+from typing import NamedTuple
 
 from actors.pipeline import Pipeline
 from actors.running_target import RunningTarget
 from actors.wire import request_to_proto
 from triforce_core.config import Settings
-from triforce_core.engine.kept_threads import measuring
 from triforce_core.engine.limits import Limits
-from triforce_core.engine.thread_search import Arrangement
-from triforce_core.engine.warm_up import WarmUp
+from triforce_core.engine.sequence import Request
+from triforce_core.messages import GREEDY, SamplingParams
 
 log = logging.getLogger("ray.serve")  # operators read this logger's files first
 
 WARM_UP_S = 600.0  # after this time the pipeline serves without being warm; health checks then detect a hang
+PATIENCE_S = 5.0  # longest prefill: prompts are shortened accordingly
+SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
+FEW, MORE = 24, 64  # output tokens; with more, the threads of plain decoding are found (`triforce_core.models.threads`)
+PERIOD = 61  # tokens after which a prompt repeats itself: so does the output, and long drafts are accepted
+SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
+PLAIN = (0, 0)  # lookaheads without drafts
 
-Threads = dict[str, tuple[int, int | None]]  # by tier: all threads, and the number kept earlier; None: unknown
+
+class Stage(NamedTuple):
+    """The sizes of one request, before they are cut to what the machine does in time and to the context."""
+
+    first_token: int  # of the prompt: KV of a prompt that begins unlike the earlier ones is not found
+    prompt_tokens: int
+    output_tokens: int
+    sampling: SamplingParams
+    lookaheads: tuple[int, int]
+
+
+def stages(settings: Settings) -> list[Stage]:
+    """Two requests with a short prompt, one with a whole prefill chunk, and two with a long context, the last decoded
+    long enough for two snapshots, the second of which is sent as changes. The second and the fourth are decoded
+    plainly, the third without the retrieval tier.
+    """
+    given = settings.speculation
+    # Requests may ask for drafts even if the settings do not, unless the target is lossy.
+    asked = any(given.effective) or settings.target.lossy
+    whole = given.effective if asked else given.lookaheads
+    return [
+        Stage(1, SHORT_PROMPT, FEW, SAMPLED, whole),
+        Stage(2, SHORT_PROMPT, FEW, SAMPLED, PLAIN),  # again, for the prefill rate of a warm pipeline
+        Stage(3, settings.target.prefill_chunk, FEW, SAMPLED, (0, whole[1])),
+        Stage(4, LONG_PROMPT, MORE, GREEDY, PLAIN),
+        Stage(4, LONG_PROMPT, 2 * settings.retrieval.refresh_every + 1, GREEDY, whole),
+    ]
+
+
+def request(stage: Stage, limits: Limits, most_prompt: float) -> Request:
+    """The request of a stage, with at most `most_prompt` prompt tokens."""
+    room = min(limits.context_length, limits.kv_pool_tokens)
+    prompt_tokens = max(1, int(min(stage.prompt_tokens, most_prompt, room // 2)))
+    prompt = tuple((stage.first_token + 7919 * (i % PERIOD)) % limits.vocab_size for i in range(prompt_tokens))
+    return Request(prompt, min(stage.output_tokens, room - prompt_tokens), stage.sampling, 0, stage.lookaheads)
 
 
 async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
-    """Run passes of every kind in every tier. Pipelines on one machine take turns at measuring threads."""
+    """Run passes of every kind in every tier."""
     began = time.monotonic()
     try:
         async with asyncio.timeout(WARM_UP_S):
-            if settings.chooses_threads and unknown(await threads_of(pipeline)):
-                async with measuring():
-                    await run(pipeline, settings, unknown(await threads_of(pipeline)))
-            else:
-                await run(pipeline, settings, {})
+            limits: Limits = await pipeline.actors.target.limits.remote()
+            most_prompt = math.inf
+            for stage in stages(settings):
+                asked, begun, prefilled = request(stage, limits, most_prompt), time.monotonic(), math.nan
+                async with aclosing(pipeline.decode(request_to_proto(asked))) as events:
+                    async for _ in events:
+                        if math.isnan(prefilled):
+                            prefilled = time.monotonic()
+                most_prompt = PATIENCE_S * len(asked.prompt) / (prefilled - begun)
     except TimeoutError:
         log.warning("the tiers are not warm after %.0f s: the first requests will be slow", WARM_UP_S)
     log.info("warmed up in %.1f s", time.monotonic() - began)
 
 
-def unknown(found: Threads) -> Arrangement:
-    """By tier, the most threads to try; empty if the best number is known for all. Else all are measured again."""
-    known = all(kept is not None for _, kept in found.values())
-    return {} if known else {tier: most for tier, (most, _) in found.items()}
-
-
-async def run(pipeline: Pipeline, settings: Settings, most_threads: Arrangement) -> None:
-    """Decode the warm-up requests. If threads are to be chosen, set the best numbers and keep them for later starts."""
-    limits: Limits = await pipeline.actors.target.limits.remote()
-    warming = WarmUp(settings, limits, most_threads)
-    await decode(pipeline, warming)
-    if most_threads:
-        pipeline.threads = warming.search.best
-        await decode_on(pipeline, warming.search.best, keep=True)
-
-
-async def decode(pipeline: Pipeline, warming: WarmUp) -> None:
-    """Decode the requests of `warming`, with the threads that it sets for each round."""
-    threads: Arrangement = {}
-    for request in warming.requests():
-        async with aclosing(pipeline.decode(request_to_proto(request))) as events:
-            async for event in events:
-                if not warming.round_ended(len(event.token_ids)):
-                    break
-                if warming.threads != threads:
-                    threads = warming.threads
-                    await decode_on(pipeline, threads)
-
-
 async def warm_up_again(pipeline: Pipeline, target: RunningTarget, settings: Settings) -> None:
-    """The first passes of a target that was started anew: a few, as threads are known and kernels are on disk."""
-    await pipeline.actors.target.decode_on.remote(pipeline.threads)
+    """The first passes of a target that was started anew: a few, as kernels are on disk."""
     limits: Limits = await pipeline.actors.target.limits.remote()
-    request = request_to_proto(next(WarmUp(settings, limits, {}).requests()))
-    async with aclosing(target.decode(request.SerializeToString())) as events:
+    first = request_to_proto(request(stages(settings)[0], limits, SHORT_PROMPT))
+    async with aclosing(target.decode(first.SerializeToString())) as events:
         async for _ in events:
             pass
-
-
-async def threads_of(pipeline: Pipeline) -> Threads:
-    """The threads of each tier that has more than one, the target first."""
-    found: list[Threads] = await asyncio.gather(*(actor.threads.remote() for actor in pipeline.actors.each()))
-    return {tier: threads for each in reversed(found) for tier, threads in each.items() if threads[0] > 1}
-
-
-async def decode_on(pipeline: Pipeline, threads: Arrangement, *, keep: bool = False) -> None:
-    calls: list[Any] = [actor.decode_on.remote(threads, keep=keep) for actor in pipeline.actors.each()]
-    await asyncio.gather(*calls)

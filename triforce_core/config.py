@@ -530,7 +530,7 @@ class Settings(Strict):
         None,
         ge=1,
         description="CPU threads of every forward pass; set it if other programs need the cores; by default all cores"
-        " for prompts, and for decoding a number that is measured per tier at the first start and kept",
+        " for prompts, and for decoding a number that each tier finds by the times of its passes",
     )
     max_sequences: int = Field(
         default_factory=lambda given: 1 if given.get("deterministic") else 8,
@@ -646,7 +646,7 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether CPU threads are measured; not where deterministic, because they change how sums are rounded."""
+        """Whether CPU threads are chosen by times; not where deterministic: they change how sums are rounded."""
         one_process = self.ranks(("target", "retrieval")) == 1
         return self.device_type == "cpu" and one_process and self.threads is None and not self.deterministic
 

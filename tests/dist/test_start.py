@@ -6,7 +6,6 @@ import gc
 import threading
 import time
 import warnings
-from pathlib import Path
 from typing import Any
 from weakref import WeakSet
 
@@ -17,7 +16,6 @@ from actors import tiers
 from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine import kept_threads
 from triforce_core.errors import UnavailableError
 from triforce_core.leaf import Leaf
 
@@ -109,20 +107,3 @@ def test_a_start_that_takes_long_is_not_waited_for_longer_than_asked(monkeypatch
     assert actor.server is not None
     actor.server.stop(0.0)
     actor.undo.close()
-
-
-def test_a_tier_that_is_started_anew_decodes_on_the_threads_that_were_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(kept_threads, "ALL_THREADS", 4)
-    given = settings("none")
-    kept_threads.keep_threads(given, "draft", 3)
-    actor = DraftActor(given)
-    try:
-        actor.start()
-        assert statuses(actor)["draft"].threads == 3
-    finally:
-        if actor.server is not None:
-            actor.server.stop(0.0)
-        actor.undo.close()

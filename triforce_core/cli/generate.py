@@ -84,7 +84,6 @@ def generate(
     from triforce_core.engine.engine import run_to_end
     from triforce_core.engine.followers import local_ranks
     from triforce_core.engine.loading import load_local_engine
-    from triforce_core.engine.local_threads import choose_threads
     from triforce_core.engine.sequence import FinishReason, Request, nth_seed
     from triforce_core.models.files import end_token_ids, load_tokenizer, stop_token_ids
 
@@ -110,7 +109,6 @@ def generate(
     console = Console(highlight=False, soft_wrap=True)
     with local_ranks(settings) as ranks:
         engine = load_local_engine(settings, ranks=ranks)
-        choose_threads(engine, settings, Console(stderr=True, highlight=False).print)
         for index in range(n):
             completion = Completion(replace(request, seed=nth_seed(seed, index)), meaning, stop_strings)
             if echo and not as_json:

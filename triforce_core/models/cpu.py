@@ -1,11 +1,15 @@
-"""Name, vendor and instruction sets of this machine's CPU, as Linux reports them; empty elsewhere.
+"""Name, vendor and instruction sets of this machine's CPU, as Linux reports them (empty elsewhere), and how many of its
+cores this process may use.
 
 Does not load torch.
 """
 
+import math
+import os
 from pathlib import Path
 
 CPUINFO = Path("/proc/cpuinfo")
+QUOTA = Path("/sys/fs/cgroup/cpu.max")  # in a container, what its cgroup may use: microseconds, of each so many
 # Flags that decide how fast matrix products are.
 TELLING = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
 
@@ -28,6 +32,16 @@ def cpu_summary(cpuinfo: Path = CPUINFO) -> str:
     """One line: the CPU's name and those of its flags that are in `TELLING`."""
     flags = cpu_flags(cpuinfo)
     return f"{cpu_name(cpuinfo) or 'CPU'} ({', '.join(flag for flag in TELLING if flag in flags)})"
+
+
+def usable_cores(quota: Path = QUOTA) -> int:
+    """The cores that this process may use: those that it is restricted to, and no more than its container's limit."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        share, period = quota.read_text(encoding="utf-8").split()
+        return cores if share == "max" else min(cores, max(1, math.ceil(int(share) / int(period))))
+    except (OSError, ValueError):  # no cgroup, or one of the first version
+        return cores
 
 
 def _values(cpuinfo: Path, name: str) -> str:

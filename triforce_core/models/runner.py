@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from triforce_core.costs import MANY_TOKENS, Part, PassCosts
+from triforce_core.costs import Part, PassCosts
 from triforce_core.kv.base import Batch, Forward, KVCache, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.models.graphs import ShapedPasses
@@ -74,11 +74,6 @@ class ModelRunner:
         self.read = 1.0  # `Reading.share` of the latest pass: less than 1 where it read keys once for several rows
         self.passes, self.seconds = 0, 0.0  # forward passes so far, and the wall time they took
 
-    def decode_on(self, threads: int) -> None:
-        """Set the CPU threads for passes over few tokens, from the next pass on. Any thread may call this."""
-        if self.threads is not None:
-            self.threads = self.threads._replace(decode=threads)
-
     @torch.inference_mode()
     def forward(self, forwards: list[Forward]) -> tuple[Tensor, Batch]:
         """Bring every sequence up to its span, in one pass unless its cache takes only so much at once.
@@ -99,18 +94,20 @@ class ModelRunner:
             return torch.empty(0, self.model.config.vocab_size), batch
         threads = self.threads
         if threads is not None:
-            run_on(threads.prefill if batch.num_tokens >= MANY_TOKENS else threads.decode)
+            run_on(threads.of(batch.num_tokens))
         logits = self.shaped.forward(batch) if self.shaped is not None else None
         self.read = 1.0  # passes of constant shape do not share reads between rows
         if logits is None:
             self.read = batch.reading.share if batch.reading is not None else 1.0
             logits = self.run(batch)
         if threads is not None:  # sampling and chunk selection follow, which are small work
-            run_on(threads.decode)
+            run_on(threads.latest)
         parts = [Part(len(row.placed.tokens), size_of(row.placed.visible), self.read) for row in batch.rows]
         self.clock.passed(parts, began)
-        self.passes += 1
-        self.seconds += time.perf_counter() - started
+        seconds = time.perf_counter() - started
+        if threads is not None:
+            threads.took(batch.num_tokens, seconds)
+        self.passes, self.seconds = self.passes + 1, self.seconds + seconds
         return logits, batch
 
     def run(self, batch: Batch) -> Tensor:

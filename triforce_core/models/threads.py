@@ -1,25 +1,96 @@
-"""On how many CPU threads the passes of a model run. Does not load transformers."""
+"""On how many CPU threads the passes of a model run: chosen while they run, by their times.
 
-from typing import NamedTuple
+Which number is best depends on model, context, machine, and on what else its cores do: nothing but a trial tells. Does
+not load transformers.
+"""
+
+from collections.abc import Generator
+from statistics import median
 
 import torch
 
 from triforce_core.config import Settings
+from triforce_core.costs import MANY_TOKENS
+from triforce_core.models.cpu import usable_cores
 
-ALL_THREADS = torch.get_num_threads()  # before any pass has changed it
+ALL_THREADS = min(torch.get_num_threads(), usable_cores())  # before any pass has changed it
+
+Passes = Generator[int, float, list[float]]  # yields the threads of the next pass, and is sent its seconds
+
+BLOCK, BLOCKS = 3, 2  # three passes with each of two numbers of threads, twice in turn
+# More threads are kept only if a pass with them takes less than this share of its time with fewer: a smaller gain may
+# be an error of measurement, and other processes may have a use for the cores.
+TIE = 0.9
+SETTLED = 1000  # passes after which half and twice the number are tried again
 
 
-class Threads(NamedTuple):
-    """CPU threads of a pass over few tokens, and of one over many."""
+class Threads:
+    """The CPU threads of one runner's passes. Those over `MANY_TOKENS` tokens or more use `most`. For shorter ones each
+    power of two tokens has a number of its own: at first `most`, then half of it for as long as passes take hardly
+    longer (`TIE`). From time to time half and twice the number are tried again, because the best one changes with the
+    length of the text and with the load of the machine.
+    """
 
-    decode: int
-    prefill: int
+    def __init__(self, most: int = ALL_THREADS, *, chosen: bool = True) -> None:
+        """`chosen`: False: all passes use `most`."""
+        self.most, self.chosen = most, chosen and most > 1
+        self.latest = most  # of the latest short pass
+        self.trials: dict[int, Passes] = {}  # by the bit length of the number of tokens
+        self.coming: dict[int, int] = {}  # the threads of the next pass of this size
+
+    def of(self, num_tokens: int) -> int:
+        """The threads for a pass over this number of tokens."""
+        if not self.chosen or num_tokens >= MANY_TOKENS:
+            return self.most
+        size = num_tokens.bit_length()
+        if size not in self.trials:
+            self.trials[size] = chosen_by_time(self.most)
+            self.coming[size] = next(self.trials[size])
+        self.latest = self.coming[size]
+        return self.latest
+
+    def took(self, num_tokens: int, seconds: float) -> None:
+        """Record the time of a pass that ran on the threads that `of` told."""
+        if self.chosen and num_tokens < MANY_TOKENS:
+            size = num_tokens.bit_length()
+            self.coming[size] = self.trials[size].send(seconds)
+
+
+def chosen_by_time(most: int) -> Passes:
+    """The threads of passes of one size, one after another, without end."""
+    best = most
+    while True:
+        before = best
+        while best > 1 and (yield from as_good(best // 2, best)):
+            best //= 2
+        if best == before:
+            while best < most and not (yield from as_good(best, min(2 * best, most))):
+                best = min(2 * best, most)
+        yield from timed(best, SETTLED)
+
+
+def as_good(fewer: int, more: int) -> Generator[int, float, bool]:
+    """Whether a pass with `fewer` threads takes at most 1 / `TIE` times as long as with `more`."""
+    times: dict[int, list[float]] = {more: [], fewer: []}
+    for _ in range(BLOCKS):
+        for threads, taken in times.items():
+            yield threads  # the first pass after a change is not counted
+            taken.extend((yield from timed(threads, BLOCK)))
+    return TIE * median(times[fewer]) <= median(times[more])
+
+
+def timed(threads: int, passes: int) -> Passes:
+    """The seconds of these passes."""
+    seconds = []
+    for _ in range(passes):
+        seconds.append((yield threads))
+    return seconds
 
 
 def threads_for(settings: Settings) -> Threads:
-    """The threads in the settings, or all, divided over the ranks, until those for decoding are measured."""
-    threads = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
-    return Threads(decode=threads, prefill=threads)
+    """The threads in the settings, or all, divided over the ranks, from which those of short passes are chosen."""
+    most = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
+    return Threads(most, chosen=settings.chooses_threads)
 
 
 def run_on(threads: int) -> None:

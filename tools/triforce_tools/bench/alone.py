@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,7 +12,6 @@ from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.followers import local_ranks
 from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.loading import load_local_engine
-from triforce_core.engine.local_threads import choose_threads
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.models.files import load_tokenizer
 from triforce_tools.bench.axes import Mode, Point
@@ -58,7 +57,7 @@ class Alone:
     def about(self) -> dict[str, Any]:
         threads = {tier.name.lower(): runner.threads for tier, runner in runners_of(self.engine).items()}
         return {
-            "threads": {tier: each and each._asdict() for tier, each in threads.items()},
+            "threads": {tier: each and each.latest for tier, each in threads.items()},
             "kernels": {tier.name.lower(): kernels_of(each) for tier, each in runners_of(self.engine).items()},
         }
 
@@ -69,13 +68,10 @@ class Alone:
 
 
 @contextmanager
-def alone(
-    settings: Settings, points: Sequence[Point], load: Workload, report: Callable[[str], None]
-) -> Iterator[Alone]:
+def alone(settings: Settings, points: Sequence[Point], load: Workload) -> Iterator[Alone]:
     """The engine of these settings. Its drafter is loaded whatever their lookaheads are, since plans have their own."""
     gc.collect()  # the parts of an earlier engine refer to each other, and hold its memory
     drafting = TIER_SETS[settings.speculation.tiers][1]
     with local_ranks(settings) as ranks:
         engine = load_local_engine(settings, drafting=drafting, ranks=ranks)
-        choose_threads(engine, settings, report)
         yield Alone(engine, Requests(load_tokenizer(settings.target.model), load))

@@ -25,7 +25,7 @@ from triforce_tools.bench.axes import Axes, Mode, Point, by_engine, modes_with, 
 from triforce_tools.bench.pairs import Measured, Runs, figures_of
 from triforce_tools.bench.prompts import HELD_OUT, held_out_tokens
 
-WARM_UP_TOKENS = 32  # of output
+WARM_UP_TOKENS = 64  # of output
 
 
 @dataclass(frozen=True, slots=True)

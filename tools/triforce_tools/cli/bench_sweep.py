@@ -98,7 +98,7 @@ def opener(together: bool, load: Workload, watch: Watch) -> OpenBench:
     if not together:
         from triforce_tools.bench.alone import alone
 
-        return partial(alone, load=load, report=watch.report)
+        return partial(alone, load=load)
     from deploy.app import prepare_environment
 
     prepare_environment()

@@ -28,6 +28,7 @@ from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.models.runner import ModelRunner
+from triforce_core.models.threads import Threads
 from triforce_tools.evaluation.plan import EvalPlan
 from triforce_tools.evaluation.texts import Input, Stretch
 
@@ -49,8 +50,8 @@ class Reader:
     queries = 0  # how many of the last tokens are read in one pass, so that their queries are kept
 
     def __init__(self, runner: ModelRunner, kv: KVCache, tokens: tuple[int, ...]) -> None:
-        """`runner`: whose model reads, with its threads."""
-        self.runner, self.tokens = ModelRunner(runner.model, kv, runner.threads), tokens
+        """`runner`: whose model reads."""
+        self.runner, self.tokens = ModelRunner(runner.model, kv, Threads(chosen=False)), tokens
         self.spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(tokens), max_length=len(tokens))
         self.at = 0  # tokens read
 
