@@ -94,7 +94,7 @@ class ModelRunner:
             return torch.empty(0, self.model.config.vocab_size), batch
         threads = self.threads
         if threads is not None:
-            run_on(threads.of(batch.num_tokens))
+            run_on(threads.of(batch.num_tokens, sum(size_of(row.placed.visible) for row in batch.rows)))
         logits = self.shaped.forward(batch) if self.shaped is not None else None
         self.read = 1.0  # passes of constant shape do not share reads between rows
         if logits is None:
@@ -106,7 +106,7 @@ class ModelRunner:
         self.clock.passed(parts, began)
         seconds = time.perf_counter() - started
         if threads is not None:
-            threads.took(batch.num_tokens, seconds)
+            threads.took(seconds)
         self.passes, self.seconds = self.passes + 1, self.seconds + seconds
         return logits, batch
 

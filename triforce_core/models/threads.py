@@ -26,39 +26,39 @@ SETTLED = 1000  # passes after which half and twice the number are tried again
 
 class Threads:
     """The CPU threads of one runner's passes. Those over `MANY_TOKENS` tokens or more use `most`. For shorter ones each
-    power of two tokens has a number of its own: at first `most`, then half of it for as long as passes take hardly
-    longer (`TIE`). From time to time half and twice the number are tried again, because the best one changes with the
-    length of the text and with the load of the machine.
+    size, in powers of two of tokens and of keys, has a number of its own: at first that of the pass before, then half
+    of it for as long as passes take hardly longer (`TIE`), or twice of it for as long as that pays. From time to time
+    both are tried again, because the best number changes with the load of the machine.
     """
 
     def __init__(self, most: int = ALL_THREADS, *, chosen: bool = True) -> None:
         """`chosen`: False: all passes use `most`."""
         self.most, self.chosen = most, chosen and most > 1
         self.latest = most  # of the latest short pass
-        self.trials: dict[int, Passes] = {}  # by the bit length of the number of tokens
-        self.coming: dict[int, int] = {}  # the threads of the next pass of this size
+        self.size: tuple[int, int] | None = None  # of the pass that runs, if its time counts
+        self.trials: dict[tuple[int, int], Passes] = {}
+        self.coming: dict[tuple[int, int], int] = {}  # the threads of the next pass of this size
 
-    def of(self, num_tokens: int) -> int:
-        """The threads for a pass over this number of tokens."""
-        if not self.chosen or num_tokens >= MANY_TOKENS:
+    def of(self, tokens: int, keys: int) -> int:
+        """The threads for a pass over this number of tokens, which reads this number of keys."""
+        self.size = None
+        if not self.chosen or tokens >= MANY_TOKENS:
             return self.most
-        size = num_tokens.bit_length()
+        self.size = size = tokens.bit_length(), keys.bit_length()
         if size not in self.trials:
-            self.trials[size] = chosen_by_time(self.most)
+            self.trials[size] = chosen_by_time(self.latest, self.most)
             self.coming[size] = next(self.trials[size])
         self.latest = self.coming[size]
         return self.latest
 
-    def took(self, num_tokens: int, seconds: float) -> None:
-        """Record the time of a pass that ran on the threads that `of` told."""
-        if self.chosen and num_tokens < MANY_TOKENS:
-            size = num_tokens.bit_length()
-            self.coming[size] = self.trials[size].send(seconds)
+    def took(self, seconds: float) -> None:
+        """Record the time of the pass that ran on the threads that `of` told last."""
+        if self.size is not None:
+            self.coming[self.size] = self.trials[self.size].send(seconds)
 
 
-def chosen_by_time(most: int) -> Passes:
-    """The threads of passes of one size, one after another, without end."""
-    best = most
+def chosen_by_time(best: int, most: int) -> Passes:
+    """The threads of passes of one size, one after another, without end; at first `best`."""
     while True:
         before = best
         while best > 1 and (yield from as_good(best // 2, best)):

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
+import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -111,6 +114,21 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
     for row in figures["rows"]:
         assert len(row["ms_per_token"]) == len(row["first_text_s"]) == 2
         assert min(row["ms_per_token"]) > (5 if row["peer"] == "slow" else 0.5)
+
+
+def test_a_command_that_is_terminated_ends_its_server(
+    told: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate() -> None:
+        until = time.monotonic() + 60
+        while time.monotonic() < until and not (told.exists() and "[" in told.read_text()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=terminate).start()
+    arguments = ["--context", "20", "--repeats", "9", "--environments", str(tmp_path / "peers")]
+    assert run(monkeypatch, "bench", "peers", *arguments, "--out", str(tmp_path / "peers.json"), "--force") != 0
+    assert told.read_text().splitlines()[-1].endswith(" ends")
 
 
 def test_answers_one_after_another_take_the_time_of_both() -> None:

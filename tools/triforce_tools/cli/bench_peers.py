@@ -44,6 +44,7 @@ def peers(
     Milliseconds per token after the first, as a client sees them; and seconds to the first text of a prompt that nobody
     has read.
     """
+    from deploy.app import interrupt, on_signals
     from triforce_core.models.cpu import cpu_summary
     from triforce_tools.bench.machine import quiet_machine
     from triforce_tools.peers.compare import Load, compare
@@ -81,7 +82,7 @@ def peers(
     def keep(rows: list[dict[str, Any]]) -> None:
         out.write_text(json.dumps(figures | {"rows": rows}, indent=1) + "\n")
 
-    with quiet_machine(max_load, force=force):
+    with quiet_machine(max_load, force=force), on_signals(interrupt):  # so that servers end with this command
         rows = compare(
             names,
             target,

@@ -20,12 +20,14 @@ from triforce_core.models.threads import SETTLED, Threads, run_on
 Milliseconds = Callable[[int], float]  # of a pass with this number of threads
 
 
-def run(threads: Threads, passes: int, ms: Milliseconds, noise: float = 0.0, num_tokens: int = 1) -> list[int]:
+def run(
+    threads: Threads, passes: int, ms: Milliseconds, noise: float = 0.0, tokens: int = 1, keys: int = 8000
+) -> list[int]:
     """The threads of these passes, one after another. A share `noise` of the times is added or taken away."""
     rng, used = random.Random(7), []
     for _ in range(passes):
-        used.append(threads.of(num_tokens))
-        threads.took(num_tokens, ms(used[-1]) * rng.uniform(1 - noise, 1 + noise) / 1e3)
+        used.append(threads.of(tokens, keys))
+        threads.took(ms(used[-1]) * rng.uniform(1 - noise, 1 + noise) / 1e3)
     return used
 
 
@@ -69,21 +71,31 @@ def test_a_disturbed_pass_decides_nothing() -> None:
     times = iter([0.5, 17, 17, 400, 17, 27, 27, 27, 17, 17, 17, 17, 27, 27, 27, 27])
     threads = Threads(2)
     run(threads, 16, lambda _: next(times))
-    assert threads.of(1) == 2
+    assert threads.of(1, 8000) == 2
 
 
 def test_each_size_of_pass_has_a_number_of_its_own() -> None:
     threads = Threads(2)
-    run(threads, 50, {1: 10, 2: 12}.__getitem__, num_tokens=1)
-    run(threads, 50, {1: 40, 2: 22}.__getitem__, num_tokens=9)
-    assert [threads.of(n) for n in (1, 8, 15, 64, 4000)] == [1, 2, 2, 2, 2]
-    assert threads.of(1) == threads.latest == 1
+    run(threads, 50, {1: 10, 2: 12}.__getitem__, tokens=1)
+    run(threads, 50, {1: 40, 2: 22}.__getitem__, tokens=9)
+    run(threads, 50, {1: 12, 2: 6}.__getitem__, tokens=1, keys=100)
+    assert [threads.of(n, 8000) for n in (1, 8, 15, 64, 4000)] == [1, 2, 2, 2, 2]
+    assert threads.of(1, 100) == 2
+    assert threads.of(1, 5000) == threads.latest == 1
 
 
 def test_long_passes_use_all_and_are_not_timed() -> None:
     threads = Threads(4)
-    assert run(threads, 100, lambda _: 1.0, num_tokens=64) == [4] * 100
-    assert threads.of(1) == 4
+    assert run(threads, 100, lambda _: 1.0, tokens=64) == [4] * 100
+    assert threads.of(1, 8000) == 4
+
+
+def test_a_new_size_begins_with_the_number_of_the_pass_before() -> None:
+    threads = Threads(64)
+    run(threads, 200, lambda n: 100 + n)
+    assert threads.of(1, 8000) == 1
+    assert threads.of(9, 8000) <= 2
+    assert run(threads, 200, lambda n: 100 / n, tokens=9)[-1] == 64
 
 
 def test_threads_that_are_set_stay() -> None:
