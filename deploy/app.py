@@ -47,18 +47,20 @@ ENVIRONMENT = {
     # Ray gives its workers the niceness 15, with which any other busy process leaves the tiers a thirtieth of a core.
     "RAY_worker_niceness": "0",
     "SPT_NOENV": "1",  # titles that Ray gives to its processes do not overwrite the mark by which remains.py finds them
-    # What Ray does ten times a second in each of its processes, to report on itself, took a quarter of a core where
-    # nothing was asked, and a pass on all cores waits for the thread that it interrupts.
-    # docs/decisions/0030-quiet-processes.md
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.headers.middlewares",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+# On one machine. What Ray does ten times a second in each of its processes, to report on itself, took a quarter of a
+# core where nothing was asked, and a pass on all cores waits for the thread that it interrupts.
+# docs/decisions/0030-quiet-processes.md
+QUIET = {
     "RAY_enable_metrics_collection": "0",
     "RAY_event_stats": "0",
     "RAY_task_events_report_interval_ms": "0",
     "RAY_raylet_report_resources_period_milliseconds": "1000",
     "RAY_SERVE_METRICS_EXPORT_INTERVAL_MS": "10000",
     "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5",
-    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.headers.middlewares",
-    "TOKENIZERS_PARALLELISM": "false",
 }
 # Our code never blocks the event loop, so Serve needs no separate thread for user code and no separate loop for its
 # router. Together with gRPC this cuts the CPU time per event to a third, and it also shortens the time to the first
@@ -264,7 +266,7 @@ def prepare_environment() -> None:
 
     Raises `InvalidValueError` if they say that Ray asks for no token.
     """
-    for name, value in ENVIRONMENT.items():
+    for name, value in (ENVIRONMENT | QUIET).items():
         os.environ.setdefault(name, value)
     if "ray" not in sys.modules:
         # Anyone who reaches Ray's ports, two of which Serve opens on all interfaces, can run code. A token known to our

@@ -32,7 +32,7 @@ from triforce_tools.bench.axes import (
     settings_at,
 )
 from triforce_tools.bench.pairs import Measured, figures_of, geometric_mean, identical_share, summary_of
-from triforce_tools.bench.sweep import Workload, num_runs, sweep
+from triforce_tools.bench.sweep import WARM_UP_TOKENS, Workload, num_runs, sweep
 from triforce_tools.bench.sweep_file import SweepFile
 from triforce_tools.plots import draw_speedups, lines_of, save_figure
 
@@ -194,7 +194,7 @@ def test_modes_take_turns_and_every_second_turn_is_reversed() -> None:
     assert list(kept) == points
     timed = [mode for point, mode, output in bench.runs if output == 100 and point == points[0]]
     assert timed == ["plain", "auto", "8,3", "8,3", "auto", "plain", "plain", "auto", "8,3"]
-    warm_ups = [(point.context, mode) for point, mode, output in bench.runs if output == 32]
+    warm_ups = [(point.context, mode) for point, mode, output in bench.runs if output == WARM_UP_TOKENS]
     assert warm_ups == 2 * [(20, "plain"), (20, "auto"), (20, "8,3")], "at each engine's largest point"
     assert len(bench.runs) == num_runs(points, load) == 36 + 6
     assert len(bench.told) == 4

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
 from tests.command_line import Refusals, run
 from triforce_core.errors import TriForceError
 from triforce_tools.peers import servers
 from triforce_tools.peers.compare import ms_per_token
-from triforce_tools.peers.servers import Peer, Start, install, running
+from triforce_tools.peers.servers import Peer, Start, install, process_name, running
 from triforce_tools.serving.doors import Answer
 
 # Writes when it starts and ends into a file, and streams as many chunks as tokens are asked for.
@@ -112,7 +113,8 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
     places = [(row["peer"], row["mode"], row["context"], row["temperature"], row["streams"]) for row in figures["rows"]]
     assert len(places) == len(set(places)) == (2 + 1) * 2 * 2 * 2
     for row in figures["rows"]:
-        assert len(row["ms_per_token"]) == len(row["first_text_s"]) == 2
+        assert len(row["ms_per_token"]) == len(row["first_text_s"]) == len(row["cpu_ms_per_token"]) == 2
+        assert all(each.keys() <= {"server.py"} for each in row["cpu_ms_per_token"])
         assert min(row["ms_per_token"]) > (5 if row["peer"] == "slow" else 0.5)
 
 
@@ -140,6 +142,38 @@ def test_answers_one_after_another_take_the_time_of_both() -> None:
     assert ms_per_token([first, behind]) == 2500
 
 
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        ("ray::TargetActor", "ray::TargetActor"),
+        ("ray::ServeReplica:triforce:gateway.handle_request", "ray::ServeReplica:triforce:gateway"),
+        ("VLLM::EngineCore", "VLLM::EngineCore"),
+        ("/usr/bin/python3 -m triforce_core.cli serve --port 1", "triforce_core.cli"),
+        ("/usr/bin/python3 -u /lib/ray/_private/log_monitor.py --x", "log_monitor.py"),
+        ("/lib/ray/core/src/ray/gcs/gcs_server --log_dir=x", "gcs_server"),
+        ("", ""),
+    ],
+)
+def test_processes_are_named_by_what_they_run(command: str, name: str) -> None:
+    assert process_name(command.split()) == name
+
+
+@pytest.mark.ci
+def test_the_engine_alone_streams_the_same_tokens_in_both_modes(tmp_path: Path) -> None:
+    """The real engine, which has no server of its own."""
+    where = Start(Path("demo"), "float32", 400, 1, servers.free_port(), None)
+    texts = []
+    with running("engine", where, tmp_path, tmp_path / "log") as server:
+        for speculation in ({"lookaheads": [0, 0]}, None):
+            body = {"prompt": [5] * 300, "max_tokens": 20, "temperature": 0.8, "seed": 3, "cache_salt": "a"}
+            answer = requests.post(f"{server.url}/v1/completions", json=body | {"speculation": speculation}, timeout=60)
+            events = [json.loads(line[6:]) for line in answer.text.splitlines() if line.startswith("data: {")]
+            texts.append(" ".join(choice["text"] for event in events for choice in event["choices"]).split())
+            assert events[-1]["usage"]["completion_tokens"] == 20
+    assert len(texts[0]) == 20
+    assert texts[0] == texts[1]
+
+
 def start(port: int) -> Start:
     return Start(Path("model"), "float32", 100, 1, port, None)
 
@@ -155,15 +189,15 @@ def test_nothing_of_a_server_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(servers, "PEERS", {"one": Peer(lambda start: ["-c", STUBBORN, str(start.port)])})
     monkeypatch.setattr(servers, "STOP_WITHIN_S", 0.2)
     log = tmp_path / "log"
-    with running("one", start(servers.free_port()), tmp_path, log) as url:
-        assert servers.answers(url)
+    with running("one", start(servers.free_port()), tmp_path, log) as server:
+        assert servers.answers(server.url)
         child = int(log.read_text().split()[0])
         assert Path(f"/proc/{child}").exists()
     until = time.monotonic() + 10
     while Path(f"/proc/{child}").exists() and "zombie" not in Path(f"/proc/{child}/status").read_text():
         assert time.monotonic() < until
         time.sleep(0.01)
-    assert not servers.answers(url)
+    assert not servers.answers(server.url)
 
 
 def test_an_environment_that_cannot_be_made_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,7 +225,7 @@ def test_vllm_gets_what_it_needs_but_for_pytorch_and_finds_its_own_name(tmp_path
 @pytest.mark.parametrize(
     ("arguments", "named"),
     [
-        (["--peer", "sglang"], ["peer", "sglang", "ours, vllm, transformers"]),
+        (["--peer", "sglang"], ["peer", "sglang", "ours, engine, vllm, transformers"]),
         (["--dtype", "auto"], ["dtype", "auto", "float32"]),
         (["--context", "2k"], ["context", "2k", "whole number"]),
         (["--temperature", "-1"], ["temperature", "-1"]),

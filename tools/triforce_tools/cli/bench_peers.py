@@ -22,7 +22,7 @@ DTYPES = ("bfloat16", "float16", "float32")
 
 def peers(
     peer: Annotated[
-        list[str] | None, typer.Option(help="ours | vllm | transformers; give several; all if not given")
+        list[str] | None, typer.Option(help="ours | engine | vllm | transformers; give several; all if not given")
     ] = None,
     config: Annotated[Path | None, typer.Option(help="settings of ours; others get its target")] = None,
     dtype: Annotated[str, typer.Option(help="of all servers: float32 | bfloat16 | float16")] = "bfloat16",
@@ -41,8 +41,8 @@ def peers(
 ) -> None:
     """Other servers and ours, one at a time, with the same model and prompts over HTTP, in turns.
 
-    Milliseconds per token after the first, as a client sees them; and seconds to the first text of a prompt that nobody
-    has read.
+    Milliseconds per token after the first, as a client sees them, and those of CPU that all of the server's processes
+    use; seconds to the first text of a prompt that nobody has read. `engine` is ours in one process.
     """
     from deploy.app import interrupt, on_signals
     from triforce_core.models.cpu import cpu_summary
@@ -100,10 +100,15 @@ def peers(
     columns = ("context", "streams", "temperature", "peer", "mode")
     order = sorted(rows, key=lambda row: [row[name] for name in columns])
     cells = [
-        [*(str(row[name]) for name in columns), *map(spread, (row["ms_per_token"], row["first_text_s"]))]
+        [*(str(row[name]) for name in columns), *map(spread, (row["ms_per_token"], cpu_ms(row), row["first_text_s"]))]
         for row in order
     ]
-    typer.echo(markdown_table([*columns, "ms per token", "first text, s"], cells))
+    typer.echo(markdown_table([*columns, "ms per token", "CPU ms", "first text, s"], cells))
+
+
+def cpu_ms(row: dict[str, Any]) -> list[float]:
+    """Of all processes, in each turn."""
+    return [sum(turn.values()) for turn in row["cpu_ms_per_token"]]
 
 
 def spread(values: list[float]) -> str:

@@ -16,7 +16,7 @@ from openai import AsyncOpenAI, OpenAIError
 from triforce_core.errors import TriForceError
 from triforce_core.models.files import load_tokenizer, resolve
 from triforce_tools.bench.prompts import held_out_tokens
-from triforce_tools.peers.servers import PEERS, Modes, Start, free_port, running
+from triforce_tools.peers.servers import PEERS, Modes, Running, Start, free_port, running
 from triforce_tools.serving.doors import Answer, Ask, Question, http_door
 from triforce_tools.serving.streams import together
 
@@ -24,7 +24,8 @@ Report = Callable[[str], None]
 Row = dict[str, Any]
 Prompts = dict[int, list[tuple[int, ...]]]  # by context, as many as there are streams at most
 Place = tuple[str, int, float, int]  # mode, context, temperature, streams
-Measured = tuple[Place, float, float]  # seconds to the first text, and milliseconds per token after it
+# Seconds to the first text, milliseconds per token after it, and CPU milliseconds per token by process.
+Measured = tuple[Place, dict[str, Any]]
 PLACE = ("mode", "context", "temperature", "streams")
 
 
@@ -72,25 +73,27 @@ def compare(
                 free_port(),
                 config,
             )
-            with running(name, start, environments, environments / f"{name}.log") as url:
-                for place, first_text_s, ms_per_token in asyncio.run(measured(name, url, load, prompts, turn)):
+            with running(name, start, environments, environments / f"{name}.log") as server:
+                for place, figures in asyncio.run(measured(name, server, load, prompts, turn)):
                     row = rows.setdefault((name, *place), {"peer": name, **dict(zip(PLACE, place, strict=True))})
-                    row.setdefault("first_text_s", []).append(first_text_s)
-                    row.setdefault("ms_per_token", []).append(ms_per_token)
+                    for figure, value in figures.items():
+                        row.setdefault(figure, []).append(value)
             keep([*rows.values()])
     return [*rows.values()]
 
 
-async def measured(name: str, url: str, load: Load, prompts: Prompts, turn: int) -> list[Measured]:
+async def measured(name: str, server: Running, load: Load, prompts: Prompts, turn: int) -> list[Measured]:
     try:
-        async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=3600) as client:
+        async with AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=3600) as client:
             ask = http_door(client, (await client.models.list()).data[0].id)
-            return [each async for each in points(ask, PEERS[name].modes, load, prompts, turn)]
+            return [each async for each in points(ask, server, PEERS[name].modes, load, prompts, turn)]
     except OpenAIError as error:
         raise TriForceError(f"{name}: {' '.join(str(error).split())[:300]}") from None
 
 
-async def points(ask: Ask, modes: Modes, load: Load, prompts: Prompts, turn: int) -> AsyncIterator[Measured]:
+async def points(
+    ask: Ask, server: Running, modes: Modes, load: Load, prompts: Prompts, turn: int
+) -> AsyncIterator[Measured]:
     """First texts are those of prompts that nobody has read; then their KV is kept, where a server does that."""
     await ask(
         Question(prompts[min(prompts)][0], 8, cache_salt="first"), Answer()
@@ -105,8 +108,17 @@ async def points(ask: Ask, modes: Modes, load: Load, prompts: Prompts, turn: int
                 replace(each, max_tokens=load.output, temperature=temperature, lookaheads=lookaheads, seed=turn)
                 for each in questions
             ]
+            before = server.cpu_s()
             answers = await together(ask, asked)
-            yield (mode, context, temperature, streams), first_text_s, ms_per_token(answers)
+            cpu_s, tokens = server.cpu_s() - before, load.output * streams
+            yield (
+                (mode, context, temperature, streams),
+                {
+                    "first_text_s": first_text_s,
+                    "ms_per_token": ms_per_token(answers),
+                    "cpu_ms_per_token": {name: 1e3 * used / tokens for name, used in cpu_s.most_common()},
+                },
+            )
 
 
 def ms_per_token(answers: list[Answer]) -> float:

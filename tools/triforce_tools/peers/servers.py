@@ -11,10 +11,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+
+import psutil
 
 from triforce_core.errors import TriForceError
 
@@ -63,12 +67,15 @@ def ours(start: Start) -> list[str]:
     return ["-m", "triforce_core.cli", "serve", *config, "--dtype", start.dtype, "--port", str(start.port)]
 
 
+def engine(start: Start) -> list[str]:
+    config = [str(start.config)] if start.config else []
+    return ["-m", "triforce_tools.peers.engine_server", start.dtype, str(start.port), *config]
+
+
+MODES: Modes = {"plain": (0, 0), "controlled": None}
 PEERS: dict[str, Peer] = {
-    "ours": Peer(
-        ours,
-        versions_of=("triforce-serve", "torch", "transformers", "ray"),
-        modes={"plain": (0, 0), "controlled": None},
-    ),
+    "ours": Peer(ours, versions_of=("triforce-serve", "torch", "transformers", "ray"), modes=MODES),
+    "engine": Peer(engine, versions_of=("triforce-serve", "torch", "transformers"), modes=MODES),
     # Its CPU build asks for torchvision, torchaudio and torchcodec, whose CPU builds are not on PyPI, and runs without.
     "vllm": Peer(
         vllm,
@@ -142,9 +149,36 @@ def free_port() -> int:
         return int(found.getsockname()[1])
 
 
+class Running(NamedTuple):
+    """A server that is ready."""
+
+    url: str
+    process: psutil.Process
+
+    def cpu_s(self) -> Counter[str]:
+        """CPU seconds so far of it and all that it has started, by the processes' names."""
+        found = Counter[str]()
+        for each in [self.process, *self.process.children(recursive=True)]:
+            with suppress(psutil.Error):
+                used = each.cpu_times()
+                found[process_name(each.cmdline())] += used.user + used.system
+        return found
+
+
+def process_name(command: list[str]) -> str:
+    """A short name: of a title such as Ray and vLLM give their processes, without what it does at present; else of the
+    program or the module that Python runs.
+    """
+    title, *arguments = command or [""]
+    if "::" in title:
+        return title.partition(".")[0]
+    run = [each for each in arguments if each.endswith(".py")] or arguments[1:2] if "python" in title else []
+    return Path((run or [title])[0]).name
+
+
 @contextmanager
-def running(name: str, start: Start, environments: Path, log: Path) -> Iterator[str]:
-    """The peer, ready, by its URL. Its output goes to `log`. It and all of its processes end on leaving.
+def running(name: str, start: Start, environments: Path, log: Path) -> Iterator[Running]:
+    """The peer, ready. Its output goes to `log`. It and all of its processes end on leaving.
 
     Raises `TriForceError` if it ends, or is not ready in time.
     """
@@ -163,7 +197,7 @@ def running(name: str, start: Start, environments: Path, log: Path) -> Iterator[
                 last = log.read_text(errors="replace").strip()[-600:]
                 raise TriForceError(f"{name} {'ended' if process.poll() is not None else 'is not ready'}: {last}")
             time.sleep(0.5)
-        yield url
+        yield Running(url, psutil.Process(process.pid))
 
 
 def answers(url: str) -> bool:

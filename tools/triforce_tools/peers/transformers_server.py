@@ -2,8 +2,8 @@
 
     python transformers_server.py MODEL DTYPE PORT
 
-A program that imports nothing of this project, so that it can run in an environment of its own. One request at a time;
-others wait. It streams token by token, as `generate` tells them, and each prompt is read anew.
+A program that imports nothing of this project, so that it can run in an environment of its own. Each prompt is read
+anew.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class Handler(BaseHTTPRequestHandler):
-    model: Any
+    """Streams what `decode` tells, one request at a time; others wait."""
+
     one_at_a_time = threading.Lock()
     protocol_version = "HTTP/1.1"
 
@@ -39,28 +40,43 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("content-type", "text/event-stream")
         self.send_header("connection", "close")
         self.end_headers()
-        prompt, count, temperature = asked["prompt"], asked["max_tokens"], asked["temperature"]
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
         with self.one_at_a_time:
-            set_seed(asked["seed"])
-            self.model.generate(
-                torch.tensor([prompt]),
-                attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-                max_new_tokens=count,
-                min_new_tokens=count,
-                streamer=Told(self.tell),
-                **sampling,
-            )
-        used = {"prompt_tokens": len(prompt), "completion_tokens": count, "total_tokens": len(prompt) + count}
-        self.tell([], used)
+            self.decode(asked)
+        read, made = len(asked["prompt"]), asked["max_tokens"]
+        self._send([], {"prompt_tokens": read, "completion_tokens": made, "total_tokens": read + made})
         self.wfile.write(b"data: [DONE]\n\n")
 
-    def tell(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> None:
+    def decode(self, asked: dict[str, Any]) -> None:
+        """Decode the request, whose output has no end of its own, and `tell` of its tokens as they come."""
+        raise NotImplementedError
+
+    def tell(self, *tokens: int) -> None:
+        text = " ".join(map(str, tokens))
+        self._send([{"index": 0, "text": text, "logprobs": None, "finish_reason": None}])
+
+    def _send(self, choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> None:
         head = {"id": "one", "object": "text_completion", "created": 0, "model": "model"}
         self.wfile.write(b"data: " + json.dumps(head | {"choices": choices, "usage": usage}).encode() + b"\n\n")
 
     def log_message(self, *of: Any) -> None:
         """Say nothing."""
+
+
+class Generating(Handler):
+    model: Any
+
+    def decode(self, asked: dict[str, Any]) -> None:
+        prompt, count, temperature = asked["prompt"], asked["max_tokens"], asked["temperature"]
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+        set_seed(asked["seed"])
+        self.model.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            streamer=Told(self.tell),
+            **sampling,
+        )
 
 
 class Told(BaseStreamer):
@@ -71,7 +87,7 @@ class Told(BaseStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         if self.prompt_read:
-            self.tell([{"index": 0, "text": str(int(value)), "logprobs": None, "finish_reason": None}])
+            self.tell(int(value))
         self.prompt_read = True
 
     def end(self) -> None:
@@ -80,5 +96,5 @@ class Told(BaseStreamer):
 
 if __name__ == "__main__":
     path, dtype, port = sys.argv[1:]
-    Handler.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
-    ThreadingHTTPServer(("127.0.0.1", int(port)), Handler).serve_forever()
+    Generating.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    ThreadingHTTPServer(("127.0.0.1", int(port)), Generating).serve_forever()
