@@ -110,13 +110,14 @@ async def points(
             ]
             before = server.cpu_s()
             answers = await together(ask, asked)
-            cpu_s, tokens = server.cpu_s() - before, load.output * streams
+            after, tokens = server.cpu_s(), load.output * streams
+            cpu_ms = {name: 1e3 * (used - before.get(name, 0.0)) / tokens for name, used in after.items()}
             yield (
                 (mode, context, temperature, streams),
                 {
                     "first_text_s": first_text_s,
                     "ms_per_token": ms_per_token(answers),
-                    "cpu_ms_per_token": {name: 1e3 * used / tokens for name, used in cpu_s.most_common()},
+                    "cpu_ms_per_token": {name: used for name, used in cpu_ms.items() if used > 0},
                 },
             )
 

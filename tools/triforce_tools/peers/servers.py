@@ -11,7 +11,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -155,9 +155,9 @@ class Running(NamedTuple):
     url: str
     process: psutil.Process
 
-    def cpu_s(self) -> Counter[str]:
+    def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of it and all that it has started, by the processes' names."""
-        found = Counter[str]()
+        found = defaultdict[str, float](float)
         for each in [self.process, *self.process.children(recursive=True)]:
             with suppress(psutil.Error):
                 used = each.cpu_times()
