@@ -150,7 +150,7 @@ def test_answers_one_after_another_take_the_time_of_both() -> None:
         ("VLLM::EngineCore", "VLLM::EngineCore"),
         ("/usr/bin/python3 -m triforce_core.cli serve --port 1", "triforce_core.cli"),
         ("/usr/bin/python3 -u /lib/ray/_private/log_monitor.py --x", "log_monitor.py"),
-        ("/lib/ray/core/src/ray/gcs/gcs_server --log_dir=x", "gcs_server"),
+        ("/lib/python3/ray/core/src/ray/gcs/gcs_server --log_dir=x --config_list=y", "gcs_server"),
         ("", ""),
     ],
 )
