@@ -172,12 +172,10 @@ def process_name(command: list[str]) -> str:
     title, *arguments = command or [""]
     if "::" in title:
         return title.partition(".")[0]
-    run = (
-        [each for each in arguments if each.endswith(".py")] or arguments[1:2]
-        if Path(title).name.startswith("python")
-        else []
-    )
-    return Path((run or [title])[0]).name
+    if not Path(title).name.startswith("python"):
+        return Path(title).name
+    scripts = [each for each in arguments if each.endswith(".py")]
+    return Path((scripts or arguments[1:2] or [title])[0]).name
 
 
 @contextmanager
