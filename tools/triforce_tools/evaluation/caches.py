@@ -50,8 +50,9 @@ class Reader:
     queries = 0  # how many of the last tokens are read in one pass, so that their queries are kept
 
     def __init__(self, runner: ModelRunner, kv: KVCache, tokens: tuple[int, ...]) -> None:
-        """`runner`: whose model reads."""
-        self.runner, self.tokens = ModelRunner(runner.model, kv, Threads(chosen=False)), tokens
+        """`runner`: whose model reads, with all of its threads."""
+        threads = runner.threads and Threads(runner.threads.most, chosen=False)
+        self.runner, self.tokens = ModelRunner(runner.model, kv, threads), tokens
         self.spec = SequenceSpec(SamplingParams(), seed=0, prompt_length=len(tokens), max_length=len(tokens))
         self.at = 0  # tokens read
 
