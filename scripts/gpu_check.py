@@ -24,9 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
 
+from triforce_core.attention.flash_decoding import attention
 from triforce_core.config import Settings
 from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine
@@ -225,8 +227,7 @@ def plain(worker: Worker, keep: Keep) -> None:
 
 def batch(worker: Worker, keep: Keep) -> None:
     """Six requests; a budget of 4096 for each would leave no room on 80 GB."""
-    load = replace(BRIEF, requests=6, context=19_456, samplings=LOAD.samplings)
-    worker.bench(replace(FULL, budget=768, load=load), keep)
+    worker.bench(replace(FULL, budget=768, load=replace(BRIEF, requests=6, context=19_456)), keep)
 
 
 def offload(worker: Worker, keep: Keep) -> None:
@@ -267,6 +268,56 @@ def products(worker: Worker, keep: Keep) -> None:
             "share": flops / taken / 1e12 / peaks.matrix_tflops,
         }
         keep(found)
+
+
+def bits(worker: Worker, keep: Keep) -> None:
+    """For each product of a layer, for the norm, and for attention to 16 items of 2,048 keys: numbers of rows in
+    groups, such that the first row has the same bits with each number of a group.
+    """
+    worker.release()
+    config, device, found = worker.shapes(FULL.geometry).target, worker.device, Found()
+    hidden, inner, most = config.hidden_size, config.intermediate_size, 2048
+    head_dim = hidden // config.num_attention_heads
+    for name in ("bfloat16", "float16", "float32"):
+        dtype = DTYPES[name]
+        for inside, outside in ((hidden, 3 * hidden), (hidden, hidden), (hidden, 2 * inner), (inner, hidden)):
+            weights = torch.randn(outside, inside, device=device).to(dtype)
+            rows = torch.randn(most, inside, device=device).to(dtype)
+            multiply = partial(torch.nn.functional.linear, weight=weights)
+            found[f"{name}, {inside} to {outside}"] = alike(multiply, rows)
+        rows = torch.randn(most, hidden, device=device).to(dtype)
+        norm = partial(torch.nn.functional.rms_norm, normalized_shape=(hidden,))
+        found[f"{name}, norm"] = alike(norm, rows)
+        keep(found)
+        if device.type == "cpu" or name == "float32":
+            continue
+        keys, values = torch.randn(2, 8, most * 16, head_dim, device=device).to(dtype)
+        starts = torch.arange(0, most * 17, most, device=device, dtype=torch.int32)
+        lengths = torch.full((16,), most, device=device, dtype=torch.int32)
+        for group in (1, 4):
+            rows = torch.randn(32, group, 8, head_dim, device=device).to(dtype)
+
+            def attend(asked: Tensor) -> Tensor:
+                each = asked.flatten(0, 1).expand(16, -1, -1, -1)
+                output: Tensor = attention(each, keys, values, head_dim**-0.5, starts, lengths)[0]  # noqa: B023
+                return output[None, :, 0]
+
+            found[f"{name}, attention of {group} heads to one"] = alike(attend, rows)
+        keep(found)
+
+
+def alike(run: Callable[[Tensor], Tensor], rows: Tensor) -> list[list[int]]:
+    """Numbers of rows, in groups of those with which the first row of the result is the same."""
+    groups: list[tuple[Tensor, list[int]]] = []
+    for number in (*range(1, 34), 48, 64, 96, 128, 256, 512, 1024, 2048):
+        if number <= len(rows):
+            first = run(rows[:number])[0].clone()
+            group = next((numbers for known, numbers in groups if torch.equal(known, first)), None)
+            if group is None:
+                groups.append((first, [number]))
+            else:
+                group.append(number)
+    return [numbers for _, numbers in groups]
 
 
 def served(worker: Worker, keep: Keep) -> None:
@@ -320,13 +371,16 @@ JOBS: dict[str, tuple[Callable[[Worker, Keep], None], int]] = {
     "batch": (batch, 60),
     "offload": (offload, 90),
     "products": (products, 40),
+    "bits": (bits, 40),
     "served": (served, 150),
     "int8": (int8, 60),
     "gqa": (gqa, 70),
     "generate": (generate, 100),
 }
+# Those of test_fused.py compile for minutes.
+TESTS = "tests/gpu/test_graphs.py tests/gpu/test_offload.py tests/gpu/test_quantization.py tests/gpu"
 FIRST = "versions tests full profile plain batch offload products"
-SECOND = "versions served int8 gqa generate"
+SECOND = "versions bits served int8 gqa generate"
 
 
 def say(line: str) -> None:
@@ -411,8 +465,6 @@ def main() -> int:
         pack(args.out, args.out.with_name(f"{args.out.name}.tgz"))
         if not go_on:
             return 3
-    if args.kernels.is_dir():
-        pack(args.kernels, args.out.with_name(f"{args.out.name}.kernels.tgz"))
     return 0
 
 
@@ -421,8 +473,7 @@ def parsed() -> Namespace:
     parser.add_argument("out", type=Path)
     parser.add_argument("--jobs", type=jobs_of, default=FIRST.split(), help=f"of {' '.join(JOBS)}; or first, second")
     parser.add_argument("--until", type=float, default=time.time() + 400, help="the deadline, in seconds since 1970")
-    parser.add_argument("--kernels", type=Path, default=Path("kernels"), help="folder of compiled kernels, to pack")
-    parser.add_argument("--tests", default="tests/gpu", help="what pytest gets")
+    parser.add_argument("--tests", default=TESTS, help="what pytest gets")
     parser.add_argument("--served", default="", help="what gpu_served.py gets")
     # For a rehearsal where there is no such GPU:
     parser.add_argument("--device", default="cuda")

@@ -38,8 +38,10 @@ done
 status=3
 while { [ "$status" -eq 3 ] || [ "$status" -ge 128 ]; } && [ $((until - $(date +%s))) -gt 5 ]; do
     timeout --kill-after=2 $((until - $(date +%s))) \
-        "$python" -m scripts.gpu_check "$out" --until "$until" --kernels "$kernels" "$@"
+        "$python" -m scripts.gpu_check "$out" --until "$until" "$@"
     status=$?
 done
-tar -C "$out" --exclude './trace_*' -czf "$out.part" . && mv "$out.part" "$out.tgz" # a job that was cut off, too
+# A job that was cut off is among them, too.
+tar -C "$out" --exclude './trace_*' -czf "$out.part" . && mv "$out.part" "$out.tgz"
+tar -C "$kernels" -czf "$kernels.part" . && mv "$kernels.part" "$kernels.tgz"
 exit "$status"

@@ -76,6 +76,7 @@ def decoded(dtype: str, lookaheads: tuple[int, int], temperature: float, compile
     return finish(engine, requests)
 
 
+@pytest.mark.timeout(300)  # three times it compiles
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_captured_they_give_the_tokens_of_plain_decoding(temperature: float) -> None:
     found = decoded("float32", (8, 3), temperature, "on")
@@ -84,6 +85,7 @@ def test_captured_they_give_the_tokens_of_plain_decoding(temperature: float) -> 
     assert sum(levels[0].accepted for levels in found.tallies) > 50
 
 
+@pytest.mark.timeout(300)
 def test_in_16_bits_they_run_captured() -> None:
     """In 16 bits, passes of different widths may differ in their tokens. That proposals are accepted shows that the
     passes are sane.

@@ -83,6 +83,7 @@ def test_all_jobs_run_killed_half_way_and_resumed(tmp_path: Path, options: list[
     assert {"draft, greedy", "round, sampled"} < set(found["profile"]["found"])
     assert "skipped" in found["tests"]["found"]["last_lines"][-1]
     assert found["products"]["found"]["down, 4"]["us"] > 0
+    assert max(map(max, found["bits"]["found"]["bfloat16, norm"])) == 2048
     with tarfile.open(tmp_path / "out.tgz") as packed:
         assert {"./full.json", "./generate.json", "./tests.log", "./wheels.log"} < set(packed.getnames())
         assert not any("trace_" in name for name in packed.getnames()), "they may be too large"
