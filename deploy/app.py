@@ -171,13 +171,14 @@ def run(settings: Settings) -> None:
 
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
+    from actors.colocation import arranged
     from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
     from triforce_core.engine.limits import target_limits
     from triforce_core.models.files import load_config
     from triforce_core.models.precision import resolved
 
-    settings = resolved(settings)
+    settings = arranged(resolved(settings))
     began = time.monotonic()
     port_limit_given = PORT_LIMIT in os.environ
     prepare_environment()  # before the check of the placement, which imports Ray

@@ -29,6 +29,7 @@ COLOCATED = {
     "none": (("target",), ("retrieval",), ("draft",)),
     "draft_with_retrieval": (("target",), ("retrieval", "draft")),
     "all": (("target", "retrieval", "draft"),),
+    "auto": (("target",), ("retrieval",), ("draft",)),  # replaced on one machine by actors/colocation.py
 }
 # The keys of `kv.selectors.SELECTORS`.
 SelectorName = Literal["mean_key", "snapkv", "h2o", "streaming"]
@@ -349,8 +350,10 @@ class PlacementSettings(Strict):
     strategy: Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"] = Field(
         "PACK", description="how Ray spreads the processes over nodes: a placement group strategy"
     )
-    colocate: Literal["none", "draft_with_retrieval", "all"] = Field(
-        "none", description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights"
+    colocate: Literal["none", "draft_with_retrieval", "all", "auto"] = Field(
+        "none",
+        description="which tiers share a process and its device, to use fewer GPUs; `all` also shares weights; `auto`:"
+        " as few processes as suit this machine's GPUs or cores, and in a cluster none",
     )
     cpu_latency_us: int | None = Field(
         None,
@@ -574,7 +577,7 @@ class Settings(Strict):
             where = f"target.eviction is {target.eviction}"
         if not where:
             return given
-        if "colocate" in given.model_fields_set and given.colocate != "all":
+        if "colocate" in given.model_fields_set and given.colocate not in ("all", "auto"):
             raise ValueError(f"colocate {given.colocate} must be all where {where}")
         return given.model_copy(update={"colocate": "all"})
 

@@ -7,6 +7,7 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import triforce_core
+from actors.colocation import remark
 from deploy.openai_api.errors import documented
 from deploy.service import Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -43,10 +44,14 @@ def operator_routes(service: Service) -> APIRouter:
         except UnavailableError:
             replicas = {}
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
+        where: dict[str, str] = {"colocate": service.settings.placement.colocate}
+        if few := remark(service.settings):
+            where["cores"] = few
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         if service.model.lossy is not None:
             target["lossy"] = service.model.lossy
-        return {"in_flight": service.in_flight, "places": service.room, "target": target, "tiers": tiers}
+        served = {"in_flight": service.in_flight, "places": service.room}
+        return served | {"target": target, "placement": where, "tiers": tiers}
 
     @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics() -> Response:

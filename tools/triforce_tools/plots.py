@@ -5,10 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from statistics import median
 from typing import Any
 
+from matplotlib import colormaps
 from matplotlib.axes import Axes as Panel
 from matplotlib.figure import Figure
+from matplotlib.patches import Patch
 
 from triforce_core.errors import InvalidValueError
 from triforce_tools.bench.axes import Axes, shown
@@ -72,6 +75,45 @@ def lines_of(points: Sequence[Figures], axes: Axes) -> Iterator[tuple[str, Seque
     second = list(axes)[1]
     for value in axes[second]:
         yield f"{second} {shown(value)}", [point for point in points if point["point"][second] == value]
+
+
+# -- bench peers -------------------------------------------------------------------------------------------------------
+
+LEAST_MS = 0.5  # of CPU a token; processes below it are drawn together
+
+
+def draw_peers(rows: Sequence[Figures]) -> Figure:
+    """CPU milliseconds per token by process, and as a dot the milliseconds that a client waits: a panel for each point,
+    with a bar for each server and mode.
+    """
+    points = list(dict.fromkeys((row["context"], row["temperature"], row["streams"]) for row in rows))
+    figure = Figure(figsize=(2 * PANEL[0], PANEL[1] * len(points)), layout="constrained")
+    panels = figure.subplots(len(points), 1, squeeze=False, sharex=True)[:, 0]
+    colours: dict[str, Any] = {}
+    for panel, point in zip(panels, points, strict=True):
+        here = [row for row in rows if (row["context"], row["temperature"], row["streams"]) == point]
+        for row in here:
+            bar, began = f"{row['peer']}, {row['mode']}", 0.0
+            for process, used in by_process(row["cpu_ms_per_token"]).items():
+                colour = colours.setdefault(process, colormaps["tab20"](len(colours) % 20))
+                panel.barh(bar, used, left=began, color=colour)
+                began += used
+            panel.plot(median(row["ms_per_token"]), bar, "ko")
+        panel.invert_yaxis()
+        panel.set_title(f"{point[0]} tokens, T = {point[1]:g}, {point[2]} at once")
+        panel.grid(alpha=0.3, axis="x")
+    panels[-1].set_xlabel("milliseconds per token: bars: CPU by process; dots: as the client waits")
+    shown_as = [Patch(color=colour) for colour in colours.values()]
+    figure.legend(shown_as, list(colours), fontsize=7, loc="outside lower center", ncols=3)
+    return figure
+
+
+def by_process(turns: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Medians over the turns, the greatest first; small ones as one."""
+    names = dict.fromkeys(name for turn in turns for name in turn)
+    medians = {name: median(turn.get(name, 0.0) for turn in turns) for name in names}
+    found = {name: each for name, each in sorted(medians.items(), key=lambda item: -item[1]) if each >= LEAST_MS}
+    return found | {"others": sum(medians.values()) - sum(found.values())}
 
 
 # -- eval --------------------------------------------------------------------------------------------------------------

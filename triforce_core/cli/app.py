@@ -10,6 +10,7 @@ import typer
 import yaml
 
 import triforce_core
+from actors.colocation import arranged
 from triforce_core.cli.chat import chat
 from triforce_core.cli.doctor import doctor
 from triforce_core.cli.generate import generate
@@ -53,11 +54,11 @@ def config(
         bool, typer.Option("--schema", help="print instead the JSON schema of a settings file, for editors and charts")
     ] = False,
 ) -> None:
-    """Print all settings with the defaults filled in, and `dtype: auto` resolved for this machine."""
+    """Print all settings with the defaults filled in, and `auto` resolved for this machine."""
     if schema:
         typer.echo(json.dumps(Settings.model_json_schema(), indent=2))
         return
-    found = resolved(load_settings(config))
+    found = arranged(resolved(load_settings(config)))
     if found.target.lossy:
         typer.echo(f"# lossy: {found.target.lossy}", err=as_json)  # JSON has no comments
     settings = found.model_dump(mode="json")

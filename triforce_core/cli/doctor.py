@@ -4,6 +4,7 @@ import json
 
 import typer
 
+from actors.colocation import arranged
 from triforce_core.cli.options import JsonOption, serving_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import TriForceError, reason_of
@@ -16,6 +17,8 @@ def doctor(settings: Settings, as_json: JsonOption = False) -> None:
     The exit code is 1 if there is a problem.
     """
     from deploy.checks import CHECKS, memory
+
+    settings = arranged(settings)
 
     checks, problems = [], 0
     for name, check in (CHECKS | {"memory": memory}).items():

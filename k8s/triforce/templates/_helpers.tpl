@@ -61,11 +61,12 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{- add (include "triforce.drain" . | int) 60 -}}
 {{- end -}}
 
-{{/* placement.colocate, which defaults to "all" where settings.deterministic or settings.target.eviction needs it. */}}
+{{/* placement.colocate: unless set, and where it is auto, "all" if settings.deterministic or settings.target.eviction needs it. */}}
 {{- define "triforce.colocate" -}}
 {{- $settings := .Values.settings -}}
 {{- $evicts := ne (($settings.target | default dict).eviction | default "none") "none" -}}
-{{- ($settings.placement | default dict).colocate | default (ternary "all" "none" (or $evicts ($settings.deterministic | default false))) -}}
+{{- $given := ($settings.placement | default dict).colocate | default "auto" -}}
+{{- ne $given "auto" | ternary $given (ternary "all" "none" (or $evicts ($settings.deterministic | default false))) -}}
 {{- end -}}
 
 {{/*

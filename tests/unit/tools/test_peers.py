@@ -20,6 +20,7 @@ from triforce_core.errors import TriForceError
 from triforce_tools.peers import servers
 from triforce_tools.peers.compare import ms_per_token
 from triforce_tools.peers.servers import Peer, Start, install, process_name, running
+from triforce_tools.plots import draw_peers
 from triforce_tools.serving.doors import Answer
 
 # Writes when it starts and ends into a file, and streams as many chunks as tokens are asked for.
@@ -98,7 +99,8 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
     out = tmp_path / "peers.json"
     arguments = ["--context", "20,30", "--temperature", "0,0.8", "--streams", "1,2", "--output", "16", "--repeats", "2"]
     folders = ["--environments", str(tmp_path / "peers"), "--out", str(out)]
-    assert run(monkeypatch, "bench", "peers", *arguments, *folders, "--force", "--json") == 0
+    figure = ["--figure", str(tmp_path / "peers.svg")]
+    assert run(monkeypatch, "bench", "peers", *arguments, *folders, *figure, "--force", "--json") == 0
     lines = told.read_text().splitlines()
     starts = [line for line in lines if line.endswith(("starts", "ends"))]
     names = ["slow", "quick", "quick", "slow"]
@@ -116,6 +118,20 @@ def test_servers_run_one_at_a_time_in_turns_and_get_the_same_prompts(
         assert len(row["ms_per_token"]) == len(row["first_text_s"]) == len(row["cpu_ms_per_token"]) == 2
         assert all(each.keys() <= {"server.py"} for each in row["cpu_ms_per_token"])
         assert min(row["ms_per_token"]) > (5 if row["peer"] == "slow" else 0.5)
+
+
+def test_the_figure_has_a_bar_of_each_mode_by_process() -> None:
+    """Processes that use little are drawn together."""
+    row = {"context": 20, "temperature": 0.0, "streams": 1, "ms_per_token": [5.0, 7.0]}
+    used = [{"target": 4.0, "gateway": 1.0, "log": 0.1}, {"target": 5.0, "gateway": 2.0, "tick": 0.1}]
+    rows = [{**row, "peer": "ours", "mode": mode, "cpu_ms_per_token": used} for mode in ("plain", "controlled")]
+    figure = draw_peers(rows)
+    [panel] = figure.axes
+    assert [bar.get_width() for bar in panel.patches] == pytest.approx(2 * [4.5, 1.5, 0.1])
+    assert [label.get_text() for label in panel.get_yticklabels()] == ["ours, plain", "ours, controlled"]
+    assert [line.get_xdata()[0] for line in panel.lines] == [6.0, 6.0]
+    [legend] = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["target", "gateway", "others"]
 
 
 def test_a_command_that_is_terminated_ends_its_server(
@@ -151,6 +167,7 @@ def test_answers_one_after_another_take_the_time_of_both() -> None:
         ("/usr/bin/python3 -m triforce_core.cli serve --port 1", "triforce_core.cli"),
         ("/usr/bin/python3 -u /lib/ray/_private/log_monitor.py --x", "log_monitor.py"),
         ("/lib/python3/ray/core/src/ray/gcs/gcs_server --log_dir=x --config_list=y", "gcs_server"),
+        ("/usr/bin/python3 --config_list=x worker", "worker"),
         ("", ""),
     ],
 )

@@ -14,6 +14,7 @@ from triforce_core.cli.options import JsonOption
 from triforce_core.config import load_settings
 from triforce_core.errors import require
 from triforce_tools.bench.axes import parse_temperature, parse_whole
+from triforce_tools.cli.figures import check_figure
 from triforce_tools.tables import markdown_table
 
 ENVIRONMENTS = user_cache_path("triforce-serve") / "peers"
@@ -35,6 +36,7 @@ def peers(
         Path, typer.Option(help="where servers have their environments, which are made if missing, and their logs")
     ] = ENVIRONMENTS,
     out: Annotated[Path, typer.Option(help="the figures, written after each server")] = Path("peers.json"),
+    figure: Annotated[Path | None, typer.Option(help="draw CPU time by process into this file: .svg or .png")] = None,
     max_load: Annotated[float, typer.Option(help="refuse above this load average")] = 1.0,
     force: Annotated[bool, typer.Option("--force", help="run at any load average")] = False,
     as_json: JsonOption = False,
@@ -55,6 +57,8 @@ def peers(
         require(name in PEERS, "peer", name, f"must be one of {', '.join(PEERS)}")
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     require(output >= 16, "output", output, "must be at least 16")
+    if figure is not None:
+        check_figure(figure)
     load = Load(
         [parse_whole("context", each) for each in context.split(",")],
         [parse_temperature("temperature", each) for each in temperature.split(",")],
@@ -94,6 +98,10 @@ def peers(
             report=report,
             keep=keep,
         )
+    if figure is not None:
+        from triforce_tools.plots import draw_peers, save_figure
+
+        save_figure(draw_peers(rows), figure)
     if as_json:
         typer.echo(json.dumps(figures | {"rows": rows}))
         return

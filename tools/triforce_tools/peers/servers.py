@@ -174,8 +174,9 @@ def process_name(command: list[str]) -> str:
         return title.partition(".")[0]
     if not Path(title).name.startswith("python"):
         return Path(title).name
-    scripts = [each for each in arguments if each.endswith(".py")]
-    return Path((scripts or arguments[1:2] or [title])[0]).name
+    named = [each for each in arguments if not each.startswith("-")]
+    scripts = [each for each in named if each.endswith(".py")]
+    return Path((scripts or named or [title])[0]).name
 
 
 @contextmanager
