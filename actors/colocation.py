@@ -1,4 +1,4 @@
-"""What `placement.colocate: auto` is on one machine, and a line for operators of machines with few cores."""
+"""What `placement.colocate: auto` is on one machine, and a line for operators of machines with few cores or GPUs."""
 
 from triforce_core.config import COLOCATED, PlacementSettings, Settings, TierPlacement
 from triforce_core.models.cpu import usable_cores
@@ -30,7 +30,7 @@ def arranged(settings: Settings) -> Settings:
 
 def units_of(settings: Settings) -> int:
     """For each replica, the cores that this process may use, or the GPUs of this machine."""
-    if settings.device == "cpu":
+    if settings.device_type == "cpu":
         units = usable_cores()
     else:
         import torch
@@ -39,11 +39,13 @@ def units_of(settings: Settings) -> int:
     return units // settings.server.replicas.max
 
 
-def remark(settings: Settings) -> str:
-    """The number of CPU cores and what it means for the placement, if it is below that of the tiers; else empty."""
-    cores, processes = usable_cores(), len(settings.placement.groups)
-    if settings.device_type != "cpu" or cores >= PROCESSES:
+def why(settings: Settings) -> str:
+    """What this machine's cores or GPUs mean for the placement, where they are fewer than the tiers; else empty."""
+    groups, units = settings.placement.groups, units_of(settings)
+    what = "cores" if settings.device_type == "cpu" else "GPUs"
+    there = f"{what} for each replica: {units}"
+    if units >= PROCESSES or any(group.cores for group in groups):
         return ""
-    if processes == 1:
-        return f"{cores}, on which three processes would take turns; all tiers share one"
-    return f"{cores}, on which {processes} processes take turns; one may be faster: placement.colocate: all"
+    if len(groups) > max(1, units):
+        return f"{there}, on which {len(groups)} processes take turns; one may be faster: placement.colocate: all"
+    return f"{there}, too few for a process for each tier"

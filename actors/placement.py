@@ -1,6 +1,5 @@
 """Places a pipeline: for each group of tiers in the settings, one bundle of a placement group and the actors in it."""
 
-import os
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,12 +16,9 @@ from actors.tiers import LOOPBACK, DraftActor, RetrievalActor, TargetActor, Tier
 from triforce_core.config import DeviceGroup, PlacementSettings, Settings
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Tier
-from triforce_core.models.cpu import usable_cores
 
 # On a small machine several tiers share cores, so threads that spin while waiting would starve other threads.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE", "HF_HUB_DISABLE_PROGRESS_BARS": "1", "TRANSFORMERS_VERBOSITY": "error"}
-# Ray gives an actor with a fraction of a CPU one thread; the number of threads comes from our settings (`threads`).
-ENVIRONMENT["OMP_NUM_THREADS"] = os.environ.get("OMP_NUM_THREADS", str(usable_cores()))
 
 ACTORS: dict[str, type[TierActor]] = {"draft": DraftActor, "retrieval": RetrievalActor, "target": TargetActor}
 
@@ -117,7 +113,6 @@ def create(
     cls: type[TierActor] | type[RankActor], settings: Settings, group: DeviceGroup, name: str, where: Any, *more: Any
 ) -> ActorHandle[Any]:
     """Create an actor of the group with this name; `more` are its arguments after the settings."""
-    environment = ENVIRONMENT if group.cores is None else ENVIRONMENT | {"OMP_NUM_THREADS": str(len(group.cores))}
     # Without this option Ray 2.60 aborts an actor when a transfer to it fails. Only `ray.remote` accepts the option,
     # `options` below does not.
     options: dict[str, Any] = {"enable_tensor_transport": True} if settings.retrieval.transport == "rdt" else {}
@@ -129,7 +124,7 @@ def create(
         max_concurrency=4,
         max_restarts=-1,
         scheduling_strategy=where,
-        runtime_env={"env_vars": environment},
+        runtime_env={"env_vars": ENVIRONMENT},
     ).remote(settings, *more)
     return handle
 

@@ -32,6 +32,7 @@ from triforce_core.doorbell import Doorbell
 from triforce_core.engine.drafters import Drafter, drafter_for, drafter_weights
 from triforce_core.errors import UnavailableError
 from triforce_core.messages import Proposer, Tier
+from triforce_core.models.cpu import usable_cores
 from triforce_core.run_ahead import RunAhead
 
 if TYPE_CHECKING:
@@ -91,9 +92,12 @@ class TierActor(ABC):
             self.starting.release()
 
     def _load_and_serve(self) -> LinkServer | AsyncServer:
+        from triforce_core.models.threads import run_on
+
         self.undo.callback(self.forget)
         if self.group.cores is not None:
             keep_to(self.group.cores, f"placement.{self.tier.name.lower()}.cores")
+        run_on(self.settings.threads or usable_cores())  # Ray sets one thread; passes choose their own
         self.awake = keep_awake(self.settings.placement.cpu_latency_us)
         if self.awake is not None:
             self.undo.enter_context(self.awake)

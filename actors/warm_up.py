@@ -22,7 +22,8 @@ log = logging.getLogger("ray.serve")  # operators read this logger's files first
 WARM_UP_S = 600.0  # after this time the pipeline serves without being warm; health checks then detect a hang
 PATIENCE_S = 5.0  # longest prefill: prompts are shortened accordingly
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
-FEW, MORE = 24, 64  # output tokens; with more, the threads of plain decoding are found (`triforce_core.models.threads`)
+# Output tokens. With more, threads of plain decoding are found on up to 16 cores (`triforce_core.models.threads`).
+FEW, MORE = 24, 64
 PERIOD = 61  # tokens after which a prompt repeats itself: so does the output, and long drafts are accepted
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
 PLAIN = (0, 0)  # lookaheads without drafts
@@ -51,7 +52,7 @@ def stages(settings: Settings) -> list[Stage]:
         Stage(1, SHORT_PROMPT, FEW, SAMPLED, whole),
         Stage(2, SHORT_PROMPT, FEW, SAMPLED, PLAIN),  # again, for the prefill rate of a warm pipeline
         Stage(3, settings.target.prefill_chunk, FEW, SAMPLED, (0, whole[1])),
-        Stage(4, LONG_PROMPT, MORE, GREEDY, PLAIN),
+        Stage(4, LONG_PROMPT, MORE if settings.chooses_threads else FEW, GREEDY, PLAIN),
         Stage(4, LONG_PROMPT, 2 * settings.retrieval.refresh_every + 1, GREEDY, whole),
     ]
 

@@ -83,8 +83,8 @@ def build_app(args: dict[str, Any]) -> Application:
     return application_of(load_settings(None, **args))
 
 
-def application_of(args: Settings) -> Application:
-    """The application for these settings."""
+def application_of(args: Settings, why: str = "") -> Application:
+    """The application for these settings. `why`: for /status, as in `actors.colocation`; known on one machine."""
     from ray import serve
 
     from actors.placement import ENVIRONMENT as QUIET_CORES
@@ -132,7 +132,7 @@ def application_of(args: Settings) -> Application:
         graceful_shutdown_wait_loop_s=0.2,
         graceful_shutdown_timeout_s=args.server.drain_s,
     )
-    application: Application = gateway.bind(args, pipeline.bind(args))
+    application: Application = gateway.bind(args, pipeline.bind(args), why)
     return application
 
 
@@ -282,6 +282,7 @@ def application(settings: Settings) -> Iterator[None]:
     """The application on Ray Serve, ready inside the context. Raises `UnavailableError` if it does not start."""
     from ray import serve
 
+    from actors.colocation import why
     from deploy.grpc_services import SERVICERS
 
     tell(f"starting the tiers ({settings.dtype}, {settings.device})")
@@ -297,7 +298,7 @@ def application(settings: Settings) -> Iterator[None]:
         },
     )
     try:
-        handle = serve.run(application_of(settings), name=APPLICATION, route_prefix="/")
+        handle = serve.run(application_of(settings, why(settings)), name=APPLICATION, route_prefix="/")
     except RuntimeError as error:
         raise UnavailableError(f"the tiers did not come up: {failure(error)}") from None
     try:

@@ -8,7 +8,7 @@ from typing import Any
 import psutil
 import requests
 
-from actors.colocation import remark
+from actors.colocation import why
 from deploy.keys import own_headers
 from deploy.service import served_name
 from triforce_core.config import Settings
@@ -84,7 +84,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers, ports: Iterable[int
         "model": f"{name}, {settings.dtype}, on {device}",
         **({"LOSSY": settings.target.lossy} if settings.target.lossy else {}),
         "tiers": "; ".join(process(settings, group.tiers, threads) for group in reversed(settings.placement.groups)),
-        **({"cores": few} if (few := remark(settings)) else {}),
+        **({"place": placed} if (placed := why(settings)) else {}),
         "page": f"{url}/ in a browser{', with any name and an API key as the password' if keyed else ''}",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client)",

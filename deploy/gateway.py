@@ -26,8 +26,10 @@ from triforce_core.config import Settings
 class Gateway:
     """Admits requests, tokenises prompts, and turns output tokens back into text."""
 
-    def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any]) -> None:
+    def __init__(self, settings: Settings, pipelines: DeploymentHandle[Any], why: str = "") -> None:
+        """`why`: what the machine means for the placement, for /status; empty if it is not known, as in a cluster."""
         self.service = Service(settings, ServedModel.load(settings), RemotePipelines(pipelines, settings))
+        self.service.why = why
         self.health = Health(self.service)
         self.keys = keys_of(settings.server.api_keys)
 

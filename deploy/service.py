@@ -160,6 +160,7 @@ class Service:
         self.turns = Turns()
         self.served = False  # whether any completion has yielded a part
         self.draining = False
+        self.why = ""  # the tiers are placed as they are; empty: not known
         self.meters = Meters(self)
         self.scrape = Scrape(self.meters, pipelines)
 

@@ -377,8 +377,8 @@ JOBS: dict[str, tuple[Callable[[Worker, Keep], None], int]] = {
     "gqa": (gqa, 70),
     "generate": (generate, 100),
 }
-# Those of test_fused.py compile for minutes.
-TESTS = "tests/gpu/test_graphs.py tests/gpu/test_offload.py tests/gpu/test_quantization.py tests/gpu"
+# Those of test_fused.py, which compile for minutes, last.
+TESTS = " ".join(sorted(map(str, Path("tests/gpu").glob("test_*.py")), key=lambda path: ("fused" in path, path)))
 FIRST = "versions tests full profile plain batch offload products"
 SECOND = "versions bits served int8 gqa generate"
 

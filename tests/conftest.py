@@ -6,7 +6,7 @@ import os
 
 # Before anything imports torch, here and in the processes that tests start: cores are shared, and spinning threads
 # would take them from whoever is being measured.
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = os.environ["OMP_THREAD_LIMIT"] = "1"
 os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

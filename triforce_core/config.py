@@ -649,9 +649,12 @@ class Settings(Strict):
 
     @property
     def chooses_threads(self) -> bool:
-        """Whether CPU threads are chosen by times; not where deterministic: they change how sums are rounded."""
+        """Whether CPU threads are chosen by times. Not where deterministic: they change how sums are rounded. Not where
+        kernels are fused: they are compiled anew for each number.
+        """
         one_process = self.ranks(("target", "retrieval")) == 1
-        return self.device_type == "cpu" and one_process and self.threads is None and not self.deterministic
+        free = self.threads is None and not self.deterministic and not self.fused
+        return self.device_type == "cpu" and one_process and free
 
     @property
     def fused(self) -> bool:

@@ -7,7 +7,6 @@ from fastapi.responses import PlainTextResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 import triforce_core
-from actors.colocation import remark
 from deploy.openai_api.errors import documented
 from deploy.service import Service
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -45,8 +44,8 @@ def operator_routes(service: Service) -> APIRouter:
             replicas = {}
         tiers = [{"replica": name, **tier_status(each)} for name, statuses in replicas.items() for each in statuses]
         where: dict[str, str] = {"colocate": service.settings.placement.colocate}
-        if few := remark(service.settings):
-            where["cores"] = few
+        if service.why:
+            where["why"] = service.why
         target = {"model": service.model.name, "dtype": service.settings.dtype}
         if service.model.lossy is not None:
             target["lossy"] = service.model.lossy

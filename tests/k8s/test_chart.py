@@ -142,6 +142,18 @@ def test_the_application_gets_the_settings_that_were_given(values: Path) -> None
     assert got.placement.colocate == given.placement.colocate
 
 
+@pytest.mark.parametrize(("deterministic", "processes"), [("false", 3), ("true", 1)])
+def test_where_tiers_are_placed_by_the_chart_auto_is_none_unless_they_must_share(
+    deterministic: str, processes: int
+) -> None:
+    cpu_demo = CHART / "examples" / "cpu-demo.yaml"
+    more = ("--set", "settings.placement.colocate=auto", "--set", f"settings.deterministic={deterministic}")
+    more += ("--set", "settings.max_sequences=1", "--set", "workers.separate=true")
+    spec = rayservice(rendered(cpu_demo, *more))["spec"]
+    assert len(spec["rayClusterConfig"]["workerGroupSpecs"]) == processes
+    assert len(settings_of(EXAMPLES[0], *more).placement.groups) == processes
+
+
 def test_large_numbers_arrive_as_they_are() -> None:
     more = ("--set", "settings.target.kv_pool_tokens=16777216", "--set", "settings.retrieval.budget=4096")
     assert settings_of(EXAMPLES[0], *more).target.kv_pool_tokens == 16777216

@@ -35,8 +35,12 @@ def cpu_summary(cpuinfo: Path = CPUINFO) -> str:
 
 
 def usable_cores(quota: Path = QUOTA) -> int:
-    """The cores that this process may use: those that it is restricted to, and no more than its container's limit."""
+    """The cores that this process may use: those that it is restricted to, and no more than its container's limit (of
+    cgroups of the second version) or OpenMP's `OMP_THREAD_LIMIT`.
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    limit = os.environ.get("OMP_THREAD_LIMIT", "")
+    cores = min(cores, max(1, int(limit))) if limit.isdecimal() else cores
     try:
         share, period = quota.read_text(encoding="utf-8").split()
         return cores if share == "max" else min(cores, max(1, math.ceil(int(share) / int(period))))

@@ -13,25 +13,25 @@ from triforce_core.config import Settings
 from triforce_core.costs import MANY_TOKENS
 from triforce_core.models.cpu import usable_cores
 
-ALL_THREADS = min(torch.get_num_threads(), usable_cores())  # before any pass has changed it
-
 Passes = Generator[int, float, list[float]]  # yields the threads of the next pass, and is sent its seconds
 
 BLOCK, BLOCKS = 3, 2  # three passes with each of two numbers of threads, twice in turn
 # More threads are kept only if a pass with them takes less than this share of its time with fewer: a smaller gain may
 # be an error of measurement, and other processes may have a use for the cores.
 TIE = 0.9
-SETTLED = 1000  # passes after which half and twice the number are tried again
+# Half and twice the number are tried again after `SETTLED` passes, or sooner, if `FEW` in a row take clearly longer
+# (`SLOWER`) than the first ones did.
+SETTLED, FEW, SLOWER = 1000, 16, 1.5
 
 
 class Threads:
     """The CPU threads of one runner's passes. Those over `MANY_TOKENS` tokens or more use `most`. For shorter ones each
     size, in powers of two of tokens and of keys, has a number of its own: at first that of the pass before, then half
-    of it for as long as passes take hardly longer (`TIE`), or twice of it for as long as that pays. From time to time
-    both are tried again, because the best number changes with the load of the machine.
+    of it for as long as passes take hardly longer (`TIE`), or twice of it for as long as that pays. Both are tried
+    again from time to time and where passes become slower: the best number changes with the load of the machine.
     """
 
-    def __init__(self, most: int = ALL_THREADS, *, chosen: bool = True) -> None:
+    def __init__(self, most: int, *, chosen: bool = True) -> None:
         """`chosen`: False: all passes use `most`."""
         self.most, self.chosen = most, chosen and most > 1
         self.latest = most  # of the latest short pass
@@ -66,7 +66,10 @@ def chosen_by_time(best: int, most: int) -> Passes:
         if best == before:
             while best < most and not (yield from as_good(best, min(2 * best, most))):
                 best = min(2 * best, most)
-        yield from timed(best, SETTLED)
+        usual = median((yield from timed(best, FEW)))
+        for _ in range(SETTLED // FEW):
+            if median((yield from timed(best, FEW))) > SLOWER * usual:
+                break
 
 
 def as_good(fewer: int, more: int) -> Generator[int, float, bool]:
@@ -88,8 +91,10 @@ def timed(threads: int, passes: int) -> Passes:
 
 
 def threads_for(settings: Settings) -> Threads:
-    """The threads in the settings, or all, divided over the ranks, from which those of short passes are chosen."""
-    most = settings.threads or max(1, ALL_THREADS // settings.ranks(("target", "retrieval")))
+    """The threads in the settings, or one for each core that this process may use, divided over the ranks, from which
+    those of short passes are chosen. PyTorch's own number is no guide: Ray sets it to one.
+    """
+    most = settings.threads or max(1, usable_cores() // settings.ranks(("target", "retrieval")))
     return Threads(most, chosen=settings.chooses_threads)
 
 

@@ -123,7 +123,7 @@ capabilities: {drop: [ALL]}
 {{- end -}}
 
 {{/*
-What `triforce serve` sets for Ray and Serve before it starts them, and
+What `triforce serve` sets for Ray and Serve before it starts them (but for QUIET, since operators read Ray's reports), and
 HAProxy in place of Serve's own proxy, which takes milliseconds for each request. HAProxy's ports are fixed, and it
 outlives a Ray that is killed, so it suits pods only.
 */}}

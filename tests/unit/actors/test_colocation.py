@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from actors import colocation
-from actors.colocation import arranged, remark
+from actors.colocation import arranged, why
 from triforce_core.config import load_settings
 
 
@@ -67,10 +67,35 @@ def test_in_a_cluster_auto_is_none() -> None:
     assert len(load_settings(placement={"colocate": "auto"}).placement.groups) == 3
 
 
-def test_few_cores_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(colocation, "usable_cores", lambda: 2)
-    assert remark(load_settings()).startswith("2, on which 3 processes take turns")
-    assert remark(load_settings(placement={"colocate": "all"})).endswith("all tiers share one")
-    assert remark(load_settings(device="cuda")) == ""
-    monkeypatch.setattr(colocation, "usable_cores", lambda: 3)
-    assert remark(load_settings()) == ""
+@pytest.mark.parametrize(
+    ("cores", "gpus", "given", "expected"),
+    [
+        (
+            2,
+            0,
+            {},
+            "cores for each replica: 2, on which 3 processes take turns; one may be faster: placement.colocate: all",
+        ),
+        (2, 0, {"placement": {"colocate": "all"}}, "cores for each replica: 2, too few for a process for each tier"),
+        (
+            4,
+            0,
+            {"placement": {"colocate": "all"}, "server": {"replicas": {"max": 2}}},
+            "cores for each replica: 2, too few",
+        ),
+        (2, 0, {"placement": {"colocate": "draft_with_retrieval"}}, "cores for each replica: 2, too few"),
+        (2, 1, {"device": "cuda", "placement": {"colocate": "all"}}, "GPUs for each replica: 1, too few"),
+        (2, 1, {"device": "cuda"}, "GPUs for each replica: 1, on which 3 processes take turns"),
+        (2, 3, {"device": "cuda"}, ""),
+        (3, 0, {}, ""),
+        (2, 0, {"placement": {"target": {"cores": [0]}}}, ""),
+    ],
+)
+def test_few_cores_or_gpus_are_told(
+    cores: int, gpus: int, given: dict[str, Any], expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocation, "usable_cores", lambda: cores)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    found = why(load_settings(**given))
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)

@@ -161,6 +161,14 @@ def test_another_precision_is_another_target_and_said_to_be() -> None:
     assert answer.json()["target"] == {"model": "demo", "dtype": "bfloat16"}
 
 
+def test_how_the_tiers_are_placed_is_told_and_why_where_it_is_known() -> None:
+    service = Service(load_settings(placement={"colocate": "all"}), model(), WithoutTiers())
+    client = TestClient(http_app(service))
+    assert client.get("/status").json()["placement"] == {"colocate": "all"}
+    service.why = "cores for each replica: 2"
+    assert client.get("/status").json()["placement"] == {"colocate": "all", "why": "cores for each replica: 2"}
+
+
 def test_a_draining_server_takes_nothing_new_and_finishes_the_rest() -> None:
     async def drained() -> list[str]:
         _, service, _ = served(event(ids("a")), 0.3, event(ids("b"), gen.FINISH_REASON_LENGTH))

@@ -24,7 +24,7 @@ Report = Callable[[str], None]
 Row = dict[str, Any]
 Prompts = dict[int, list[tuple[int, ...]]]  # by context, as many as there are streams at most
 Place = tuple[str, int, float, int]  # mode, context, temperature, streams
-# Seconds to the first text, milliseconds per token after it, and CPU milliseconds per token by process.
+# Seconds to the first text, and per token of one answer after that: milliseconds, and those of CPU by process.
 Measured = tuple[Place, dict[str, Any]]
 PLACE = ("mode", "context", "temperature", "streams")
 
@@ -108,9 +108,8 @@ async def points(
                 replace(each, max_tokens=load.output, temperature=temperature, lookaheads=lookaheads, seed=turn)
                 for each in questions
             ]
-            before = server.cpu_s()
-            answers = await together(ask, asked)
-            after, tokens = server.cpu_s(), load.output * streams
+            answers, before, after = await timed(ask, asked, server)
+            tokens = answers[0].num_tokens - 1  # of one answer, as in `ms_per_token`
             cpu_ms = {name: 1e3 * (used - before.get(name, 0.0)) / tokens for name, used in after.items()}
             yield (
                 (mode, context, temperature, streams),
@@ -120,6 +119,19 @@ async def points(
                     "cpu_ms_per_token": {name: used for name, used in cpu_ms.items() if used > 0},
                 },
             )
+
+
+async def timed(
+    ask: Ask, asked: list[Question], server: Running
+) -> tuple[list[Answer], dict[str, float], dict[str, float]]:
+    """The answers, and the server's CPU time when all had begun and when all had ended."""
+    answers = [Answer() for _ in asked]
+    running = asyncio.gather(*map(ask, asked, answers))
+    while not (running.done() or all(answer.arrivals for answer in answers)):
+        await asyncio.sleep(0.01)
+    before = server.cpu_s()
+    await running
+    return answers, before, server.cpu_s()
 
 
 def ms_per_token(answers: list[Answer]) -> float:

@@ -75,7 +75,12 @@ def engine(start: Start) -> list[str]:
 MODES: Modes = {"plain": (0, 0), "controlled": None}
 PEERS: dict[str, Peer] = {
     "ours": Peer(ours, versions_of=("triforce-serve", "torch", "transformers", "ray"), modes=MODES),
-    "engine": Peer(engine, versions_of=("triforce-serve", "torch", "transformers"), modes=MODES),
+    "engine": Peer(
+        engine,
+        versions_of=("triforce-serve", "torch", "transformers"),
+        modes=MODES,
+        environment={"OMP_WAIT_POLICY": "PASSIVE"},  # as in ours
+    ),
     # Its CPU build asks for torchvision, torchaudio and torchcodec, whose CPU builds are not on PyPI, and runs without.
     "vllm": Peer(
         vllm,
@@ -157,9 +162,11 @@ class Running(NamedTuple):
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of it and all that it has started, by the processes' names."""
-        found = defaultdict[str, float](float)
-        for each in [self.process, *self.process.children(recursive=True)]:
-            with suppress(psutil.Error):
+        found, children = defaultdict[str, float](float), list[psutil.Process]()
+        with suppress(psutil.Error):  # it has ended; whoever asks it will tell
+            children = self.process.children(recursive=True)
+        for each in [self.process, *children]:
+            with suppress(psutil.Error):  # such as one that ends meanwhile
                 used = each.cpu_times()
                 found[process_name(each.cmdline())] += used.user + used.system
         return found
@@ -213,11 +220,11 @@ def answers(url: str) -> bool:
 
 def end(process: subprocess.Popen[bytes]) -> None:
     """First as a supervisor does, then whatever of its session is left."""
-    process.terminate()
     try:
-        process.wait(STOP_WITHIN_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_WITHIN_S)
+    finally:  # also where a second signal ends the waiting
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)

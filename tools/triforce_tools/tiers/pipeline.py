@@ -12,7 +12,7 @@ from typing import Any
 import ray
 
 from actors.cores import keep_awake
-from triforce_core.config import Settings
+from triforce_core.config import COLOCATED, Settings
 from triforce_core.errors import require
 from triforce_core.messages import Drafting, Tier
 from triforce_core.models.cpu import cpu_summary
@@ -117,7 +117,7 @@ def shares_a_core(settings: Settings) -> bool:
     """Whether draft and retrieval share a process or their cores, and so are one stage."""
     draft = cores_of(settings, Tier.DRAFT)
     together = draft is not None and draft == cores_of(settings, Tier.RETRIEVAL)
-    return settings.placement.colocate != "none" or together
+    return len(settings.placement.groups) < len(COLOCATED["none"]) or together
 
 
 def compared(

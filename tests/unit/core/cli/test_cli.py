@@ -24,6 +24,7 @@ from triforce_core import __version__
 from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.models.cpu import usable_cores
 from triforce_core.models.files import load_tokenizer
 from triforce_core.models.precision import machine_dtype
 from triforce_tools.bench.machine import quiet_machine
@@ -407,7 +408,7 @@ def test_config_prints_what_config_reads(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     path = tmp_path / "settings.yaml"
-    path.write_text("retrieval: {budget: 256}\nspeculation: {lookaheads: [5, 2]}\n")
+    path.write_text("retrieval: {budget: 256}\nspeculation: {lookaheads: [5, 2]}\nplacement: {colocate: auto}\n")
     assert run(monkeypatch, "config", "--config", str(path)) == 0
     printed = capsys.readouterr().out
     path.write_text(printed)
@@ -417,6 +418,7 @@ def test_config_prints_what_config_reads(
     told = json.loads(capsys.readouterr().out)
     assert told["speculation"]["lookaheads"] == [5, 2]
     assert told["dtype"] == machine_dtype("cpu"), "auto, as what it is here"
+    assert told["placement"]["colocate"] == ("all" if usable_cores() < 3 else "none")
 
 
 def test_two_benchmarks_never_run_at_once_nor_on_a_busy_machine() -> None:

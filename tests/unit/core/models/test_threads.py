@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +16,7 @@ from triforce_core.engine.loading import load_local_engine
 from triforce_core.kv.base import Forward
 from triforce_core.messages import GREEDY, SequenceSpec, Span, Tier
 from triforce_core.models.cpu import usable_cores
-from triforce_core.models.threads import SETTLED, Threads, run_on
+from triforce_core.models.threads import SETTLED, Threads, run_on, threads_for
 
 Milliseconds = Callable[[int], float]  # of a pass with this number of threads
 
@@ -60,6 +61,14 @@ def test_half_and_twice_are_tried_again_after_a_while() -> None:
     assert used[:500] == [2] * 500
     assert used[-1] == 8
     assert 1 in used
+
+
+def test_both_are_tried_again_soon_where_passes_become_slower() -> None:
+    threads = Threads(2)
+    run(threads, 100, {1: 20, 2: 19}.__getitem__)
+    assert threads.latest == 1
+    assert run(threads, 100, {1: 40, 2: 22}.__getitem__)[-1] == 2
+    assert 1 not in run(threads, 500, {1: 50, 2: 28}.__getitem__), "a little slower is no change"
 
 
 def test_few_passes_run_on_what_is_not_best() -> None:
@@ -110,6 +119,7 @@ def test_threads_that_are_set_stay() -> None:
         ({"device": "cuda"}, False),
         ({"target": {"tensor_parallel": 2}}, False),
         ({"deterministic": True}, False),
+        ({"compile": "on"}, False),
     ],
     ids=str,
 )
@@ -137,6 +147,16 @@ def test_each_pass_has_its_own_threads_whatever_ran_before() -> None:
         assert seen[:6] == [2, 2, 2, 2, 2, 1], "the long pass; one that is not counted and three with two threads"
     finally:
         torch.set_num_threads(before)
+
+
+def test_openmp_s_limit_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray sets OMP_NUM_THREADS to one in its workers, so that says nothing."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.delenv("OMP_THREAD_LIMIT")
+    cores = len(os.sched_getaffinity(0))
+    assert threads_for(load_settings()).most == min(cores, usable_cores())
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "1")
+    assert usable_cores() == threads_for(load_settings()).most == 1
 
 
 @pytest.mark.parametrize(
