@@ -57,7 +57,7 @@ def test_all_jobs_run_killed_half_way_and_resumed(tmp_path: Path, options: list[
     jobs = " ".join(name for name in gpu_check.JOBS if name != "served")
     wheels.mkdir()
     (wheels / "one-1.0-py3-none-any.whl").write_text("no wheel")
-    whole = command(wheels, out, 400, f"--jobs={jobs}", *options)
+    whole = command(wheels, out, 1200, f"--jobs={jobs}", *options)
     with subprocess.Popen(whole, env=ENVIRONMENT, stdout=subprocess.DEVNULL, start_new_session=True) as running:
         while "plain" not in told(out):  # the job after `full` and `profile`
             time.sleep(0.02)
@@ -66,7 +66,7 @@ def test_all_jobs_run_killed_half_way_and_resumed(tmp_path: Path, options: list[
     before = told(out)
     assert before["full"]["state"] == "done"
     assert len(before) < len(gpu_check.JOBS) - 1
-    done = check(wheels, out, 400, f"--jobs={jobs}", *options)
+    done = check(wheels, out, 1200, f"--jobs={jobs}", *options)
     found = told(out)
     assert {name: job.get("why") for name, job in found.items()} == dict.fromkeys(jobs.split())
     assert all(job["state"] == "done" for job in found.values())
