@@ -22,7 +22,7 @@ def target_fingerprint(settings: Settings) -> str:
     tokens, and the model's files as found here; that of a lossy one says so. Raises `UnknownModelError`.
     """
     target = settings.target
-    what = [triforce_core.__version__, target.model, settings.dtype, settings.device, settings.attention]
+    what = [triforce_core.__version__, target.model, settings.dtype, settings.device_type, settings.attention]
     if target.lossy:
         what += [target.lossy, str(target.heavy_share)]
     digest = blake2b(json.dumps(what).encode(), digest_size=8)

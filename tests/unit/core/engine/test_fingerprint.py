@@ -12,9 +12,11 @@ def test_settings_that_decide_tokens_change_it_and_others_do_not() -> None:
     here = target_fingerprint(load_settings(dtype="float32"))
     assert here.startswith("fp_")
     assert here == target_fingerprint(load_settings(dtype="float32", max_sequences=3, retrieval={"budget": 512}))
+    first, second = (target_fingerprint(load_settings(device=device)) for device in ("cuda:0", "cuda:1"))
+    assert first == second, "which of several GPUs holds the target changes no token"
     lossy = target_fingerprint(load_settings(dtype="float32", target={"eviction": "streaming"}))
-    others = {here, lossy, target_fingerprint(load_settings(dtype="bfloat16"))}
-    assert len(others) == 3
+    others = {here, lossy, target_fingerprint(load_settings(dtype="bfloat16")), first}
+    assert len(others) == 4
     assert lossy.startswith("fp_lossy_")
 
 
