@@ -13,9 +13,9 @@ import os
 import resource
 import socket
 import socketserver
+import struct
 import subprocess
 import sys
-import tempfile
 import threading
 import weakref
 from collections import OrderedDict
@@ -48,11 +48,10 @@ class Vetting:
         self.turns = asyncio.Semaphore(AT_ONCE)
         self.starting = threading.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.folder = tempfile.TemporaryDirectory(prefix="triforce-grammars-")  # of this user alone
-        self.address = os.path.join(self.folder.name, "socket")
         self.listening = socket.socket(socket.AF_UNIX)
-        self.listening.bind(self.address)
+        self.listening.bind("")  # Linux gives it a name that is no file, which would stay behind where this is killed
         self.listening.listen()
+        self.address = os.fsdecode(self.listening.getsockname())
 
     async def error(self, grammar: str) -> str:
         """Why the grammar cannot be compiled; empty if it can. Raises what loading the tokenizer raises."""
@@ -123,6 +122,9 @@ class Handler(socketserver.StreamRequestHandler):
     server: Server
 
     def handle(self) -> None:
+        _, user, _ = struct.unpack("3i", self.request.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+        if user != os.getuid():  # any user of the machine can connect
+            return
         grammar = self.rfile.read().decode()
         held = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         most = held + (MEMORY_MIB << 20)

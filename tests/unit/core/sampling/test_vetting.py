@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
 
 import psutil
 import pytest
@@ -82,3 +84,23 @@ def test_a_slow_tokenizer_is_refused_by_name() -> None:
 
     with pytest.raises(InvalidValueError, match=r"^grammar: 'Slow' needs a fast tokenizer"):
         asyncio.run(Vetting(Slow, 4096).error(SMALL))
+
+
+PYTHON = "/usr/bin/python3"  # of the system: another user may not read ours
+ASK = """
+import socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect(sys.argv[1].replace("@", chr(0)))
+    asked.sendall(sys.argv[2].encode())
+    asked.shutdown(socket.SHUT_WR)
+    print(asked.recv(1000))
+"""
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not os.path.exists(PYTHON), reason="needs root, who can be another user")
+def test_other_users_get_no_answer_and_no_file_stays(vetting: Vetting) -> None:
+    asyncio.run(vetting.error(SMALL))
+    assert vetting.address.startswith("\0"), "no file"
+    for user, answer in ((0, b"b'\"\"'\n"), (65534, b"b''\n")):
+        ask = [PYTHON, "-c", ASK, vetting.address.replace("\0", "@"), SMALL]
+        assert subprocess.run(ask, user=user, capture_output=True, check=True, cwd="/").stdout == answer
