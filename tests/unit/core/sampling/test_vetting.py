@@ -91,9 +91,12 @@ ASK = """
 import socket, sys
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect(sys.argv[1].replace("@", chr(0)))
-    asked.sendall(sys.argv[2].encode())
-    asked.shutdown(socket.SHUT_WR)
-    print(asked.recv(1000))
+    try:
+        asked.sendall(sys.argv[2].encode())
+        asked.shutdown(socket.SHUT_WR)
+        print(asked.recv(1000))
+    except ConnectionError:  # closed before all was sent
+        print(b"")
 """
 
 
