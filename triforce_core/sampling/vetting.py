@@ -71,7 +71,9 @@ class Vetting:
         async with self.turns:
             for _ in range(2):  # whatever ended a process, such as a lack of memory, may be over
                 await asyncio.to_thread(self._start)
-                reader, writer = await asyncio.open_unix_connection(self.address)
+                connection = socket.socket(socket.AF_UNIX)
+                connection.connect(self.address)  # by hand, because uvloop knows no names but those of files
+                reader, writer = await asyncio.open_unix_connection(sock=connection)
                 try:
                     writer.write(grammar.encode())
                     writer.write_eof()

@@ -9,6 +9,7 @@ import subprocess
 
 import psutil
 import pytest
+import uvloop
 
 from triforce_core.errors import InvalidValueError
 from triforce_core.models.files import load_tokenizer
@@ -68,6 +69,11 @@ def test_each_grammar_has_its_own_limits(vetting: Vetting) -> None:
         await endless
 
     asyncio.run(asyncio.wait_for(limits(), 60))
+
+
+def test_the_event_loop_of_the_server_reaches_it(vetting: Vetting) -> None:
+    """Serve's is uvloop's."""
+    assert uvloop.run(vetting.error(SMALL)) == ""
 
 
 def test_its_process_is_started_again(vetting: Vetting) -> None:
