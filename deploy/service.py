@@ -160,7 +160,7 @@ class Service:
         self.turns = Turns()
         self.served = False  # whether any completion has yielded a part
         self.draining = False
-        self.why = ""  # the tiers are placed as they are; empty: not known
+        self.why = ""  # what the machine means for where the tiers run, for /status; empty where it is not known
         self.meters = Meters(self)
         self.scrape = Scrape(self.meters, pipelines)
 

@@ -19,7 +19,6 @@ def doctor(settings: Settings, as_json: JsonOption = False) -> None:
     from deploy.checks import CHECKS, memory
 
     settings = arranged(settings)
-
     checks, problems = [], 0
     for name, check in (CHECKS | {"memory": memory}).items():
         try:
