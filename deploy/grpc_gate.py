@@ -9,7 +9,6 @@ import ctypes
 import os
 from collections import Counter
 from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
 from functools import partial
 from typing import Any, NoReturn
 
@@ -115,9 +114,22 @@ async def only(behaviour: Any, message: bytes, context: Context) -> AsyncGenerat
 
 async def send(answers: AsyncGenerator[bytes, None], context: Context) -> None:
     """Send the answers, which end with this. Raises `DeadlineError` if one is not taken within `UNREAD_S` seconds."""
-    async with aclosing(answers):
+    try:
         async for answer in answers:
-            try:
-                await asyncio.wait_for(context.write(answer), UNREAD_S)
-            except TimeoutError:
-                raise DeadlineError(f"the client did not take an answer within {UNREAD_S:g} s") from None
+            async with asyncio.timeout(UNREAD_S):
+                await context.write(answer)
+    except TimeoutError:
+        raise DeadlineError(f"the client did not take an answer within {UNREAD_S:g} s") from None
+    finally:
+        await asyncio.shield(stop(answers))  # a call that ends may be cancelled meanwhile
+
+
+async def stop(answers: AsyncGenerator[bytes, None]) -> None:
+    """Cancel the request that the answers belong to. Serve's proxy does so only where a cancellation finds it waiting
+    for the next answer; one that comes while an answer is written would leave the request to run to its end.
+    """
+    waiting = asyncio.ensure_future(anext(answers, b""))
+    await asyncio.sleep(0)
+    waiting.cancel()
+    await asyncio.wait([waiting])
+    await answers.aclose()

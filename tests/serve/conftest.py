@@ -75,15 +75,6 @@ class Server:
         status = self.status()
         return {"gateway": status["in_flight"], **{t["tier"]: t["live_sequences"] for t in status["tiers"]}}
 
-    def is_idle_within(self, timeout_s: float) -> bool:
-        """Wait until no tier holds a request; False if that takes longer."""
-        until = time.monotonic() + timeout_s
-        while any(self.live().values()):
-            if time.monotonic() > until:
-                return False
-            time.sleep(0.05)
-        return True
-
     def wait_idle(self, timeout_s: float = 10.0) -> None:
         until = time.monotonic() + timeout_s
         while any((live := self.live()).values()):

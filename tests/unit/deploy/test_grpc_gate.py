@@ -22,7 +22,7 @@ KEY = (("authorization", "Bearer alice-key"),)
 class Service:
     def __init__(self) -> None:
         self.got: list[int] = []  # lengths of messages
-        self.ended = 0
+        self.ended = self.cancelled = 0
 
     async def once(self, message: bytes, context: Any) -> bytes:
         self.got.append(len(message))
@@ -36,6 +36,10 @@ class Service:
         try:
             for _ in range(100_000):
                 yield bytes(100_000)
+                await asyncio.sleep(0.001)
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
         finally:
             self.ended += 1
 
@@ -156,9 +160,23 @@ def test_a_stream_that_nobody_reads_ends(monkeypatch: pytest.MonkeyPatch) -> Non
         await unread.read()
         while not service.ended:
             await asyncio.sleep(0.1)
+        assert service.cancelled
         while await code(unread.read()) == "OK":  # its end follows what has been sent
             assert not unread.done()
         assert await unread.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+    served(check)
+
+
+def test_a_stream_that_is_cancelled_while_an_answer_is_written_cancels_its_request() -> None:
+    async def check(channel: aio.Channel, service: Service) -> None:
+        unread = channel.unary_stream("/a/Flood")(b"", metadata=KEY)
+        await unread.read()
+        await asyncio.sleep(1)  # until what is sent waits to be read
+        unread.cancel()
+        while not service.ended:
+            await asyncio.sleep(0.01)
+        assert service.cancelled
 
     served(check)
 
