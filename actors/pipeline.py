@@ -83,10 +83,6 @@ class Pipeline:
         except UnavailableError:
             self._doubt(target)
             raise
-        except asyncio.CancelledError:
-            if self.stopped or target is not self.target:  # gRPC raises this when its channel is closed
-                raise UnavailableError(self.stopped or "the target was replaced; try again") from None
-            raise
 
     async def _wait(self, request: pb.DecodeRequest) -> bytes:
         """Wait until the target serves. Returns the request, its `timeout_s` reduced by the time spent waiting."""

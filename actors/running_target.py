@@ -104,6 +104,9 @@ class RunningTarget:
                 yield event
         except grpc.aio.AioRpcError as error:
             raise from_status(error, suspect=self._suspect(slot)) from None
+        except asyncio.CancelledError:
+            raise_if_closed()
+            raise
         finally:
             call.cancel()
 
@@ -118,9 +121,8 @@ class RunningTarget:
         except grpc.aio.AioRpcError as error:
             raise unavailable(error) from None
         except asyncio.CancelledError:
-            if (task := asyncio.current_task()) is not None and task.cancelling():
-                raise
-            raise UnavailableError("the connection to the target was closed") from None
+            raise_if_closed()
+            raise
         return status
 
     async def check(self, timeout_s: float) -> None:
@@ -133,6 +135,13 @@ class RunningTarget:
         await self.channel.close(grace=None)
         if self.marks is not None:
             self.marks.close()
+
+
+def raise_if_closed() -> None:
+    """gRPC ends a call whose channel is closed with `asyncio.CancelledError`, though nobody cancels the task."""
+    task = asyncio.current_task()
+    if task is None or not task.cancelling():
+        raise UnavailableError("the connection to the target was closed; try again") from None
 
 
 def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Exception:

@@ -156,6 +156,34 @@ def stream(address: str, **fields: Any) -> list[pb.DecodeEvent]:
     return asyncio.run(events())
 
 
+def test_a_closed_connection_is_no_cancellation_and_the_other_way_round() -> None:
+    """Whoever cancels a request gets no error of ours, also where its connection is closed at the same time."""
+    verifier = Hanging()
+
+    async def ended(address: str, *, cancelled: bool) -> BaseException | None:
+        target = RunningTarget(address, os.getpid(), None)
+        asked = pb.DecodeRequest(prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), max_tokens=20)
+
+        async def read() -> None:
+            async for _ in target.decode(asked.SerializeToString()):
+                reading.set()
+
+        reading = asyncio.Event()
+        task = asyncio.create_task(read())
+        await reading.wait()
+        if cancelled:
+            task.cancel()
+        await target.close()
+        [found] = await asyncio.gather(task, return_exceptions=True)
+        return found
+
+    with served(NoProposer(), verifier) as (_, server):
+        verifier.may_end.clear()
+        assert isinstance(asyncio.run(ended(server.address, cancelled=False)), UnavailableError)
+        assert isinstance(asyncio.run(ended(server.address, cancelled=True)), asyncio.CancelledError)
+        verifier.may_end.set()
+
+
 def test_a_request_that_the_engine_ends_is_late(monkeypatch: pytest.MonkeyPatch) -> None:
     with served(NoProposer(), Counting()) as (target, server):
         assert stream(server.address, max_tokens=5, timeout_s=60, priority=-5)[-1].finish_reason
