@@ -199,6 +199,8 @@ class TargetServer(TargetServicer):
                     await context.abort(grpc.StatusCode.UNAVAILABLE, "the target tier has failed")
                 if output.finish_reason is FinishReason.DEADLINE:
                     await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"not done within {wanted.timeout_s:g} s")
+                if output.finish_reason is FinishReason.FAILED:
+                    await context.abort(grpc.StatusCode.INTERNAL, "the engine failed at this request")
                 yield event_to_proto(output, len(wanted.prompt))
                 if output.finish_reason:
                     return

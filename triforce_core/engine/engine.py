@@ -1,11 +1,13 @@
 """The engine: submit → collect → advance, over all live requests at once."""
 
 import itertools
+import logging
 import math
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Protocol
 
@@ -16,11 +18,14 @@ from triforce_core.engine.freshness import SinceCut, has_sagged
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence, Totals
+from triforce_core.errors import UnavailableError
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
 from triforce_core.ngram import Shadow
 from triforce_core.plans import Plan
+
+log = logging.getLogger(__name__)
 
 
 class SnapshotSource(Protocol):
@@ -189,9 +194,10 @@ class Engine:
             self.doorbell.wait(timeout_s)
 
     def run_once(self, timeout_s: float = 1.0) -> list[Output]:
-        """One turn of the loop; waits for the tiers below as `SpeculativeDecoder.advance` does."""
-        outputs = self._take_messages()
-        self._update_snapshots()
+        """One turn of the loop; waits for the tiers below as `SpeculativeDecoder.advance` does. An error in work on one
+        request ends that request alone, with the reason `failed`; an error in a pass is raised.
+        """
+        outputs = self._take_messages() + self._update_snapshots()
         self._make_room()
         self.scheduler.admit()
         work = self.scheduler.next_work()
@@ -202,14 +208,26 @@ class Engine:
         answers = [(live, p) for p in proposals if (live := self.scheduler.live.get(p.sequence_id))]
         if self.controller is not None:
             self.controller.passed(answers, self.scheduler.decoding, time.perf_counter())
-        outputs += [output for answer in answers if (output := self._advance(*answer))]
+        for sequence, proposal in answers:
+            with self._alone(sequence, outputs):
+                if output := self._advance(sequence, proposal):
+                    outputs.append(output)
         kv = self.scheduler.kv
         self.kv_tokens, self.kept_tokens, self.dropped_tokens = kv.used_tokens, kv.kept_tokens, kv.dropped_tokens
         self.told_totals = self.totals.copy()
         return outputs
 
+    @contextmanager
+    def _alone(self, sequence: Sequence, outputs: list[Output]) -> Iterator[None]:
+        """If the block, which works on this sequence alone, raises an error, its request ends, and no other."""
+        try:
+            yield
+        except Exception:
+            log.exception("request %d failed", sequence.request_id)
+            outputs.append(self._end(sequence, FinishReason.FAILED))
+
     def _take_messages(self) -> list[Output]:
-        outputs = []
+        outputs = list[Output]()
         # The cancellations are read before the arrivals. A request is submitted before it is cancelled, so every
         # request that is cancelled here is known by then.
         cancelled = [self.cancelled.popleft() for _ in range(len(self.cancelled))]
@@ -218,7 +236,8 @@ class Engine:
             if sequence.request.resume and (reason := self._finish_reason(sequence)):  # the resumed output is complete
                 outputs.append(Output(sequence.request_id, (), b"", reason, sequence.stats))
             else:
-                self.scheduler.add(sequence)
+                with self._alone(sequence, outputs):
+                    self.scheduler.add(sequence)
         for request_id in cancelled:
             if found := self.scheduler.find(request_id):
                 outputs.append(self._end(found, FinishReason.CANCELLED))
@@ -255,14 +274,17 @@ class Engine:
             self.totals.stats.preempted += 1
             self.scheduler.add(sequence.again(next(self.ids)))
 
-    def _update_snapshots(self) -> None:
+    def _update_snapshots(self) -> list[Output]:
         """Update snapshots for the tokens that the last turn committed: only now, so that users get these first."""
+        outputs = list[Output]()
         for sequence_id, wanted in self.due_for_snapshot.items():
             if sequence := self.scheduler.live.get(sequence_id):
                 self.working_on([sequence.request_id])
-                self._update_snapshot(sequence, wanted=wanted)
+                with self._alone(sequence, outputs):
+                    self._update_snapshot(sequence, wanted=wanted)
                 self.working_on([])
         self.due_for_snapshot.clear()
+        return outputs
 
     def _update_snapshot(self, sequence: Sequence, *, wanted: bool) -> None:
         """Cut a snapshot if one is due. A request whose plan begins to need one waits for it, decoding plainly."""
@@ -345,10 +367,14 @@ class Engine:
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
-    """Submit requests and run the loop until all have finished, yielding outputs as tokens are committed."""
+    """Submit requests and run the loop until all have finished, yielding outputs as tokens are committed. Raises
+    `UnavailableError` if a request fails.
+    """
     left = {engine.submit(request) for request in requests}
     while left:
         for output in engine.run_once():
+            if output.finish_reason is FinishReason.FAILED:
+                raise UnavailableError("the engine failed at a request; the log says how")
             if output.finish_reason:
                 left.discard(output.sequence_id)
             yield output

@@ -23,6 +23,7 @@ class FinishReason(StrEnum):
     LENGTH = "length"  # max_tokens
     CANCELLED = "cancelled"
     DEADLINE = "deadline"  # the request's time is over: an error of the request
+    FAILED = "failed"  # the engine raised an error when it worked on this request
     NO_TOKEN = "no_token"  # the sampling parameters exclude every token that could follow: an error of the request
 
 
@@ -150,7 +151,7 @@ class Output:
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens after those reported before
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Sequence:
     """The engine's record of one request. A request that is preempted goes on in a new record."""
 

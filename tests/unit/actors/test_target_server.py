@@ -30,7 +30,7 @@ from triforce_core.doorbell import Doorbell
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.sequence import FinishReason, Output, Request, Stats
+from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence, Stats
 from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
 from triforce_core.messages import GREEDY, Claim, Proposer, Tally, Tier, Verdict
 
@@ -182,6 +182,26 @@ def test_a_closed_connection_is_no_cancellation_and_the_other_way_round() -> Non
         assert isinstance(asyncio.run(ended(server.address, cancelled=False)), UnavailableError)
         assert isinstance(asyncio.run(ended(server.address, cancelled=True)), asyncio.CancelledError)
         verifier.may_end.set()
+
+
+def test_a_request_at_which_the_engine_fails_is_suspect_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    with served(NoProposer(), Counting()) as (target, server):
+        other, add, faults = decode(target, 500), Scheduler.add, iter([RuntimeError("a fault")])
+        while not target.engine_thread.engine.scheduler.live:
+            time.sleep(0.001)
+
+        def broken(scheduler: Scheduler, sequence: Sequence) -> None:
+            for fault in faults:
+                raise fault
+            add(scheduler, sequence)
+
+        monkeypatch.setattr(Scheduler, "add", broken)
+        with pytest.raises(UnavailableError) as failed:
+            stream(server.address, max_tokens=5)
+        assert failed.value.suspect
+        assert other.wait(30)
+        assert stream(server.address, max_tokens=5)[-1].finish_reason
+        check(server.address)
 
 
 def test_a_request_that_the_engine_ends_is_late(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,35 @@ def test_one_that_lives_ends_cancelled_and_is_released(engine: Engine, below: Be
     assert engine.idle
 
 
+@pytest.mark.parametrize("where", ["arrival", "advance", "snapshot"])
+def test_an_error_in_work_on_one_request_ends_that_request_alone(
+    engine: Engine, below: Below, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    bad, good = (engine.submit(request(max_tokens=9)) for _ in range(2))
+    owner, name = {
+        "arrival": (engine.scheduler, "add"),
+        "advance": (engine, "_advance"),
+        "snapshot": (engine.snapshots, "update"),
+    }[where]
+    method, faults = getattr(owner, name), iter([RuntimeError("a fault")])
+
+    def broken(*given: object, **named: object) -> object:
+        for fault in faults:
+            raise fault
+        return method(*given, **named)
+
+    monkeypatch.setattr(owner, name, broken)
+    below.answers = [
+        [Proposal(i, 2, (7,), b"\2") for i in (bad, good)],
+        [Proposal(i, 3, (8,), b"\2", tallies=(Tally(1),)) for i in (bad, good)],
+    ]
+    outputs = engine.run_once() + engine.run_once()
+    assert [o.sequence_id for o in outputs if o.finish_reason is FinishReason.FAILED] == [bad]
+    assert [o.tokens for o in outputs if o.sequence_id == good] == [(7,), (8,)]
+    assert below.released == ([] if where == "arrival" else [bad])
+    assert list(engine.scheduler.live) == [good]
+
+
 def test_cancelling_what_is_unknown_or_over_is_nothing(engine: Engine, below: Below) -> None:
     sequence_id = engine.submit(request(max_tokens=1))
     below.answers = [[Proposal(sequence_id, 2, (7,), b"\2")], []]
