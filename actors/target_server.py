@@ -228,20 +228,20 @@ class TargetServer(TargetServicer):
 
     def status(self) -> pb.TierStatus:
         engine = self.engine_thread.engine
-        controller = engine.controller
+        controller, status = engine.controller, engine.status
         return pb.TierStatus(
             tier="target",
             fingerprint=self.fingerprint,
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,
-            least_stall_ms=1e3 * engine.least_stall_s,
-            kv_tokens=engine.kv_tokens,
-            kept_tokens=engine.kept_tokens,
-            dropped_tokens=engine.dropped_tokens,
+            least_stall_ms=1e3 * status.least_stall_s,
+            kv_tokens=status.kv_tokens,
+            kept_tokens=status.kept_tokens,
+            dropped_tokens=status.dropped_tokens,
             kv_pool_tokens=engine.limits.kv_pool_tokens,
             waiting_sequences=engine.num_waiting,
-            totals=totals_to_proto(engine.told_totals),
+            totals=totals_to_proto(status.totals),
             controller=controller_to_proto(controller.figures()) if controller else None,
         )
 

@@ -73,12 +73,13 @@ async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
             limits: Limits = await pipeline.actors.target.limits.remote()
             most_prompt = math.inf
             for stage in stages(settings):
-                asked, begun, prefilled = request(stage, limits, most_prompt), time.monotonic(), math.nan
+                asked, begun = request(stage, limits, most_prompt), time.monotonic()
                 async with aclosing(pipeline.decode(request_to_proto(asked))) as events:
+                    await anext(events)
+                    prefill_s = time.monotonic() - begun
                     async for _ in events:
-                        if math.isnan(prefilled):
-                            prefilled = time.monotonic()
-                most_prompt = PATIENCE_S * len(asked.prompt) / (prefilled - begun)
+                        pass
+                most_prompt = PATIENCE_S * len(asked.prompt) / prefill_s
     except TimeoutError:
         log.warning("the tiers are not warm after %.0f s: the first requests will be slow", WARM_UP_S)
     log.info("warmed up in %.1f s", time.monotonic() - began)

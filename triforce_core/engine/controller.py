@@ -12,7 +12,7 @@ from collections.abc import Callable
 from collections.abc import Sequence as Several
 from dataclasses import dataclass
 from itertools import chain, groupby
-from math import ceil, isnan
+from math import ceil
 from statistics import fmean, median_low
 from typing import NamedTuple
 
@@ -240,9 +240,9 @@ class Controller:
                     [Part(1, min(self.tiers.window_tokens, length))] * batch, leaf.busy_s / leaf.passes / slowed
                 )
 
-    def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float) -> None:
+    def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float | None) -> None:
         """Learn from a round of a request that is planned here, with the score of prompt lookup in the draft level's
-        tally if `looks_up`. `round_s`: its seconds without snapshot cuts; NaN if prompt chunks delayed it.
+        tally if `looks_up`. `round_s`: its seconds without snapshot cuts; None if prompt chunks delayed it.
         """
         count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count
@@ -255,21 +255,22 @@ class Controller:
         drafted.looked_up(plan, count, guessed=leaf.accepted > 0)
         self._account(drafted, plan, round_s, count)
         unanswered = plan.speculates and plan.drafting is not Drafting.LOOKUP and not proposal.tallies[0].proposed
-        if self.mix[1] == {plan.kind} and sequence.clock - round_s >= self.mixed_at and not unanswered:
-            if plan.speculates:
-                self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
-                if not self.tiers.overlapping:
-                    passes_s = self._batches(self.load.requests)[1] * sum(tally.busy_s for tally in proposal.tallies)
-                    self._busy(plan.kind).add(passes_s / round_s, round_s, 1 / self.load.planned)
-            elif sequence.clock - round_s >= self.settled_at and not (self.counted or self.waiting):
-                # One measurement a pass: the pass took the same time for its other requests.
-                self.counted = True
-                seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
-                while self.load.kind in self.stale and len(seen) > 2:
-                    seen.popleft()
-                self.stale.discard(self.load.kind)
-                seen.append((self.load, round_s))
-                self.plain_at[self.load.kind] = self.committed
+        if round_s is None or unanswered or self.mix[1] != {plan.kind} or sequence.clock - round_s < self.mixed_at:
+            return
+        if plan.speculates:
+            self.measured.append(Measurement(plan.kind, self.load, self._round(proposal, plan), round_s))
+            if not self.tiers.overlapping:
+                passes_s = self._batches(self.load.requests)[1] * sum(tally.busy_s for tally in proposal.tallies)
+                self._busy(plan.kind).add(passes_s / round_s, round_s, 1 / self.load.planned)
+        elif sequence.clock - round_s >= self.settled_at and not (self.counted or self.waiting):
+            # One measurement a pass: the pass took the same time for its other requests.
+            self.counted = True
+            seen = self.plain.setdefault(self.load.kind, deque(maxlen=PLAIN_ROUNDS))
+            while self.load.kind in self.stale and len(seen) > 2:
+                seen.popleft()
+            self.stale.discard(self.load.kind)
+            seen.append((self.load, round_s))
+            self.plain_at[self.load.kind] = self.committed
 
     def _busy(self, kind: str) -> Recent:
         return self.busy.setdefault((kind, self.load.kind), Recent())
@@ -284,13 +285,13 @@ class Controller:
             len(proposal.tokens), self.proposed, below.passes, verified, leaf.passes, drafts=float(plan.speculates)
         )
 
-    def _account(self, drafted: Drafted, plan: Plan, round_s: float, count: int) -> None:
+    def _account(self, drafted: Drafted, plan: Plan, round_s: float | None, count: int) -> None:
         """Add what a round has saved or cost, against plain decoding of its `count` tokens."""
         plain_s = drafted.choice.plain_s
         paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
         drafted.unpaid_s -= paid_s
         drafted.saved_s -= paid_s
-        if plan.speculates and plain_s and not isnan(round_s):
+        if plan.speculates and plain_s and round_s is not None:
             gained_s = count * plain_s - round_s
             if plan.kind == drafted.kind:
                 counted_s = max(gained_s, -MOST_LOST * plain_s)

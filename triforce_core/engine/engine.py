@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from triforce_core.decoder import SpeculativeDecoder
@@ -94,6 +94,17 @@ class SnapshotSchedule:
         return not self.arrived(sequence) and self.sink.busy(sequence.sequence_id)
 
 
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """The engine's figures at the end of a turn."""
+
+    kv_tokens: int = 0  # of the KV pool, those that requests use
+    kept_tokens: int = 0  # those kept for later requests
+    dropped_tokens: int = 0  # those that were kept and have been dropped, so far
+    least_stall_s: float = 0.0  # see `Scheduler.least_stall_s`; 0 until a prompt has shown it
+    totals: Totals = field(default_factory=Totals)
+
+
 class Engine:
     """The loop over live requests. One thread calls `run_once`; any thread may call `submit` and `cancel`.
 
@@ -124,13 +135,9 @@ class Engine:
         self.totals = Totals()
         # Called with a request's id, as `submit` returns it, before the request's first pass.
         self.on_entering: Callable[[int], None] = lambda sequence_id: None
-        # Copies for other threads to read. `least_stall_s` is copied after each prompt chunk, the rest in each turn.
-        # `asked_tokens`, `least_stall_s`: the scheduler's figures of these names.
-        # `kv_tokens`: tokens of the KV pool that requests use. `kept_tokens`: those kept for later requests.
-        # `dropped_tokens`: those that were kept and have been dropped. `told_totals`: a copy of `totals`.
-        self.asked_tokens, self.least_stall_s, self.kv_tokens = 0, 0.0, 0
-        self.kept_tokens, self.dropped_tokens = 0, 0
-        self.told_totals = Totals()
+        # For other threads to read: the scheduler's figure of this name in the present turn, and the latest status.
+        self.asked_tokens, self.status = 0, EngineStatus()
+        self.least_stall_s = 0.0  # as of the latest prompt chunk
         self.working_on: Callable[[list[int]], None] = lambda request_ids: None
 
     def watch(self, working_on: Callable[[list[int]], None]) -> None:
@@ -213,8 +220,9 @@ class Engine:
                 if output := self._advance(sequence, proposal):
                     outputs.append(output)
         kv = self.scheduler.kv
-        self.kv_tokens, self.kept_tokens, self.dropped_tokens = kv.used_tokens, kv.kept_tokens, kv.dropped_tokens
-        self.told_totals = self.totals.copy()
+        self.status = EngineStatus(
+            kv.used_tokens, kv.kept_tokens, kv.dropped_tokens, self.least_stall_s, self.totals.copy()
+        )
         return outputs
 
     @contextmanager
@@ -333,7 +341,7 @@ class Engine:
             self.totals.add(plan, proposal.tallies, len(proposal.tokens))
             sequence.round_s = max(0.0, round_s - stalled_s)
             if self.controller is not None and sequence.request.lookaheads is None:
-                undisturbed_s = math.nan if stalled_s else round_s - apart_s
+                undisturbed_s = None if stalled_s else round_s - apart_s
                 if self.controller.looks_up:
                     proposal = scored(sequence, proposal, plan)
                 self.controller.learn(sequence, proposal, plan, undisturbed_s)

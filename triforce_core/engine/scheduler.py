@@ -135,7 +135,7 @@ class Scheduler:
         opened = self.kv.open(sequence.sequence_id, sequence.spec, tokens, sequence.tokens)
         assert opened is not None, "the pool has said that there is room"
         sequence.prefilled = opened.cached
-        if not sequence.stats.preempted:
+        if not sequence.preempted:
             sequence.stats.cached_tokens = min(opened.cached, len(sequence.request.prompt))
         sequence.stats.queued_s += sequence.lap()
         sequence.due = self.told + sequence.given - sequence.prefilled
@@ -170,7 +170,7 @@ class Scheduler:
     def _reserved(self, sequence: Sequence) -> int:
         """The tokens for which a request reserves slots when it goes live: all, if it was preempted before."""
         greatest = sequence.spec.max_length
-        return greatest if sequence.stats.preempted else min(greatest, sequence.given + self.step_ahead)
+        return greatest if sequence.preempted else min(greatest, sequence.given + self.step_ahead)
 
     def to_preempt(self) -> Sequence | None:
         """Give the requests that are decoded room for their next round, the most urgent first. Returns None if all have
@@ -181,7 +181,7 @@ class Scheduler:
             if sequence.work is None and not sequence.prefilling and not self._grow(sequence):
                 if self.kv.hemmed_in(sequence.sequence_id):
                     return sequence
-                return max((s for s in self.live.values() if not s.stats.preempted), key=urgency)
+                return max((s for s in self.live.values() if not s.preempted), key=urgency)
         return None
 
     def _grow(self, sequence: Sequence) -> bool:

@@ -183,6 +183,7 @@ class Sequence:
     scored: int = 0  # prompt tokens whose logprobs the target has reported
     reported: int = 0  # prompt tokens whose logprobs the caller has
     entered: bool = False  # whether a pass over its tokens has begun
+    preempted: bool = False  # whether it was preempted before: that happens once at most
 
     def __post_init__(self) -> None:
         self.request_id = self.request_id or self.sequence_id
@@ -208,6 +209,7 @@ class Sequence:
             drafted=self.drafted,
             reported=self.reported,
             entered=self.entered,
+            preempted=True,
         )
 
     @property

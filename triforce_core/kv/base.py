@@ -57,7 +57,9 @@ class Held:
 
     spec: SequenceSpec
     tokens: list[int] = field(default_factory=list)
-    cached: int = 0  # KV is held below this position; a policy may keep only part of it
+    # KV is held below this position; a policy may keep only part of it. `place` counts what the prepared pass will
+    # write. So after a pass that failed a tier releases its sequences, and a target ends with its engine.
+    cached: int = 0
     # Slots of its tokens, in order. The sequence may share the first of these ranges with others.
     ranges: list[Range] = field(default_factory=list)
     unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)

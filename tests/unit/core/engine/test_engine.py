@@ -182,7 +182,7 @@ def test_a_round_begins_with_no_stall_behind_it(engine: Engine, below: Below) ->
     engine.run_once()
     assert live.stalled_s == 0.0
     assert 0.03 < live.round_s < 10
-    assert engine.kv_tokens == 2 + 9
+    assert engine.status.kv_tokens == 2 + 9
 
 
 def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: Engine, below: Below) -> None:
@@ -195,14 +195,14 @@ def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: 
     ]
     engine.run_once()
     assert engine.num_waiting == 0
-    assert engine.told_totals.rounds_by_tokens == {}, "the first token is of no round"
+    assert engine.status.totals.rounds_by_tokens == {}, "the first token is of no round"
     engine.run_once()
-    told = engine.told_totals
+    told = engine.status.totals
     assert told.rounds_by_tokens == {3: 1}
     engine.cancel(first)
     engine.run_once()
     assert told.rounds_by_tokens == {3: 1}, "what other threads read is not changed under their hands"
-    totals = engine.told_totals
+    totals = engine.status.totals
     assert totals.rounds_by_tokens == {3: 1, 1: 1}
     assert [tally[:4] for tally in totals.stats.tallies[:2]] == [(2, 4, 2, 1), (2, 6, 3, 1)]
     assert totals.stats.plans == {"plain": 2}
@@ -210,7 +210,7 @@ def test_totals_add_up_over_requests_also_over_those_that_are_cut_short(engine: 
     again = engine.submit(replace(request(max_tokens=9), resume=(7, 8)))
     below.answers = [[Proposal(again, 4, (9,), b"\2")]]
     engine.run_once()
-    totals = engine.told_totals
+    totals = engine.status.totals
     assert (totals.prefix_hit_tokens, totals.prefix_miss_tokens) == (0, 4), "it was counted when it first came"
 
 
@@ -219,6 +219,6 @@ def test_what_the_least_chunk_delays_is_told_once_a_prompt_shows_it(engine: Engi
     sequence_id = engine.submit(request())
     below.answers = [[], [Proposal(sequence_id, 2, (7,), b"\2")]]
     engine.run_once()
-    assert engine.least_stall_s == 0
+    assert engine.status.least_stall_s == 0
     engine.run_once()
-    assert engine.least_stall_s == engine.scheduler.least_stall_s(100) > 0
+    assert engine.status.least_stall_s == engine.scheduler.least_stall_s(100) > 0

@@ -126,7 +126,7 @@ def test_memory_is_fixed_and_no_text_is_too_long_for_it(eviction: str) -> None:
     used = set()
     while not engine.idle:
         engine.run_once()
-        used.add(engine.kv_tokens)
+        used.add(engine.status.kv_tokens)
     assert used == {0, capacity}
     assert engine.limits.longest_output(3000) == 8192 - 3000
     assert engine.totals.stats.preempted == 0
