@@ -7,6 +7,7 @@ docs/decisions/0001-protocol-additions.md explains why `snapshot_wanted` and `ta
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -39,6 +40,7 @@ class Drafting(IntEnum):
     BOTH = 2  # prompt lookup drafts; where it finds nothing, the model does
 
 
+FIRST_COMPARED = 64  # tokens compared at first in `agreement`; twice as many each time that they are equal
 MAX_BIASED_TOKENS = 1024  # more would make every message between tiers long
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 64  # per word
@@ -146,6 +148,22 @@ class Span:
     def extended(self, tokens: tuple[int, ...]) -> Span:
         """The same span with `tokens` appended."""
         return Span(self.sequence_id, self.start, self.tokens + tokens, self.spec)
+
+
+def agreement(one: Sequence[int], first: int, other: Sequence[int], second: int, most: int) -> int:
+    """How many tokens of `one` from `first` on are those of `other` from `second` on; at most `most`, which is within
+    both. Both are of one type, list or tuple.
+    """
+    done, size = 0, FIRST_COMPARED
+    while done < most:
+        size = min(size, most - done)
+        if one[first + done : first + done + size] == other[second + done : second + done + size]:
+            done, size = done + size, 2 * size
+        elif size == 1:
+            break
+        else:  # the first difference is among these: compare half as many
+            most, size = done + size, size // 2
+    return done
 
 
 def in_turn(earlier: Span, later: Span) -> Span:

@@ -9,7 +9,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
-from triforce_core.messages import SCORED, SequenceSpec, Tally
+from triforce_core.messages import SCORED, SequenceSpec, Tally, agreement
 
 TYPE: Final = "I"  # of tokens in arrays and memory views: unsigned integers
 WIDTH = array(TYPE).itemsize  # bytes of a token
@@ -36,7 +36,8 @@ class Text:
 
     def state(self, start: int, tokens: Sequence[int]) -> int:
         """Replace what disagrees from `start` on, which is within the text; returns where it may have changed."""
-        common = start + agreeing(self.tokens(start, start + len(tokens)), tokens)
+        most = min(len(tokens), len(self) - start)
+        common = start + agreement(self.tokens(start, start + most), 0, tuple(tokens), 0, most)
         self.held[WIDTH * common :] = array(TYPE, tokens[common - start :]).tobytes()
         return common
 
@@ -92,7 +93,8 @@ class Trial:
         if self.guess is not None and unchanged >= self.start:
             if len(text) < self.start + SCORED:
                 return tally
-            right = agreeing(self.guess, text.tokens(self.start, self.start + SCORED))
+            most = min(len(self.guess), len(text) - self.start)
+            right = agreement(self.guess, 0, text.tokens(self.start, self.start + most), 0, most)
             tally = Tally(rounds=1, proposed=len(self.guess), accepted=right, rejected=int(right < len(self.guess)))
         self.start, self.guess = len(text), text.continued(SCORED)
         return tally
@@ -116,9 +118,3 @@ class Shadow:
         """Counts the guess if `tokens`, the same text as before and more, now covers it."""
         held = len(self.text)
         return self.trial.score(self.text, self.text.state(held, tokens[held:]))
-
-
-def agreeing(ours: Sequence[int], theirs: Sequence[int]) -> int:
-    """How many tokens both begin with."""
-    pairs = enumerate(zip(ours, theirs, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(ours), len(theirs)))

@@ -6,8 +6,8 @@ from typing import Protocol
 
 from triforce_core.costs import Part, PassCosts
 from triforce_core.engine.sequence import Sequence
-from triforce_core.kv.prefix_tree import Cursor, agreement
-from triforce_core.messages import SequenceSpec, Work
+from triforce_core.kv.prefix_tree import Cursor
+from triforce_core.messages import SequenceSpec, Work, agreement
 from triforce_core.plans import PLAIN
 
 

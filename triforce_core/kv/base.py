@@ -18,7 +18,7 @@ from torch import Tensor
 from triforce_core.attention import Kernel, Partial, merge
 from triforce_core.kv.folds import Fold, Reading, plan
 from triforce_core.kv.ranges import Range, RangeAllocator
-from triforce_core.messages import SequenceSpec, Span
+from triforce_core.messages import SequenceSpec, Span, agreement
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +184,8 @@ class KVCache(ABC):
             return Lack()
         if span.start > len(held.tokens):
             return Lack(missing_from=len(held.tokens))
-        common = common_prefix(held.tokens, span)
+        most = min(span.end, len(held.tokens)) - span.start
+        common = span.start + agreement(held.tokens[span.start : span.end], 0, [*span.tokens], 0, most)
         held.tokens[common:] = span.tokens[common - span.start :]
         held.unchanged = min(held.unchanged, common)
         held.drafted = forward.num_drafted
@@ -291,16 +292,6 @@ class KVCache(ABC):
             for i, (output, lse) in zip(fold.rows, pieces, strict=True):
                 parts[i].append(Partial(output, lse))
         return parts
-
-
-def common_prefix(tokens: list[int], span: Span) -> int:
-    """The absolute position up to which `tokens` agrees with the span; at least the span's start."""
-    if tuple(tokens[span.start : span.end]) == span.tokens:
-        return span.end
-    for offset, (ours, theirs) in enumerate(zip(tokens[span.start :], span.tokens, strict=False)):
-        if ours != theirs:
-            return span.start + offset
-    return min(len(tokens), span.end)
 
 
 def joined(ranges: list[Range], more: list[Range]) -> list[Range]:

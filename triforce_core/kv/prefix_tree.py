@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from triforce_core.kv.ranges import Range, sliced
+from triforce_core.messages import agreement
 
-FIRST_COMPARED = 64  # tokens compared at first; twice as many each time that they are equal
 Key = tuple[int, ...] | str  # the first chunk of a node's tokens; of a node directly below the root, the salt
 
 
@@ -234,17 +234,3 @@ class PrefixTree:
     def idle_at(self, slot: int) -> Node | None:
         """The node without users that has this slot."""
         return next((n for n in self.nodes() if not n.users and n.slots[0] <= slot < n.slots[1]), None)
-
-
-def agreement(one: list[int], first: int, other: list[int], second: int, most: int) -> int:
-    """How many tokens of `one` from `first` on are those of `other` from `second` on, at most `most`."""
-    done, size = 0, FIRST_COMPARED
-    while done < most:
-        size = min(size, most - done)
-        if one[first + done : first + done + size] == other[second + done : second + done + size]:
-            done, size = done + size, 2 * size
-        elif size == 1:
-            break
-        else:  # the first difference is among these: compare half as many
-            most, size = done + size, size // 2
-    return done

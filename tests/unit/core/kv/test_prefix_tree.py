@@ -23,9 +23,9 @@ from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv import prefix_tree
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.full import MOST_RANGES, FullKV
-from triforce_core.kv.prefix_tree import Cursor, agreement
+from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.ranges import size_of, sliced
-from triforce_core.messages import GREEDY, SequenceSpec, Span
+from triforce_core.messages import GREEDY, SequenceSpec, Span, agreement
 from triforce_core.models.replay import CallExecutor, LeadingFullKV
 
 GEOMETRY = KVGeometry(1, 1, 1, torch.float64, torch.device("cpu"))
