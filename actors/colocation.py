@@ -1,7 +1,7 @@
 """What `placement.colocate: auto` is on one machine, and a line for operators of machines with few cores or GPUs."""
 
 from triforce_core.config import COLOCATED, PlacementSettings, Settings, TierPlacement
-from triforce_core.models.cpu import usable_cores
+from triforce_core.machine.cpu import usable_cores
 
 PROCESSES = len(COLOCATED["none"])
 INDIFFERENT = {"colocate", "cpu_latency_us", "cpus"}  # settings that do not say which tiers share a process

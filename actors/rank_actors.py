@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import GetTimeoutError
 
-from actors.cores import keep_to
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.errors import UnavailableError
+from triforce_core.machine.cores import keep_to
 
 if TYPE_CHECKING:
     from triforce_core.models.rank_group import Endpoint, Leader
@@ -34,7 +34,7 @@ class RankActor:
 
     def follow(self, endpoint: Endpoint) -> None:
         """Repeat the leader's calls as the rank of `endpoint`; returns when the leader has stopped."""
-        from triforce_core.engine.followers import follow
+        from triforce_core.building.followers import follow
 
         if self.group.cores is not None:
             keep_to(self.group.cores, f"placement.{self.group.tiers[0]}.cores")

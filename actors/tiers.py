@@ -19,21 +19,21 @@ from typing import TYPE_CHECKING
 
 import ray
 
-from actors.cores import keep_awake, keep_to
 from actors.links import LOOK_UP_S, RemoteProposer
 from actors.marks import Marks
 from actors.rank_actors import lead
 from actors.serving import LinkServer, TierServer
 from actors.wire import MAX_CONTEXT, NUM_TOKEN_IDS, Bounds
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.building.drafters import Drafter, drafter_for, drafter_weights
 from triforce_core.config import DeviceGroup, Settings
-from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.doorbell import Doorbell
-from triforce_core.engine.drafters import Drafter, drafter_for, drafter_weights
 from triforce_core.errors import UnavailableError
+from triforce_core.machine.cores import keep_awake, keep_to
+from triforce_core.machine.cpu import usable_cores
 from triforce_core.messages import Proposer, Tier
-from triforce_core.models.cpu import usable_cores
-from triforce_core.run_ahead import RunAhead
+from triforce_core.speculation.decoder import SpeculativeDecoder, Verifier
+from triforce_core.speculation.run_ahead import RunAhead
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -92,7 +92,7 @@ class TierActor(ABC):
             self.starting.release()
 
     def _load_and_serve(self) -> LinkServer | AsyncServer:
-        from triforce_core.models.threads import run_on
+        from triforce_core.machine.threads import run_on
 
         self.undo.callback(self.forget)
         if self.group.cores is not None:
@@ -128,7 +128,7 @@ class TierActor(ABC):
 
     def status(self) -> list[bytes]:
         """A serialized TierStatus of each tier in this process: Ray cannot pickle protobuf messages."""
-        from triforce_core.engine.inspection import kernels_of
+        from triforce_core.building.inspection import kernels_of
 
         if self.server is None:
             return [pb.TierStatus(tier=name).SerializeToString() for name in self.group.tiers]
@@ -215,8 +215,8 @@ class RetrievalActor(LinkedActor):
 
     def verifier(self) -> Verifier:
         from actors.handover import SnapshotReceiver
-        from triforce_core.engine.assembly import retrieval_kv, retrieval_verifier
-        from triforce_core.engine.loading import load_retrieval_model
+        from triforce_core.building.assembly import retrieval_kv, retrieval_verifier
+        from triforce_core.building.loading import load_retrieval_model
         from triforce_core.models.replay import LeadingRetrievalKV
 
         model = load_retrieval_model(self.settings, self.ranks)
@@ -281,9 +281,9 @@ class TargetActor(TierActor):
 
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer
-        from triforce_core.engine.assembly import grammars_for
-        from triforce_core.engine.fingerprint import target_fingerprint
-        from triforce_core.engine.inspection import audit_of
+        from triforce_core.building.fingerprint import target_fingerprint
+        from triforce_core.building.inspection import audit_of
+        from triforce_core.building.runners import grammars_for
 
         engine, fingerprint = self.engine(), target_fingerprint(self.settings)
         grammars = grammars_for(self.settings, engine.limits.vocab_size)
@@ -300,8 +300,8 @@ class TargetActor(TierActor):
 
     def engine(self) -> Engine:
         from actors.handover import sink_for
-        from triforce_core.engine.assembly import full_kv, target_engine
-        from triforce_core.engine.inspection import runners_of
+        from triforce_core.building.assembly import full_kv, target_engine
+        from triforce_core.building.inspection import runners_of
         from triforce_core.models.replay import LeadingFullKV
 
         if not self.retrieval:
@@ -331,8 +331,8 @@ class TargetActor(TierActor):
 
     def _whole_chain(self) -> Engine:
         """All tiers in this process. The retrieval tier takes snapshots directly, and shares weights where possible."""
-        from triforce_core.engine.inspection import held_of, runners_of
-        from triforce_core.engine.loading import load_local_engine
+        from triforce_core.building.inspection import held_of, runners_of
+        from triforce_core.building.loading import load_local_engine
 
         # Requests may ask for drafts even if the settings do not.
         engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks)

@@ -22,7 +22,7 @@ log = logging.getLogger("ray.serve")  # operators read this logger's files first
 WARM_UP_S = 600.0  # after this time the pipeline serves without being warm; health checks then detect a hang
 PATIENCE_S = 5.0  # longest prefill: prompts are shortened accordingly
 SHORT_PROMPT, LONG_PROMPT = 64, 8192  # tokens
-# Output tokens. With more, threads of plain decoding are found on up to 16 cores (`triforce_core.models.threads`).
+# Output tokens. With more, threads of plain decoding are found on up to 16 cores (`triforce_core.machine.threads`).
 FEW, MORE = 24, 64
 PERIOD = 61  # tokens after which a prompt repeats itself: so does the output, and long drafts are accepted
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)

@@ -12,11 +12,11 @@ from math import inf
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD
-from triforce_core.engine.cache_sizes import MAX_BLOCK
 from triforce_core.engine.controller import Figures
 from triforce_core.engine.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
 from triforce_core.engine.sequence import FinishReason, Request, Stats, Totals
 from triforce_core.errors import InvalidValueError, require
+from triforce_core.kv.sizes import MAX_BLOCK
 from triforce_core.messages import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,

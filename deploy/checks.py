@@ -12,9 +12,9 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from actors.cores import keep_awake
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.errors import InvalidValueError, require
+from triforce_core.machine.cores import keep_awake
 
 if TYPE_CHECKING:
     from triforce_core.engine.limits import Limits
@@ -24,7 +24,7 @@ FRONT_END_CPUS = 0.1  # for the gateway, and for each replica's own process; the
 
 def cpu(settings: Settings) -> str:
     """The CPU's instruction sets, and the cores to which the settings bind tiers."""
-    from triforce_core.models.cpu import cpu_summary
+    from triforce_core.machine.cpu import cpu_summary
 
     allowed = os.sched_getaffinity(0)
     for group in settings.placement.groups:
@@ -38,7 +38,7 @@ def cpu(settings: Settings) -> str:
 def device(settings: Settings) -> str:
     import torch
 
-    from triforce_core.models.device import check_dtype, torch_device
+    from triforce_core.machine.device import check_dtype, torch_device
 
     found = torch_device(settings.device)
     check_dtype(settings.dtype, found)
@@ -90,9 +90,9 @@ def memory(settings: Settings) -> str:
     No check of a start: on a CPU processes may share weights through the page cache, and on a GPU the question makes a
     CUDA context, which a server's own process should not keep.
     """
-    from triforce_core.engine.target_kv import offload_directory
-    from triforce_core.kv.memory import HOST, free_bytes, gib, named
-    from triforce_core.models.device import torch_device
+    from triforce_core.building.target_kv import offload_directory
+    from triforce_core.machine.device import torch_device
+    from triforce_core.machine.memory import HOST, free_bytes, gib, named
 
     offload_directory(settings.target.offload_path)
     place, copies = torch_device(settings.device), settings.server.replicas.min
@@ -152,7 +152,7 @@ def check_ports(settings: Settings) -> None:
 def check_models(settings: Settings) -> Limits:
     """The limits of what the target can serve. Raises, in one line, the errors with which the tiers would not start."""
     from triforce_core.attention import check_kernel
-    from triforce_core.engine.drafters import drafter_weights
+    from triforce_core.building.drafters import drafter_weights
     from triforce_core.engine.limits import target_limits
     from triforce_core.models.files import (
         check_pair,
@@ -180,7 +180,7 @@ def check_models(settings: Settings) -> Limits:
 
 def models_of(settings: Settings) -> dict[str, tuple[str, str]]:
     """The name and the role of each tier's model; a drafter without a model is left out."""
-    from triforce_core.engine.drafters import drafter_weights
+    from triforce_core.building.drafters import drafter_weights
 
     found = {"target": (settings.target.model, "target")}
     if settings.target.lossy:
@@ -227,7 +227,7 @@ def process_bytes(settings: Settings, group: DeviceGroup) -> int:
     """The bytes of weights and KV that one rank of the group takes: on its device, and in host memory if that is its
     device. Weights count as not quantised, since they are loaded so; those not downloaded yet count as nothing.
     """
-    from triforce_core.models.device import DTYPES
+    from triforce_core.machine.device import DTYPES
 
     models, own = models_of(settings), settings.retrieval.own_weights
     tiers = [tier for tier in group.tiers if tier in models]
@@ -240,14 +240,14 @@ def process_bytes(settings: Settings, group: DeviceGroup) -> int:
 
 def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
     """The bytes of a tier's KV on one rank: on its device, and in host memory if that is its device."""
-    from triforce_core.engine.cache_sizes import draft_heavy_hitters, draft_window, retrieval_tail
+    from triforce_core.building.lossy import lossy_bytes
+    from triforce_core.building.target_kv import check_pool, offload_for
+    from triforce_core.building.working_memory import beside_pool
     from triforce_core.engine.limits import target_limits
-    from triforce_core.engine.lossy import lossy_bytes
-    from triforce_core.engine.target_kv import check_pool, offload_for
-    from triforce_core.engine.working_memory import beside_pool
     from triforce_core.kv.base import KVGeometry
-    from triforce_core.kv.memory import HOST
-    from triforce_core.models.device import DTYPES, torch_device
+    from triforce_core.kv.sizes import draft_heavy_hitters, draft_window, retrieval_tail
+    from triforce_core.machine.device import DTYPES, torch_device
+    from triforce_core.machine.memory import HOST
     from triforce_core.models.files import kv_shape, load_config
 
     config = load_config(name, role)

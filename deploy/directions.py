@@ -13,7 +13,7 @@ from deploy.keys import own_headers
 from deploy.service import served_name
 from triforce_core.config import Settings
 from triforce_core.errors import UnavailableError
-from triforce_core.models.cpu import cpu_summary
+from triforce_core.machine.cpu import cpu_summary
 
 ENDPOINT_TIMEOUT_S = 30.0
 Tiers = list[dict[str, Any]]  # as in the answer of /status

@@ -34,8 +34,8 @@ from deploy.merging import merged
 from deploy.metrics import Meters, Scrape
 from deploy.shares import Shares
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.building.fingerprint import target_fingerprint
 from triforce_core.config import Settings
-from triforce_core.engine.fingerprint import target_fingerprint
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
 from triforce_core.errors import (

@@ -29,15 +29,15 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity
 
 from triforce_core.attention.flash_decoding import attention
+from triforce_core.building.inspection import kernels_of, runners_of
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.sequence import Request
-from triforce_core.kv.memory import free_bytes
+from triforce_core.machine.device import DTYPES
+from triforce_core.machine.memory import free_bytes
+from triforce_core.machine.toolchain import lacking
 from triforce_core.messages import GREEDY, SamplingParams
-from triforce_core.models.device import DTYPES
-from triforce_core.toolchain import lacking
+from triforce_core.speculation.decoder import SpeculativeDecoder
 from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
 from triforce_tools.bench.fitting import LONGEST, fitting_context
 from triforce_tools.bench.generate import generate_ms

@@ -37,9 +37,9 @@ import torch
 from deploy.app import prepare_environment
 from deploy.remains import nothing_remains
 from scripts.gpu_check import save
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import run_to_end
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.files import load_config, load_tokenizer

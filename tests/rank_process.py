@@ -47,7 +47,7 @@ class RankProcess:
 
 
 def follow_each(calls: Connection) -> None:
-    from triforce_core.engine.followers import follow
+    from triforce_core.building.followers import follow
 
     while True:
         try:

@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from tests.by_hand import NothingCached
-from triforce_core.drafting import ends
 from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.ranges import RangeAllocator, size_of
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, in_turn
-from triforce_core.verification import judge
+from triforce_core.speculation.drafting import ends
+from triforce_core.speculation.verification import judge
 
 VOCAB = 5
 Tokens = tuple[int, ...]

@@ -17,15 +17,16 @@ from transformers import PreTrainedModel
 from actors.links import RemoteProposer
 from actors.serving import LinkServer, TierServer
 from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine, retrieval_kv, retrieval_verifier, target_engine
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import load_settings
-from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
-from triforce_core.engine.assembly import draft_proposer, local_engine, retrieval_kv, retrieval_verifier, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import Proposal, Proposer, SamplingParams, Tier, Work
 from triforce_core.models.load import ATTENTION
-from triforce_core.run_ahead import RunAhead
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.run_ahead import RunAhead
 
 SETTINGS = load_settings(
     dtype="float32",

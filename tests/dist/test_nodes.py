@@ -21,8 +21,8 @@ from tests.dist.conftest import running
 from tests.dist.decoding import Tiers
 from tests.dist.test_pipeline import SETTINGS, in_one_process, request
 from tests.starting import LocalRay, fake_nodes
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.messages import Tier
 
 TIER_ADDRESSES = {"target": "127.0.0.2", "retrieval": "127.0.0.3", "draft": "127.0.0.4"}

@@ -15,8 +15,8 @@ from tests.dist.conftest import StartPipeline
 from tests.dist.decoding import Tiers
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import ContextLengthError, InvalidValueError, UnavailableError

@@ -14,15 +14,15 @@ from typing import Any
 
 import pytest
 
-from actors.cores import CPU_LATENCY
 from tests.conftest import HeldOut
 from tests.dist.conftest import running
 from tests.dist.decoding import Tiers
 from tests.dist.test_pipeline import SETTINGS, in_one_process, request
 from tests.starting import LocalRay, fake_nodes
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.machine.cores import CPU_LATENCY
 from triforce_core.messages import Tier
 
 TYPE = "ray.io/accelerator-type"

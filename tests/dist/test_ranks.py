@@ -20,9 +20,9 @@ from tests.dist.decoding import Tiers
 from tests.dist.test_faults import NUM_TOKENS, decode, pid_of, proposed_by, wait_for_drafts
 from tests.dist.test_pipeline import request
 from tests.rank_process import RankProcess
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
 from triforce_core.engine.engine import run_to_end
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import UnavailableError
 from triforce_core.kv.snapshot import Snapshot

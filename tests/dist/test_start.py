@@ -17,7 +17,7 @@ from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import UnavailableError
-from triforce_core.leaf import Leaf
+from triforce_core.speculation.leaf import Leaf
 
 ELSEWHERE = "192.0.2.77"  # of no machine
 

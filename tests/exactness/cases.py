@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from tests.pairwise import all_pairs
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
+from triforce_core.building.assembly import retrieval_decoder, target_engine
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder, Verifier
-from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, target_engine
 from triforce_core.engine.controller import Controller, Tiers
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request, Sequence
@@ -27,6 +27,7 @@ from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.messages import GREEDY, Claim, Drafting, Proposer, SamplingParams, Tally, Tier, Verdict
 from triforce_core.models.load import ATTENTION, kv_geometry, load_model
 from triforce_core.plans import Plan
+from triforce_core.speculation.decoder import SpeculativeDecoder, Verifier
 
 Tokens = tuple[int, ...]
 
@@ -178,7 +179,7 @@ class CountingRetrievalKV(RetrievalKV):
 
 
 def engine_for(case: Case, events: Counter[str], requests: list[Request], graphs: str = "off") -> Engine:
-    """The chain of engine/assembly.py, with models of each tier's own, the case's tail, counters, and a pool that the
+    """The chain of building/assembly.py, with models of each tier's own, the case's tail, counters, and a pool that the
     requests fill.
     """
     target, retrieval, drafter = models(case)

@@ -11,17 +11,17 @@ import sys
 import sysconfig
 from pathlib import Path
 
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import KVCache
-from triforce_core.leaf import Leaf
 from triforce_core.messages import SamplingParams
 from triforce_core.models.files import load_tokenizer
 from triforce_core.models.load import load_model
-from triforce_core.verification import ModelVerifier
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.leaf import Leaf
+from triforce_core.speculation.verification import ModelVerifier
 
 NUM_TOKENS = 64
 FILES = ["inspect.py", "turtle.py", "tarfile.py", "doctest.py"]

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from tests.exactness.cases import finish
 from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import audit_of
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import audit_of
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.kv.base import Batch, Forward
 from triforce_core.kv.full import FullKV

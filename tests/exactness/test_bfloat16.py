@@ -18,9 +18,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish
 from tests.random_models import plain_logits, random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Batch, Forward
@@ -30,7 +29,8 @@ from triforce_core.models.load import ATTENTION, load_model
 from triforce_core.models.quantize import quantize_weights
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.draw import Draw, perturbed_logits
-from triforce_core.verification import ModelVerifier
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.verification import ModelVerifier
 
 Tokens = tuple[int, ...]
 NUM_TOKENS, SEED = 150, 7

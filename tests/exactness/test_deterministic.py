@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.conftest import HeldOut
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import run_to_end
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import SamplingParams

@@ -14,16 +14,17 @@ from scipy import stats
 from tests.exactness.cases import finish
 from tests.random_models import plain_logits, random_pair, with_noise
 from triforce_core.attention import KERNELS
+from triforce_core.building.assembly import retrieval_decoder, target_engine
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, target_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.messages import Claim, Proposal, SamplingParams, SequenceSpec, Span, Tier, Verdict, Work
 from triforce_core.models.load import kv_geometry
 from triforce_core.sampling.draw import Draw, draw_tokens
 from triforce_core.sampling.warp import warp
-from triforce_core.verification import judge
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.verification import judge
 
 Tokens = tuple[int, ...]
 LIKELY, IMPOSSIBLE = 1e-3, 1e-12  # p-values above and below which a sample is taken to follow a distribution, or not to

@@ -18,8 +18,9 @@ from tests.exactness.cases import finish
 from tests.exactness.test_distribution import IMPOSSIBLE, LIKELY, PROMPT, Tokens, hierarchical, p_value
 from tests.random_models import plain_logits, random_pair, with_noise
 from triforce_core.attention import KERNELS
+from triforce_core.building.assembly import retrieval_decoder, target_engine
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV

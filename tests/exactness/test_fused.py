@@ -8,11 +8,11 @@ from tests.compiling import needs_a_compiler
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish, mixed_requests
 from tests.random_models import random_pair, with_noise
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY
 from triforce_core.models.fuse import is_fused

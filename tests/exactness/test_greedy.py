@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish
 from tests.random_models import FAMILIES, random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY
 from triforce_core.models.files import resolve

@@ -10,18 +10,18 @@ import pytest
 
 from tests.exactness.cases import finish
 from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.drafting import ModelProposer
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import FinishReason, Request
-from triforce_core.leaf import Leaf
 from triforce_core.messages import SamplingParams
 from triforce_core.models.files import load_tokenizer, stop_token_ids
 from triforce_core.models.load import ATTENTION
 from triforce_core.sampling.guides import Guide
-from triforce_core.verification import ModelVerifier
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.drafting import ModelProposer
+from triforce_core.speculation.leaf import Leaf
+from triforce_core.speculation.verification import ModelVerifier
 
 VOCAB, SEEDS = 4096, 100
 PROMPT = random_tokens(70, seed=0, vocab=VOCAB)

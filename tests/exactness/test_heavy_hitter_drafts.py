@@ -7,10 +7,11 @@ import pytest
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish, mixed_requests
 from tests.random_models import random_model, with_noise
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.draft_model import draft_proposer
+from triforce_core.building.inspection import runners_of
 from triforce_core.config import MAX_LOOKAHEAD, Settings
-from triforce_core.engine.assembly import draft_proposer, local_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.heavy_hitter import HeavyHeld, HeavyHitterKV

@@ -7,8 +7,8 @@ from collections import defaultdict
 import pytest
 
 from tests.conftest import HeldOut
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import run_to_end
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import Drafting, Origin, SamplingParams, Tally

@@ -6,8 +6,8 @@ import pytest
 
 from tests.exactness.test_parameters import outputs_of
 from tests.random_models import plain_logits, random_pair, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.messages import GREEDY, SamplingParams, TokenLogprobs

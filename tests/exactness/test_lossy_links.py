@@ -13,18 +13,19 @@ from tests.integrity import check
 from tests.lossy_link import LossyLink
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.attention import KERNELS
+from triforce_core.building.assembly import target_engine
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import draft_proposer, target_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.snapshot import Snapshot
-from triforce_core.leaf import Leaf
 from triforce_core.messages import Drafting, Proposal, Proposer, SamplingParams, Tally, Tier, Work
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
-from triforce_core.run_ahead import RunAhead
-from triforce_core.verification import ModelVerifier
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.leaf import Leaf
+from triforce_core.speculation.run_ahead import RunAhead
+from triforce_core.speculation.verification import ModelVerifier
 
 VOCAB, BUDGET, TAIL = 50, 48, 14
 SETTINGS = Settings.model_validate(

@@ -7,10 +7,10 @@ from transformers import PreTrainedModel
 
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import held_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.inspection import held_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.load import load_model

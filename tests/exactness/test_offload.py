@@ -14,8 +14,9 @@ from transformers import PreTrainedModel
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish
 from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.building.assembly import retrieval_decoder, retrieval_kv, target_engine
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import load_settings
-from triforce_core.engine.assembly import draft_proposer, retrieval_decoder, retrieval_kv, target_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.snapshot import Snapshot

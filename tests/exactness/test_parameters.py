@@ -15,17 +15,17 @@ from typing import Any
 import pytest
 
 from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.messages import Claim, SamplingParams, Verdict
 from triforce_core.models.files import load_tokenizer, stop_token_ids
 from triforce_core.models.load import ATTENTION
 from triforce_core.sampling.guides import Guide
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.verification import ModelVerifier
 from triforce_core.text import OutputText, TokenText, joined
-from triforce_core.verification import ModelVerifier
 
 VOCAB, PROMPTS, MAX_TOKENS = 4096, 4, 28
 SCHEMA = {

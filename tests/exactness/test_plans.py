@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from tests.exactness.cases import AnyPlan, Case, models
 from tests.random_models import random_tokens
+from triforce_core.building.assembly import local_engine
 from triforce_core.engine.acceptances import Acceptances
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, SamplingParams, Tally
-from triforce_core.ngram import Shadow
 from triforce_core.plans import PLAIN, Plan
+from triforce_core.speculation.lookup import Shadow
 
 CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
 REQUESTS, MOST = 4, 60

@@ -7,7 +7,7 @@ import pytest
 from tests.exactness.cases import Case, models
 from tests.integrity import check
 from tests.random_models import random_tokens
-from triforce_core.engine.assembly import local_engine
+from triforce_core.building.assembly import local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.kv.full import FullKV

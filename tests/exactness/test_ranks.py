@@ -17,10 +17,11 @@ from tests.exactness.cases import finish
 from tests.exactness.test_handover import CountingSink
 from tests.random_models import random_model, random_tokens, with_noise
 from tests.rank_process import RankProcess
+from triforce_core.building.assembly import full_kv, retrieval_decoder, retrieval_kv, target_engine
+from triforce_core.building.draft_model import draft_proposer
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.assembly import draft_proposer, full_kv, retrieval_decoder, retrieval_kv, target_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.snapshot import Snapshot

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 
 from tests.exactness.cases import finish
 from tests.random_models import random_model, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError

@@ -24,8 +24,8 @@ from tests.exactness.cases import (
     speculate,
 )
 from tests.random_models import random_pair, with_noise
+from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.kv.base import Batch, KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV

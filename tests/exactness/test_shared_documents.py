@@ -16,9 +16,9 @@ from tests.exactness.test_ranks import saved, settings_for, with_ranks
 from tests.integrity import check
 from tests.random_models import random_tokens
 from tests.rank_process import RankProcess
-from triforce_core.engine.assembly import local_engine
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.loading import load_local_engine
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Output, Request, Stats
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import SamplingParams

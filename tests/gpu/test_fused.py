@@ -12,9 +12,9 @@ from tests.exactness.cases import Outcome, finish
 from tests.random_models import random_pair, random_tokens, with_noise
 from tests.stating import spec
 from triforce_core.attention import kernel_for
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import runners_of
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Forward
 from triforce_core.kv.streaming import StreamingKV, WindowSettings

@@ -7,9 +7,9 @@ import torch
 
 from tests.exactness.cases import Outcome, finish
 from tests.random_models import random_pair, random_tokens, with_noise
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import runners_of
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models.graphs import CapturedPass

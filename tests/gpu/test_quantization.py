@@ -7,9 +7,9 @@ import torch
 
 from tests.conftest import HeldOut
 from tests.exactness.cases import finish
+from triforce_core.building.inspection import runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings
-from triforce_core.engine.inspection import runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.quantize import weight_bytes

@@ -19,10 +19,10 @@ import requests
 from tests.conftest import HeldOut
 from tests.serve.conftest import Server, free_ports, start
 from tests.starting import tried_twice
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import runners_of
 from triforce_core.config import load_settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Forward
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier

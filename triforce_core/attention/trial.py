@@ -8,7 +8,7 @@ import torch
 
 from triforce_core.attention.chunk_sums import fused
 from triforce_core.attention.flash_decoding import attention
-from triforce_core.toolchain import lacking
+from triforce_core.machine.toolchain import lacking
 
 log = logging.getLogger(__name__)
 

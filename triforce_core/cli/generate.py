@@ -80,10 +80,10 @@ def generate(
     rule = "cannot be combined with --json-schema, --regex and the like: such an output must be able to end"
     require(guide is None or not ignore_eos, "ignore-eos", ignore_eos, rule)
 
-    from triforce_core.engine.assembly import grammars_for
+    from triforce_core.building.followers import local_ranks
+    from triforce_core.building.loading import load_local_engine
+    from triforce_core.building.runners import grammars_for
     from triforce_core.engine.engine import run_to_end
-    from triforce_core.engine.followers import local_ranks
-    from triforce_core.engine.loading import load_local_engine
     from triforce_core.engine.sequence import FinishReason, Request, nth_seed
     from triforce_core.models.files import end_token_ids, load_tokenizer, stop_token_ids
 

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.controller import Controller, plan_of, recent_cut
 from triforce_core.engine.freshness import SinceCut, has_sagged
@@ -22,8 +21,9 @@ from triforce_core.errors import UnavailableError
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
-from triforce_core.ngram import Shadow
 from triforce_core.plans import Plan
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.lookup import Shadow
 
 log = logging.getLogger(__name__)
 

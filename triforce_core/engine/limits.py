@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.config import REMOVED_SELECTORS, SELECTOR_NAMES, Settings
-from triforce_core.engine.cache_sizes import target_heavy_hitters, target_window
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import ContextLengthError, require
+from triforce_core.kv.sizes import target_heavy_hitters, target_window
 from triforce_core.models.files import context_length, kv_shape
 
 MAX_STOP_TOKENS = 256  # every tier looks for them at every position

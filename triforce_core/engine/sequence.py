@@ -14,8 +14,8 @@ from triforce_core.engine.freshness import SinceCut
 from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tally, TokenLogprobs, Work
-from triforce_core.ngram import Shadow
 from triforce_core.plans import PLAIN, Plan
+from triforce_core.speculation.lookup import Shadow
 
 
 class FinishReason(StrEnum):

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from triforce_core.errors import require
 from triforce_core.kv.base import KVGeometry
-from triforce_core.kv.memory import gib
 from triforce_core.kv.pinned import lock
 from triforce_core.kv.ranges import Range
 from triforce_core.kv.selectors import Landmark
+from triforce_core.machine.memory import gib
 
 READ_TOGETHER = 1024  # chunks whose keys are read at once, which bounds the memory of wide copies
 

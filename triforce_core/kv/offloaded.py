@@ -17,11 +17,11 @@ from triforce_core.errors import require
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.memory import gib, mapped
 from triforce_core.kv.pinned import PinnedStaging, lock
 from triforce_core.kv.ranges import Range, rounded_up, union
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+from triforce_core.machine.memory import gib, mapped
 
 NUM_STAGED = 2  # layers
 

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from triforce_core.config import Settings
 from triforce_core.errors import reason_of
+from triforce_core.machine.toolchain import lacking
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.sampling.draw import Noisiest, noisiest
-from triforce_core.toolchain import lacking
 
 ROTATE = "apply_rotary_pos_emb"  # the function of this name that transformers' attention modules call
 GATED = {"gate_proj", "up_proj", "down_proj", "act_fn"}  # the parts of a gated feed-forward block

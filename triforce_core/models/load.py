@@ -16,8 +16,8 @@ from triforce_core.attention.reference import reference
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.full import FullKV
+from triforce_core.machine.device import DTYPES, check_dtype, torch_device
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
-from triforce_core.models.device import DTYPES, check_dtype, torch_device
 from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve
 from triforce_core.models.rank_group import Group

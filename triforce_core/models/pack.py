@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from triforce_core.models.cpu import CPUINFO, cpu_vendor
+from triforce_core.machine.cpu import CPUINFO, cpu_vendor
 from triforce_core.models.fuse import are_plain
 
 

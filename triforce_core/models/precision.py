@@ -6,7 +6,7 @@ A CPU without bfloat16 instructions multiplies bfloat16 many times slower than f
 from pathlib import Path
 
 from triforce_core.config import Settings
-from triforce_core.models.cpu import CPUINFO, cpu_flags
+from triforce_core.machine.cpu import CPUINFO, cpu_flags
 
 BFLOAT16_FLAGS = {"avx512_bf16", "amx_bf16", "bf16"}  # the first two: Intel and AMD; the last: Arm
 

@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from triforce_core.costs import Part, PassCosts
 from triforce_core.kv.base import Batch, Forward, KVCache, Row
 from triforce_core.kv.ranges import size_of
+from triforce_core.machine.threads import Threads, run_on
 from triforce_core.models.graphs import ShapedPasses
-from triforce_core.models.threads import Threads, run_on
 from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.transfer import on_device
 

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import Any
 
-PATCHED = "triforce_core.verification"
+PATCHED = "triforce_core.speculation.verification"
 DEADLY = (11, 13, 11, 13, 11)  # the first tokens of the prompt
 
 

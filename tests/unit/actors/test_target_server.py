@@ -25,7 +25,6 @@ from tests.unit.actors.test_links import Quiet
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
-from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.limits import Limits
@@ -33,6 +32,7 @@ from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence, Stats
 from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
 from triforce_core.messages import GREEDY, Claim, Proposer, Tally, Tier, Verdict
+from triforce_core.speculation.decoder import SpeculativeDecoder
 
 
 class Hanging(Counting):

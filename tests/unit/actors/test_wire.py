@@ -18,10 +18,10 @@ from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.client.results import FINISH_REASONS
 from triforce_core.config import SELECTOR_NAMES
-from triforce_core.engine.cache_sizes import MAX_BLOCK
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.errors import InvalidValueError
+from triforce_core.kv.sizes import MAX_BLOCK
 from triforce_core.messages import GREEDY, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Tier, Work
 
 ids = st.integers(0, 2**64 - 1)

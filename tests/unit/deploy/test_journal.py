@@ -20,8 +20,8 @@ from deploy.journal import MAX_DEATHS, PROVEN_TOKENS
 from deploy.service import Part, ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Output
 from triforce_core.errors import DeadlineError, FingerprintError, UnavailableError
 from triforce_core.messages import GREEDY, SamplingParams

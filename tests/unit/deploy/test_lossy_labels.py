@@ -21,10 +21,10 @@ from deploy.service import ServedModel, Service
 from tests.command_line import run
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.generation_pb2 import GenerateRequest
+from triforce_core.building.loading import load_local_engine
 from triforce_core.client.results import completion_from_proto, models_from_proto
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.loading import load_local_engine
 
 LOSSY = {"eviction": "heavy_hitter", "kv_budget": 64}
 TEXT = "heavy_hitter keeps 64 tokens of KV of each request and forgets the others"

@@ -92,7 +92,7 @@ def test_the_http_page_lists_every_error() -> None:
 
 def test_the_site_names_files_that_it_does_not_have(site: Path) -> None:
     page = (site / "tour" / "index.html").read_text()
-    assert "<code>triforce_core/decoder.py</code>" in page
+    assert "<code>triforce_core/speculation/decoder.py</code>" in page
     assert 'href="../triforce_core' not in page
 
 
@@ -111,7 +111,10 @@ def replace(page: str, old: str, new: str) -> Callable[[Path], None]:
     [
         (replace("index.md", "(models.md)", "(nothing.md)"), "'nothing.md', but the target is not found"),
         (replace("index.md", "#who-may-reach-what", "#nothing"), "does not contain an anchor '#nothing'"),
-        (replace("tour.md", "(../triforce_core/decoder.py)", "(../nothing.py)"), "../nothing.py, which does not exist"),
+        (
+            replace("tour.md", "(../triforce_core/speculation/decoder.py)", "(../nothing.py)"),
+            "../nothing.py, which does not exist",
+        ),
         (replace("quickstart.md", "sdk_client.py", "nothing.py"), "nothing.py' could not be found"),
         (lambda docs: (docs / "lost.md").write_text("# Lost\n"), 'not included in the "nav" configuration'),
     ],

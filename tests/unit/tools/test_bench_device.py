@@ -14,11 +14,11 @@ from transformers import AutoModelForCausalLM, GPTNeoXConfig
 
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
+from triforce_core.building.inspection import runners_of
 from triforce_core.config import RetrievalSettings, TargetSettings, load_settings
-from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv.memory import HOST
+from triforce_core.machine.memory import HOST
 from triforce_core.messages import GREEDY, Tier
 from triforce_core.models.load import kv_geometry
 from triforce_tools.bench import device, fitting

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from triforce_core.building.followers import local_ranks
+from triforce_core.building.inspection import kernels_of, runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import TIER_SETS, Settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.followers import local_ranks
-from triforce_core.engine.inspection import kernels_of, runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request, Stats
 from triforce_core.models.files import load_tokenizer
 from triforce_tools.bench.axes import Mode, Point

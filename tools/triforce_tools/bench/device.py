@@ -16,23 +16,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.drafters import drafter_weights
+from triforce_core.building.inspection import kernels_of, runners_of
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import kernels_of, runners_of
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.machine.device import DTYPES, torch_device
 from triforce_core.messages import GREEDY, Claim, Proposer, SamplingParams, SequenceSpec, Span, Tier
-from triforce_core.models.device import DTYPES, torch_device
 from triforce_core.models.files import context_length, kv_shape
 from triforce_core.models.quantize import quantize_weights, tensor_bytes, weight_bytes
 from triforce_core.models.runner import ModelRunner
-from triforce_core.verification import ModelVerifier
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.verification import ModelVerifier
 from triforce_tools.bench.cuts import cut_figures
 from triforce_tools.bench.geometry import Geometry, random_model
 from triforce_tools.bench.peaks import Peaks, measure_peaks, seconds

@@ -6,14 +6,14 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.configuration_utils import PretrainedConfig
 
+from triforce_core.building.target_kv import offload_for
+from triforce_core.building.working_memory import beside_pool
 from triforce_core.config import Settings
-from triforce_core.engine.cache_sizes import draft_window, retrieval_tail
-from triforce_core.engine.target_kv import offload_for
-from triforce_core.engine.working_memory import beside_pool
 from triforce_core.errors import require
 from triforce_core.kv.base import KVGeometry
-from triforce_core.kv.memory import HOST, free_bytes, gib
-from triforce_core.models.device import DTYPES, torch_device
+from triforce_core.kv.sizes import draft_window, retrieval_tail
+from triforce_core.machine.device import DTYPES, torch_device
+from triforce_core.machine.memory import HOST, free_bytes, gib
 from triforce_core.models.files import context_length, kv_shape
 from triforce_tools.bench.geometry import Geometry
 

@@ -12,7 +12,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.device import DTYPES, torch_device
+from triforce_core.machine.device import DTYPES, torch_device
 from triforce_core.models.files import load_config
 from triforce_core.models.load import ATTENTION, check_attention
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from triforce_core.decoder import SpeculativeDecoder, Verifier
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.errors import require
 from triforce_core.messages import Claim, Proposal, Proposer, SamplingParams, Span, Work
+from triforce_core.speculation.decoder import SpeculativeDecoder, Verifier
 
 
 def decoding(

@@ -14,7 +14,7 @@ from typing import Any
 from triforce_core import __version__
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.models.cpu import cpu_summary
+from triforce_core.machine.cpu import cpu_summary
 from triforce_tools.bench.axes import Point, coordinates
 from triforce_tools.bench.sweep import Workload
 

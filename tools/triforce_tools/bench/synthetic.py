@@ -11,7 +11,7 @@ from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.full import FullKV
 from triforce_core.messages import Claim, Tier, Verdict
 from triforce_core.models.files import kv_shape
-from triforce_core.verification import ModelVerifier, judge
+from triforce_core.speculation.verification import ModelVerifier, judge
 from triforce_tools.bench.fill import fill
 
 

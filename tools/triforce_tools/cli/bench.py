@@ -52,7 +52,7 @@ def device(
     as_json: JsonOption = False,
 ) -> None:
     """Times of each stage for a model's geometry with random weights, and decoding with synthetic acceptance."""
-    from triforce_core.models.device import torch_device
+    from triforce_core.machine.device import torch_device
     from triforce_tools.bench.device import DeviceWorkload, bench_device, check, prefill_lengths
     from triforce_tools.bench.fitting import fitting_context
     from triforce_tools.bench.geometry import geometry_of

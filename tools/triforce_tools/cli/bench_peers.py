@@ -47,7 +47,7 @@ def peers(
     use; seconds to the first text of a prompt that nobody has read. `engine` is ours in one process.
     """
     from deploy.app import interrupt, on_signals
-    from triforce_core.models.cpu import cpu_summary
+    from triforce_core.machine.cpu import cpu_summary
     from triforce_tools.bench.machine import quiet_machine
     from triforce_tools.peers.compare import Load, compare
     from triforce_tools.peers.servers import PEERS, install, versions

@@ -34,7 +34,7 @@ def serve(
 
     The key in $TRIFORCE_API_KEY is sent, as by the SDK. For a load of many users, see docs/benchmarks/serving.md.
     """
-    from triforce_core.models.cpu import cpu_summary
+    from triforce_core.machine.cpu import cpu_summary
     from triforce_tools.serving.doors import open_server
     from triforce_tools.serving.shared import measure_shared
     from triforce_tools.serving.streams import BESIDE, Streams, measure_streams

@@ -18,7 +18,7 @@ import torch
 from transformers import LlamaForCausalLM
 
 from triforce_core.errors import require
-from triforce_core.models.device import torch_device
+from triforce_core.machine.device import torch_device
 from triforce_tools.demo_training.batches import Batch, make_batch
 from triforce_tools.demo_training.corpus import Corpus, build_corpus, demo_tokenizer
 from triforce_tools.demo_training.models import build_model, losses, written_by_target

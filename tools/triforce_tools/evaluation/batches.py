@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from triforce_core.building.inspection import runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.inspection import runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
 from triforce_core.kv.base import KVCache

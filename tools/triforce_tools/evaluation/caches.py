@@ -15,9 +15,9 @@ from typing import NamedTuple
 from torch import Tensor
 
 from triforce_core.attention import kernel_for
+from triforce_core.building.draft_model import heavy_hitter_kv, streaming_kv
+from triforce_core.building.drafters import drafter_weights
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import heavy_hitter_kv, streaming_kv
-from triforce_core.engine.drafters import drafter_weights
 from triforce_core.errors import require
 from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
@@ -26,9 +26,9 @@ from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.machine.threads import Threads
 from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
 from triforce_core.models.runner import ModelRunner
-from triforce_core.models.threads import Threads
 from triforce_tools.evaluation.plan import EvalPlan
 from triforce_tools.evaluation.texts import Input, Stretch
 

@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from triforce_core import __version__
+from triforce_core.building.inspection import runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.inspection import runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import require
+from triforce_core.machine.cpu import cpu_summary
 from triforce_core.messages import GREEDY, Tier
-from triforce_core.models.cpu import cpu_summary
 from triforce_core.models.files import context_length, load_config, load_tokenizer
 from triforce_tools.bench.pairs import speculative_rounds
 from triforce_tools.evaluation.batches import KINDS, check_batches, free_memory, measure_batches

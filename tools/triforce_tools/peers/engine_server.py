@@ -10,9 +10,9 @@ from http.server import ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams
 from triforce_tools.peers.transformers_server import Handler

@@ -11,11 +11,11 @@ from typing import Any
 
 import ray
 
-from actors.cores import keep_awake
 from triforce_core.config import COLOCATED, Settings
 from triforce_core.errors import require
+from triforce_core.machine.cores import keep_awake
+from triforce_core.machine.cpu import cpu_summary
 from triforce_core.messages import Drafting, Tier
-from triforce_core.models.cpu import cpu_summary
 from triforce_core.plans import Plan
 from triforce_tools.bench.axes import Mode, Point
 from triforce_tools.bench.pairs import Measured, identical_share, ratios, spread

@@ -17,14 +17,14 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
-from actors import cores
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core import __version__
 from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
-from triforce_core.models.cpu import usable_cores
+from triforce_core.machine import cores
+from triforce_core.machine.cpu import usable_cores
 from triforce_core.models.files import load_tokenizer
 from triforce_core.models.precision import machine_dtype
 from triforce_tools.bench.machine import quiet_machine

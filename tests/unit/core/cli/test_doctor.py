@@ -17,19 +17,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from actors import cores
 from deploy import checks
 from deploy.checks import CHECKS, kv_bytes, memory, on_one_gpu, parameters, process_bytes
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from tests.starting import nothing_left
+from triforce_core.building.assembly import full_kv, retrieval_kv
+from triforce_core.building.draft_model import draft_proposer
 from triforce_core.cli.options import settings_from
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.demo import weights_dir
-from triforce_core.engine.assembly import draft_proposer, full_kv, retrieval_kv
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv import container
-from triforce_core.kv import memory as kv_memory
+from triforce_core.machine import cgroup as container
+from triforce_core.machine import cores
+from triforce_core.machine import memory as kv_memory
 from triforce_core.models.load import load_model
 
 REPOSITORY = Path(__file__).resolve().parents[4]

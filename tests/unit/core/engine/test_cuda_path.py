@@ -19,11 +19,11 @@ from tests.random_models import random_model, with_noise
 from triforce_core import attention
 from triforce_core.attention import KERNELS
 from triforce_core.attention.chunk_sums import triton_chunk_sums
+from triforce_core.building.inspection import runners_of
+from triforce_core.building.working_memory import LIBRARIES, beside_pool
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.inspection import runners_of
 from triforce_core.engine.sequence import Request
-from triforce_core.engine.working_memory import LIBRARIES, beside_pool
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import Offload, OffloadedKV

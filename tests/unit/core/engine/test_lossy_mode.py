@@ -12,12 +12,12 @@ from torch import Tensor
 from tests.random_models import Pair, plain_logits, random_model, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, geometry
 from triforce_core.attention import KERNELS
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.inspection import held_of
+from triforce_core.building.lossy import lossy_kv
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.assembly import local_engine
 from triforce_core.engine.engine import Engine, run_to_end
-from triforce_core.engine.inspection import held_of
 from triforce_core.engine.limits import target_limits
-from triforce_core.engine.lossy import lossy_kv
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.lossy import LossyStreamingKV

@@ -17,14 +17,14 @@ import pytest
 
 from tests.lossy_link import LossyLink
 from tests.toy_tiers import VOCAB, Law, Settled, SlowSink, Tokens, ToyDrafts, ToyRetrieval, ToyTarget, ToyTier
-from triforce_core.decoder import Block, SpeculativeDecoder, State
 from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Claim, Proposer, SamplingParams, SequenceSpec, Tier, Verdict, Work
-from triforce_core.run_ahead import RunAhead
+from triforce_core.speculation.decoder import Block, SpeculativeDecoder, State
+from triforce_core.speculation.run_ahead import RunAhead
 
 
 class CountingTier:

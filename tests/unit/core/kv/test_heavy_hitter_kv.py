@@ -15,9 +15,9 @@ from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, geometry, spec
 from triforce_core.attention import KERNELS
 from triforce_core.config import MAX_LOOKAHEAD, load_settings
-from triforce_core.engine.cache_sizes import draft_heavy_hitters
 from triforce_core.kv.base import Forward, KVGeometry, Lack
 from triforce_core.kv.heavy_hitter import HeavyHeld, HeavyHitterKV, HeavyHitterSettings, attention_sums
+from triforce_core.kv.sizes import draft_heavy_hitters
 from triforce_core.messages import Drafting, Span
 from triforce_core.models.runner import ModelRunner
 from triforce_core.plans import plans

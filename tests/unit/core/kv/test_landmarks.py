@@ -12,8 +12,8 @@ from torch import Tensor
 from tests.random_models import Pair, random_model, random_pair, random_tokens
 from tests.stating import Statement, ask, full_kv, geometry, spec
 from triforce_core.attention import KERNELS
+from triforce_core.building.target_kv import target_kv
 from triforce_core.config import load_settings
-from triforce_core.engine.target_kv import target_kv
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import LEAST_FILLED, FullKV
 from triforce_core.kv.landmarks import LandmarkPool

@@ -20,10 +20,10 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.full_held import FullHeld
-from triforce_core.kv.memory import mapped
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import MeanKey, Selector, SnapKV
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+from triforce_core.machine.memory import mapped
 from triforce_core.messages import Span
 from triforce_core.models.runner import ModelRunner
 from triforce_tools.bench.fill import fill

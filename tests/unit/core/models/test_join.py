@@ -17,8 +17,9 @@ from tests.compiling import needs_a_compiler, nothing_compiles
 from tests.random_models import FAMILIES, random_model, random_pair, random_tokens
 from tests.stating import spec
 from triforce_core.attention import KERNELS
+from triforce_core.building.draft_model import streaming_kv
+from triforce_core.building.runners import runner_for
 from triforce_core.config import load_settings
-from triforce_core.engine.assembly import runner_for, streaming_kv
 from triforce_core.kv.base import Forward
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.messages import Span

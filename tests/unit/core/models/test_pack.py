@@ -12,9 +12,11 @@ from torch import nn
 from tests.exactness.cases import finish
 from tests.random_models import FAMILIES, random_model, random_pair, random_tokens, with_noise
 from tests.unit.core.models.test_join import logits_of
+from triforce_core.building import runners
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.draft_model import streaming_kv
+from triforce_core.building.runners import runner_for
 from triforce_core.config import load_settings
-from triforce_core.engine import assembly
-from triforce_core.engine.assembly import local_engine, runner_for, streaming_kv
 from triforce_core.engine.sequence import Request
 from triforce_core.messages import SamplingParams, Tier
 from triforce_core.models import pack
@@ -136,8 +138,8 @@ def test_quantised_layers_stay_as_they_are(pays: None) -> None:
 @needs_onednn
 @pytest.mark.parametrize("fused", [False, True])
 def test_a_runner_on_a_cpu_packs_what_is_not_fused(fused: bool, pays: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(assembly, "fuse", lambda model, settings: fused)
-    monkeypatch.setattr(assembly, "fused_noisiest", lambda *given: None)
+    monkeypatch.setattr(runners, "fuse", lambda model, settings: fused)
+    monkeypatch.setattr(runners, "fused_noisiest", lambda *given: None)
     model, settings = random_model(), load_settings(device="cpu")
     runner_for(model, streaming_kv(model, settings), settings, few_tokens=2)
     assert bool(packed_of(model)) is not fused

@@ -10,7 +10,7 @@ import pytest
 from actors import precision
 from actors.fit import Node
 from triforce_core.config import Settings, load_settings
-from triforce_core.models.cpu import cpu_flags, cpu_name, cpu_summary
+from triforce_core.machine.cpu import cpu_flags, cpu_name, cpu_summary
 from triforce_core.models.precision import machine_dtype, resolved
 
 

@@ -100,6 +100,6 @@ def test_rows_of_zeros_stay_finite(kind: Quantization) -> None:
 @pytest.mark.slow
 def test_importing_it_says_nothing() -> None:
     """A refused command prints one line; the libraries beneath would add theirs."""
-    command = [sys.executable, "-c", "import triforce_core.engine.loading, torchao"]
+    command = [sys.executable, "-c", "import triforce_core.building.loading, torchao"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout + done.stderr == ""

@@ -13,10 +13,10 @@ from transformers import GPT2Config, LlamaConfig, PreTrainedModel
 from tests.command_line import Refusals
 from tests.random_models import random_model
 from tests.rank_process import RankProcess
+from triforce_core.building import assembly, followers
+from triforce_core.building.loading import load_local_engine
+from triforce_core.building.runners import runner_for
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine import assembly, followers
-from triforce_core.engine.assembly import runner_for
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.errors import InvalidValueError, UnavailableError, UnknownModelError, UnsupportedModelError
 from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV

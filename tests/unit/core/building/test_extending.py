@@ -14,11 +14,11 @@ from tests.conftest import HeldOut
 from tests.random_models import plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, full_kv, full_runner, geometry
 from triforce_core.attention import KERNELS
+from triforce_core.building.drafters import DRAFTERS, Drafter
+from triforce_core.building.inspection import held_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
-from triforce_core.engine.drafters import DRAFTERS, Drafter
 from triforce_core.engine.engine import run_to_end
-from triforce_core.engine.inspection import held_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import Lack
 from triforce_core.kv.cutting import SnapshotCutter
@@ -39,7 +39,7 @@ def defined_in(file: str) -> dict[str, Any]:
 
 
 def test_the_drafter_drafts_and_changes_no_token(held_out: HeldOut, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = defined_in("# triforce_core/engine/last_token.py")["LastTokenProposer"]
+    made = defined_in("# triforce_core/speculation/last_token.py")["LastTokenProposer"]
     monkeypatch.setitem(DRAFTERS, "last_token", made)
     settings = load_settings(
         dtype="float32", max_sequences=1, draft={"model": "last_token"}, target={"kv_pool_tokens": 2048}

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from actors import cores
-from actors.cores import CPU_LATENCY, keep_awake
 from actors.tiers import TierActor
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError
+from triforce_core.machine import cores
+from triforce_core.machine.cores import CPU_LATENCY, keep_awake
 from triforce_core.messages import Tier
 
 

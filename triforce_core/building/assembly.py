@@ -1,79 +1,34 @@
 """Assembly of the tiers: each one alone for its own actor, or the whole chain in one process."""
 
 import math
-from functools import cache, partial
 
 from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
+from triforce_core.building.drafters import drafter_for, drafter_weights
+from triforce_core.building.lossy import Lossy, NothingBelow, lossy_kv
+from triforce_core.building.runners import grammars_for, runner_for
+from triforce_core.building.target_kv import target_kv
+from triforce_core.building.working_memory import MOST_LOGITS
 from triforce_core.config import Settings
-from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.doorbell import Doorbell
-from triforce_core.drafting import ModelProposer
-from triforce_core.engine.cache_sizes import draft_heavy_hitters, draft_window, retrieval_tail
 from triforce_core.engine.controller import Controller, Tiers
-from triforce_core.engine.drafters import drafter_for, drafter_weights
 from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import target_limits
-from triforce_core.engine.lossy import Lossy, NothingBelow, lossy_kv
 from triforce_core.engine.scheduler import Scheduler
-from triforce_core.engine.target_kv import target_kv
-from triforce_core.engine.working_memory import MOST_LOGITS
-from triforce_core.errors import require
 from triforce_core.kv.base import KVCache
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.heavy_hitter import HeavyHitterKV
-from triforce_core.kv.memory import check_room
 from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.sizes import retrieval_tail
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
-from triforce_core.kv.streaming import StreamingKV
-from triforce_core.leaf import Leaf
+from triforce_core.machine.memory import check_room
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
-from triforce_core.models.files import context_length, load_tokenizer
-from triforce_core.models.fuse import fuse, fused_noisiest
-from triforce_core.models.graphs import shaped_passes
-from triforce_core.models.join import join_projections
 from triforce_core.models.load import kv_geometry
-from triforce_core.models.pack import pack_weights
 from triforce_core.models.rank_group import Leader
-from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV, LeadingRunner
-from triforce_core.models.runner import ModelRunner
-from triforce_core.models.threads import threads_for
-from triforce_core.sampling.draw import noisiest
-from triforce_core.sampling.grammars import Grammars
-from triforce_core.verification import ModelVerifier
-
-FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
-
-
-def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
-    """The draft tier that runs `model`, and looks up too where it is asked to."""
-    kv = heavy_hitter_kv(model, settings) if settings.draft.cache == "heavy_hitter" else streaming_kv(model, settings)
-    runner = runner_for(model, kv, settings, FEW_DRAFT_TOKENS)
-    return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
-
-
-def streaming_kv(model: PreTrainedModel, settings: Settings) -> StreamingKV:
-    """The draft tier's cache of sinks and window."""
-    window = draft_window(settings)
-    positions = context_length(model.config)
-    rule = f"makes a cache of {window.capacity} tokens, which must fit the drafter's {positions} positions"
-    require(window.capacity <= positions, "draft.window", window.window, rule)
-    geometry, sequences = kv_geometry(model), settings.max_sequences
-    num_bytes = geometry.bytes_per_token * window.capacity * sequences
-    check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
-    return StreamingKV(geometry, sequences, window, kernel_for(settings, geometry.head_dim))
-
-
-def heavy_hitter_kv(model: PreTrainedModel, settings: Settings) -> HeavyHitterKV:
-    """The draft tier's cache of heavy hitters. Texts longer than the drafter's positions are not drafted by it."""
-    sizes, num_heads = draft_heavy_hitters(settings), model.config.num_attention_heads
-    geometry, sequences = kv_geometry(model), settings.max_sequences
-    num_bytes = sequences * sizes.bytes_each(geometry, num_heads)
-    check_room(geometry.device, num_bytes, "max_sequences", sequences, "lower it or draft.window")
-    kernel, positions = kernel_for(settings, geometry.head_dim), context_length(model.config)
-    return HeavyHitterKV(geometry, sequences, sizes, kernel, num_heads, positions)
+from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.verification import ModelVerifier
 
 
 def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
@@ -85,36 +40,10 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim))
 
 
-def grammars_for(settings: Settings, vocab_size: int) -> Grammars:
-    """The grammars of the target's vocabulary; tiers in one process share them."""
-    return shared_grammars(settings.target.model, vocab_size)
-
-
-@cache
-def shared_grammars(target: str, vocab_size: int) -> Grammars:
-    return Grammars(partial(load_tokenizer, target), vocab_size)
-
-
 def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
     """The target's cache."""
     pool_tokens = target_limits(model.config, settings).kv_pool_tokens
     return target_kv(model.config, kv_geometry(model), pool_tokens, settings)
-
-
-def runner_for(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings, few_tokens: int) -> ModelRunner:
-    """The runner of a model and its cache, or of this rank's share of them. Where the settings ask for it and the
-    machine allows it, the model runs fused kernels from now on, and passes over up to `few_tokens` tokens of each
-    sequence have constant shapes. On some CPUs the model's weights are packed.
-    """
-    own, kind = (kv.kv, LeadingRunner) if isinstance(kv, LeadingKV) else (kv, ModelRunner)
-    if settings.device_type == "cuda":
-        join_projections(model)
-    fused = fuse(model, settings)
-    if settings.device_type == "cpu" and not fused:
-        pack_weights(model)
-    shaped = shaped_passes(model, own, settings, few_tokens, fused=fused)
-    drawing = fused_noisiest(settings, model.config.vocab_size, own.geometry.device) if fused else noisiest
-    return kind(model, kv, threads_for(settings), shaped, drawing)
 
 
 def few_target_tokens(settings: Settings) -> int:

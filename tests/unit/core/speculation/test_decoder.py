@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tests.by_hand import SPEC, Below, Counting, Tokens, drafted
-from triforce_core.decoder import SpeculativeDecoder
 from triforce_core.messages import Proposal, Span, Tally, Tier, Verdict, Work
+from triforce_core.speculation.decoder import SpeculativeDecoder
 
 
 def work(sequence_id: int = 1, tokens: Tokens = (10, 11), lookaheads: Tokens = (4, 2), *, start: int = 0) -> Work:

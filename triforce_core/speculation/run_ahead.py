@@ -4,8 +4,8 @@
 
 from dataclasses import replace
 
-from triforce_core.decoder import Block, SpeculativeDecoder, State
 from triforce_core.messages import Proposal, Work
+from triforce_core.speculation.decoder import Block, SpeculativeDecoder, State
 
 
 class RunAhead:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from triforce_core.building.fingerprint import SAMPLE_BYTES, model_digest, target_fingerprint
 from triforce_core.config import load_settings
-from triforce_core.engine.fingerprint import SAMPLE_BYTES, model_digest, target_fingerprint
 
 
 def test_settings_that_decide_tokens_change_it_and_others_do_not() -> None:

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from tests.by_hand import SPEC, Below, Counting, Tokens, drafted
-from triforce_core.decoder import SpeculativeDecoder, State
 from triforce_core.messages import Proposal, Span, Verdict, Work, wait_in_turn
-from triforce_core.run_ahead import RunAhead
+from triforce_core.speculation.decoder import SpeculativeDecoder, State
+from triforce_core.speculation.run_ahead import RunAhead
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sized
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from triforce_core.config import Settings
-from triforce_core.leaf import Leaf
 from triforce_core.messages import Proposer, Tier
+from triforce_core.speculation.leaf import Leaf
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +51,6 @@ def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
         return make()
     if model is None:
         return Leaf()
-    # Imported late: engine.assembly imports this module, and drafters without a model should not load transformers.
-    from triforce_core.engine.assembly import draft_proposer
+    from triforce_core.building.draft_model import draft_proposer  # imported late, because it loads transformers
 
     return draft_proposer(model, settings)

@@ -7,17 +7,17 @@ from transformers import PreTrainedModel
 
 from actors.tiers import DraftActor
 from tests.conftest import HeldOut
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.drafters import DRAFTERS, Drafter, drafter_for, drafter_weights
+from triforce_core.building.inspection import held_of, runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import Settings, load_settings
-from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.drafters import DRAFTERS, Drafter, drafter_for, drafter_weights
 from triforce_core.engine.engine import run_to_end
-from triforce_core.engine.inspection import held_of, runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import TriForceError
-from triforce_core.leaf import Leaf
 from triforce_core.messages import GREEDY, Origin, SamplingParams, SequenceSpec, Span, Tier, Work
 from triforce_core.models.load import load_model
+from triforce_core.speculation.leaf import Leaf
 
 NAMES = ["demo", *DRAFTERS]
 TEXT = tuple(b"the cat and the dog and the cat and the ")

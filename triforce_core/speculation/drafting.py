@@ -1,4 +1,4 @@
-"""Drafting by a model: the half of the lowest tier (leaf.py) that needs one. Prompt lookup is in ngram.py."""
+"""Drafting by a model: the half of the lowest tier (leaf.py) that needs one. Prompt lookup is in lookup.py."""
 
 from time import perf_counter
 

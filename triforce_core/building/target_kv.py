@@ -7,14 +7,14 @@ from typing import Any
 from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.attention import chunk_sums_for, kernel_for
+from triforce_core.building.working_memory import Beside, beside_pool
 from triforce_core.config import Settings
-from triforce_core.engine.working_memory import Beside, beside_pool
 from triforce_core.errors import require
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.memory import HOST, check_room
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import LANDMARKS
+from triforce_core.machine.memory import HOST, check_room
 
 FIELD = "target.kv_pool_tokens"
 

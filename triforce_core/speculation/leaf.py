@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from triforce_core.messages import Drafting, Origin, Proposal, Proposer, Span, Tally, Tier, Work, wait_in_turn
-from triforce_core.ngram import Text, Trial
+from triforce_core.speculation.lookup import Text, Trial
 
 if TYPE_CHECKING:
     from triforce_core.models.runner import ModelRunner

@@ -14,18 +14,19 @@ from transformers.configuration_utils import PretrainedConfig
 
 from tests.random_models import random_model
 from triforce_core.attention import KERNELS
+from triforce_core.building.assembly import retrieval_kv
+from triforce_core.building.draft_model import draft_proposer
+from triforce_core.building.target_kv import check_pool, target_kv
+from triforce_core.building.working_memory import Beside, beside_pool, landmark_bytes
 from triforce_core.config import SELECTOR_NAMES, Settings, load_settings
-from triforce_core.engine.assembly import draft_proposer, retrieval_kv
 from triforce_core.engine.limits import target_limits
-from triforce_core.engine.target_kv import check_pool, target_kv
-from triforce_core.engine.working_memory import Beside, beside_pool, landmark_bytes
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv import memory
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.machine import memory
 from triforce_core.messages import GREEDY, SequenceSpec, Span
 from triforce_tools.bench.fill import fill
 

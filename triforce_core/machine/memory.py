@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.kv.container import container_free
+from triforce_core.machine.cgroup import container_free
 
 HOST = torch.device("cpu")
 Place = torch.device | Path  # the memory of a device or the host, or the disk of a directory

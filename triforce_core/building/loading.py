@@ -3,9 +3,9 @@
 from transformers import PreTrainedModel
 
 from triforce_core.attention import check_kernel
+from triforce_core.building.assembly import local_engine
+from triforce_core.building.drafters import drafter_weights
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import local_engine
-from triforce_core.engine.drafters import drafter_weights
 from triforce_core.engine.engine import Engine
 from triforce_core.errors import require
 from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, kv_shape, load_config

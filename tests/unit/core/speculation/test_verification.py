@@ -10,7 +10,6 @@ import torch
 from tests.random_models import random_pair, random_tokens
 from tests.stating import geometry
 from triforce_core.attention import KERNELS
-from triforce_core.drafting import ModelProposer
 from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
@@ -18,7 +17,8 @@ from triforce_core.messages import GREEDY, Claim, SamplingParams, SequenceSpec, 
 from triforce_core.models.drawing import Drawer, by_sequence
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.noise import gumbel, row_keys
-from triforce_core.verification import judge
+from triforce_core.speculation.drafting import ModelProposer
+from triforce_core.speculation.verification import judge
 
 STOP = 9
 

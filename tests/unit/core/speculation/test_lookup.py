@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from triforce_core.engine.engine import scored
 from triforce_core.engine.sequence import Request, Sequence
-from triforce_core.leaf import Leaf
 from triforce_core.messages import GREEDY, Drafting, Origin, Proposal, SequenceSpec, Span, Tally, Work
-from triforce_core.ngram import Shadow
 from triforce_core.plans import Plan
+from triforce_core.speculation.leaf import Leaf
+from triforce_core.speculation.lookup import Shadow
 
 Tokens = tuple[int, ...]
 STOP = 9

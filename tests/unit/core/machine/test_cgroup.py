@@ -8,9 +8,9 @@ import psutil
 import pytest
 
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv import memory
-from triforce_core.kv.container import container_free
-from triforce_core.kv.memory import HOST, check_room, free_bytes
+from triforce_core.machine import memory
+from triforce_core.machine.cgroup import container_free
+from triforce_core.machine.memory import HOST, check_room, free_bytes
 
 GIB = 2**30
 UNLIMITED = 9223372036854771712  # what version 1 has in place of no limit

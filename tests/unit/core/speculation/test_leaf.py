@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 
 from tests.random_models import random_pair, random_tokens
 from tests.stating import full_runner
-from tests.unit.core.test_ngram import searched
-from triforce_core.drafting import ModelProposer
-from triforce_core.leaf import Leaf
+from tests.unit.core.speculation.test_lookup import searched
 from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, Proposal, SequenceSpec, Span, Tally, Work
+from triforce_core.speculation.drafting import ModelProposer
+from triforce_core.speculation.leaf import Leaf
 
 Tokens = tuple[int, ...]
 STOP = 9
@@ -393,7 +393,7 @@ def test_prompt_lookup_loads_no_model_code() -> None:
     code = """
 import sys
 from triforce_core.config import load_settings
-from triforce_core.engine.drafters import drafter_for
+from triforce_core.building.drafters import drafter_for
 drafter_for(load_settings(draft={"model": "ngram"}), None)
 assert "transformers" not in sys.modules
 """

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.random_models import random_model
-from triforce_core import toolchain
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError
+from triforce_core.machine import toolchain
+from triforce_core.machine.toolchain import lacking
 from triforce_core.models import fuse as fusing
 from triforce_core.models.fallback import say
 from triforce_core.models.fuse import fuse, is_fused
-from triforce_core.toolchain import lacking
 
 
 @pytest.fixture

@@ -3,14 +3,14 @@
 from collections.abc import Iterator, Sized
 from typing import Any
 
-from triforce_core.decoder import SpeculativeDecoder
-from triforce_core.engine.drafters import Drafter
+from triforce_core.building.drafters import Drafter
 from triforce_core.engine.engine import Engine
 from triforce_core.messages import Proposer, Tier
 from triforce_core.models.audit import AuditCounts
 from triforce_core.models.fuse import is_fused
 from triforce_core.models.runner import ModelRunner
-from triforce_core.verification import ModelVerifier
+from triforce_core.speculation.decoder import SpeculativeDecoder
+from triforce_core.speculation.verification import ModelVerifier
 
 
 def levels_of(engine: Engine) -> Iterator[ModelVerifier | Drafter]:

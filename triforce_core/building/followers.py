@@ -9,9 +9,10 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 
+from triforce_core.building.assembly import few_retrieval_tokens, few_target_tokens, full_kv, retrieval_kv
+from triforce_core.building.loading import load_retrieval_model
+from triforce_core.building.runners import runner_for
 from triforce_core.config import Settings
-from triforce_core.engine.assembly import few_retrieval_tokens, few_target_tokens, full_kv, retrieval_kv, runner_for
-from triforce_core.engine.loading import load_retrieval_model
 from triforce_core.errors import require
 from triforce_core.messages import Tier
 from triforce_core.models.files import check_ranks, load_config

@@ -4,10 +4,10 @@ from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
 from triforce_core.config import Settings
-from triforce_core.engine.cache_sizes import target_heavy_hitters, target_window
 from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.lossy import LossyHeavyHitterKV, LossyStreamingKV
-from triforce_core.kv.memory import check_room
+from triforce_core.kv.sizes import target_heavy_hitters, target_window
+from triforce_core.machine.memory import check_room
 from triforce_core.messages import Proposal, Work
 from triforce_core.models.load import kv_geometry
 

@@ -11,7 +11,7 @@ import torch
 
 from triforce_core.config import Settings
 from triforce_core.costs import MANY_TOKENS
-from triforce_core.models.cpu import usable_cores
+from triforce_core.machine.cpu import usable_cores
 
 Passes = Generator[int, float, list[float]]  # yields the threads of the next pass, and is sent its seconds
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from triforce_core.errors import InvalidValueError
-from triforce_core.models.device import check_dtype, torch_device
+from triforce_core.machine.device import check_dtype, torch_device
 from triforce_core.models.load import load_model
 
 

@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from triforce_core.building.inspection import runners_of
+from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
-from triforce_core.engine.inspection import runners_of
-from triforce_core.engine.loading import load_local_engine
 from triforce_core.kv.base import Forward
+from triforce_core.machine.cpu import usable_cores
+from triforce_core.machine.threads import SETTLED, Threads, run_on, threads_for
 from triforce_core.messages import GREEDY, SequenceSpec, Span, Tier
-from triforce_core.models.cpu import usable_cores
-from triforce_core.models.threads import SETTLED, Threads, run_on, threads_for
 
 Milliseconds = Callable[[int], float]  # of a pass with this number of threads
 

@@ -1,0 +1,1 @@
+"""Building of tiers and of whole chains, from the settings."""

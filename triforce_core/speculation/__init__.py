@@ -1,0 +1,1 @@
+"""Speculation: how tiers draft for one another, in one process or in several."""
