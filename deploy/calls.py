@@ -10,12 +10,10 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from deploy.parts import Part
 from triforce_core.errors import require
-
-if TYPE_CHECKING:
-    from deploy.service import Part
 
 REQUEST_ID = "x-request-id"  # of headers and of gRPC metadata
 MAX_ID_CHARACTERS = 128

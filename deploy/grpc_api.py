@@ -10,7 +10,8 @@ from typing import Any
 from actors.wire import finish_reason_to_proto, logprobs_to_proto, sampling_from_client, seed_from_proto, seed_to_proto
 from deploy.bounded_json import bounded_loads
 from deploy.client_request import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOOLS, MAX_WORDS, ClientRequest
-from deploy.service import Done, Part, Service
+from deploy.parts import Done, Part
+from deploy.service import Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.engine.limits import MAX_STOP_TOKENS
 from triforce_core.engine.sequence import Stats

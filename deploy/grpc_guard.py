@@ -11,7 +11,7 @@ import asyncio
 import functools
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
 from contextlib import aclosing, contextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import grpc
 from google.protobuf.message import Message
@@ -21,12 +21,17 @@ from deploy.calls import REQUEST_ID, SOUND_ID, Call, begin, checked_id
 from deploy.grpc_errors import status_of
 from deploy.grpc_services import parsed
 from deploy.keys import ApiKeys
-
-if TYPE_CHECKING:
-    from deploy.gateway import Gateway
+from deploy.service import Service
 
 
-Owner = TypeVar("Owner", bound="Gateway")
+class Guarded(Protocol):
+    """What has methods that are guarded."""
+
+    service: Service
+    keys: ApiKeys
+
+
+Owner = TypeVar("Owner", bound=Guarded)
 Asked = TypeVar("Asked", bound=Message)
 Answer = TypeVar("Answer")
 Unary = Callable[[Owner, Asked, RayServegRPCContext], Awaitable[Answer]]
@@ -76,7 +81,7 @@ def streaming(
 
 
 @contextmanager
-def logged(owner: Gateway, method: str, context: RayServegRPCContext) -> Iterator[Call]:
+def logged(owner: Guarded, method: str, context: RayServegRPCContext) -> Iterator[Call]:
     """The call, which is logged when the block ends, however it ends."""
     call = Call("grpc", method, status=grpc.StatusCode.OK.name)
     # Serve's proxy has an id for each call, with which its own logs name it: the client's metadata `request_id`, if

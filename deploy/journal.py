@@ -13,16 +13,13 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from itertools import zip_longest
-from typing import TYPE_CHECKING
 
 from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
 from deploy.errors import EngineCrashError, EngineLostError
+from deploy.parts import Pipelines
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
-
-if TYPE_CHECKING:
-    from deploy.service import Pipelines
 
 log = logging.getLogger("ray.serve")
 

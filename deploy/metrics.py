@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import Metric
@@ -18,12 +18,10 @@ from prometheus_client.registry import Collector
 from deploy.calls import Call, current
 from deploy.errors import entry_for
 from deploy.openai_api.errors import ANSWERS
+from deploy.parts import Part, Pipelines
 from deploy.tier_metrics import Statuses, TierFamilies
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.errors import UnavailableError
-
-if TYPE_CHECKING:
-    from deploy.service import Part, Pipelines, Service
 
 FRESH_S = 1.0  # the tiers are asked no more often, however often metrics are scraped
 # Bounds of histograms in seconds: from the time of a small model's token to that of a prompt that takes minutes.
@@ -34,9 +32,10 @@ GAPS = (0.001, 0.0025, 0.005, 0.0075, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1,
 class Meters:
     """What the gateway counts, in a registry of its own, so that several services in one process do not share it."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, model: str, in_flight: Callable[[], float], places: Callable[[], float]) -> None:
+        """`model`: its name. `in_flight`, `places`: read at each scrape."""
         self.registry = CollectorRegistry()
-        self.model = service.model.name
+        self.model = model
         self.requests = self._counter(
             "requests",
             "Completions that ended, by finish reason; requests that failed, once each, by the code in the error's"
@@ -55,14 +54,12 @@ class Meters:
             "prompt_tokens", "Tokens of prompts, each prompt once; those whose KV was found count too."
         )
         self.generation_tokens = self._counter("generation_tokens", "Output tokens handed to clients.")
-        in_flight = self._gauge(
+        self._gauge(
             "requests_in_flight", "Completions at the gateway, streams included, and calls that tokenize or detokenize."
-        )
-        in_flight.set_function(lambda: service.in_flight)
-        places = self._gauge(
+        ).set_function(in_flight)
+        self._gauge(
             "places", "The most completions and calls that tokenize or detokenize at once; beyond them clients get 429."
-        )
-        places.set_function(lambda: service.room)
+        ).set_function(places)
         self.first_token_s = self._histogram(
             "time_to_first_token_seconds", "From a request's arrival at the gateway to its first tokens."
         )

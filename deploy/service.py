@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from actors.wire import finish_reason_from_proto, logprobs_from_proto, stats_from_proto
 from deploy import calls
@@ -32,8 +32,8 @@ from deploy.errors import OverloadedError
 from deploy.journal import Journal, Turns
 from deploy.merging import merged
 from deploy.metrics import Meters, Scrape
+from deploy.parts import Done, Part, Pipelines
 from deploy.shares import Shares
-from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.building.fingerprint import target_fingerprint
 from triforce_core.config import Settings
 from triforce_core.engine.limits import Limits, target_limits
@@ -60,54 +60,6 @@ MANY_CHARACTERS = 8  # per token: a text with more characters than this per toke
 CUT_TOKENS = 64
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
-
-
-class Pipelines(Protocol):
-    """The pipelines that decode requests."""
-
-    def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """A request's tokens as they are committed; closing the generator stops the request.
-
-        Raises `UnavailableError` where the engine or the way to it is gone, `FingerprintError` where the output cannot
-        go on there, and the errors of requests.
-        """
-        ...
-
-    async def status(self) -> dict[str, list[pb.TierStatus]]:
-        """By the replica's name, the status of each of its tiers, draft first. Raises `UnavailableError`."""
-        ...
-
-    async def check(self) -> None:
-        """Raise `UnavailableError` unless a pipeline can serve."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """The summary of a finished completion."""
-
-    finish_reason: FinishReason
-    completion_tokens: int
-    stats: Stats
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """A piece of a completion; the last one has `done`."""
-
-    piece: TextDelta
-    seed: int
-    prompt_tokens: int
-    done: Done | None = None
-    # Number of the completion among the `n` of its request. Where there are several requests, the numbers of the next
-    # go on from those of the one before.
-    index: int = 0
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of prompt tokens; in a completion's first parts
-    prompt: tuple[int, ...] = ()
-    lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
-    echoed: int = 0  # leading characters of the text that are the prompt's
-    so_far: pb.DecodeStats | None = None  # how the output was made until now; None if no engine was asked
-    fingerprint: str = ""  # of the target that made it
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +113,7 @@ class Service:
         self.served = False  # whether any completion has yielded a part
         self.draining = False
         self.why = ""  # what the machine means for where the tiers run, for /status; empty where it is not known
-        self.meters = Meters(self)
+        self.meters = Meters(model.name, lambda: self.in_flight, lambda: self.room)
         self.scrape = Scrape(self.meters, pipelines)
 
     async def ready(self) -> None:

@@ -1,24 +1,21 @@
 """Chat completions in OpenAI's format, whole or as a stream of chunks."""
 
-import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
 from typing import Any
 
 from fastapi import APIRouter
 from fastapi.responses import Response
 
 from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning
+from deploy.openai_api.answers import Answers, Usage, tokens_of
 from deploy.openai_api.chat_requests import Chat, ChatRequest, chat_from
-from deploy.openai_api.completion import Answers, Usage, extras, progress, token_texts
 from deploy.openai_api.errors import ANSWERS, documented, error_response
 from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.logprobs import TokenStrings
 from deploy.openai_api.streaming import WHOLE_OR_EVENTS
-from deploy.service import Part, Service
+from deploy.parts import Part
+from deploy.service import Service
 from triforce_core.errors import InvalidValueError
-from triforce_core.messages import Origin
 
 ID_CHARACTERS = 9  # of a tool call's id: the templates of Mistral's models refuse other lengths
 
@@ -29,7 +26,6 @@ class Choice:
     def __init__(self, chat: Chat, body: ChatRequest, strings: TokenStrings, index: int) -> None:
         self.chat, self.body, self.strings, self.index = chat, body, strings, index
         self.parser: Parser | None = None  # until the first part
-        self.begun = False  # whether the client has a chunk
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []  # without their arguments
@@ -39,9 +35,11 @@ class Choice:
         self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": [], "texts": []}
 
     def chunks(self, part: Part) -> list[dict[str, Any]]:
-        """What the part adds, as choices of chunks, the last with logprobs, token ids and finish reason."""
+        """The first chunk of all has the role; the last of each part its logprobs, token ids and finish reason."""
+        begin = []
         if self.parser is None:
             self.parser = self.chat.parser(part.prompt)
+            begin = [self.chunk({"role": "assistant", "content": ""})]
         events = self.parser.feed(part.piece.text)
         if part.done:
             events = [*events, *self.parser.finish()]
@@ -59,7 +57,7 @@ class Choice:
             last = found[-1]
             last["logprobs"] = {"content": logprobs, "refusal": None} if logprobs else None
             last |= {**tokens, "finish_reason": self.finish_reason(part)}
-        return found
+        return begin + found
 
     def chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
@@ -113,7 +111,6 @@ class Choice:
         return "tool_calls" if ends_in_calls else part.done.finish_reason
 
     def whole(self, end: Part) -> dict[str, Any]:
-        """The answer as a choice of a whole completion."""
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.content), "refusal": None}
         if self.reasoning:
             message["reasoning_content"] = message["reasoning"] = "".join(self.reasoning)
@@ -134,57 +131,13 @@ class Choice:
         }
 
 
-def tokens_of(part: Part) -> dict[str, list[Any]]:
-    origins = [Origin(origin).name.lower() for origin in part.piece.origins]
-    return {"token_ids": [*part.piece.tokens], "origins": origins, "texts": token_texts(part)}
-
-
-class ChatCompletion(Answers):
-    """The answers to one request."""
-
-    def __init__(self, service: Service, body: ChatRequest, chat: Chat, strings: TokenStrings) -> None:
-        self.usage, self.count = Usage(chat.asked.n, body.stream_options), chat.asked.n
-        self.choices = [Choice(chat, body, strings, index) for index in range(chat.asked.n)]
-        self.frame = {
-            "id": f"chatcmpl-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": service.model.name,
-            "system_fingerprint": service.model.fingerprint,
-            "object": "chat.completion.chunk" if body.stream else "chat.completion",
-        }
-
-    async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
-        """The whole completion. How an answer was made stands beside the choices if there is one, else in each."""
-        ends: dict[int, Part] = {}
-        async with aclosing(parts):
-            async for part in parts:
-                self.usage.saw(part)
-                self.choices[part.index].chunks(part)
-                ends[part.index] = part
-        choices = []
-        made: dict[str, Any] = {}
-        for choice in self.choices:
-            end = ends[choice.index]
-            assert end.done is not None
-            made = {"triforce": extras(end, end.done)}
-            choices.append(choice.whole(end) | (made if len(self.choices) > 1 else {}))
-        answer = {**self.frame, "choices": choices}
-        answer["usage"] = self.usage.tokens()
-        return answer | (made if len(choices) == 1 else {})
-
-    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
-        """The first chunk of a choice has its role and seed, and the last one how it was made; each chunk with token
-        ids also says how the output was made until now.
-        """
-        choice = self.choices[part.index]
-        if not choice.begun:
-            choice.begun = True
-            yield {"choices": [choice.chunk({"role": "assistant", "content": ""})], "triforce": {"seed": part.seed}}
-        for chunk in choice.chunks(part):
-            made = progress(part) if "token_ids" in chunk else {}
-            if part.done:
-                made = extras(part, part.done) if chunk["finish_reason"] else {}
-            yield {"choices": [chunk], **({"triforce": made} if made else {})}
+def chat_completion(service: Service, body: ChatRequest, chat: Chat, strings: TokenStrings) -> Answers:
+    """The answer to a chat, of `n` choices."""
+    kind, usage = (
+        "chat.completion.chunk" if body.stream else "chat.completion",
+        Usage(chat.asked.n, body.stream_options),
+    )
+    return Answers(service, kind, "chatcmpl", chat.asked.n, usage, lambda index: Choice(chat, body, strings, index))
 
 
 def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRouter:
@@ -198,8 +151,8 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
             chat = chat_from(body, service)
             if chat.asked.logprobs is not None:
                 await strings.load(service.model)
-            completion = ChatCompletion(service, body, chat, strings)
-            return await completion.sent(service.complete(chat.asked), body.stream, idle_s)
+            answers = chat_completion(service, body, chat, strings)
+            return await answers.sent(service.complete(chat.asked), body.stream, idle_s)
         except InvalidValueError as error:
             if error.field == "prompt":  # chats have messages in its place
                 error = type(error)("messages", error.value, error.rule)

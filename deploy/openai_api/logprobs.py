@@ -7,7 +7,8 @@ from typing import Any
 from llguidance import LLTokenizer
 from llguidance.hf import from_tokenizer
 
-from deploy.service import Part, ServedModel
+from deploy.parts import Part
+from deploy.service import ServedModel
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import TokenLogprobs
 from triforce_core.text import Detokenizer, TokenText

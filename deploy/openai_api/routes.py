@@ -9,7 +9,7 @@ from starlette.exceptions import HTTPException
 
 import triforce_core
 from deploy.openai_api.chat import chat_routes
-from deploy.openai_api.completion import Completions
+from deploy.openai_api.completion import completions
 from deploy.openai_api.document import describe
 from deploy.openai_api.errors import (
     ANSWERS,
@@ -63,8 +63,8 @@ def http_app(service: Service) -> FastAPI:
             asked = client_requests_from(body, service.settings.speculation, service.room)
             if body.logprobs is not None or body.prompt_logprobs is not None:
                 await strings.load(service.model)
-            completions = Completions(service, body, strings, asked)
-            return await completions.sent(service.complete(*asked), body.stream, IDLE_S)
+            answers = completions(service, body, strings, asked)
+            return await answers.sent(service.complete(*asked), body.stream, IDLE_S)
         except Exception as error:
             return error_response(error)
 

@@ -278,22 +278,20 @@ def test_a_chat_over_grpc_is_rendered_in_its_places_and_within_its_deadline(rend
 
 
 def test_a_stream_keeps_nothing_of_what_it_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[chat.ChatCompletion] = []
+    made: list[chat.Choice] = []
 
-    class Seen(chat.ChatCompletion):
+    class Seen(chat.Choice):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(chat, "ChatCompletion", Seen)
+    monkeypatch.setattr(chat, "Choice", Seen)
     asked = {"logprobs": True, "tools": TOOLS, "extra_body": {"return_token_ids": True}}
     with answered("qwen", f"{ANSWERS['qwen']}\nso") as (client, _):
         assert joined(list(ask(client, stream=True, **asked)))[2]
         assert ask(client, **asked).choices[0].token_ids
     streamed, whole = [
-        [each.logprobs, each.content, each.reasoning, *each.arguments, *each.tokens.values()]
-        for completion in made
-        for each in completion.choices
+        [each.logprobs, each.content, each.reasoning, *each.arguments, *each.tokens.values()] for each in made
     ]
     assert not any(streamed)
     assert all(whole)

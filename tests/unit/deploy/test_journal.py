@@ -17,7 +17,8 @@ from deploy import journal
 from deploy.client_request import ClientRequest
 from deploy.errors import EngineCrashError, EngineLostError
 from deploy.journal import MAX_DEATHS, PROVEN_TOKENS
-from deploy.service import Part, ServedModel, Service
+from deploy.parts import Part
+from deploy.service import ServedModel, Service
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.building.loading import load_local_engine

@@ -24,7 +24,8 @@ from deploy.errors import EngineCrashError, OverloadedError
 from deploy.grpc_errors import status_of
 from deploy.openai_api import routes
 from deploy.openai_api.routes import http_app
-from deploy.service import RESUMED_AT_ONCE, Part, ServedModel, Service
+from deploy.parts import Part
+from deploy.service import RESUMED_AT_ONCE, ServedModel, Service
 from tests.scripted import (
     ENDED,
     EOS,

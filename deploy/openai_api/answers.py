@@ -1,0 +1,201 @@
+"""What the answers to completions and to chats share: how they are sent, whole or as a stream of chunks."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections import defaultdict
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing
+from itertools import accumulate, pairwise
+from typing import Any, Protocol
+
+from fastapi.responses import Response
+
+from actors.wire import stats_from_proto
+from deploy.openai_api.errors import answer_to
+from deploy.openai_api.large import json_response
+from deploy.openai_api.requests import StreamOptions
+from deploy.openai_api.streaming import EventStream, event, with_idle
+from deploy.parts import Part
+from deploy.service import Service
+from triforce_core.messages import Origin
+
+
+class Choice(Protocol):
+    """One completion, as its parts come. What a whole answer needs of them is kept, unless they are streamed."""
+
+    def chunks(self, part: Part) -> list[dict[str, Any]]:
+        """What the part adds, as choices of chunks; none if it has nothing that the client asked for."""
+        ...
+
+    def whole(self, end: Part) -> dict[str, Any]:
+        """The completion as a choice of a whole answer; `end`: its last part. May take long: not for an event loop."""
+        ...
+
+
+class Answers:
+    """The completions that one call asks for, in order."""
+
+    def __init__(
+        self, service: Service, kind: str, id_prefix: str, count: int, usage: Usage, new_choice: Callable[[int], Choice]
+    ) -> None:
+        """`kind`: of OpenAI's objects. `count`: of completions. `new_choice`: called with the number of a completion
+        when its first part comes: the service, which bounds `count`, has not seen the request before.
+        """
+        self.count, self.usage, self.new_choice = count, usage, new_choice
+        self.choices: dict[int, Choice] = {}
+        self.begun = set[int]()  # the completions of which the client has a chunk
+        self.frame = {
+            "id": f"{id_prefix}-{uuid.uuid4().hex}",
+            "object": kind,
+            "created": int(time.time()),
+            "model": service.model.name,
+            "system_fingerprint": service.model.fingerprint,
+        }
+
+    async def sent(self, parts: AsyncGenerator[Part, None], stream: bool | None, idle_s: float) -> Response:
+        """The answer, whole or as events. What is raised before the first event is raised here."""
+        if not stream:
+            return await json_response(await self.whole(parts))
+        paced = with_idle(parts, idle_s)
+        try:
+            first = await anext(paced)
+        except BaseException:
+            await paced.aclose()
+            raise
+        return EventStream(self.events(first, paced), source=paced)
+
+    async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
+        """The whole answer. How an output was made stands beside the choices if there is one, else in each."""
+        ends: dict[int, Part] = {}
+        async with aclosing(parts):
+            async for part in parts:
+                self.usage.saw(part)
+                self.chunks_of(part)
+                ends[part.index] = part
+        # Some have a hundred thousand entries.
+        choices = [await asyncio.to_thread(self.choices[index].whole, ends[index]) for index in range(self.count)]
+        made = [{"triforce": extras(ends[index])} for index in range(self.count)]
+        answer = {**self.frame, "choices": choices, "usage": self.usage.tokens()}
+        if self.count == 1:
+            return answer | made[0]
+        return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
+
+    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
+        """Server-sent events: the chunks of each part, and a comment for each None."""
+        ended = 0
+        try:
+            part = first
+            while True:
+                if part is None:
+                    yield ": waiting\n\n"
+                else:
+                    self.usage.saw(part)
+                    for chunk in self.chunks(part):
+                        yield event({**self.frame, **chunk, **self.usage.of_chunk()})
+                    if part.done:
+                        ended += 1
+                        if ended == self.count:
+                            break
+                part = await anext(rest)
+            if self.usage.at_end:
+                yield event({**self.frame, "choices": [], "usage": self.usage.tokens()})
+            yield "data: [DONE]\n\n"
+        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
+            yield event(answer_to(error)[1])
+
+    def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
+        """The part as chunks of a stream, without their frame. The first chunk of a choice carries its seed, and the
+        last one how it was made; each chunk with token ids also says how the output was made until now.
+        """
+        for chunk in self.chunks_of(part):
+            made = {} if part.index in self.begun else {"seed": part.seed}
+            self.begun.add(part.index)
+            if "token_ids" in chunk:
+                made |= progress(part)
+            if chunk["finish_reason"]:
+                made = extras(part)
+            yield {"choices": [chunk], **({"triforce": made} if made else {})}
+
+    def chunks_of(self, part: Part) -> list[dict[str, Any]]:
+        if part.index not in self.choices:
+            self.choices[part.index] = self.new_choice(part.index)
+        return self.choices[part.index].chunks(part)
+
+
+class Usage:
+    """Counts the tokens of all completions of a request, `n` of each prompt, as their parts come."""
+
+    def __init__(self, n: int, options: StreamOptions | None, resumed: int = 0) -> None:
+        self.n = n
+        self.at_end = options is not None and bool(options.include_usage)
+        self.in_chunks = options is not None and self.at_end and bool(options.continuous_usage_stats)
+        self.latest: dict[int, Part] = {}  # by completion
+        self.output = defaultdict[int, int](lambda: resumed)  # tokens by completion
+
+    def saw(self, part: Part) -> None:
+        self.latest[part.index] = part
+        self.output[part.index] += len(part.piece.tokens)
+        if part.done:
+            self.output[part.index] = part.done.completion_tokens
+
+    def tokens(self) -> dict[str, Any]:
+        prompts = [part for index, part in self.latest.items() if index % self.n == 0]
+        prompt_tokens, completion_tokens = sum(part.prompt_tokens for part in prompts), sum(self.output.values())
+        cached_tokens = sum(part.so_far.cached_tokens for part in prompts if part.so_far)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        }
+
+    def of_chunk(self) -> dict[str, Any]:
+        """The field of a chunk before the last: null, unless each chunk tells the usage until then."""
+        return {"usage": self.tokens() if self.in_chunks else None} if self.at_end else {}
+
+
+def tokens_of(part: Part) -> dict[str, list[Any]]:
+    """The part's tokens, where each comes from, and the text that each completes. The part's text may have more at its
+    end, held back until then.
+    """
+    text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
+    return {
+        "token_ids": [*part.piece.tokens],
+        "origins": [Origin(origin).name.lower() for origin in part.piece.origins],
+        "texts": [text[begin:end] for begin, end in pairwise(ends)],
+    }
+
+
+def progress(part: Part) -> dict[str, Any]:
+    """For a chunk before the last: the fields of `extras` that are known by then."""
+    if part.so_far is None:
+        return {}
+    stats = stats_from_proto(part.so_far)
+    return {"prompt_tokens": part.prompt_tokens, "acceptance": stats.acceptance, "plan": stats.plan}
+
+
+def extras(end: Part) -> dict[str, Any]:
+    """Fields beyond OpenAI's: how the output was made, and the seed that reproduces it."""
+    assert end.done is not None, "the last part of a completion"
+    stats = end.done.stats
+    lossy = {} if end.lossy is None else {"lossy": end.lossy}
+    return lossy | {
+        "seed": end.seed,
+        "queued_s": stats.queued_s,
+        "prefill_s": stats.prefill_s,
+        "ms_per_token": stats.ms_per_token,
+        "tokens_per_round": stats.tokens_per_round,
+        "acceptance": stats.acceptance,
+        "snapshots": stats.snapshots,
+        "preempted": stats.preempted,
+        "controller": {
+            "plan": stats.plan,
+            "rounds": stats.plans,
+            "changes": stats.plan_changes,
+            "expected_ms_per_token": stats.expected_ms,
+            "plain_ms_per_token": stats.plain_ms,
+        },
+    }
