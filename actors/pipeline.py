@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import ray
@@ -62,14 +62,18 @@ class Pipeline:
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         """The request's tokens as they are committed; closing the iterator stops the request. Raises typed errors."""
-        async with aclosing(self.relay(request.SerializeToString())) as events:
-            async for packed in events:
-                event = pb.DecodeEvent.FromString(packed)
+        packed = request.SerializeToString()
+        async with self.reached(packed) as (target, asked), aclosing(target.decode(asked)) as events:
+            async for each in events:
+                event = pb.DecodeEvent.FromString(each)
                 if not is_notice(event):
                     yield event
 
-    async def relay(self, request: bytes) -> AsyncGenerator[bytes, None]:
-        """Like `decode`, but with serialized messages: a process that only forwards them need not parse them."""
+    @asynccontextmanager
+    async def reached(self, request: bytes) -> AsyncGenerator[tuple[RunningTarget, bytes], None]:
+        """The target for a serialized DecodeRequest, and what to ask it for; the block decodes it. Raises
+        `UnavailableError` or `DeadlineError`. If the block raises `UnavailableError`, the target is doubted.
+        """
         if self.stopped:  # the channel is closed, and the replica not yet replaced
             raise UnavailableError(self.stopped, suspect=False)
         if not self.serving.is_set():
@@ -77,9 +81,7 @@ class Pipeline:
         target = self.target
         assert target is not None
         try:
-            async with aclosing(target.decode(request)) as events:
-                async for event in events:
-                    yield event
+            yield target, request
         except UnavailableError:
             self._doubt(target)
             raise

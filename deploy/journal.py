@@ -116,10 +116,14 @@ class Journal:
                     await self.wait()
                 attempt = Attempt(alone=self.turn)
                 try:
-                    async with aclosing(self.attempt(attempt)) as events:
-                        async for event in events:
-                            yield event
-                    return
+                    async with aclosing(self.source.decode(self.message())) as events:
+                        while True:
+                            event = await self.next(events, attempt)
+                            if is_notice(event):
+                                continue
+                            yield self.taken(attempt, event)
+                            if event.no_token or finish_reason_from_proto(event.finish_reason) is not None:
+                                return
                 except (UnavailableError, FingerprintError) as error:
                     if error is self.blocked:  # raised at the deadline: the last failure, not a new one
                         raise
@@ -132,24 +136,18 @@ class Journal:
         finally:
             self.give_back()
 
-    async def attempt(self, attempt: Attempt) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """The events of one attempt, which the reader does not have yet. Raises `UnavailableError` if it breaks off."""
-        async with aclosing(self.source.decode(self.message())) as events:
-            while True:
-                async with self.in_time():
-                    event = await anext(events, None)
-                if event is None:
-                    raise UnavailableError("the pipeline ended the request before its end")
-                attempt.saw(event)
-                if self.turn:
-                    self.turns.reached()
-                self.fingerprint = event.fingerprint or self.fingerprint
-                self.blocked, self.failures = None, 0
-                if is_notice(event):
-                    continue
-                yield self.taken(attempt, event)
-                if event.no_token or finish_reason_from_proto(event.finish_reason) is not None:
-                    return
+    async def next(self, events: AsyncGenerator[pb.DecodeEvent, None], attempt: Attempt) -> pb.DecodeEvent:
+        """The next event of an attempt. Raises `UnavailableError` if the attempt breaks off."""
+        async with self.in_time():
+            event = await anext(events, None)
+        if event is None:
+            raise UnavailableError("the pipeline ended the request before its end")
+        attempt.saw(event)
+        if self.turn:
+            self.turns.reached()
+        self.fingerprint = event.fingerprint or self.fingerprint
+        self.blocked, self.failures = None, 0
+        return event
 
     def message(self) -> pb.DecodeRequest:
         """The request for what is missing."""

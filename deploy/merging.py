@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import AsyncGenerator, Sequence
-from contextlib import aclosing
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -10,11 +9,6 @@ T = TypeVar("T")
 
 async def merged(sources: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
     """The items of all sources as they come. The first error ends all; so does closing the generator."""
-    if len(sources) == 1:
-        async with aclosing(sources[0]) as only:
-            async for item in only:
-                yield item
-        return
     coming = {asyncio.ensure_future(anext(source)): source for source in sources}
     try:
         while coming:

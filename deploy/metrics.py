@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Iterable
-from contextlib import aclosing
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -99,15 +99,13 @@ class Meters:
         """Count a client's call."""
         self.calls.labels(self.model, call.api, str(call.status or "cancelled")).inc()
 
-    async def watched(self, prompts: int, n: int, parts: AsyncGenerator[Part, None]) -> AsyncGenerator[Part, None]:
-        """The same parts of a request's completions, `n` of each prompt, counted. Nothing is held back or changed."""
+    @contextmanager
+    def watching(self, prompts: int, n: int) -> Iterator[Watch]:
+        """Counts a request while the block runs, which tells the watch each part of its completions, `n` a prompt."""
         watch = Watch(self, prompts, n)
-        status = "cancelled"  # unless it ends otherwise: closing this generator raises no `Exception`
+        status = "cancelled"  # unless it ends otherwise: closing a generator raises no `Exception`
         try:
-            async with aclosing(parts):
-                async for part in parts:
-                    watch.saw(part)
-                    yield part
+            yield watch
         except Exception as error:
             status = answer.code if (answer := entry_for(ANSWERS, error)) else "internal_error"
             raise
@@ -125,15 +123,16 @@ class Times(NamedTuple):
 
 
 class Watch:
-    """Observes one request."""
+    """Observes one request, for the metrics and for the log of its call."""
 
     def __init__(self, meters: Meters, prompts: int, n: int) -> None:
         self.meters, self.n, self.running = meters, max(1, n), max(1, prompts * n)
-        self.began = current().began
+        self.call = current()
         self.times: dict[int, Times] = {}  # by completion
         self.read = set[int]()  # prompts, by index
 
     def saw(self, part: Part) -> None:
+        self.call.saw(part)
         meters, now, tokens = self.meters, time.monotonic(), len(part.piece.tokens)
         before = self.times.get(part.index)
         prompt = part.index // self.n
@@ -142,7 +141,7 @@ class Watch:
             meters.prompt_tokens.inc(part.prompt_tokens)
         if tokens:
             if before is None:
-                meters.first_token_s.observe(now - self.began)
+                meters.first_token_s.observe(now - self.call.began)
                 self.times[part.index] = Times(now, now, 0)
             else:
                 meters.gap_s.observe(now - before.latest)
@@ -152,7 +151,7 @@ class Watch:
             return
         self.running -= 1
         meters.requests.labels(meters.model, part.done.finish_reason).inc()
-        meters.request_s.observe(now - self.began)
+        meters.request_s.observe(now - self.call.began)
         if times := self.times.get(part.index):
             meters.queue_s.observe(part.done.stats.queued_s)
             meters.prefill_s.observe(part.done.stats.prefill_s)

@@ -51,7 +51,7 @@ class PipelineReplica:
         """
         name = serve.get_replica_context().replica_id.unique_id
         try:
-            async with aclosing(self.pipeline.relay(request)) as events:
+            async with self.pipeline.reached(request) as (target, asked), aclosing(target.decode(asked)) as events:
                 async for event in events:
                     yield event
         except UnavailableError as error:

@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import aclosing, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -132,7 +132,8 @@ class Service:
         if self.served or self.in_flight:
             return
         try:
-            async for _ in self.unmetered(ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)):
+            probe = ClientRequest(prompt="a", sampling=GREEDY, max_tokens=2, timeout_s=PROBE_S)
+            async for _ in self.complete(probe, counted=False):
                 pass
         except DeadlineError as error:
             raise UnavailableError(f"no completion comes through: {error}") from None
@@ -145,26 +146,23 @@ class Service:
             await asyncio.sleep(0.05)
         return not self.in_flight
 
-    def complete(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
+    def ended(self, call: calls.Call) -> None:
+        """A client's call has ended: log and count it."""
+        call.end(self.settings.server.log)
+        self.meters.ended(call)
+
+    async def complete(self, *requests: ClientRequest, counted: bool = True) -> AsyncGenerator[Part, None]:
         """The parts of the requests' completions as they are decoded; closing the generator stops the requests. Several
-        requests, which differ in their prompts alone, are admitted and fail together.
+        requests, which differ in their prompts alone, are admitted and fail together. `counted`: by the metrics.
 
         A completion goes on where an engine dies (`deploy.journal`). Raises `InvalidValueError` or a subclass,
         `OverloadedError`, `DeadlineError`, `UnavailableError`, `EngineCrashError` or `FingerprintError`. Errors in the
         request itself are raised before the first part, but for one: parameters that exclude every token in the middle
         of the output are reported when that happens.
         """
-        return self.meters.watched(len(requests), requests[0].n, self.unmetered(*requests))
-
-    def ended(self, call: calls.Call) -> None:
-        """A client's call has ended: log and count it."""
-        call.end(self.settings.server.log)
-        self.meters.ended(call)
-
-    async def unmetered(self, *requests: ClientRequest) -> AsyncGenerator[Part, None]:
-        """`complete` for the server's own requests, which metrics do not count."""
         asked, call = requests[0], calls.current()
-        with self.placed(check_places(len(requests), asked.n, self.room)):
+        watching = self.meters.watching(len(requests), asked.n) if counted else nullcontext()
+        with watching as watch, self.placed(check_places(len(requests), asked.n, self.room)):
             self.check_model(asked.model or self.model.name)
             limit_s = self.settings.server.request_timeout_s
             if asked.timeout_s is not None:
@@ -188,10 +186,11 @@ class Service:
                     call.prompt_tokens += len(request.prompt)
                     first = len(completions)
                     completions += [self.parts(made, request, nth, deadline, first) for nth in range(each.n)]
-                async with aclosing(merged(completions)) as parts:
+                async with aclosing(completions[0] if len(completions) == 1 else merged(completions)) as parts:
                     async for part in parts:
                         self.served = True
-                        call.saw(part)
+                        if watch is not None:
+                            watch.saw(part)
                         yield part
             except (TimeoutError, DeadlineError):  # this clock or the engine's
                 raise DeadlineError(f"the request was not done within {limit_s:g} s") from None

@@ -17,7 +17,7 @@ from actors.wire import stats_from_proto
 from deploy.openai_api.errors import answer_to
 from deploy.openai_api.large import json_response
 from deploy.openai_api.requests import StreamOptions
-from deploy.openai_api.streaming import EventStream, event, with_idle
+from deploy.openai_api.streaming import Coming, EventStream, event
 from deploy.parts import Part
 from deploy.service import Service
 from triforce_core.messages import Origin
@@ -59,13 +59,13 @@ class Answers:
         """The answer, whole or as events. What is raised before the first event is raised here."""
         if not stream:
             return await json_response(await self.whole(parts))
-        paced = with_idle(parts, idle_s)
+        coming = Coming(parts)
         try:
-            first = await anext(paced)
+            await coming.within(idle_s)
+            return EventStream(self.events(coming, idle_s), coming)
         except BaseException:
-            await paced.aclose()
+            await coming.close()
             raise
-        return EventStream(self.events(first, paced), source=paced)
 
     async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
         """The whole answer. How an output was made stands beside the choices if there is one, else in each."""
@@ -83,23 +83,19 @@ class Answers:
             return answer | made[0]
         return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
 
-    async def events(self, first: Part | None, rest: AsyncGenerator[Part | None, None]) -> AsyncGenerator[str, None]:
-        """Server-sent events: the chunks of each part, and a comment for each None."""
+    async def events(self, coming: Coming[Part], idle_s: float) -> AsyncGenerator[str, None]:
+        """Server-sent events: the chunks of each part, and a comment whenever none came for `idle_s` seconds."""
         ended = 0
         try:
-            part = first
-            while True:
-                if part is None:
+            while ended < self.count:
+                if not await coming.within(idle_s):
                     yield ": waiting\n\n"
-                else:
-                    self.usage.saw(part)
-                    for chunk in self.chunks(part):
-                        yield event({**self.frame, **chunk, **self.usage.of_chunk()})
-                    if part.done:
-                        ended += 1
-                        if ended == self.count:
-                            break
-                part = await anext(rest)
+                    continue
+                part = coming.take()
+                self.usage.saw(part)
+                for chunk in self.chunks(part):
+                    yield event({**self.frame, **chunk, **self.usage.of_chunk()})
+                ended += part.done is not None
             if self.usage.at_end:
                 yield event({**self.frame, "choices": [], "usage": self.usage.tokens()})
             yield "data: [DONE]\n\n"

@@ -3,8 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -26,10 +25,40 @@ WHOLE_OR_EVENTS: dict[int | str, dict[str, Any]] = {
 }
 
 
-class EventStream(StreamingResponse):
-    """Server-sent events; however the response ends, `source` is closed."""
+class Coming(Generic[T]):
+    """The next item of a source, which is waited for in a task of its own, so that to stop waiting does not stop it."""
 
-    def __init__(self, events: AsyncGenerator[str, None], source: AsyncGenerator[Any, None]) -> None:
+    def __init__(self, source: AsyncGenerator[T, None]) -> None:
+        self.source = source
+        self.next: asyncio.Future[T] | None = None
+
+    async def within(self, seconds: float) -> bool:
+        """Whether the item comes in time. Raises what the source raises, `StopAsyncIteration` at its end."""
+        if self.next is None:
+            self.next = asyncio.ensure_future(anext(self.source))
+        done, _ = await asyncio.wait({self.next}, timeout=seconds)
+        if done:
+            self.next.result()
+        return bool(done)
+
+    def take(self) -> T:
+        """The item, once it has come."""
+        assert self.next is not None, "within() says whether it has come"
+        item, self.next = self.next.result(), None
+        return item
+
+    async def close(self) -> None:
+        """Close the source, also while it works on its next item."""
+        if self.next is not None:
+            self.next.cancel()
+            await asyncio.gather(self.next, return_exceptions=True)
+        await self.source.aclose()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events; however the response ends, their source is closed."""
+
+    def __init__(self, events: AsyncGenerator[str, None], source: Coming[Any]) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(events, headers=headers, media_type="text/event-stream")
         self.source = source
@@ -38,23 +67,4 @@ class EventStream(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await self.source.aclose()
-
-
-async def with_idle(source: AsyncGenerator[T, None], idle_s: float) -> AsyncGenerator[T | None, None]:
-    """The items of `source`, and None whenever none came for `idle_s` seconds."""
-    async with aclosing(source):
-        while True:
-            coming = asyncio.ensure_future(anext(source))
-            try:
-                while not (await asyncio.wait({coming}, timeout=idle_s))[0]:
-                    yield None
-            finally:
-                if not coming.done():
-                    coming.cancel()
-                    await asyncio.wait({coming})
-            try:
-                item = coming.result()
-            except StopAsyncIteration:
-                return
-            yield item
+            await self.source.close()

@@ -193,7 +193,8 @@ def test_resuming_what_was_received_whole_ends_at_once(tiers: Tiers, held_out: H
 
 def test_messages_are_passed_on_unparsed(tiers: Tiers) -> None:
     async def relayed(packed: bytes) -> list[bytes]:
-        return [event async for event in tiers.pipeline.relay(packed)]
+        async with tiers.pipeline.reached(packed) as (target, request):
+            return [event async for event in target.decode(request)]
 
     asked = request((5, 6, 7), max_tokens=8)
     events = [pb.DecodeEvent.FromString(event) for event in tiers.run(relayed(asked.SerializeToString()))]
