@@ -55,7 +55,8 @@ class Serving:
     def __init__(self, folder: Path) -> None:
         self.config, self.log = folder / "config.yaml", folder / "log.txt"
         self.port, self.grpc_port = free_ports(2)
-        self.config.write_text(json.dumps({"server": {"port": self.port, "grpc_port": self.grpc_port}}))
+        server = {"port": self.port, "grpc_port": self.grpc_port}
+        self.config.write_text(json.dumps({"dtype": "float32", "server": server}))  # in which texts are the same
         self.process: subprocess.Popen[str] | None = None
         self.mark, self.gone = "", set[str]()  # `gone`: the kinds that were killed, and that nobody starts again
 

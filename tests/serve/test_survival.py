@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,12 @@ def asked_by_sdk(client: TriForceClient, kill: Callable[[], None] | None = None,
 
 
 def whole(chunks: list[Chunk]) -> tuple[Any, ...]:
+    """All but the cached tokens, which say what KV a server has kept: a call that goes on finds its own."""
     return (
         "".join(chunk.text for chunk in chunks),
         [token for chunk in chunks for token in chunk.token_ids],
         len([each for chunk in chunks for each in chunk.logprobs]),
-        [(chunk.usage, chunk.finish_reason) for chunk in chunks if chunk.usage],
+        [(replace(chunk.usage, cached_tokens=0), chunk.finish_reason) for chunk in chunks if chunk.usage],
         [chunk.seed for chunk in chunks if chunk.seed is not None],
     )
 
