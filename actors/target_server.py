@@ -59,7 +59,7 @@ class EngineThread:
         self.failed: BaseException | None = None
         self.times = PassTimes()
         self.stopping = threading.Event()
-        engine.on_entering = self._enter
+        engine.on_entering, engine.ends_alone = self._enter, True
         if marks is not None:
             engine.watch(self._working_on)
         self.thread = threading.Thread(target=self._run, name="engine", daemon=True)

@@ -75,7 +75,7 @@ async def warm_up(pipeline: Pipeline, settings: Settings) -> None:
             for stage in stages(settings):
                 asked, begun = request(stage, limits, most_prompt), time.monotonic()
                 async with aclosing(pipeline.decode(request_to_proto(asked))) as events:
-                    await anext(events)
+                    await anext(events, None)
                     prefill_s = time.monotonic() - begun
                     async for _ in events:
                         pass

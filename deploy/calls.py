@@ -10,10 +10,12 @@ import time
 import uuid
 from contextvars import ContextVar
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from deploy.parts import Part
 from triforce_core.errors import require
+
+if TYPE_CHECKING:  # Serve's proxies import this module, and should not load torch
+    from deploy.parts import Part
 
 REQUEST_ID = "x-request-id"  # of headers and of gRPC metadata
 MAX_ID_CHARACTERS = 128

@@ -116,10 +116,11 @@ async def send(answers: AsyncGenerator[bytes, None], context: Context) -> None:
     """Send the answers, which end with this. Raises `DeadlineError` if one is not taken within `UNREAD_S` seconds."""
     try:
         async for answer in answers:
-            async with asyncio.timeout(UNREAD_S):
-                await context.write(answer)
-    except TimeoutError:
-        raise DeadlineError(f"the client did not take an answer within {UNREAD_S:g} s") from None
+            try:
+                async with asyncio.timeout(UNREAD_S):
+                    await context.write(answer)
+            except TimeoutError:
+                raise DeadlineError(f"the client did not take an answer within {UNREAD_S:g} s") from None
     finally:
         await asyncio.shield(stop(answers))  # a call that ends may be cancelled meanwhile
 
@@ -131,5 +132,5 @@ async def stop(answers: AsyncGenerator[bytes, None]) -> None:
     waiting = asyncio.ensure_future(anext(answers, b""))
     await asyncio.sleep(0)
     waiting.cancel()
-    await asyncio.wait([waiting])
+    await asyncio.gather(waiting, return_exceptions=True)
     await answers.aclose()

@@ -160,7 +160,7 @@ class Service:
         request itself are raised before the first part, but for one: parameters that exclude every token in the middle
         of the output are reported when that happens.
         """
-        asked, call = requests[0], calls.current()
+        asked = requests[0]
         watching = self.meters.watching(len(requests), asked.n) if counted else nullcontext()
         with watching as watch, self.placed(check_places(len(requests), asked.n, self.room)):
             self.check_model(asked.model or self.model.name)
@@ -183,7 +183,8 @@ class Service:
                         raise type(error)(f"prompt.{position}", error.value, error.rule) from None
                     prompt_tokens += len(request.prompt)
                     check_prompt_logprobs(made, prompt_tokens)
-                    call.prompt_tokens += len(request.prompt)
+                    if watch is not None:
+                        watch.call.prompt_tokens += len(request.prompt)
                     first = len(completions)
                     completions += [self.parts(made, request, nth, deadline, first) for nth in range(each.n)]
                 async with aclosing(completions[0] if len(completions) == 1 else merged(completions)) as parts:

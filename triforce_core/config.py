@@ -63,7 +63,7 @@ class Strict(BaseModel):
 class DraftSettings(Strict):
     """The draft tier: a tiny model with a StreamingLLM cache, or prompt lookup instead. Sizes are in tokens."""
 
-    model: str = Field(  # a key of `engine.drafters.DRAFTERS`, otherwise a model
+    model: str = Field(  # a key of `building.drafters.DRAFTERS`, otherwise a model
         "demo", description="directory, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup"
     )
     window: int = Field(

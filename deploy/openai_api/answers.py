@@ -61,8 +61,8 @@ class Answers:
             return await json_response(await self.whole(parts))
         coming = Coming(parts)
         try:
-            await coming.within(idle_s)
-            return EventStream(self.events(coming, idle_s), coming)
+            begun = await coming.within(idle_s)
+            return EventStream(self.events(coming, idle_s, idle=not begun), coming)
         except BaseException:
             await coming.close()
             raise
@@ -83,13 +83,16 @@ class Answers:
             return answer | made[0]
         return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
 
-    async def events(self, coming: Coming[Part], idle_s: float) -> AsyncGenerator[str, None]:
-        """Server-sent events: the chunks of each part, and a comment whenever none came for `idle_s` seconds."""
+    async def events(self, coming: Coming[Part], idle_s: float, *, idle: bool) -> AsyncGenerator[str, None]:
+        """Server-sent events: the chunks of each part, and a comment whenever none came for `idle_s` seconds, at once
+        if `idle`.
+        """
         ended = 0
         try:
             while ended < self.count:
-                if not await coming.within(idle_s):
+                if idle or not await coming.within(idle_s):
                     yield ": waiting\n\n"
+                    idle = False
                     continue
                 part = coming.take()
                 self.usage.saw(part)

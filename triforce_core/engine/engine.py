@@ -17,7 +17,6 @@ from triforce_core.engine.freshness import SinceCut, has_sagged
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Output, Request, Sequence, Totals
-from triforce_core.errors import UnavailableError
 from triforce_core.kv.selectors import SELECTORS, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot, SnapshotSink
 from triforce_core.messages import Proposal, Proposer, SequenceSpec, Tally, Work
@@ -26,6 +25,8 @@ from triforce_core.speculation.decoder import SpeculativeDecoder
 from triforce_core.speculation.lookup import Shadow
 
 log = logging.getLogger(__name__)
+
+MOST_FAILURES = 5  # requests that failed alone, with none that ended well between: then the fault is the engine's
 
 
 class SnapshotSource(Protocol):
@@ -133,6 +134,9 @@ class Engine:
         self.due_for_snapshot: dict[int, bool] = {}  # sequences with new tokens → whether a snapshot was asked for
         self.doorbell = doorbell or Doorbell()
         self.totals = Totals()
+        # Whether an error in work on one request ends that request, with the reason `failed`, in place of being raised.
+        # An error in a pass is always raised.
+        self.ends_alone, self.failures = False, 0
         # Called with a request's id, as `submit` returns it, before the request's first pass.
         self.on_entering: Callable[[int], None] = lambda sequence_id: None
         # For other threads to read: the scheduler's figure of this name in the present turn, and the latest status.
@@ -201,9 +205,7 @@ class Engine:
             self.doorbell.wait(timeout_s)
 
     def run_once(self, timeout_s: float = 1.0) -> list[Output]:
-        """One turn of the loop; waits for the tiers below as `SpeculativeDecoder.advance` does. An error in work on one
-        request ends that request alone, with the reason `failed`; an error in a pass is raised.
-        """
+        """One turn of the loop; waits for the tiers below as `SpeculativeDecoder.advance` does."""
         outputs = self._take_messages() + self._update_snapshots()
         self._make_room()
         self.scheduler.admit()
@@ -227,10 +229,13 @@ class Engine:
 
     @contextmanager
     def _alone(self, sequence: Sequence, outputs: list[Output]) -> Iterator[None]:
-        """If the block, which works on this sequence alone, raises an error, its request ends, and no other."""
+        """An error in the block, which works on this sequence alone, ends its request alone if `ends_alone` is set."""
         try:
             yield
         except Exception:
+            self.failures += 1
+            if not self.ends_alone or self.failures >= MOST_FAILURES:
+                raise
             log.exception("request %d failed", sequence.request_id)
             outputs.append(self._end(sequence, FinishReason.FAILED))
 
@@ -353,6 +358,7 @@ class Engine:
             self.due_for_snapshot[sequence.sequence_id] = proposal.snapshot_wanted
         else:
             self._drop(sequence)
+            self.failures = 0
         return self._output(sequence, proposal, reason)
 
     @staticmethod
@@ -375,14 +381,10 @@ class Engine:
 
 
 def run_to_end(engine: Engine, requests: list[Request]) -> Iterator[Output]:
-    """Submit requests and run the loop until all have finished, yielding outputs as tokens are committed. Raises
-    `UnavailableError` if a request fails.
-    """
+    """Submit requests and run the loop until all have finished, yielding outputs as tokens are committed."""
     left = {engine.submit(request) for request in requests}
     while left:
         for output in engine.run_once():
-            if output.finish_reason is FinishReason.FAILED:
-                raise UnavailableError("the engine failed at a request; the log says how")
             if output.finish_reason:
                 left.discard(output.sequence_id)
             yield output

@@ -97,8 +97,11 @@ class LeadingFullKV(LeadingKV):
     ) -> Snapshot:
         call = (sequence_id, position, chunks, selector, base)
         self.broadcast(CallExecutor.cut, *call, self.gathered)
-        snapshot = self.full.cut(*call)
-        return self.ranks.gather(snapshot) if self.gathered else snapshot
+        try:
+            snapshot = self.full.cut(*call)
+            return self.ranks.gather(snapshot) if self.gathered else snapshot
+        except Exception as error:  # the followers wait for this rank
+            self.ranks.abort(f"a cut has failed: {error}")
 
 
 class LeadingRetrievalKV(LeadingKV):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -80,6 +82,12 @@ def keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "keys"
     path.write_text("alice: alice-key\nbob: bob-key\n")
     monkeypatch.setenv(KEYS, str(path))
+
+
+def test_a_proxy_does_not_load_torch() -> None:
+    """Serve's proxies, one on each node, import the services: torch would cost each 170 MiB, and seconds of a start."""
+    program = "import sys, deploy.grpc_services; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 def test_without_a_key_no_message_is_read() -> None:

@@ -223,6 +223,12 @@ def test_a_silent_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) ->
     assert service.in_flight == 0
 
 
+def test_the_first_comment_comes_with_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(routes, "IDLE_S", 0.5)
+    client, _, _ = served(0.7, event(ids("a"), gen.FINISH_REASON_LENGTH))
+    assert ask(client, stream=True).text.startswith(": waiting\n\ndata: ")
+
+
 @pytest.mark.parametrize("repeats", [1, 500, SHORT_CHARACTERS // 8])
 def test_the_pipeline_gets_the_tokens_of_the_text(repeats: int) -> None:
     client, _, pipelines = served(event(ids("a"), gen.FINISH_REASON_LENGTH))

@@ -6,12 +6,13 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 
 from tests.by_hand import Below, Slots
 from triforce_core.costs import Part
-from triforce_core.engine.engine import Engine
+from triforce_core.engine.engine import MOST_FAILURES, Engine
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import FinishReason, Request, Sequence
@@ -90,6 +91,7 @@ def test_an_error_in_work_on_one_request_ends_that_request_alone(
     engine: Engine, below: Below, monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     bad, good = (engine.submit(request(max_tokens=9)) for _ in range(2))
+    engine.ends_alone = True
     owner, name = {
         "arrival": (engine.scheduler, "add"),
         "advance": (engine, "_advance"),
@@ -112,6 +114,22 @@ def test_an_error_in_work_on_one_request_ends_that_request_alone(
     assert [o.tokens for o in outputs if o.sequence_id == good] == [(7,), (8,)]
     assert below.released == ([] if where == "arrival" else [bad])
     assert list(engine.scheduler.live) == [good]
+
+
+@pytest.mark.parametrize("ends_alone", [True, False])
+def test_an_engine_that_fails_again_and_again_fails(
+    engine: Engine, below: Below, monkeypatch: pytest.MonkeyPatch, ends_alone: bool
+) -> None:
+    """One that drives itself, as a command does, fails at once."""
+    monkeypatch.setattr(engine.scheduler, "add", Mock(side_effect=RuntimeError("a fault")))
+    engine.ends_alone = ends_alone
+    for _ in range(MOST_FAILURES - 1 if ends_alone else 0):
+        below.answers = [[]]
+        engine.submit(request())
+        assert [o.finish_reason for o in engine.run_once()] == [FinishReason.FAILED]
+    engine.submit(request())
+    with pytest.raises(RuntimeError, match="a fault"):
+        engine.run_once()
 
 
 def test_cancelling_what_is_unknown_or_over_is_nothing(engine: Engine, below: Below) -> None:
