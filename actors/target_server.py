@@ -54,7 +54,7 @@ class EngineThread:
         self.callbacks: dict[int, Callable[[Output | None], None]] = {}
         self.slots: dict[int, int] = {}  # by sequence id, its number among the marks
         self.marked: list[int] = []  # the slots that are marked now
-        self.entering: dict[int, Callable[[], None]] = {}  # by sequence id, of requests whose first pass is to come
+        self.entering: dict[int, Callable[[int], None]] = {}  # by sequence id, of requests whose first pass is to come
         self.lock = threading.Lock()
         self.failed: BaseException | None = None
         self.times = PassTimes()
@@ -69,12 +69,13 @@ class EngineThread:
         self,
         request: Request,
         callback: Callable[[Output | None], None],
-        entering: Callable[[], None] = lambda: None,
+        entering: Callable[[int], None] = lambda cached_tokens: None,
         slot: int | None = None,
     ) -> int:
         """Queue a request and return its sequence id. `callback` gets its outputs, and None if the engine fails;
-        `entering` is called before the first pass over its tokens. Neither may block. `slot` is its number among the
-        marks. Raises `UnavailableError` if the engine has failed, and the errors of `Engine.submit`.
+        `entering` is called before the first pass over its tokens, with the number of its prompt's tokens whose KV was
+        found. Neither may block. `slot` is its number among the marks. Raises `UnavailableError` if the engine has
+        failed, and the errors of `Engine.submit`.
         """
         with self.lock:
             if self.failed is not None:
@@ -99,11 +100,11 @@ class EngineThread:
             if self.callbacks.pop(sequence_id, None):
                 self.engine.cancel(sequence_id)
 
-    def _enter(self, sequence_id: int) -> None:
+    def _enter(self, sequence_id: int, cached_tokens: int) -> None:
         with self.lock:
             entering = self.entering.pop(sequence_id, None)
         if entering is not None:
-            entering()
+            entering(cached_tokens)
 
     def _working_on(self, sequence_ids: list[int]) -> None:
         """Mark these requests, and these alone."""
@@ -181,8 +182,9 @@ class TargetServer(TargetServicer):
             # be it while compiling its grammar, from one that never received it.
             yield pb.DecodeEvent(fingerprint=self.fingerprint)
             await self._compile(wanted.grammar, slot)
-            entering = pb.DecodeEvent(entered=True)
-            sequence_id = self.engine_thread.submit(wanted, deliver, lambda: deliver(entering), slot)
+            sequence_id = self.engine_thread.submit(
+                wanted, deliver, lambda cached: deliver(pb.DecodeEvent(entered=True, cached_tokens=cached)), slot
+            )
         except ContextLengthError as error:
             await context.abort(grpc.StatusCode.OUT_OF_RANGE, str(error))
         except InvalidValueError as error:
@@ -201,7 +203,7 @@ class TargetServer(TargetServicer):
                     await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, f"not done within {wanted.timeout_s:g} s")
                 if output.finish_reason is FinishReason.FAILED:
                     await context.abort(grpc.StatusCode.INTERNAL, "the engine failed at this request")
-                yield event_to_proto(output, len(wanted.prompt))
+                yield event_to_proto(output, stats=request.stats_in_each)
                 if output.finish_reason:
                     return
         finally:
@@ -290,12 +292,13 @@ def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int,
     )
 
 
-def event_to_proto(output: Output, prompt_tokens: int) -> pb.DecodeEvent:
+def event_to_proto(output: Output, *, stats: bool) -> pb.DecodeEvent:
+    """`stats`: whether an event that is not the last has them."""
     return pb.DecodeEvent(
         token_ids=output.tokens,
         origins=output.origins,
         finish_reason=finish_reason_to_proto(output.finish_reason),
-        stats=stats_to_proto(output.stats, prompt_tokens),
+        stats=stats_to_proto(output.stats) if stats or output.finish_reason else None,
         logprobs=logprobs_to_proto(output.logprobs),
         prompt_logprobs=logprobs_to_proto(output.prompt_logprobs),
         no_token=output.finish_reason is FinishReason.NO_TOKEN,

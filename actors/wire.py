@@ -177,11 +177,9 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
     )
 
 
-def stats_to_proto(stats: Stats, prompt_tokens: int) -> pb.DecodeStats:
+def stats_to_proto(stats: Stats) -> pb.DecodeStats:
     return pb.DecodeStats(
         **{name: getattr(stats, name) for name in FIGURES},
-        prompt_tokens=prompt_tokens,
-        rounds=stats.tallies[0].rounds,
         tallies=tallies_to_proto(stats.tallies),
         plans=stats.plans,
         direct=tallies_to_proto([stats.direct])[0],

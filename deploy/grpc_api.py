@@ -150,7 +150,7 @@ def chunk_of(part: Part, *, with_seed: bool) -> pb.GenerateChunk:
 def finish(chunk: pb.GenerateChunk, part: Part, done: Done) -> None:
     chunk.finish_reason = finish_reason_to_proto(done.finish_reason)
     chunk.usage.prompt_tokens, chunk.usage.completion_tokens = part.prompt_tokens, done.completion_tokens
-    chunk.usage.cached_tokens = done.stats.cached_tokens
+    chunk.usage.cached_tokens = part.cached_tokens
     chunk.stats.CopyFrom(stats_of(done.stats, part.lossy))
 
 

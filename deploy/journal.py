@@ -12,7 +12,6 @@ import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
-from itertools import zip_longest
 
 from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
 from deploy.errors import EngineCrashError, EngineLostError
@@ -29,9 +28,6 @@ FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
 # The other suspects wait this long, counted from when the suspect that has the turn reached a target.
 TURN_S = 30.0
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
-# Figures taken from the latest attempt, and from the first attempt that has them. All others are added up.
-LATEST = ("plan", "expected_ms", "plain_ms")
-FIRST = ("prompt_tokens", "cached_tokens")
 
 
 class Turns:
@@ -75,28 +71,36 @@ class Attempt:
         self.entered = False  # whether it entered one of the target's passes
         self.num_tokens = 0
         self.num_scores = 0  # prompt tokens whose logprobs came
-        self.stats = pb.DecodeStats()
 
     def saw(self, event: pb.DecodeEvent) -> None:
         self.reached = True
         self.entered |= event.entered or not is_notice(event)
         self.num_tokens += len(event.token_ids)
-        if not is_notice(event):
-            self.stats = event.stats
 
 
 class Journal:
     """One completion over all attempts to decode it. `events` can be read once."""
 
-    def __init__(self, source: Pipelines, turns: Turns, request: Request, deadline: float, claim: str = "") -> None:
-        """`deadline`: in the running loop's seconds. `claim`: the fingerprint that the client claims; empty: any."""
+    def __init__(
+        self,
+        source: Pipelines,
+        turns: Turns,
+        request: Request,
+        deadline: float,
+        claim: str = "",
+        *,
+        stats_in_each: bool = False,
+    ) -> None:
+        """`deadline`: in the running loop's seconds. `claim`: the fingerprint that the client claims; empty: any.
+        `stats_in_each`: whether all events with output have stats; the last one always has.
+        """
         self.source, self.turns, self.request, self.deadline = source, turns, request, deadline
-        self.claim = claim
+        self.claim, self.stats_in_each = claim, stats_in_each
         self.fingerprint = ""  # of the target that was reached last
         self.began = asyncio.get_running_loop().time()
         self.received: list[int] = []
         self.num_scores = 0  # prompt tokens whose logprobs the reader has
-        self.stats = pb.DecodeStats()  # of the attempts before the present one
+        self.cached_tokens: int | None = None  # those that the first attempt found that came so far
         # Deaths of engines that count against this request, since an attempt last brought `PROVEN_TOKENS` tokens.
         self.deaths = 0
         self.unseen_deaths = 0  # deaths in a row of targets that had the request and sent no `entered`
@@ -106,7 +110,7 @@ class Journal:
         self.blocked: TriForceError | None = None  # what keeps the request from going on
 
     async def events(self) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """The events of the whole output, each with the stats of all attempts.
+        """The events of the whole output; stats are those of the attempt that they come from.
 
         Raises `EngineCrashError`, `EngineLostError`, `FingerprintError`, and the errors of the pipelines.
         """
@@ -146,6 +150,8 @@ class Journal:
         if self.turn:
             self.turns.reached()
         self.fingerprint = event.fingerprint or self.fingerprint
+        if event.entered and self.cached_tokens is None:
+            self.cached_tokens = event.cached_tokens
         self.blocked, self.failures = None, 0
         return event
 
@@ -158,6 +164,7 @@ class Journal:
         if self.received:  # the prompt's logprobs came at the latest with the first token
             request = replace(request, prompt_logprobs=None)
         message = request_to_proto(request)
+        message.stats_in_each = self.stats_in_each
         message.fingerprint = self.claim or (self.fingerprint if self.received or self.num_scores else "")
         return message
 
@@ -175,7 +182,6 @@ class Journal:
         self.num_scores = max(self.num_scores, attempt.num_scores)
         told = pb.DecodeEvent()
         told.CopyFrom(event)
-        told.stats.CopyFrom(summed(self.stats, event.stats))
         del told.prompt_logprobs[:]
         told.prompt_logprobs.extend(new)
         return told
@@ -189,7 +195,6 @@ class Journal:
         and the request had the suspects' turn. If it had the request and reported no pass, `unseen_deaths` counts the
         death; two in a row make the request a suspect.
         """
-        self.stats = summed(self.stats, attempt.stats)
         self.again = True
         self.failures += 1
         self.blocked = EngineLostError(
@@ -251,33 +256,3 @@ class Journal:
             if self.blocked is not None:
                 raise self.blocked from None
             raise
-
-
-def summed(before: pb.DecodeStats, latest: pb.DecodeStats) -> pb.DecodeStats:
-    """The stats of the attempts `before` and of the `latest` one together."""
-    total = pb.DecodeStats()
-    total.CopyFrom(before)
-    for field, value in latest.ListFields():
-        if field.name == "tallies":
-            del total.tallies[:]
-            pairs = zip_longest(before.tallies, latest.tallies, fillvalue=pb.Tally())
-            total.tallies.extend(added(*pair) for pair in pairs)
-        elif field.name == "direct":
-            total.direct.CopyFrom(added(before.direct, latest.direct))
-        elif field.name == "plans":
-            for kind, rounds in latest.plans.items():
-                total.plans[kind] += rounds
-        elif field.name in LATEST:
-            setattr(total, field.name, value)
-        elif field.name not in FIRST:
-            setattr(total, field.name, getattr(before, field.name) + value)
-        elif not before.prompt_tokens:  # the first attempt that has got so far
-            setattr(total, field.name, value)
-    return total
-
-
-def added(one: pb.Tally, other: pb.Tally) -> pb.Tally:
-    total = pb.Tally()
-    for field in pb.Tally.DESCRIPTOR.fields:
-        setattr(total, field.name, getattr(one, field.name) + getattr(other, field.name))
-    return total

@@ -116,9 +116,11 @@ class RemotePipelines:
                 event = pb.DecodeEvent.FromString(data)
                 output += event.token_ids
                 entered |= event.entered
+                if event.entered:
+                    cached = event.cached_tokens
                 if entered and not answered and not is_notice(event):
                     answered = True
-                    route.answered(event.stats.cached_tokens + self.chunk)  # it finds whole chunks only
+                    route.answered(cached + self.chunk)  # it finds whole chunks only
                 yield event
         except Exception as error:
             found = lost(error)

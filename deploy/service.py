@@ -345,11 +345,12 @@ class Service:
             return
         echoed = self.prompt_text(asked, request) if asked.echo and not request.resume else ""
         scores: tuple[TokenLogprobs, ...] = ()
-        journal = Journal(self.pipelines, self.turns, request, deadline, asked.fingerprint)
+        in_each = bool(asked.stop) or asked.progress  # a stop string ends the output at any event
+        journal = Journal(self.pipelines, self.turns, request, deadline, asked.fingerprint, stats_in_each=in_each)
         async with aclosing(journal.events()) as events:
             async for event in events:
                 scores += logprobs_from_proto(event.prompt_logprobs)
-                frame = replace(frame, fingerprint=journal.fingerprint)
+                frame = replace(frame, fingerprint=journal.fingerprint, cached_tokens=journal.cached_tokens or 0)
                 piece = TextDelta("", (), b"")
                 if not asked.only_prompt:
                     piece = output.feed(event.token_ids, event.origins, logprobs_from_proto(event.logprobs))
@@ -358,7 +359,8 @@ class Service:
                     break
                 if piece.text or piece.tokens or scores:
                     piece = replace(piece, text=echoed + piece.text)
-                    yield replace(frame, piece=piece, prompt_logprobs=scores, echoed=len(echoed), so_far=event.stats)
+                    so_far = event.stats if asked.progress else None
+                    yield replace(frame, piece=piece, prompt_logprobs=scores, echoed=len(echoed), so_far=so_far)
                     echoed, scores = "", ()
                 if event.no_token:
                     raise no_token(asked.guide, output.num_tokens)
@@ -368,7 +370,7 @@ class Service:
             reason = FinishReason.LENGTH
         done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
         last = replace(last, text=echoed + last.text)
-        yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed), so_far=event.stats)
+        yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed))
 
     def prompt_text(self, asked: ClientRequest, request: Request) -> str:
         whole = isinstance(asked.prompt, str) and asked.truncate_prompt_tokens is None

@@ -72,10 +72,8 @@ class WithoutTiers(Scripted):
         """A replica can serve."""
 
 
-def event(
-    tokens: list[int], finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED, *, cached: int = 0
-) -> pb.DecodeEvent:
-    stats = pb.DecodeStats(decoded=len(tokens), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3, cached_tokens=cached)
+def event(tokens: list[int], finish: gen.FinishReason = gen.FINISH_REASON_UNSPECIFIED) -> pb.DecodeEvent:
+    stats = pb.DecodeStats(decoded=len(tokens), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3)
     return pb.DecodeEvent(token_ids=tokens, origins=bytes(len(tokens)), finish_reason=finish, stats=stats)
 
 

@@ -143,7 +143,7 @@ class Usage:
     def tokens(self) -> dict[str, Any]:
         prompts = [part for index, part in self.latest.items() if index % self.n == 0]
         prompt_tokens, completion_tokens = sum(part.prompt_tokens for part in prompts), sum(self.output.values())
-        cached_tokens = sum(part.so_far.cached_tokens for part in prompts if part.so_far)
+        cached_tokens = sum(part.cached_tokens for part in prompts)
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
@@ -170,7 +170,7 @@ def tokens_of(part: Part) -> dict[str, list[Any]]:
 
 def progress(part: Part) -> dict[str, Any]:
     """For a chunk before the last: the fields of `extras` that are known by then."""
-    if part.so_far is None:
+    if part.so_far is None:  # the output was complete when it was asked for
         return {}
     stats = stats_from_proto(part.so_far)
     return {"prompt_tokens": part.prompt_tokens, "acceptance": stats.acceptance, "plan": stats.plan}

@@ -303,6 +303,7 @@ def common_request_from(
         drafter=drafter,
         selector=selector,
         cache_salt=body.cache_salt or "",
+        progress=bool(body.stream and body.return_token_ids),
     )
 
 

@@ -22,7 +22,7 @@ class Decoded:
     tokens: list[int] = field(default_factory=list)
     origins: bytes = b""
     finish_reason: int = gen.FINISH_REASON_UNSPECIFIED
-    stats: list[Stats] = field(default_factory=list)  # of each event
+    stats: list[Stats] = field(default_factory=list)  # of the last event, or of each
 
 
 class Tiers:
@@ -46,7 +46,8 @@ class Tiers:
             decoded.tokens += event.token_ids
             decoded.origins += event.origins
             decoded.finish_reason = event.finish_reason
-            decoded.stats.append(stats_from_proto(event.stats))
+            if event.HasField("stats"):
+                decoded.stats.append(stats_from_proto(event.stats))
         return decoded
 
     def status(self) -> dict[str, pb.TierStatus]:

@@ -98,7 +98,10 @@ def test_three_actors_give_the_tokens_of_one_process(
     assert decoded.tokens == in_one_process(engine, asked)
     assert len(decoded.origins) == len(decoded.tokens) == 60
     assert decoded.finish_reason == gen.FINISH_REASON_LENGTH
-    last = decoded.stats[-1]
+    [last] = decoded.stats
+    asked.stats_in_each = True
+    [decoded] = tiers.decode(asked)
+    assert len(decoded.stats) > 1
     assert [stats.decoded for stats in decoded.stats] == sorted(stats.decoded for stats in decoded.stats)
     assert last.decoded == 59, "the first token is the prefill's"
     assert (last.acceptance["retrieval"] is not None) == (lookaheads[0] > 0)

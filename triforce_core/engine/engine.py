@@ -137,8 +137,8 @@ class Engine:
         # Whether an error in work on one request ends that request, with the reason `failed`, in place of being raised.
         # An error in a pass is always raised.
         self.ends_alone, self.failures = False, 0
-        # Called with a request's id, as `submit` returns it, before the request's first pass.
-        self.on_entering: Callable[[int], None] = lambda sequence_id: None
+        # Called before a request's first pass with its id, as `submit` returns it, and with its `Stats.cached_tokens`.
+        self.on_entering: Callable[[int, int], None] = lambda sequence_id, cached_tokens: None
         # For other threads to read: the scheduler's figure of this name in the present turn, and the latest status.
         self.asked_tokens, self.status = 0, EngineStatus()
         self.least_stall_s = 0.0  # as of the latest prompt chunk
@@ -266,7 +266,7 @@ class Engine:
             sequence = self.scheduler.live[each.span.sequence_id]
             if not sequence.entered:
                 sequence.entered = True
-                self.on_entering(sequence.request_id)
+                self.on_entering(sequence.request_id, sequence.stats.cached_tokens)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> Output:
         """End a request before its output is complete."""

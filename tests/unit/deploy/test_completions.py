@@ -100,7 +100,7 @@ def test_choices_are_counted_prompt_by_prompt() -> None:
 
 def test_cached_tokens_are_those_that_the_first_completion_of_each_prompt_found() -> None:
     """The other completions may have found what the first one left. A prompt counts once, as in `prompt_tokens`."""
-    script = (event(ids("a"), cached=3), event(ids(" c"), LENGTH, cached=3))
+    script = (pb.DecodeEvent(entered=True, cached_tokens=3), event(ids("a")), event(ids(" c"), LENGTH))
     fields: dict[str, Any] = {"prompt": [ids("def f"), ids("import os")], "n": 2}
     usage = answered(script, **fields)[0]["usage"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 6}

@@ -78,7 +78,7 @@ class Mortal(Source):
         loop, events = asyncio.get_running_loop(), asyncio.Queue[pb.DecodeEvent | None]()
 
         def deliver(output: Output | None) -> None:
-            event = None if output is None else event_to_proto(output, len(request.prompt_token_ids))
+            event = None if output is None else event_to_proto(output, stats=request.stats_in_each)
             loop.call_soon_threadsafe(events.put_nowait, event)
 
         sequence_id = self.thread.submit(request_from_proto(request, (0, 0)), deliver)
@@ -183,25 +183,22 @@ def test_lists_of_prompts_go_on_each_by_itself(thread: EngineThread) -> None:
 
 def test_a_request_that_goes_on_twice_and_its_figures(thread: EngineThread) -> None:
     source = Mortal(thread)
-    [*_, end] = asyncio.run(parts_of(source, asked(max_tokens=60)))
     source.lives = [20, 17]
     [*_, last] = asyncio.run(parts_of(source, asked(max_tokens=60)))
-    assert [len(request.resume_token_ids) for request in source.requests[1:]] == [0, 20, 37]
+    assert [len(request.resume_token_ids) for request in source.requests] == [0, 20, 37]
     assert last.done
-    assert end.done
-    rounds, before = last.done.stats.tallies[0].rounds, end.done.stats.tallies[0].rounds
-    assert rounds == before - 2, "the first token of an attempt comes from the pass over its prompt"
-    assert last.done.stats.decoded == rounds
-    assert last.done.stats.plans == {"plain": rounds}
-    assert last.done.completion_tokens == end.done.completion_tokens == 60
-    assert last.done.stats.prefill_s > 0
+    assert last.done.completion_tokens == 60
+    stats = last.done.stats
+    assert stats.decoded == stats.tallies[0].rounds == 60 - 37 - 1, "of the last engine, without its prompt's pass"
+    assert stats.plans == {"plain": stats.decoded}
+    assert stats.prefill_s > 0
 
 
 # -- deaths that count, and those that do not --------------------------------------------------------------------------
 
 
 def token_event(token: int, *, last: bool = False) -> pb.DecodeEvent:
-    stats = pb.DecodeStats(prompt_tokens=3, decoded=1, tallies=[pb.Tally(rounds=1)])
+    stats = pb.DecodeStats(decoded=1, tallies=[pb.Tally(rounds=1)] * 3) if last else None
     finish = gen.FINISH_REASON_LENGTH if last else gen.FINISH_REASON_UNSPECIFIED
     return pb.DecodeEvent(token_ids=[token], origins=b"\0", stats=stats, finish_reason=finish)
 
@@ -450,21 +447,20 @@ def test_a_claim_is_believed_for_a_short_time(monkeypatch: pytest.MonkeyPatch) -
     assert {request.fingerprint for request in source.requests} == {"fp_9"}
 
 
-def test_stats_add_up() -> None:
-    from deploy.journal import summed
+def test_cached_tokens_are_those_that_the_first_engine_found() -> None:
+    found, again = (pb.DecodeEvent(entered=True, cached_tokens=cached) for cached in (8, 16))
+    source = Counting(([REACHED, found], 4, GONE), ([REACHED, again], 99, None))
+    assert asyncio.run(parts_of(source, asked()))[-1].cached_tokens == 8
 
-    one = pb.DecodeStats(
-        prompt_tokens=3, queued_s=1, prefill_s=2, decode_s=3, rounds=4, decoded=5, snapshots=1, preempted=1, plan="a",
-        plans={"plain": 4}, expected_ms=1.5, tallies=[pb.Tally(rounds=4, proposed=9)], direct=pb.Tally(accepted=1),
-    )  # fmt: skip
-    other = pb.DecodeStats(
-        prompt_tokens=3, queued_s=1, decoded=7, plan="b", plans={"plain": 1, "model": 2}, plan_changes=1,
-        tallies=[pb.Tally(rounds=2), pb.Tally(rounds=1, busy_s=0.5)], direct=pb.Tally(accepted=2),
-    )  # fmt: skip
-    total = pb.DecodeStats(
-        prompt_tokens=3, queued_s=2, prefill_s=2, decode_s=3, rounds=4, decoded=12, snapshots=1, preempted=1, plan="b",
-        plans={"plain": 5, "model": 2}, plan_changes=1, expected_ms=1.5,
-        tallies=[pb.Tally(rounds=6, proposed=9), pb.Tally(rounds=1, busy_s=0.5)], direct=pb.Tally(accepted=3),
-    )  # fmt: skip
-    assert summed(one, other) == total
-    assert summed(pb.DecodeStats(), one) == one
+
+@pytest.mark.parametrize("fields", [{}, {"stop": ("never",)}, {"progress": True}])
+def test_statistics_come_at_the_end_unless_they_may_be_needed_before(
+    thread: EngineThread, fields: dict[str, Any]
+) -> None:
+    """A stop string may end the output at any event, and the figures so far are then those of the whole."""
+    source = Mortal(thread)
+    parts = asyncio.run(parts_of(source, asked(**fields)))
+    assert source.requests[0].stats_in_each == bool(fields)
+    assert all((part.so_far is not None) == ("progress" in fields) for part in parts[:-1])
+    assert parts[-1].done
+    assert parts[-1].done.stats.decoded > 0

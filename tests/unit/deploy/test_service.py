@@ -494,7 +494,7 @@ def test_api_keys_keep_the_kv_of_their_texts_apart() -> None:
 
 
 def test_usage_over_grpc_says_what_the_first_completion_found() -> None:
-    _, service, _ = served(event(ids("a"), gen.FINISH_REASON_LENGTH, cached=1))
+    _, service, _ = served(pb.DecodeEvent(entered=True, cached_tokens=1), event(ids("a"), gen.FINISH_REASON_LENGTH))
     assert generated(service, n=3).usage.cached_tokens == 1
 
 

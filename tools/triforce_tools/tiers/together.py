@@ -121,6 +121,7 @@ class Together:
 
     async def _decode(self, messages: list[pb.DecodeRequest], decoded: list[Decoded], window: Window) -> None:
         async def one(message: pb.DecodeRequest, into: Decoded) -> None:
+            message.stats_in_each = True
             async with aclosing(self.pipeline.decode(message)) as events:
                 async for event in events:
                     window.take(into, len(event.token_ids))
