@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
@@ -19,12 +18,12 @@ from deploy.parts import Pipelines
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
+from triforce_core.resuming import PROVEN_TOKENS, delay_s
 
 log = logging.getLogger("ray.serve")
 
 MAX_DEATHS = 3  # after this number of deaths of engines during one request, the request counts as their cause
-PROVEN_TOKENS = 16  # new tokens of one attempt after which a request is no suspect any more
-FIRST_DELAY_S, MAX_DELAY_S = 0.25, 2.0
+MAX_DELAY_S = 2.0
 # The other suspects wait this long, counted from when the suspect that has the turn reached a target.
 TURN_S = 30.0
 CLAIM_S = 10.0  # most seconds to look for a replica with the fingerprint that the client claims
@@ -230,14 +229,13 @@ class Journal:
             self.deadline = min(self.deadline, self.began + CLAIM_S)
 
     async def wait(self) -> None:
-        """Wait until the next attempt may begin. The delay grows with the number of failures since the last event.
+        """Wait until the next attempt may begin.
 
         After one death of an engine all its requests go on together, because usually no request is to blame. After a
         second death, requests take turns.
         """
         if self.failures:
-            longest = min(MAX_DELAY_S, FIRST_DELAY_S * 2 ** min(self.failures - 1, 10))
-            await asyncio.sleep(longest * random.uniform(0.5, 1))
+            await asyncio.sleep(delay_s(self.failures, MAX_DELAY_S))
         if self.deaths > 1 or self.unseen_deaths > 1:
             self.turn = await self.turns.take()
 

@@ -74,7 +74,7 @@ def as_markdown(parts: Iterable[str]) -> str:
 
 def command_line() -> str:
     """What typer writes of all commands, without its title."""
-    command = [sys.executable, "-m", "typer", "triforce_core.cli.app", "utils", "docs", "--name", "triforce"]
+    command = [sys.executable, "-m", "typer", "deploy.cli.app", "utils", "docs", "--name", "triforce"]
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.partition("\n")[2]
 
 

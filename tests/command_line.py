@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from triforce_core.cli import main
+from deploy.cli import main
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:

@@ -94,7 +94,7 @@ class DidNotStartError(Exception):
     pass
 
 
-TRIFORCE = (sys.executable, "-m", "triforce_core.cli")
+TRIFORCE = (sys.executable, "-m", "deploy.cli")
 
 
 def start(config: Path, log: Path, triforce: Sequence[str] = TRIFORCE) -> subprocess.Popen[str]:

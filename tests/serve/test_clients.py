@@ -161,9 +161,7 @@ def test_every_field_through_openai_s_clients(
         more += [f"--logit-bias={token}={bias}" for token, bias in asked["logit_bias"].items()]
         more += [f"--stop={text}" for text in asked.get("stop", [])]
         more += [f"--choice={choice}" for choice in asked["choice"] or []]
-        done = output_of(
-            sys.executable, "-m", "triforce_core.cli", "generate", "--json", "--prompt-file", prompt, *more
-        )
+        done = output_of(sys.executable, "-m", "deploy.cli", "generate", "--json", "--prompt-file", prompt, *more)
         assert [json.loads(done)["text"]] == texts[name], name
     chat = client.chat(cases["chat"]["body"]["messages"], max_tokens=24, temperature=0.7, seed=5)
     assert [chat.text] == texts["chat"]

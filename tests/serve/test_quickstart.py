@@ -86,7 +86,7 @@ def is_what_the_tests_serve(block: Block, server: Server, folder: Path) -> None:
     recipes = (REPOSITORY / "Makefile").read_text()
     assert {line.split()[1] for line in block.text.splitlines()} <= {"serve", "test"}
     assert re.search(r"^serve: \$\(INSTALLED\)\n\t\$\(BIN\)/triforce serve$", recipes, re.MULTILINE)
-    assert server.process.args[2:4] == ["triforce_core.cli", "serve"]  # type: ignore[index]
+    assert server.process.args[2:4] == ["deploy.cli", "serve"]  # type: ignore[index]
 
 
 def needs_a_gpu(block: Block, server: Server, folder: Path) -> None:
@@ -113,7 +113,7 @@ def is_valid(block: Block, server: Server, folder: Path) -> None:
     """These are settings; `triforce config --config` reads them."""
     file = folder / "triforce.yaml"
     file.write_text(block.text)
-    command = [sys.executable, "-m", "triforce_core.cli", "config", "--config", str(file), "--json"]
+    command = [sys.executable, "-m", "deploy.cli", "config", "--config", str(file), "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["target"]["model"].startswith("/models/")

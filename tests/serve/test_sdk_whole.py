@@ -108,7 +108,7 @@ def test_the_standard_health_service_and_reflection(server: Server) -> None:
 
 
 def test_a_chat_in_a_pipe(server: Server, client: TriForceClient) -> None:
-    command = [sys.executable, "-m", "triforce_core.cli", "chat", "--address", server.grpc_address]
+    command = [sys.executable, "-m", "deploy.cli", "chat", "--address", server.grpc_address]
     done = subprocess.run(
         [*command, "--max-tokens", "30", "--temperature", "0.8", "--seed", "4", "--system", "You continue code."],
         input="def main():\n/quit\n",

@@ -21,7 +21,7 @@ def refusal(tmp_path: Path, config: str) -> str:
     """What `triforce serve` says when it refuses these settings."""
     path = tmp_path / "config.yaml"
     path.write_text(config)
-    command = [sys.executable, "-m", "triforce_core.cli", "serve", "--config", str(path)]
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--config", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "starting" not in done.stdout
@@ -92,7 +92,7 @@ def test_a_placement_that_this_machine_does_not_have(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     ports = f"server: {{port: {port}, grpc_port: {grpc_port}}}"
     path.write_text(f"{ports}\nplacement: {{colocate: draft_with_retrieval, draft: {{labels: {{zone: moon}}}}}}")
-    command = [sys.executable, "-m", "triforce_core.cli", "serve", "--config", str(path)]
+    command = [sys.executable, "-m", "deploy.cli", "serve", "--config", str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
     assert "cannot be here: no node has 0.2 CPU, zone=moon for retrieval + draft; 1 node (" in done.stderr

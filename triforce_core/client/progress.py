@@ -1,18 +1,15 @@
 """When a failed call is tried again, and how a stream goes on in another call without repeating or losing anything."""
 
-import random
 import time
 from dataclasses import dataclass
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.errors import CallError, OverloadedError, UnavailableError
 from triforce_core.client.results import Chunk, chunk_from_proto
+from triforce_core.resuming import PROVEN_TOKENS, delay_s
 
 RETRIED = (UnavailableError, OverloadedError)
-FIRST_DELAY_S, MAX_DELAY_S = 0.25, 5.0
-# After so many new tokens of a call, earlier failures no longer count. With 1, a request that kills the engine at every
-# token would be repeated for each token of its output.
-PROVEN_TOKENS = 16
+MAX_DELAY_S = 5.0
 
 
 class Attempts:
@@ -33,16 +30,12 @@ class Attempts:
         self.failed = 0
 
     def delay_s(self, error: CallError) -> float | None:
-        """Seconds to wait before the next attempt; None if this error is final.
-
-        The delay doubles with each failure. It is shortened at random, by up to half, so that clients that failed
-        together do not retry together.
-        """
+        """Seconds to wait before the next attempt; None if this error is final."""
         if not isinstance(error, RETRIED) or self.failed == self.retries:
             return None
-        delay_s = min(MAX_DELAY_S, FIRST_DELAY_S * 2**self.failed) * random.uniform(0.5, 1)
         self.failed += 1
-        return delay_s if self.left_s is None or delay_s < self.left_s else None
+        seconds = delay_s(self.failed, MAX_DELAY_S)
+        return seconds if self.left_s is None or seconds < self.left_s else None
 
 
 @dataclass(slots=True)

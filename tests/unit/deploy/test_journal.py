@@ -16,9 +16,10 @@ from actors.target_server import EngineThread, event_to_proto, request_from_prot
 from deploy import journal
 from deploy.client_request import ClientRequest
 from deploy.errors import EngineCrashError, EngineLostError
-from deploy.journal import MAX_DEATHS, PROVEN_TOKENS
+from deploy.journal import MAX_DEATHS
 from deploy.parts import Part
 from deploy.service import ServedModel, Service
+from triforce_core import resuming
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.building.loading import load_local_engine
@@ -26,6 +27,7 @@ from triforce_core.config import Settings, load_settings
 from triforce_core.engine.sequence import Output
 from triforce_core.errors import DeadlineError, FingerprintError, UnavailableError
 from triforce_core.messages import GREEDY, SamplingParams
+from triforce_core.resuming import PROVEN_TOKENS
 from triforce_core.sampling.guides import Guide
 
 PROMPT = "def area(width, height):\n    return"
@@ -47,7 +49,7 @@ def model() -> ServedModel:
 
 @pytest.fixture(autouse=True)
 def _no_delays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal, "FIRST_DELAY_S", 0.001)
+    monkeypatch.setattr(resuming, "FIRST_DELAY_S", 0.001)
     monkeypatch.setattr(journal, "MAX_DELAY_S", 0.01)
 
 

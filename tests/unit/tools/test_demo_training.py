@@ -18,7 +18,7 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from triforce_core.cli import main
+from deploy.cli import main
 from triforce_core.errors import InvalidValueError
 from triforce_tools.demo_training import models
 from triforce_tools.demo_training.batches import make_batch
@@ -242,7 +242,7 @@ def weights(settings: DemoSettings) -> dict[str, torch.Tensor]:
 def test_killed_and_resumed_the_weights_are_the_same_to_the_bit(tmp_path: Path) -> None:
     path = tiny_settings(tmp_path / "killed", steps=150)
     killed, whole = load_settings(path), load_settings(tiny_settings(tmp_path / "whole", steps=150))
-    command = [sys.executable, "-m", "triforce_core.cli", "demo", "train", "--settings", str(path), "--threads", "1"]
+    command = [sys.executable, "-m", "deploy.cli", "demo", "train", "--settings", str(path), "--threads", "1"]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 300
     while not (killed.folder / "target.ckpt").is_file() and process.poll() is None and time.monotonic() < deadline:

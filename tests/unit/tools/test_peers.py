@@ -161,7 +161,7 @@ def test_answers_one_after_another_take_the_time_of_both() -> None:
         ("ray::TargetActor", "ray::TargetActor"),
         ("ray::ServeReplica:triforce:gateway.handle_request", "ray::ServeReplica:triforce:gateway"),
         ("VLLM::EngineCore", "VLLM::EngineCore"),
-        ("/usr/bin/python3 -m triforce_core.cli serve --port 1", "triforce_core.cli"),
+        ("/usr/bin/python3 -m deploy.cli serve --port 1", "deploy.cli"),
         ("/usr/bin/python3 -u /lib/ray/_private/log_monitor.py --x", "log_monitor.py"),
         ("/lib/python3/ray/core/src/ray/gcs/gcs_server --log_dir=x --config_list=y", "gcs_server"),
         ("/usr/bin/python3 --config_list=x worker", "worker"),

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from triforce_core.cli.options import JsonOption, SeedOption, with_options_of
+from deploy.cli.options import JsonOption, SeedOption, with_options_of
 from triforce_core.config import Settings, TierPlacement
 from triforce_core.errors import require
 from triforce_core.messages import SamplingParams, Tier

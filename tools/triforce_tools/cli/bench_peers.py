@@ -10,7 +10,7 @@ from typing import Annotated, Any
 import typer
 from platformdirs import user_cache_path
 
-from triforce_core.cli.options import JsonOption
+from deploy.cli.options import JsonOption
 from triforce_core.config import load_settings
 from triforce_core.errors import require
 from triforce_tools.bench.axes import parse_temperature, parse_whole

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from triforce_core.cli.options import JsonOption
+from deploy.cli.options import JsonOption
 from triforce_core.errors import require
 from triforce_tools.cli.options import TemperatureOption
 from triforce_tools.tables import markdown_table

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from triforce_core.cli.options import JsonOption, SeedOption, with_options_of
+from deploy.cli.options import JsonOption, SeedOption, with_options_of
 from triforce_core.config import Settings
 from triforce_core.messages import SamplingParams
 from triforce_tools.bench.axes import AXES, Axes, Point, check_modes, parse_axes, parse_plans, points_of, shown

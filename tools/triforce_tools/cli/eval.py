@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from triforce_core.cli.options import JsonOption, decoding_settings, with_options_of
+from deploy.cli.options import JsonOption, decoding_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_tools.cli.figures import progression

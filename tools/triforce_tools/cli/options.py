@@ -1,4 +1,4 @@
-"""The options that several of these commands share, beside those of `triforce_core.cli.options`."""
+"""The options that several of these commands share, beside those of `deploy.cli.options`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from triforce_core.cli.options import DECODING_OPTIONS, DEVICE_OPTIONS, KV_OPTIONS, SAMPLING_HELP, settings_of
+from deploy.cli.options import DECODING_OPTIONS, DEVICE_OPTIONS, KV_OPTIONS, SAMPLING_HELP, settings_of
 
 ThreadsOption = Annotated[int | None, typer.Option(help="CPU threads")]
 TemperatureOption = Annotated[float, typer.Option(help=SAMPLING_HELP["temperature"])]

@@ -64,7 +64,7 @@ def transformers(start: Start) -> list[str]:
 
 def ours(start: Start) -> list[str]:
     config = ["--config", str(start.config)] if start.config else []
-    return ["-m", "triforce_core.cli", "serve", *config, "--dtype", start.dtype, "--port", str(start.port)]
+    return ["-m", "deploy.cli", "serve", *config, "--dtype", start.dtype, "--port", str(start.port)]
 
 
 def engine(start: Start) -> list[str]:

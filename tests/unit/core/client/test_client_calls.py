@@ -22,6 +22,7 @@ from cryptography.x509.oid import NameOID
 from grpc_health.v1 import health_pb2
 
 from tests.generation import FINGERPRINT, Failure, Generation, Served, text_at, token_at
+from triforce_core import resuming
 from triforce_core.client import (
     AsyncTriForceClient,
     AuthenticationError,
@@ -53,7 +54,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRIFORCE_API_KEY", raising=False)
-    monkeypatch.setattr(progress, "FIRST_DELAY_S", 0.02)
+    monkeypatch.setattr(resuming, "FIRST_DELAY_S", 0.02)
 
 
 @contextmanager
@@ -151,7 +152,7 @@ def test_retries_end_with_the_call_s_time(kind: str, method: str, monkeypatch: p
 
 
 def test_delays_double_up_to_a_limit_and_are_shortened_by_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_DELAY_S", 0.25)
+    monkeypatch.setattr(resuming, "FIRST_DELAY_S", 0.25)
     error = UnavailableError("away", UNAVAILABLE)
     runs = []
     for _ in range(20):
@@ -283,7 +284,7 @@ def test_a_failure_after_the_last_chunk_is_none(kind: str, n: int) -> None:
 
 
 def test_closing_a_stream_while_it_waits_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "FIRST_DELAY_S", 30.0)
+    monkeypatch.setattr(resuming, "FIRST_DELAY_S", 30.0)
     monkeypatch.setattr(progress, "MAX_DELAY_S", 30.0)
     with serving(Generation(Failure(UNAVAILABLE, 2))) as served:
 
@@ -396,7 +397,7 @@ def test_calls_of_a_closed_client_raise_a_typed_error(kind: str) -> None:
 def test_closing_the_client_ends_a_wait_for_the_next_attempt(
     kind: str, method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(progress, "FIRST_DELAY_S", 2.0 if method == "stream" else 30.0)
+    monkeypatch.setattr(resuming, "FIRST_DELAY_S", 2.0 if method == "stream" else 30.0)
     monkeypatch.setattr(progress, "MAX_DELAY_S", 30.0)
     with serving(Generation(Failure(UNAVAILABLE))) as served:
         began = time.monotonic()

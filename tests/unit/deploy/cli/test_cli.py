@@ -17,10 +17,10 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import PreTrainedTokenizerFast
 
+from deploy.cli import app
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from triforce_core import __version__
-from triforce_core.cli import app
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
 from triforce_core.machine import cores
@@ -357,7 +357,7 @@ def test_without_the_demo_pair_only_the_commands_that_need_it_are_refused(
     for arguments in (["generate", "--prompt-file", prompt], ["demo", "train"]):
         refusals.check(named, *arguments)
     hidden = "import sys; sys.modules['triforce_serve_demo'] = None; sys.argv = ['triforce', 'config']"
-    fresh = [sys.executable, "-c", f"{hidden}; from triforce_core.cli import main; main()"]
+    fresh = [sys.executable, "-c", f"{hidden}; from deploy.cli import main; main()"]
     assert "model: demo" in subprocess.run(fresh, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -366,9 +366,7 @@ def test_without_the_tools_their_commands_say_what_to_install(name: str) -> None
     hidden = (
         "import importlib.metadata as m, sys; m.entry_points = lambda **_: (); sys.modules['triforce_tools'] = None"
     )
-    command = (
-        f"{hidden}; from triforce_core.cli import main; sys.argv = ['triforce', '{name}', 'some', '--thing']; main()"
-    )
+    command = f"{hidden}; from deploy.cli import main; sys.argv = ['triforce', '{name}', 'some', '--thing']; main()"
     done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stderr == f"triforce: command: '{name}' is one of the tools: pip install 'triforce-serve[tools]'\n"
@@ -379,7 +377,7 @@ def test_tools_of_another_version_stop_no_other_command() -> None:
     older = (
         "import importlib.metadata as m, sys; EntryPoint = m.EntryPoint;"
         " m.entry_points = lambda **_: (EntryPoint('bench', 'triforce_core.errors:gone', 'triforce.commands'),);"
-        " from triforce_core.cli import main; sys.argv = ['triforce', *sys.argv[1:]]; main()"
+        " from deploy.cli import main; sys.argv = ['triforce', *sys.argv[1:]]; main()"
     )
 
     def run_with(*arguments: str) -> subprocess.CompletedProcess[str]:

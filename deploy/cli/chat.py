@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 
-from triforce_core.cli.generate import legend, show
-from triforce_core.cli.options import sampling_params, with_options_of
+from deploy.cli.generate import legend, show
+from deploy.cli.options import sampling_params, with_options_of
 from triforce_core.errors import InvalidValueError, TriForceError
 from triforce_core.messages import SamplingParams
 from triforce_core.text import TextDelta

@@ -5,7 +5,7 @@ import json
 import typer
 
 from actors.colocation import arranged
-from triforce_core.cli.options import JsonOption, serving_settings, with_options_of
+from deploy.cli.options import JsonOption, serving_settings, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import TriForceError, reason_of
 

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 from deploy import checks
 from deploy.checks import CHECKS, kv_bytes, memory, on_one_gpu, parameters, process_bytes
+from deploy.cli.options import settings_from
 from tests.command_line import Refusals, run
 from tests.random_models import random_model
 from tests.starting import nothing_left
 from triforce_core.building.assembly import full_kv, retrieval_kv
 from triforce_core.building.draft_model import draft_proposer
-from triforce_core.cli.options import settings_from
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.demo import weights_dir
 from triforce_core.errors import InvalidValueError
@@ -71,7 +71,7 @@ def free_ports(tmp_path: Path) -> Path:
 
 def test_this_machine_has_no_problem(free_ports: Path) -> None:
     """The whole command runs. It starts nothing, and says something about everything."""
-    command = [sys.executable, "-m", "triforce_core.cli", "doctor", "--json", "--config", str(free_ports)]
+    command = [sys.executable, "-m", "deploy.cli", "doctor", "--json", "--config", str(free_ports)]
     with nothing_left():
         result = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False)
     assert result.returncode == 0, result.stdout + result.stderr

@@ -14,8 +14,9 @@ import pytest
 
 from tests.command_line import run
 from tests.generation import Failure, Generation, Served, interrupt, origin_at, text_at, token_at
+from triforce_core import resuming
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
-from triforce_core.client import Chunk, ChunkStream, progress
+from triforce_core.client import Chunk, ChunkStream
 
 CODES = {0: "32", 1: "36", 2: "39", 3: "33"}  # of ANSI, for the origins' colours
 
@@ -23,7 +24,7 @@ CODES = {0: "32", 1: "36", 2: "39", 3: "33"}  # of ANSI, for the origins' colour
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
     monkeypatch.delenv("TRIFORCE_API_KEY", raising=False)
-    monkeypatch.setattr(progress, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(resuming, "FIRST_DELAY_S", 0.01)
     running = Served(Generation())
     yield running
     running.die()

@@ -15,7 +15,7 @@ from rich.segment import Segment, Segments
 from rich.style import Style
 from rich.text import Text
 
-from triforce_core.cli.options import JsonOption, SeedOption, decoding_settings, sampling_params, with_options_of
+from deploy.cli.options import JsonOption, SeedOption, decoding_settings, sampling_params, with_options_of
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Origin, SamplingParams, TokenLogprobs

@@ -11,10 +11,10 @@ import yaml
 
 import triforce_core
 from actors.colocation import arranged
-from triforce_core.cli.chat import chat
-from triforce_core.cli.doctor import doctor
-from triforce_core.cli.generate import generate
-from triforce_core.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
+from deploy.cli.chat import chat
+from deploy.cli.doctor import doctor
+from deploy.cli.generate import generate
+from deploy.cli.options import ConfigOption, JsonOption, serving_settings, with_options_of
 from triforce_core.config import Settings, load_settings
 from triforce_core.errors import InvalidValueError, TriForceError
 from triforce_core.models.precision import resolved

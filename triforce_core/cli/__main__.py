@@ -1,6 +1,0 @@
-"""`python -m triforce_core.cli`."""
-
-from triforce_core.cli.app import main
-
-if __name__ == "__main__":
-    main()
