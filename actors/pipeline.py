@@ -30,15 +30,15 @@ STATUS_TIMEOUT_S = 2.0
 class Pipeline:
     """One pipeline, used on one asyncio loop.
 
-    If its target dies, the requests in flight end with `UnavailableError`. While the keeper (`keeping.py`) replaces the
-    target, new requests wait for the new one, or end at once if this pipeline is not `patient`.
+    If its target dies, the requests in flight end with `UnavailableError`. While the supervisor (`supervisor.py`)
+    replaces the target, new requests wait for the new one, or end at once if this pipeline is not `patient`.
     """
 
     def __init__(self, actors: TierActors) -> None:
         self.actors = actors
         self.target: RunningTarget | None = None  # the latest
-        self.serving = asyncio.Event()  # clear before the first target serves, and while a keeper replaces it
-        self.doubted: asyncio.Event | None = None  # set when the target has failed a request; None without a keeper
+        self.serving = asyncio.Event()  # clear before the first target serves, and while a supervisor replaces it
+        self.doubted: asyncio.Event | None = None  # set when the target has failed a request; None without a supervisor
         self.patient = True  # whether requests wait while the target is replaced; otherwise they end at once
         self.restarts = 0  # of the target
         self.load_s = 0.0  # how long the first start took
@@ -103,7 +103,7 @@ class Pipeline:
         return request.SerializeToString()
 
     def _doubt(self, target: RunningTarget) -> None:
-        """The target has failed a request: the keeper checks whether it is dead, and new requests wait meanwhile."""
+        """The target has failed a request: the supervisor looks whether it is dead, and new requests wait meanwhile."""
         if self.doubted is not None and target is self.target and not self.stopped:
             self.serving.clear()
             self.doubted.set()

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.detokenizer import TextDelta
 from triforce_core.engine.sequence import FinishReason, Stats
 from triforce_core.messages import TokenLogprobs
-from triforce_core.text import TextDelta
 
 
 class Pipelines(Protocol):

@@ -15,13 +15,13 @@ from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle
 from ray.util import get_current_placement_group
 
-from actors.keeping import Keeper
 from actors.pipeline import Pipeline
+from actors.supervisor import Supervisor
 from actors.warm_up import warm_up
 from actors.wire import is_notice
+from deploy.circuit_breaker import NONE, Avoid, CircuitBreaker
 from deploy.errors import OtherFingerprintError, ReplicaError
 from deploy.routing import Route
-from deploy.shunned import NONE, Avoid, Shunned
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
@@ -42,7 +42,7 @@ class PipelineReplica:
         await warm_up(self.pipeline, settings)
         # With several replicas, a request that comes while the target is replaced is better off at another one.
         self.pipeline.patient = settings.server.replicas.max == 1
-        self.keeping = asyncio.create_task(Keeper(self.pipeline, settings).run(), name="keeper")
+        self.supervising = asyncio.create_task(Supervisor(self.pipeline, settings).run(), name="supervisor")
 
     async def decode(self, request: bytes, route: Route, avoid: Avoid = NONE) -> AsyncIterator[bytes]:
         """Takes a DecodeRequest and yields DecodeEvents; cancelling the call stops the request.
@@ -70,7 +70,7 @@ class PipelineReplica:
         The check does not fail when the target dies or hangs, because the target is replaced in place. It fails when
         the new target does not come up; the pipeline is then stopped, so that no request waits for it.
         """
-        if self.keeping.done():
+        if self.supervising.done():
             await self.pipeline.stop()
             raise UnavailableError(self.pipeline.stopped)
 
@@ -79,8 +79,8 @@ class PipelineReplica:
         await self.pipeline.check(PING_TIMEOUT_S)
 
     async def __del__(self) -> None:
-        if hasattr(self, "keeping"):
-            self.keeping.cancel()
+        if hasattr(self, "supervising"):
+            self.supervising.cancel()
         if hasattr(self, "pipeline"):
             await self.pipeline.stop()
 
@@ -94,7 +94,7 @@ class RemotePipelines:
         self.chunk = settings.retrieval.chunk
         self.shares = settings.target.prefix_cache and not settings.deterministic and not settings.target.lossy
         self.streaming = handle.options(stream=True)
-        self.shunned = Shunned()
+        self.breaker = CircuitBreaker()
         # Status and health calls use a second handle, which has a second router; `options` makes that router at once.
         # If `PrefixRouter` counted these calls with the requests, a busy replica, which answers them late, would seem
         # busier still.
@@ -102,7 +102,7 @@ class RemotePipelines:
         self.control = control.options()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        avoid = self.shunned.avoid(request.fingerprint)
+        avoid = self.breaker.avoid(request.fingerprint)
         shares = self.shares and not reads_all(request, self.selector, retrieves=self.retrieves)
         route = Route(request.prompt_token_ids, request.cache_salt) if shares else Route()
         # Called in a new context, so that Serve gives the call a new id. Otherwise all calls for one client request
@@ -124,7 +124,7 @@ class RemotePipelines:
                 yield event
         except Exception as error:
             found = lost(error)
-            self.shunned.failed(found, request.fingerprint)
+            self.breaker.failed(found, request.fingerprint)
             raise found from error
         finally:
             response.cancel()

@@ -14,8 +14,8 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
+from deploy.circuit_breaker import NONE, Avoid
 from deploy.prefixes import BLOCK, KEY_BYTES, PrefixIndex, preferred, prefix_keys, salt_key
-from deploy.shunned import NONE, Avoid
 
 
 class Route:

@@ -29,13 +29,14 @@ from deploy.client_request import (
 )
 from deploy.encoding import Encoder
 from deploy.errors import OverloadedError
+from deploy.fair_share import FairShare
 from deploy.journal import Journal, Turns
 from deploy.merging import merged
 from deploy.metrics import Meters, Scrape
 from deploy.parts import Done, Part, Pipelines
-from deploy.shares import Shares
 from triforce_core.building.fingerprint import target_fingerprint
 from triforce_core.config import Settings
+from triforce_core.detokenizer import OutputText, TextDelta, TokenText, joined, spellings
 from triforce_core.engine.limits import Limits, target_limits
 from triforce_core.engine.sequence import SEED_BITS, FinishReason, Request, Stats, nth_seed
 from triforce_core.errors import (
@@ -50,7 +51,6 @@ from triforce_core.messages import GREEDY, Drafting, SamplingParams, TokenLogpro
 from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
 from triforce_core.sampling.guides import Guide, no_token
 from triforce_core.sampling.vetting import Vetting
-from triforce_core.text import OutputText, TextDelta, TokenText, joined, spellings
 
 MOST_JSON_BYTES = 12  # of a character in JSON: two escapes, such as \ud83d\ude00
 OTHER_FIELDS_BYTES = 1 << 20  # of a body, besides its prompt
@@ -108,7 +108,7 @@ class Service:
         self.vetting = Vetting(lambda: model.tokenizer, model.limits.vocab_size)
         self.room = settings.places
         self.in_flight = 0
-        self.shares = Shares(self.room)
+        self.shares = FairShare(self.room)
         self.turns = Turns()
         self.served = False  # whether any completion has yielded a part
         self.draining = False

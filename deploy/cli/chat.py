@@ -15,9 +15,9 @@ from rich.console import Console
 
 from deploy.cli.generate import legend, show
 from deploy.cli.options import sampling_params, with_options_of
+from triforce_core.detokenizer import TextDelta
 from triforce_core.errors import InvalidValueError, TriForceError
 from triforce_core.messages import SamplingParams
-from triforce_core.text import TextDelta
 
 if TYPE_CHECKING:
     from triforce_core.client import Chunk, TriForceClient

@@ -17,10 +17,10 @@ from rich.text import Text
 
 from deploy.cli.options import JsonOption, SeedOption, decoding_settings, sampling_params, with_options_of
 from triforce_core.config import Settings
+from triforce_core.detokenizer import OutputText, StopString, TextDelta, TokenText, joined, spellings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.messages import Origin, SamplingParams, TokenLogprobs
 from triforce_core.sampling.guides import Guide, no_token
-from triforce_core.text import OutputText, StopString, TextDelta, TokenText, joined, spellings
 
 if TYPE_CHECKING:
     from triforce_core import client

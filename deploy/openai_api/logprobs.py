@@ -9,9 +9,9 @@ from llguidance.hf import from_tokenizer
 
 from deploy.parts import Part
 from deploy.service import ServedModel
+from triforce_core.detokenizer import Detokenizer, TokenText
 from triforce_core.errors import InvalidValueError
 from triforce_core.messages import TokenLogprobs
-from triforce_core.text import Detokenizer, TokenText
 
 
 class TokenStrings:

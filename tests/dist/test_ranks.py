@@ -12,8 +12,8 @@ import pytest
 import torch
 from ray.actor import ActorHandle
 
-from actors import keeping
-from actors.keeping import Keeper
+from actors import supervisor as supervision
+from actors.supervisor import Supervisor
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
 from tests.dist.decoding import Tiers
@@ -96,7 +96,9 @@ def test_a_target_that_loses_a_rank_is_replaced_with_all_its_ranks(
     start_pipeline: StartPipeline, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     if hangs:
-        monkeypatch.setattr(keeping, "MAX_FAILURES", 1)  # the first start is good: nothing waits for the one that hangs
+        monkeypatch.setattr(
+            supervision, "MAX_FAILURES", 1
+        )  # the first start is good: nothing waits for the one that hangs
     prompt = held_out("inspect.py", 600)
     with start_pipeline(SETTINGS) as (runner, pipeline):
         [of_retrieval, of_target] = pipeline.actors.followers
@@ -112,11 +114,11 @@ def test_a_target_that_loses_a_rank_is_replaced_with_all_its_ranks(
                 os.kill(victim, signal.SIGKILL)
 
         async def replaced() -> list[int]:
-            keeper = asyncio.create_task(Keeper(pipeline, SETTINGS).run())
+            supervisor = asyncio.create_task(Supervisor(pipeline, SETTINGS).run())
             with pytest.raises(UnavailableError):
                 await decode(pipeline, prompt, fault)
             tokens, _ = await decode(pipeline, prompt)
-            keeper.cancel()
+            supervisor.cancel()
             return tokens
 
         assert runner.run(replaced()) == expected

@@ -11,9 +11,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from actors import keeping
-from actors.keeping import Keeper
+from actors import supervisor as supervision
 from actors.pipeline import Pipeline
+from actors.supervisor import Supervisor
 from actors.wire import sampling_to_proto
 from tests.conftest import HeldOut
 from tests.dist.conftest import StartPipeline
@@ -37,8 +37,8 @@ class Cut(Exception):
         self.tokens, self.error = tokens, error
 
 
-class Kept(Tiers):
-    """A pipeline with a keeper, which works while the loop runs."""
+class Supervised(Tiers):
+    """A pipeline with a supervisor, which works while the loop runs."""
 
     def __init__(self, pipeline: Pipeline, runner: asyncio.Runner) -> None:
         super().__init__(pipeline, runner.run)
@@ -90,14 +90,14 @@ class Kept(Tiers):
 
 
 @contextmanager
-def kept(start_pipeline: StartPipeline) -> Iterator[Kept]:
+def kept(start_pipeline: StartPipeline) -> Iterator[Supervised]:
     with start_pipeline(SETTINGS) as (runner, pipeline):
 
         async def keep() -> asyncio.Task[None]:
-            return asyncio.create_task(Keeper(pipeline, SETTINGS).run())
+            return asyncio.create_task(Supervisor(pipeline, SETTINGS).run())
 
         task = runner.run(keep())
-        yield Kept(pipeline, runner)
+        yield Supervised(pipeline, runner)
         task.cancel()
 
 
@@ -116,7 +116,7 @@ def asked(prompt: tuple[int, ...], temperature: float, **fields: float) -> pb.De
 def test_a_killed_and_a_stopped_target_come_back_under_the_same_drafting_tiers(
     start_pipeline: StartPipeline, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "ANSWER_S", 2.0)  # of the stopped one
+    monkeypatch.setattr(supervision, "ANSWER_S", 2.0)  # of the stopped one
     prompt = held_out("inspect.py", 600)
     with kept(start_pipeline) as tiers:
         expected = {temperature: tiers.run(tiers.stream(asked(prompt, temperature))) for temperature in (0.0, 0.8)}

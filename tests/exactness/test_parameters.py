@@ -17,6 +17,7 @@ import pytest
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
+from triforce_core.detokenizer import OutputText, TokenText, joined
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Output, Request
 from triforce_core.messages import Claim, SamplingParams, Verdict
@@ -25,7 +26,6 @@ from triforce_core.models.load import ATTENTION
 from triforce_core.sampling.guides import Guide
 from triforce_core.speculation.decoder import SpeculativeDecoder
 from triforce_core.speculation.verification import ModelVerifier
-from triforce_core.text import OutputText, TokenText, joined
 
 VOCAB, PROMPTS, MAX_TOKENS = 4096, 4, 28
 SCHEMA = {

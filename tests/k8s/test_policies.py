@@ -147,7 +147,7 @@ def test_every_grace_covers_the_drain(values: Path) -> None:
         assert pod["spec"]["terminationGracePeriodSeconds"] > drain_s
         if name != "head":
             *command, seconds = pod["spec"]["containers"][0]["lifecycle"]["preStop"]["exec"]["command"]
-            assert command == ["python", "-m", "deploy.leave"]
+            assert command == ["python", "-m", "deploy.drain_node"]
             assert drain_s <= int(seconds) < pod["spec"]["terminationGracePeriodSeconds"]
 
 

@@ -80,7 +80,7 @@ spec:
       lifecycle:
         preStop:
           exec:
-            command: [python, -m, deploy.leave, {{ include "triforce.drain" $root | quote }}]
+            command: [python, -m, deploy.drain_node, {{ include "triforce.drain" $root | quote }}]
       {{- end }}
       volumeMounts:
         - {name: tmp, mountPath: /tmp}

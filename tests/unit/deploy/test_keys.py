@@ -29,6 +29,7 @@ from deploy import keys as keys_module
 from deploy.app import ENVIRONMENT
 from deploy.client_request import ClientRequest
 from deploy.errors import OverloadedError, UnauthenticatedError, traced
+from deploy.fair_share import FairShare
 from deploy.gateway import Gateway
 from deploy.health import SERVICES, Health
 from deploy.keys import ApiKeys, keys_of
@@ -37,7 +38,6 @@ from deploy.openai_api.guard import OPEN_PATHS, guarded
 from deploy.openai_api.routes import http_app
 from deploy.page import FILES as PAGE
 from deploy.service import Service
-from deploy.shares import Shares
 from tests.scripted import EOS, Scripted, WithoutTiers, event, ids, model
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -723,7 +723,7 @@ def test_a_stream_that_its_client_leaves_is_logged_as_cancelled(caplog: pytest.L
 
 
 def test_a_key_alone_may_hold_all_places_and_shares_them_with_others() -> None:
-    shares = Shares(8)
+    shares = FairShare(8)
     for _ in range(8):
         shares.take("a", 1)
     with pytest.raises(OverloadedError):
@@ -744,7 +744,7 @@ def test_a_key_alone_may_hold_all_places_and_shares_them_with_others() -> None:
 
 def test_a_request_above_the_share_leaves_others_theirs() -> None:
     """It cannot be served while another key has requests. So no room is kept free for it."""
-    shares = Shares(8)
+    shares = FairShare(8)
     for _ in range(8):
         shares.take("a", 1)
     for _ in range(3):
@@ -786,12 +786,12 @@ def test_a_request_above_the_share_is_told_so(file: Path) -> None:
 
 
 def test_a_key_that_wants_no_more_frees_its_share(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deploy.shares.WANTED_S", 0.0)
-    shares = Shares(4)
+    monkeypatch.setattr("deploy.fair_share.WANTED_S", 0.0)
+    shares = FairShare(4)
     shares.refused("b", 1)
     for _ in range(4):
         shares.take("a", 1)
-    shares = Shares(2)
+    shares = FairShare(2)
     for key in "abcd":  # more keys than places: each may hold one
         shares.take(key, 1)
 

@@ -43,9 +43,9 @@ from tests.scripted import (
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
+from triforce_core.detokenizer import OutputText, TextDelta
 from triforce_core.errors import DeadlineError, InvalidValueError, UnavailableError
 from triforce_core.messages import SamplingParams
-from triforce_core.text import OutputText, TextDelta
 
 SECRET = "/home/somebody/secret"
 

@@ -30,7 +30,7 @@ RETRY_S = 0.2
 FAILURES = (RayError, TriForceError, TimeoutError, OSError)  # of a start
 
 
-class Keeper:
+class Supervisor:
     """Watches the target of a pipeline that serves, for as long as `run` runs."""
 
     def __init__(self, pipeline: Pipeline, settings: Settings) -> None:
@@ -42,8 +42,8 @@ class Keeper:
         """Returns once the target could not be replaced: then the pipeline is stopped."""
         try:
             await self._watch()
-        except Exception:  # an error of ours: without its keeper the pipeline must not go on
-            log.exception("the keeper of the target failed")
+        except Exception:  # an error of ours: without its supervisor the pipeline must not go on
+            log.exception("the supervisor of the target failed")
             await self.pipeline.stop("the target is not watched any more")  # the text goes to clients
 
     async def _watch(self) -> None:

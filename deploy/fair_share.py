@@ -8,7 +8,7 @@ from deploy.errors import OverloadedError
 WANTED_S = 10.0  # a key that was refused counts as wanting places for so long; its clients try again after 1 s
 
 
-class Shares:
+class FairShare:
     """The places that each key's requests hold, from admission to their end, waiting included.
 
     A key may hold all places while it is alone. While other keys hold some, or found none free a moment ago, it may

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from actors import keeping
-from actors.keeping import Keeper
+from actors import supervisor as supervision
 from actors.pipeline import Pipeline
+from actors.supervisor import Supervisor
 from deploy.errors import ReplicaError
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import load_settings
@@ -62,8 +62,8 @@ class Target:
         """There is no connection."""
 
 
-class Kept(Keeper):
-    """A keeper whose targets start as they are told to."""
+class Supervised(Supervisor):
+    """A supervisor whose targets start as they are told to."""
 
     def __init__(self, pipeline: Pipeline, *starts: Callable[[], Coroutine[Any, Any, Target]]) -> None:
         super().__init__(pipeline, load_settings())
@@ -104,10 +104,10 @@ def served(*answers: bool | None) -> tuple[Pipeline, Target]:
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeping, "LOOK_EVERY_S", 0.01)
-    monkeypatch.setattr(keeping, "RETRY_S", 0.01)
-    monkeypatch.setattr(keeping, "LOAD_S", 1.0)
-    monkeypatch.setattr(keeping, "ANSWER_S", 0.05)
+    monkeypatch.setattr(supervision, "LOOK_EVERY_S", 0.01)
+    monkeypatch.setattr(supervision, "RETRY_S", 0.01)
+    monkeypatch.setattr(supervision, "LOAD_S", 1.0)
+    monkeypatch.setattr(supervision, "ANSWER_S", 0.05)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -122,10 +122,10 @@ async def first_token(pipeline: Pipeline, **fields: float) -> None:
 
 
 async def kept_until(pipeline: Pipeline, condition: Callable[[], bool]) -> None:
-    """A keeper, whose next start is good, is at work until the condition holds."""
-    keeping = asyncio.create_task(Kept(pipeline, good).run())
+    """A supervisor, whose next start is good, is at work until the condition holds."""
+    supervising = asyncio.create_task(Supervised(pipeline, good).run())
     await until(condition)
-    keeping.cancel()
+    supervising.cancel()
 
 
 def test_a_keeper_that_fails_stops_the_pipeline() -> None:
@@ -134,7 +134,7 @@ def test_a_keeper_that_fails_stops_the_pipeline() -> None:
     async def run() -> None:
         pipeline, target = served()
         target.process.dead = True
-        await asyncio.wait_for(Kept(pipeline, broken).run(), 10)
+        await asyncio.wait_for(Supervised(pipeline, broken).run(), 10)
         assert pipeline.stopped == "the target is not watched any more", "the text of the error is not for clients"
         with pytest.raises(UnavailableError, match="not watched any more"):
             await first_token(pipeline)
@@ -154,7 +154,7 @@ def test_a_keeper_that_fails_stops_the_pipeline() -> None:
 def test_a_live_target_is_not_killed(
     answers: tuple[bool | None, ...], answer_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeping, "ANSWER_S", answer_s)
+    monkeypatch.setattr(supervision, "ANSWER_S", answer_s)
 
     async def run() -> None:
         pipeline, target = served(*answers)
@@ -177,18 +177,18 @@ def test_a_target_that_is_not_well_twice_in_a_row_is_killed_and_replaced(answer:
 def test_a_target_that_does_not_come_up_is_tried_three_times() -> None:
     async def run() -> None:
         pipeline, target = served()
-        keeper = Kept(pipeline, bad, hanging, good, bad, bad, bad)
-        keeping = asyncio.create_task(keeper.run())
+        supervisor = Supervised(pipeline, bad, hanging, good, bad, bad, bad)
+        supervising = asyncio.create_task(supervisor.run())
         target.process.dead = True
         await until(lambda: pipeline.restarts == 1)
         assert not pipeline.stopped, "the third start was good, and the count begins anew"
         assert pipeline.target is not None
         pipeline.target.process.dead = True  # type: ignore[misc]
-        keeper.pids = 0
+        supervisor.pids = 0
         pipeline.serving.clear()
         waiting = asyncio.create_task(first_token(pipeline))
-        await asyncio.wait_for(keeping, 10)
-        assert not keeper.starts
+        await asyncio.wait_for(supervising, 10)
+        assert not supervisor.starts
         with pytest.raises(UnavailableError, match=r"does not come up.*3 of 3.*it died while it was loaded"):
             await waiting
         with pytest.raises(UnavailableError, match="does not come up"):
@@ -207,9 +207,9 @@ def test_requests_wait_for_the_new_target_within_their_deadlines() -> None:
             await loaded.wait()
             return new
 
-        kept = Kept(pipeline, loading)
+        kept = Supervised(pipeline, loading)
         kept.load_limit_s = 60.0
-        keeper = asyncio.create_task(kept.run())
+        supervisor = asyncio.create_task(kept.run())
         in_flight = asyncio.create_task(first_token(pipeline))
         await until(lambda: target.decoding == 1)
         target.process.dead = True
@@ -232,6 +232,6 @@ def test_requests_wait_for_the_new_target_within_their_deadlines() -> None:
         assert not waiting.done()
         loaded.set()
         await asyncio.wait_for(waiting, 10)
-        keeper.cancel()
+        supervisor.cancel()
 
     asyncio.run(run())

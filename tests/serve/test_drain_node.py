@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import requests
 
-from deploy import leave
+from deploy import drain_node
 from deploy.app import APPLICATION, application_of
 from deploy.grpc_services import SERVICERS
 from tests.serve.conftest import free_ports
@@ -62,10 +62,10 @@ def test_requests_finish_on_a_node_that_ends(port: int, monkeypatch: pytest.Monk
         time.sleep(0.05)
     node, before = node_of_the_pipeline()
     # A pod holds one node, and sees its own processes only. Here all nodes are one machine's.
-    monkeypatch.setattr(leave, "is_replica", lambda process: process.pid in before)
-    monkeypatch.setattr(leave, "drain_node", lambda seconds: drain(node, seconds))
+    monkeypatch.setattr(drain_node, "is_replica", lambda process: process.pid in before)
+    monkeypatch.setattr(drain_node, "drain_node", lambda seconds: drain(node, seconds))
     monkeypatch.setattr(sys, "argv", ["leave", str(DRAIN_S)])
-    leave.main()
+    drain_node.main()
     reader.join(1)
     assert not reader.is_alive(), "it was still being streamed when the node was given up"
     assert lines[-1] == b"data: [DONE]"

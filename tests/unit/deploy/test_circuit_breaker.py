@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from deploy import shunned
+from deploy import circuit_breaker
+from deploy.circuit_breaker import MOST_FINGERPRINTS, Avoid, CircuitBreaker
 from deploy.errors import OtherFingerprintError, ReplicaError
 from deploy.routing import allowed
-from deploy.shunned import MOST_FINGERPRINTS, Avoid, Shunned
 from triforce_core.errors import UnavailableError
 
 
@@ -24,7 +24,7 @@ def names(found: list[Any]) -> list[str]:
 
 
 def test_who_refused_a_fingerprint_is_not_asked_for_it_again() -> None:
-    found = Shunned()
+    found = CircuitBreaker()
     found.failed(OtherFingerprintError("it is another", "new"), "fp_1")
     assert found.avoid("fp_1") == Avoid(frozenset({"new"}), frozenset())
     assert found.avoid("") == found.avoid("fp_2") == Avoid()
@@ -34,18 +34,18 @@ def test_who_refused_a_fingerprint_is_not_asked_for_it_again() -> None:
 
 
 def test_who_has_just_failed_rests_while_there_are_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = Shunned()
+    found = CircuitBreaker()
     found.failed(ReplicaError("it is gone", "a"), "")
     found.failed(UnavailableError("nobody knows where"), "")
     assert names(allowed(replicas("a", "b"), found.avoid("fp_1"))) == ["b"]
     assert names(allowed(replicas("a"), found.avoid("fp_1"))) == ["a"]
-    monkeypatch.setattr(shunned, "REST_S", 0.0)
+    monkeypatch.setattr(circuit_breaker, "REST_S", 0.0)
     found.failed(ReplicaError("it is gone", "a"), "")
     assert found.avoid("") == Avoid()
 
 
 def test_claims_do_not_fill_the_memory() -> None:
-    found = Shunned()
+    found = CircuitBreaker()
     for index in range(1000):
         found.failed(OtherFingerprintError("it is another", "a"), f"fp_{index}")
     assert len(found.refused) == MOST_FINGERPRINTS

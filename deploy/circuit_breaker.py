@@ -20,7 +20,7 @@ class Avoid(NamedTuple):
 NONE = Avoid()
 
 
-class Shunned:
+class CircuitBreaker:
     """What replicas have refused, and which have failed just now."""
 
     def __init__(self) -> None:

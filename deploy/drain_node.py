@@ -1,4 +1,4 @@
-"""What a pod of the chart runs before it ends: `python -m deploy.leave SECONDS`.
+"""What a pod of the chart runs before it ends: `python -m deploy.drain_node SECONDS`.
 
 Ray is asked to drain this node: Serve sends no new requests to its replicas, starts others elsewhere if there is room,
 and lets requests here finish. This returns when no replica is left and no request passes through this pod's HAProxy,

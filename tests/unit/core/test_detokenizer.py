@@ -15,9 +15,9 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import PreTrainedTokenizerFast
 
+from triforce_core.detokenizer import REPLACEMENT, OutputText, TextDelta, TokenText
 from triforce_core.messages import TokenLogprobs
 from triforce_core.models.files import load_tokenizer
-from triforce_core.text import REPLACEMENT, OutputText, TextDelta, TokenText
 
 KINDS = ["byte_level", "byte_fallback"]
 EOS = 0  # in both
