@@ -61,7 +61,9 @@ class Pipeline:
         self.serving.set()
 
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        """The request's tokens as they are committed; closing the iterator stops the request. Raises typed errors."""
+        """The request's tokens as they are committed, for warm-up and tools: a server passes the events on as they are
+        (`reached`). Closing the iterator stops the request. Raises typed errors.
+        """
         packed = request.SerializeToString()
         async with self.reached(packed) as (target, asked), aclosing(target.decode(asked)) as events:
             async for each in events:

@@ -5,7 +5,6 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import asdict
-from math import inf
 from typing import Any, TypeVar
 
 import grpc
@@ -14,24 +13,10 @@ import grpc.aio
 from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from actors.pass_times import PassTimes
-from actors.wire import (
-    MAX_CONTEXT,
-    controller_to_proto,
-    drafting_from_proto,
-    finish_reason_to_proto,
-    grammar_from_proto,
-    logprobs_to_proto,
-    sampling_from_proto,
-    seed_from_proto,
-    stats_to_proto,
-    tokens_from_proto,
-    totals_to_proto,
-)
+from actors.wire import controller_to_proto, event_to_proto, request_from_proto, totals_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetServicer, add_TargetServicer_to_server
-from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.engine import Engine
-from triforce_core.engine.limits import MAX_STOP_TOKENS
 from triforce_core.engine.sequence import FinishReason, Output, Request
 from triforce_core.errors import ContextLengthError, InvalidValueError, UnavailableError, require
 from triforce_core.models.audit import AuditCounts
@@ -41,7 +26,6 @@ log = logging.getLogger(__name__)
 
 SERVER_OPTIONS = [*CHANNEL_OPTIONS, ("grpc.server.max_pending_requests", 10_000)]
 POLL_S = 0.2
-MAX_SALT_CHARACTERS = 4096  # with the name of an API key
 T = TypeVar("T")
 
 
@@ -258,51 +242,6 @@ def slot_of(context: grpc.aio.ServicerContext[Any, Any]) -> int | None:
         return None
     require(given.isdecimal() and len(given) < 20, SLOT, given, "must be a number of at most 19 digits")
     return int(given)
-
-
-def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int] | None) -> Request:
-    """The engine's form of a request. Raises `InvalidValueError` naming the field."""
-    rule = f"must be at most {MAX_SALT_CHARACTERS} characters"
-    require(len(message.cache_salt) <= MAX_SALT_CHARACTERS, "cache_salt", len(message.cache_salt), rule)
-    timeout_s = message.timeout_s if message.HasField("timeout_s") else None
-    require(timeout_s is None or 0 < timeout_s < inf, "timeout_s", timeout_s, "must be above 0 and finite")
-    lookaheads = default_lookaheads
-    if message.HasField("lookaheads"):
-        given = tuple(message.lookaheads.values[:3])
-        require(len(given) == 2, "lookaheads", given, "must hold two numbers: retrieval and draft")
-        bounded = all(n <= MAX_LOOKAHEAD for n in given)
-        require(bounded, "lookaheads", given, f"must each be at most {MAX_LOOKAHEAD}")
-        lookaheads = given[0], given[1]
-    return Request(
-        prompt=tokens_from_proto(message.prompt_token_ids, "prompt_token_ids", MAX_CONTEXT),
-        resume=tokens_from_proto(message.resume_token_ids, "resume_token_ids", MAX_CONTEXT),
-        max_tokens=message.max_tokens,
-        sampling=sampling_from_proto(message.sampling),
-        seed=seed_from_proto(message.seed),
-        lookaheads=lookaheads,
-        drafting=drafting_from_proto(message.drafting, "request"),
-        selector=message.selector or None,
-        cache_salt=message.cache_salt,
-        stop_token_ids=tokens_from_proto(message.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS),
-        grammar=grammar_from_proto(message.grammar, "grammar"),
-        logprobs=message.logprobs if message.HasField("logprobs") else None,
-        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
-        priority=message.priority,
-        timeout_s=timeout_s,
-    )
-
-
-def event_to_proto(output: Output, *, stats: bool) -> pb.DecodeEvent:
-    """`stats`: whether an event that is not the last has them."""
-    return pb.DecodeEvent(
-        token_ids=output.tokens,
-        origins=output.origins,
-        finish_reason=finish_reason_to_proto(output.finish_reason),
-        stats=stats_to_proto(output.stats) if stats or output.finish_reason else None,
-        logprobs=logprobs_to_proto(output.logprobs),
-        prompt_logprobs=logprobs_to_proto(output.prompt_logprobs),
-        no_token=output.finish_reason is FinishReason.NO_TOKEN,
-    )
 
 
 class AsyncServer:

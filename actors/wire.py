@@ -1,5 +1,5 @@
-"""Converts between messages.py and the protos. All functions are pure. Malformed messages between tiers are refused
-here and nowhere else; requests are checked further by deploy/service.py and actors/target_server.py.
+"""Converts requests, their outputs and the messages between tiers to their wire form and back. All functions are pure.
+Malformed messages between tiers are refused here and nowhere else; requests are checked further by the engine's limits.
 
 A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the path of the field in the message.
 """
@@ -14,7 +14,7 @@ from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import MAX_LOOKAHEAD
 from triforce_core.engine.controller import Figures
 from triforce_core.engine.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
-from triforce_core.engine.sequence import FinishReason, Request, Stats, Totals
+from triforce_core.engine.sequence import FinishReason, Output, Request, Stats, Totals
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.kv.sizes import MAX_BLOCK
 from triforce_core.messages import (
@@ -39,6 +39,7 @@ MAX_CONTEXT = 2**24  # tokens; no model reads a longer text
 MAX_ITEMS = 2**16  # of a batch
 MAX_DRAFTED = 2 * MAX_LOOKAHEAD  # a plan without the retrieval tier adds both lookaheads
 MAX_COUNT = 2**32  # in the tallies of one proposal, whose sums must fit 64 bits
+MAX_KEYED_SALT_CHARACTERS = 4096  # a client's, and the name of its API key
 MAX_GRAMMAR_CHARACTERS = 2**22  # in llguidance's form, which is several times as long as what clients send
 ORIGINS, DRAFTINGS = [*map(int, Origin)], [*map(int, Drafting)]
 FINISH_REASONS: dict[FinishReason, gen.FinishReason] = {
@@ -177,6 +178,38 @@ def request_to_proto(request: Request) -> pb.DecodeRequest:
     )
 
 
+def request_from_proto(message: pb.DecodeRequest, default_lookaheads: tuple[int, int] | None) -> Request:
+    """The engine's form of a request. Raises `InvalidValueError` naming the field."""
+    rule = f"must be at most {MAX_KEYED_SALT_CHARACTERS} characters"
+    require(len(message.cache_salt) <= MAX_KEYED_SALT_CHARACTERS, "cache_salt", len(message.cache_salt), rule)
+    timeout_s = message.timeout_s if message.HasField("timeout_s") else None
+    require(timeout_s is None or 0 < timeout_s < inf, "timeout_s", timeout_s, "must be above 0 and finite")
+    lookaheads = default_lookaheads
+    if message.HasField("lookaheads"):
+        given = tuple(message.lookaheads.values[:3])
+        require(len(given) == 2, "lookaheads", given, "must hold two numbers: retrieval and draft")
+        bounded = all(n <= MAX_LOOKAHEAD for n in given)
+        require(bounded, "lookaheads", given, f"must each be at most {MAX_LOOKAHEAD}")
+        lookaheads = given[0], given[1]
+    return Request(
+        prompt=tokens_from_proto(message.prompt_token_ids, "prompt_token_ids", MAX_CONTEXT),
+        resume=tokens_from_proto(message.resume_token_ids, "resume_token_ids", MAX_CONTEXT),
+        max_tokens=message.max_tokens,
+        sampling=sampling_from_proto(message.sampling),
+        seed=seed_from_proto(message.seed),
+        lookaheads=lookaheads,
+        drafting=drafting_from_proto(message.drafting, "request"),
+        selector=message.selector or None,
+        cache_salt=message.cache_salt,
+        stop_token_ids=tokens_from_proto(message.stop_token_ids, "stop_token_ids", MAX_STOP_TOKENS),
+        grammar=grammar_from_proto(message.grammar, "grammar"),
+        logprobs=message.logprobs if message.HasField("logprobs") else None,
+        prompt_logprobs=message.prompt_logprobs if message.HasField("prompt_logprobs") else None,
+        priority=message.priority,
+        timeout_s=timeout_s,
+    )
+
+
 def stats_to_proto(stats: Stats) -> pb.DecodeStats:
     return pb.DecodeStats(
         **{name: getattr(stats, name) for name in FIGURES},
@@ -194,6 +227,19 @@ def stats_from_proto(message: pb.DecodeStats) -> Stats:
         plans=dict(message.plans),
         direct=tallies_from_proto([message.direct])[0],
         tallies=list(tallies_from_proto(message.tallies)),
+    )
+
+
+def event_to_proto(output: Output, *, stats: bool) -> pb.DecodeEvent:
+    """`stats`: whether an event that is not the last has them."""
+    return pb.DecodeEvent(
+        token_ids=output.tokens,
+        origins=output.origins,
+        finish_reason=finish_reason_to_proto(output.finish_reason),
+        stats=stats_to_proto(output.stats) if stats or output.finish_reason else None,
+        logprobs=logprobs_to_proto(output.logprobs),
+        prompt_logprobs=logprobs_to_proto(output.prompt_logprobs),
+        no_token=output.finish_reason is FinishReason.NO_TOKEN,
     )
 
 

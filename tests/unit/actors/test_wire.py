@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from actors import wire
-from actors.target_server import request_from_proto
+from actors.wire import request_from_proto
 from tests.random_messages import messages
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb

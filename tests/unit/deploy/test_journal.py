@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from actors.target_server import EngineThread, event_to_proto, request_from_proto
+from actors.target_server import EngineThread
+from actors.wire import event_to_proto, request_from_proto
 from deploy import journal
 from deploy.client_request import ClientRequest
 from deploy.errors import EngineCrashError, EngineLostError

@@ -12,7 +12,7 @@ import pytest
 import yaml
 from starlette.testclient import TestClient
 
-from actors.target_server import event_to_proto, request_from_proto
+from actors.wire import event_to_proto, request_from_proto
 from deploy.checks import kv_bytes, models, models_of
 from deploy.directions import directions
 from deploy.grpc_api import generate, list_models
@@ -40,7 +40,7 @@ class Local:
     async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
         asked = request_from_proto(request, (0, 0))
         for output in await asyncio.to_thread(lambda: [*run_to_end(self.engine, [asked])]):
-            yield event_to_proto(output, len(asked.prompt))
+            yield event_to_proto(output, stats=request.stats_in_each)
 
     async def status(self) -> dict[str, list[pb.TierStatus]]:
         return {}
