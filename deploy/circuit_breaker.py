@@ -1,4 +1,4 @@
-"""Which replicas the gateway does not send a request to, by what they answered before."""
+"""Which replicas the gateway does not send a request to while others can serve, by what they answered before."""
 
 import time
 from collections import OrderedDict

@@ -47,7 +47,7 @@ class ClientRequest:
     prompt_scores: int = 0
     truncate_prompt_tokens: int | None = None  # only this number of the prompt's last tokens is read
     echo: bool = False  # the text begins with the prompt's
-    progress: bool = False  # each part says how the output was made until then
+    progress: bool = False  # each part but the last says how the output was made until then
     shown: tuple[str, ...] = ()  # special tokens whose text is part of the output's
     # A key of DRAFTINGS. None: the target decides, or the model drafts where `lookaheads` are given.
     drafter: str | None = None

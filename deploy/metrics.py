@@ -78,10 +78,11 @@ class Meters:
             "e2e_request_latency_seconds", "From a request's arrival at the gateway to the end of a completion."
         )
         self.queue_s = self._histogram(
-            "request_queue_time_seconds", "Of a completion: how long it waited in the target for room."
+            "request_queue_time_seconds", "Of a completion: how long it waited for room, in the target that ended it."
         )
         self.prefill_s = self._histogram(
-            "request_prefill_time_seconds", "Of a completion: the target's time for the prompt, up to the first token."
+            "request_prefill_time_seconds",
+            "Of a completion: the time for the prompt, up to the first token, of the target that ended it.",
         )
 
     def _counter(self, name: str, about: str, *labels: str) -> Counter:

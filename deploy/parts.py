@@ -57,5 +57,5 @@ class Part:
     lossy: str | None = None  # what the target has forgotten, in words; None: the output is the model's own
     echoed: int = 0  # leading characters of the text that are the prompt's
     cached_tokens: int = 0  # of the prompt, those whose KV was found
-    so_far: pb.DecodeStats | None = None  # how the output was made until now, where the request asks for it
+    so_far: pb.DecodeStats | None = None  # how the output was made until now, if asked for; not in the last part
     fingerprint: str = ""  # of the target that made it

@@ -1,4 +1,4 @@
-"""When a request that has failed goes on: in another call of a client, or with another engine of the server."""
+"""When a request that has failed is sent again: in another call of a client, or to another engine of the server."""
 
 import random
 

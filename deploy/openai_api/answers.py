@@ -170,7 +170,7 @@ def tokens_of(part: Part) -> dict[str, list[Any]]:
 
 def progress(part: Part) -> dict[str, Any]:
     """For a chunk before the last: the fields of `extras` that are known by then."""
-    if part.so_far is None:  # the output was complete when it was asked for
+    if part.so_far is None:  # the last part, of which `extras` tells more
         return {}
     stats = stats_from_proto(part.so_far)
     return {"prompt_tokens": part.prompt_tokens, "acceptance": stats.acceptance, "plan": stats.plan}

@@ -96,9 +96,8 @@ def test_a_target_that_loses_a_rank_is_replaced_with_all_its_ranks(
     start_pipeline: StartPipeline, held_out: HeldOut, monkeypatch: pytest.MonkeyPatch, hangs: bool
 ) -> None:
     if hangs:
-        monkeypatch.setattr(
-            supervision, "MAX_FAILURES", 1
-        )  # the first start is good: nothing waits for the one that hangs
+        # The first start is good, and nothing waits for the one that hangs.
+        monkeypatch.setattr(supervision, "MAX_FAILURES", 1)
     prompt = held_out("inspect.py", 600)
     with start_pipeline(SETTINGS) as (runner, pipeline):
         [of_retrieval, of_target] = pipeline.actors.followers

@@ -90,13 +90,13 @@ class Supervised(Tiers):
 
 
 @contextmanager
-def kept(start_pipeline: StartPipeline) -> Iterator[Supervised]:
+def supervised(start_pipeline: StartPipeline) -> Iterator[Supervised]:
     with start_pipeline(SETTINGS) as (runner, pipeline):
 
-        async def keep() -> asyncio.Task[None]:
+        async def supervise() -> asyncio.Task[None]:
             return asyncio.create_task(Supervisor(pipeline, SETTINGS).run())
 
-        task = runner.run(keep())
+        task = runner.run(supervise())
         yield Supervised(pipeline, runner)
         task.cancel()
 
@@ -118,7 +118,7 @@ def test_a_killed_and_a_stopped_target_come_back_under_the_same_drafting_tiers(
 ) -> None:
     monkeypatch.setattr(supervision, "ANSWER_S", 2.0)  # of the stopped one
     prompt = held_out("inspect.py", 600)
-    with kept(start_pipeline) as tiers:
+    with supervised(start_pipeline) as tiers:
         expected = {temperature: tiers.run(tiers.stream(asked(prompt, temperature))) for temperature in (0.0, 0.8)}
         assert expected[0.0] != expected[0.8]
         for number, (fault, temperature) in enumerate(((signal.SIGKILL, 0.8), (signal.SIGSTOP, 0.0)), start=1):

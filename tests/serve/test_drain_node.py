@@ -64,7 +64,7 @@ def test_requests_finish_on_a_node_that_ends(port: int, monkeypatch: pytest.Monk
     # A pod holds one node, and sees its own processes only. Here all nodes are one machine's.
     monkeypatch.setattr(drain_node, "is_replica", lambda process: process.pid in before)
     monkeypatch.setattr(drain_node, "drain_node", lambda seconds: drain(node, seconds))
-    monkeypatch.setattr(sys, "argv", ["leave", str(DRAIN_S)])
+    monkeypatch.setattr(sys, "argv", ["drain_node", str(DRAIN_S)])
     drain_node.main()
     reader.join(1)
     assert not reader.is_alive(), "it was still being streamed when the node was given up"

@@ -45,8 +45,9 @@ class Controller:
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Speed of the decoding. `ms_per_token`, `tokens_per_round` and the acceptances are None if no token was decoded
-    after the first; an acceptance also if none of its tier's tokens were verified.
+    """Speed of the decoding, by the engine that ended the output. `ms_per_token`, `tokens_per_round` and the
+    acceptances are None if no token was decoded after the first; an acceptance also if none of its tier's tokens were
+    verified.
     """
 
     prefill_s: float

@@ -121,14 +121,14 @@ async def first_token(pipeline: Pipeline, **fields: float) -> None:
         return
 
 
-async def kept_until(pipeline: Pipeline, condition: Callable[[], bool]) -> None:
+async def supervised_until(pipeline: Pipeline, condition: Callable[[], bool]) -> None:
     """A supervisor, whose next start is good, is at work until the condition holds."""
     supervising = asyncio.create_task(Supervised(pipeline, good).run())
     await until(condition)
     supervising.cancel()
 
 
-def test_a_keeper_that_fails_stops_the_pipeline() -> None:
+def test_a_supervisor_that_fails_stops_the_pipeline() -> None:
     """Then the replica reports ill health, and Serve replaces it."""
 
     async def run() -> None:
@@ -158,7 +158,7 @@ def test_a_live_target_is_not_killed(
 
     async def run() -> None:
         pipeline, target = served(*answers)
-        await kept_until(pipeline, lambda: target.asked > len(answers) + 3)
+        await supervised_until(pipeline, lambda: target.asked > len(answers) + 3)
         assert not target.process.killed
 
     asyncio.run(run())
@@ -168,7 +168,7 @@ def test_a_live_target_is_not_killed(
 def test_a_target_that_is_not_well_twice_in_a_row_is_killed_and_replaced(answer: bool | None) -> None:
     async def run() -> None:
         pipeline, target = served(True, answer)
-        await kept_until(pipeline, lambda: pipeline.restarts == 1)
+        await supervised_until(pipeline, lambda: pipeline.restarts == 1)
         assert target.process.killed == 1
 
     asyncio.run(run())
@@ -207,9 +207,9 @@ def test_requests_wait_for_the_new_target_within_their_deadlines() -> None:
             await loaded.wait()
             return new
 
-        kept = Supervised(pipeline, loading)
-        kept.load_limit_s = 60.0
-        supervisor = asyncio.create_task(kept.run())
+        supervised = Supervised(pipeline, loading)
+        supervised.load_limit_s = 60.0
+        supervisor = asyncio.create_task(supervised.run())
         in_flight = asyncio.create_task(first_token(pipeline))
         await until(lambda: target.decoding == 1)
         target.process.dead = True

@@ -84,10 +84,16 @@ class Mortal(Source):
             event = None if output is None else event_to_proto(output, stats=request.stats_in_each)
             loop.call_soon_threadsafe(events.put_nowait, event)
 
-        sequence_id = self.thread.submit(request_from_proto(request, (0, 0)), deliver)
+        def entering(cached_tokens: int) -> None:
+            entered = pb.DecodeEvent(entered=True, cached_tokens=cached_tokens)
+            loop.call_soon_threadsafe(events.put_nowait, entered)
+
+        sequence_id = self.thread.submit(request_from_proto(request, (0, 0)), deliver, entering)
         try:
             yield pb.DecodeEvent(fingerprint="fp_1")
-            yield pb.DecodeEvent(entered=True)
+            entered = await events.get()
+            assert entered is not None, "the engine failed"
+            yield entered
             while life is None or life > 0:
                 event = await events.get()
                 assert event is not None, "the engine failed"
@@ -456,14 +462,22 @@ def test_cached_tokens_are_those_that_the_first_engine_found() -> None:
     assert asyncio.run(parts_of(source, asked()))[-1].cached_tokens == 8
 
 
-@pytest.mark.parametrize("fields", [{}, {"stop": ("never",)}, {"progress": True}])
-def test_statistics_come_at_the_end_unless_they_may_be_needed_before(
-    thread: EngineThread, fields: dict[str, Any]
-) -> None:
+def test_a_prompt_that_comes_again_finds_its_tokens(thread: EngineThread) -> None:
+    source, asks = Mortal(thread), asked(prompt="cached = [" + ", ".join(map(str, range(40))))
+    found = [asyncio.run(parts_of(source, asks))[-1] for _ in range(2)]
+    assert found[0].cached_tokens == 0
+    assert found[0].prompt_tokens / 2 < found[1].cached_tokens < found[1].prompt_tokens
+
+
+def test_statistics_come_at_the_end_unless_they_may_be_needed_before(thread: EngineThread) -> None:
     """A stop string may end the output at any event, and the figures so far are then those of the whole."""
     source = Mortal(thread)
-    parts = asyncio.run(parts_of(source, asked(**fields)))
-    assert source.requests[0].stats_in_each == bool(fields)
-    assert all((part.so_far is not None) == ("progress" in fields) for part in parts[:-1])
-    assert parts[-1].done
-    assert parts[-1].done.stats.decoded > 0
+    text = whole(source, asked(sampling=GREEDY))[0]["text"]
+    for fields, in_each in (({}, False), ({"stop": (text[4:8],)}, True), ({"progress": True}, True)):
+        parts = asyncio.run(parts_of(source, asked(sampling=GREEDY, **fields)))
+        assert source.requests[-1].stats_in_each is in_each
+        assert all(
+            (part.so_far is not None and len(part.so_far.tallies) == 3) == ("progress" in fields) for part in parts[:-1]
+        )
+        assert parts[-1].done
+        assert 0 < parts[-1].done.stats.decoded == parts[-1].done.stats.tallies[0].rounds
