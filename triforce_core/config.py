@@ -274,9 +274,8 @@ class SpeculationSettings(Strict):
     )
     controller: bool = Field(
         True,
-        description="choose whether, how and how far to draft, by what passes take and what is accepted, again every 24"
-        " tokens, 5 rounds or 100 ms, whichever takes longest, sooner if lookup loses, and when the load changes; off:"
-        " always draft as far as the lookaheads say",
+        description="choose whether, how and how far to draft, by what rounds take and what is accepted, again every 8"
+        " tokens and when requests join or leave; off: always draft as far as the lookaheads say",
     )
     micro_batches: int | None = Field(
         None,
@@ -670,16 +669,6 @@ class Settings(Strict):
     def controlled(self) -> bool:
         """Whether the controller plans requests that set no lookaheads; not where deterministic: it goes by times."""
         return self.speculation.controller and any(self.speculation.effective) and not self.deterministic
-
-    @property
-    def overlapping(self) -> bool:
-        """Whether the pipeline's processes have devices of their own, so that they work at the same time."""
-        groups = self.placement.groups
-        cores = [core for group in groups for core in group.cores or ()]
-        own_cores = all(group.cores for group in groups) and len(set(cores)) == len(cores)
-        return len(groups) > 1 and (
-            own_cores if self.device_type == "cpu" else all(group.gpus >= 1 for group in groups)
-        )
 
     @property
     def micro_batches(self) -> int:

@@ -8,19 +8,15 @@ and the predicted time, so that neither a single slow pass nor fast passes of th
 negative.
 
 Each price is pulled towards 0. Where the passes do not show which of two prices a cost belongs to, it goes to the price
-with the weaker pull. With `DOUBT`, the default, that is the price of tokens, so no cost counts as fixed without
-evidence. With `DOUBT_OF_TOKENS`, which the controller uses, it is the fixed price of a pass. With `DOUBT_OF_CUTS`, for
-snapshots, it is the price of keys, so if all texts so far were long, a short one is expected to cost little.
+with the weaker pull, which is that of tokens: so no cost counts as fixed without evidence.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-Floats = float | NDArray[np.float64]
 
 # Passes over this number of tokens or more have prices of their own, because a CPU may run them on another number of
 # threads.
@@ -33,8 +29,6 @@ LATER = np.arange(MOST_WAITING)[::-1]  # how many passes came after each, if so 
 LONG_WEIGHTS, LATE_WEIGHTS = LONG_REMEMBERED**LATER, REMEMBERED**LATER
 # How strongly each price is pulled towards 0 (ridge regression), in the order of `size_of`.
 DOUBT = np.array([1e-2, 1e-2, 1e-5, 1e-2, 1e-4, 1e-2])
-DOUBT_OF_TOKENS = np.array([1e-5, 1e-2, 3e-3, 1e-4, 1e-2, 6e-2])
-DOUBT_OF_CUTS = np.array([1e-3, 1e-2, 1e-2, 1e-5, 1e-2, 1e-2])
 PRICES = len(DOUBT)
 
 
@@ -75,7 +69,6 @@ class Fit:
     ever: NDArray[np.float64] = field(default_factory=lambda: np.zeros((PRICES, PRICES + 1)))
     prices: NDArray[np.float64] = field(default_factory=lambda: np.zeros(PRICES))
     waiting: list[tuple[list[Part], float]] = field(default_factory=list)  # passes that are not in the prices yet
-    doubt: NDArray[np.float64] = field(default_factory=lambda: DOUBT)
 
     @property
     def known(self) -> bool:
@@ -103,7 +96,7 @@ class Fit:
         squares, products = both[:, :PRICES], both[:, PRICES]
         scale = np.sqrt(np.maximum(squares.diagonal(), 1e-12))
         evidence, answers, kept = squares / np.outer(scale, scale), products / scale, np.arange(PRICES)
-        evidence[kept, kept] += self.doubt
+        evidence[kept, kept] += DOUBT
         while (solved := np.linalg.solve(evidence, answers)).min() < 0:
             kept = np.delete(kept, worst := solved.argmin())
             evidence = np.delete(np.delete(evidence, worst, 0), worst, 1)
@@ -116,8 +109,8 @@ class Fit:
 class PassCosts:
     """The passes of one tier. Not thread-safe."""
 
-    def __init__(self, doubt: NDArray[np.float64] = DOUBT) -> None:
-        self.few, self.many = Fit(doubt=doubt), Fit(doubt=doubt)
+    def __init__(self) -> None:
+        self.few, self.many = Fit(), Fit()
 
     def add(self, parts: list[Part], seconds: float) -> None:
         """A pass over these parts has taken `seconds`."""
@@ -132,33 +125,6 @@ class PassCosts:
     def seconds(self, parts: list[Part]) -> float:
         """What a pass over these parts will take; 0 before the first pass of its kind."""
         return float(self._of(parts).fitted() @ size_of(parts))
-
-    def fit(self) -> None:
-        """Take in the passes that wait."""
-        self.few.fitted()
-        self.many.fitted()
-
-    def alike(self, batch: Floats, before: Floats, read: Floats = 1.0) -> Callable[[Floats], NDArray[np.float64]]:
-        """A function from the number of tokens of each sequence to the seconds of a pass over `batch` sequences.
-
-        In each sequence `before` other tokens precede these tokens, and the pass reads the share `read` of their keys.
-        `batch`, `before`, `read` and the numbers of tokens may be arrays [n], for n passes. The function uses the
-        prices of the last `fit`. It returns 0 before the first pass.
-        """
-        few, many = self.few.prices.tolist(), (self.many if self.many.known else self.few).prices.tolist()
-
-        def seconds(tokens: Floats) -> NDArray[np.float64]:
-            in_all = batch * tokens
-            return np.where(in_all < MANY_TOKENS, price(few, tokens, in_all), price(many, tokens, in_all))
-
-        def price(prices: list[float], tokens: Floats, in_all: Floats) -> Floats:
-            a_pass, a_sequence, a_token, a_key, a_pair, for_several = prices
-            # What is multiplied by `tokens` or `in_all` is added up first, because these may be arrays.
-            each_token = a_token + a_key + a_pair * (before + 0.5) + a_pair / 2 * tokens
-            of_several = np.minimum(np.maximum(in_all - 1, 0), 1) * for_several
-            return a_pass + batch * (a_sequence + a_key * read * before) + in_all * each_token + of_several
-
-        return seconds
 
     def least_chunk(self, before: int) -> float:
         """The tokens, after `before` others, of a chunk whose pass costs twice its fixed part; 0 while unknown."""

@@ -19,14 +19,14 @@ from triforce_core.attention import KERNELS
 from triforce_core.building.assembly import retrieval_decoder, target_engine
 from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
-from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.messages import GREEDY, Claim, Drafting, Proposer, SamplingParams, Tally, Tier, Verdict
 from triforce_core.models.load import ATTENTION, kv_geometry, load_model
-from triforce_core.plans import Plan
+from triforce_core.plans import PLAIN, Plan
 from triforce_core.speculation.decoder import SpeculativeDecoder, Verifier
 
 Tokens = tuple[int, ...]
@@ -243,15 +243,16 @@ def random_prompts(case: Case) -> Tokens:
 
 
 class AnyPlan(Controller):
-    """Draws plans at random, and may keep one for a few rounds."""
+    """Draws a plan at random for each request, and may keep it for a few rounds."""
 
-    def __init__(self, tiers: Tiers, seed: int = 0) -> None:
-        super().__init__(tiers)
-        self.rng = random.Random(seed)
+    def __init__(self, lookaheads: tuple[int, int], draftings: tuple[Drafting, ...], seed: int = 0) -> None:
+        super().__init__(lookaheads, draftings)
+        self.lookaheads, self.rng = lookaheads, random.Random(seed)
+        self.drawn = PLAIN
 
-    def plan(self, sequence: Sequence, decoding: Several[Sequence], refresh_every: int) -> Plan:
-        super().plan(sequence, decoding, refresh_every)  # what it would do must not raise
-        if self.rng.random() < 0.4:
-            return sequence.plan
-        (retrieval, draft), choice = self.tiers.lookaheads, self.rng.choice
-        return Plan(choice((0, 0, 1, retrieval // 2, retrieval)), choice((0, 1, draft)), choice([*Drafting]))
+    def plan(self, decoding: Several[Sequence]) -> Plan:
+        super().plan(decoding)  # what it would do must not raise
+        (retrieval, draft), choice = self.lookaheads, self.rng.choice
+        if self.rng.random() >= 0.4:
+            self.drawn = Plan(choice((0, 0, 1, retrieval // 2, retrieval)), choice((0, 1, draft)), choice([*Drafting]))
+        return self.drawn

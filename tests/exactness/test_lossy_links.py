@@ -78,7 +78,7 @@ class LossyChain:
         settings = SETTINGS.model_copy(update={"retrieval": retrieval})
         self.engine = target_engine(target, settings, below, self, micro_batches=micro_batches)
         assert self.engine.controller is not None
-        self.engine.controller = AnyPlan(self.engine.controller.tiers, rng.randrange(1000))
+        self.engine.controller = AnyPlan(SETTINGS.speculation.lookaheads, tuple(Drafting), rng.randrange(1000))
 
     def link(self, make_peer) -> LossyLink:  # type: ignore[no-untyped-def]
         return LossyLink(make_peer, self.rng, self.events, faults=self.faults, patience=self.patience)

@@ -12,7 +12,7 @@ from triforce_core.building.target_kv import target_kv
 from triforce_core.building.working_memory import MOST_LOGITS
 from triforce_core.config import Settings
 from triforce_core.doorbell import Doorbell
-from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.limits import target_limits
 from triforce_core.engine.scheduler import Scheduler
@@ -100,21 +100,10 @@ def target_engine(
     )
     chunks = ChunkSettings.halved(settings.retrieval.budget, settings.retrieval.chunk)
     policy = SnapshotSchedule(kv, sink, chunks, settings.retrieval.selector, settings.retrieval.refresh_every)
-    controller = Controller(tiers_of(settings, micro_batches), lambda: runner.read) if settings.controlled else None
-    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)
-
-
-def tiers_of(settings: Settings, micro_batches: int) -> Tiers:
-    """What the controller must know of the pipeline."""
     own_drafter = Drafting.LOOKUP if settings.draft.model == "ngram" else Drafting.MODEL
-    return Tiers(
-        settings.speculation.effective,
-        tuple(Drafting) if drafter_weights(settings) else (own_drafter,),
-        sparse_tokens=settings.retrieval.budget + settings.retrieval.refresh_every,
-        window_tokens=settings.draft.window,
-        micro_batches=micro_batches,
-        overlapping=settings.overlapping,
-    )
+    draftings = tuple(Drafting) if drafter_weights(settings) else (own_drafter,)
+    controller = Controller(settings.speculation.effective, draftings) if settings.controlled else None
+    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)
 
 
 def local_engine(

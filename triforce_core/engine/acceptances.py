@@ -1,25 +1,20 @@
 """How many drafted tokens were accepted lately, by where they came from: of one request, or of many."""
 
-from collections import deque
 from dataclasses import dataclass, field
-from math import ceil, inf
-from typing import NamedTuple
+from math import ceil
 
 from triforce_core.messages import SCORED, Tally
-from triforce_core.plans import PLAIN, WORTHWHILE, Acceptance, Choice, Plan
+from triforce_core.plans import Acceptance, Plan
 
 # Before anything is learned.
 UNKNOWN = Acceptance(
-    retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.8, found=0.3
+    retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.9, found=0.3
 )
-UNDECIDED = Choice(PLAIN, 0.0, 0.0)
 # Factor by which each token of a request reduces the weight of what its earlier tokens have shown.
-REQUEST_FADING = 0.97
+REQUEST_FADING = 0.98
 # Tokens, drafts or guesses: the weight of what was known before, beside what is learned. For a request that is what
 # other requests have shown, for the server `UNKNOWN`.
-TRUST = 7.0
-PATIENCE = 24  # rounds in which prompt lookup must show that it pays, or else it pauses
-LONG_PAUSE = 64  # tokens after which a pause is not expected to end soon: another plan than lookup alone is chosen
+TRUST = 3.0
 
 
 @dataclass(slots=True)
@@ -110,59 +105,18 @@ class Acceptances:
         return Acceptance(*(self.chances[name].given(getattr(before, name), trust) for name in Acceptance._fields))
 
 
-class Moment(NamedTuple):
-    """A moment of one request."""
-
-    tokens: float  # of its text
-    rounds: float  # so far
-    decode_s: float  # seconds of decoding
-
-
-LONG_AGO = Moment(-inf, -inf, -inf)
-
-
 @dataclass(slots=True)
 class Drafted:
     """What the controller knows of one request."""
 
     acceptances: Acceptances = field(default_factory=Acceptances)
     faded_at: int = 0  # length of the text when `acceptances` faded last
-    trust: float = TRUST  # the weight of what other requests have shown, beside `acceptances`
-    lookup_rounds: deque[int] = field(default_factory=lambda: deque(maxlen=PATIENCE))  # see `looked_up`
-    paused: int = 0  # tokens since prompt lookup alone drafted, or one of its guesses was right
-    choice: Choice = UNDECIDED  # the latest
-    trial: int = 0  # plain rounds that are still to be run, to measure them
-    chosen_at: Moment | None = None  # when this request got `choice`; None: it is to join others, or choose
-    load: int = -1  # the class of loads for which `choice` was made
-    rounds: int = 0  # so far
-    kind: str = ""  # of the plan of the latest round
-    said_held_back: bool = False  # whether the log says that speculation has cost it too much
-    unpaid_s: float = 0.0  # seconds for snapshots and first rounds that are not yet subtracted from `saved_s`
-    saved_s: float = 0.0  # seconds that speculation has saved so far; below 0 if it has cost more
-    gained_s: float = 0.0  # seconds that rounds have saved since `chosen_at`, without the cost of beginning
+    kind: str = ""  # of the plan of the latest round; empty before the first
+    begun_s: float = 0.0  # seconds for a first snapshot and for tiers that catch up, since the kind of plan changed
+    unpaid_s: float = 0.0  # of these, what is not yet subtracted from `saved`
+    saved: float = 0.0  # what speculation has saved, in tokens of plain decoding; below 0 if it has cost more
 
     def fade(self, length: int) -> None:
         """Forget a little of `acceptances` per token since the last call; call it before their use. `length`: now."""
         self.acceptances.fade(REQUEST_FADING ** (length - self.faded_at))
         self.faded_at = length
-
-    def looked_up(self, plan: Plan, tokens: int, guessed: bool) -> None:
-        """Take note of a round that gave so many tokens. `guessed`: prompt lookup did not draft, but had a right guess.
-        `lookup_rounds` has the tokens of the latest rounds by prompt lookup alone since the last such guess.
-        """
-        if plan.by_lookup:
-            self.lookup_rounds.append(tokens)
-        elif guessed:
-            self.lookup_rounds.clear()
-        self.paused = 0 if plan.by_lookup or guessed else self.paused + tokens
-
-
-def in_vain(together: list[Drafted]) -> bool:
-    """Whether the latest rounds by lookup, as long as plain ones or longer, gave hardly more tokens than these."""
-    rounds = [tokens for each in together for tokens in each.lookup_rounds]
-    return len(rounds) == PATIENCE * len(together) and sum(rounds) * WORTHWHILE < len(rounds)
-
-
-def long_in_vain(together: list[Drafted]) -> bool:
-    """Whether prompt lookup has paused for long, and is not expected to pay soon."""
-    return in_vain(together) and min(each.paused for each in together) >= LONG_PAUSE

@@ -311,7 +311,7 @@ class Engine:
             for live in self.scheduler.live.values():
                 live.apart_s += seconds
             if self.controller is not None:
-                self.controller.was_cut(sequence, seconds, first=first)
+                self.controller.was_cut(sequence, seconds)
         waits = needs and sequence.request.lookaheads is None and (first or sequence.plan_waits)
         sequence.plan_waits = waits and self.snapshots.comes(sequence)
 
@@ -353,8 +353,7 @@ class Engine:
         reason = FinishReason.NO_TOKEN if proposal.no_token else self._finish_reason(sequence)
         if reason is None:
             if self.controller is not None and sequence.request.lookaheads is None:
-                decoding, every = self.scheduler.decoding, self.snapshots.refresh_every
-                sequence.plan = self.controller.plan(sequence, decoding, every)
+                sequence.plan = self.controller.plan(self.scheduler.decoding)
             self.due_for_snapshot[sequence.sequence_id] = proposal.snapshot_wanted
         else:
             self._drop(sequence)

@@ -196,7 +196,6 @@ class Sequence:
         another id, so that nothing that the tiers hold or send for the old one is taken for the new one.
         """
         self.stats.preempted += 1
-        self.drafted.chosen_at, self.drafted.trial = None, 0  # it gets the plan of those that it joins
         return Sequence(
             sequence_id,
             self.request,

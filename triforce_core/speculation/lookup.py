@@ -11,6 +11,7 @@ from typing import Final
 
 from triforce_core.messages import SCORED, SequenceSpec, Tally, agreement
 
+MOST_REST = 64  # tokens
 TYPE: Final = "I"  # of tokens in arrays and memory views: unsigned integers
 WIDTH = array(TYPE).itemsize  # bytes of a token
 
@@ -101,14 +102,18 @@ class Trial:
 
 
 class Shadow:
-    """Scores prompt lookup on a text that the lowest tier is not told, because that tier drafts nothing."""
+    """Scores prompt lookup on a text that the lowest tier is not told, because that tier drafts nothing. While guesses
+    are wrong, it rests for longer and longer between them.
+    """
 
     def __init__(self, spec: SequenceSpec) -> None:
         self.text, self.trial = Text(spec), Trial()
+        self.rest = 0  # tokens between the end of a guess and the next
+        self.awake_at = 0  # the length of the text at which it guesses again
 
     def due(self, length: int) -> bool:
         """Whether `score` has anything to do for a text of this length: a guess to make or to count."""
-        return self.trial.guess is None or length >= self.trial.start + SCORED
+        return length >= (self.awake_at if self.trial.guess is None else self.trial.start + SCORED)
 
     def forget(self) -> None:
         """Drop the guess, while the lowest tier drafts: scored later, it would say what the text was like before."""
@@ -117,4 +122,9 @@ class Shadow:
     def score(self, tokens: list[int]) -> Tally:
         """Counts the guess if `tokens`, the same text as before and more, now covers it."""
         held = len(self.text)
-        return self.trial.score(self.text, self.text.state(held, tokens[held:]))
+        tally = self.trial.score(self.text, self.text.state(held, tokens[held:]))
+        if tally.rounds:
+            self.rest = 0 if tally.accepted else min(MOST_REST, 2 * self.rest + SCORED)
+        if self.rest and tally.rounds:
+            self.awake_at, self.trial.guess = len(self.text) + self.rest, None
+        return tally

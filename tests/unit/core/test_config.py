@@ -200,22 +200,6 @@ def test_a_process_reserves_what_its_tiers_do_together() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "overlapping"),
-    [
-        ({}, False),
-        ({"placement": {"target": {"cores": [0]}, "retrieval": {"cores": [1]}, "draft": {"cores": [2]}}}, True),
-        ({"placement": {"target": {"cores": [0]}, "retrieval": {"cores": [1]}, "draft": {"cores": [1]}}}, False),
-        ({"device": "cuda", "placement": {tier: {"gpus": 1} for tier in ("draft", "retrieval", "target")}}, True),
-        ({"device": "cuda", "placement": {tier: {"gpus": 0.3} for tier in ("draft", "retrieval", "target")}}, False),
-        ({"device": "cuda", "placement": {"colocate": "all", "target": {"gpus": 1}}}, False),
-    ],
-    ids=str,
-)
-def test_tiers_overlap_where_each_process_has_a_device(given: dict[str, Any], overlapping: bool) -> None:
-    assert load_settings(**given).overlapping is overlapping
-
-
-@pytest.mark.parametrize(
     ("given", "controlled"),
     [
         ({}, True),

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 
-from triforce_core.costs import DOUBT_OF_TOKENS, LONG_REMEMBERED, REMEMBERED, Part, PassCosts, size_of
+from triforce_core.costs import LONG_REMEMBERED, REMEMBERED, Part, PassCosts, size_of
 
 FIXED, ROW, TOKEN, KEY, PAIR = 5e-3, 3e-4, 1.2e-4, 2e-7, 4e-8  # seconds
 
@@ -78,50 +78,6 @@ def test_small_passes_have_prices_of_their_own() -> None:
     assert costs.seconds([Part(2048, 4000)]) == pytest.approx(0.300, rel=0.01)
 
 
-def test_passes_over_one_token_are_told_from_the_line_through_longer_ones() -> None:
-    """They are told apart even while speculation goes on, when only three passes in forty are over one token. The line
-    would give 35% more.
-    """
-
-    def seconds(tokens: int, before: int) -> float:
-        return seconds_of([Part(tokens, before)]) + 3e-3 * (tokens > 1)
-
-    costs, rng = PassCosts(DOUBT_OF_TOKENS), random.Random(0)
-    for n in range(200):
-        tokens = rng.choice([1, 1, 3, 5, 9]) if n < 100 else rng.choice([3, 5, 9]) if n % 40 >= 3 else 1
-        costs.add([Part(tokens, 4000 + n)], seconds(tokens, 4000 + n))
-    costs.fit()
-    predicted = costs.alike(1, 4200)
-    assert seconds(1, 4200) <= predicted(1) <= 1.2 * seconds(1, 4200)
-    for tokens in (2, 5, 9):
-        assert predicted(tokens) == pytest.approx(seconds(tokens, 4200), rel=0.05)
-
-
-def test_passes_that_read_shared_keys_once_are_told_from_others() -> None:
-    """Eight sequences, each with a document of its own or all with one, in plain and in speculative passes."""
-    passes = [[Part(tokens, 12_000 + n, read)] * 8 for n in range(30) for tokens in (1, 5) for read in (1.0, 1 / 8)]
-    costs = PassCosts(DOUBT_OF_TOKENS)
-    for parts in passes:
-        costs.add(parts, seconds_of(parts))
-    costs.fit()
-    for read in (1.0, 0.5, 1 / 8):
-        expected = seconds_of([Part(1, 12_000, read)] * 8)
-        assert costs.alike(8, 12_000, read)(1) == pytest.approx(expected, rel=0.05)
-        assert costs.seconds([Part(1, 12_000, read)] * 8) == pytest.approx(expected, rel=0.05)
-
-
-def test_many_passes_are_foretold_at_once_as_each_by_itself() -> None:
-    """Passes with few tokens and with many have prices of their own, also side by side."""
-    costs = costs_of([*WARM_UP, *MIXED])
-    for n in range(50):
-        costs.add([Part(1 + n % 9, 4000)] * 2, 3 * seconds_of([Part(1 + n % 9, 4000)] * 2))
-    costs.fit()
-    tokens, batch, before = np.array([[1, 9, 31, 32, 33, 500], [2, 2, 2, 2, 2, 1], [4000, 4000, 4000, 4000, 8000, 0]])
-    alone = [costs.seconds([Part(t, b)] * n) for t, n, b in zip(tokens, batch, before, strict=True)]
-    assert costs.alike(batch, before)(tokens) == pytest.approx(alone)
-    assert alone[2] > 2 * alone[3], "64 tokens and more have other prices"
-
-
 def test_later_passes_count_for_more() -> None:
     costs = costs_of(MIXED)
     for parts in MIXED:
@@ -142,7 +98,7 @@ def test_passes_that_are_fitted_together_count_by_their_age_and_by_the_prices_be
             weight = 1 / (seconds * min(max(foretold, seconds / 10), seconds * 10))
             evidence = weight * np.outer(size, [*size, seconds])
             lately, ever = REMEMBERED * lately + evidence, LONG_REMEMBERED * ever + evidence
-        costs.fit()
+        costs.few.fitted()
     assert costs.few.lately == pytest.approx(lately)
     assert costs.few.ever == pytest.approx(ever)
 

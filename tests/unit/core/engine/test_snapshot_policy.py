@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.by_hand import Below, Slots
-from triforce_core.engine.controller import Controller, Tiers
+from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine, SnapshotSchedule
 from triforce_core.engine.freshness import has_sagged
 from triforce_core.engine.limits import Limits
@@ -182,9 +182,8 @@ def test_a_plan_waits_for_its_first_snapshot_while_that_is_on_its_way(below: Bel
     it.loses = True
     it.sequence.request = replace(it.sequence.request, lookaheads=None)
     it.sequence.plan = Plan(4, 2)
-    tiers = Tiers((4, 2), tuple(Drafting), sparse_tokens=1088, window_tokens=252)
     scheduler = Scheduler(Slots(1000), max_sequences=2, prefill_chunk=64)
-    engine = Engine(below, scheduler, it.policy, Limits(100, 1000, 100), controller=Controller(tiers))
+    engine = Engine(below, scheduler, it.policy, Limits(100, 1000, 100), controller=Controller((4, 2), tuple(Drafting)))
     it.sent_off = on_its_way
     engine._update_snapshot(it.sequence, wanted=False)
     assert it.sent == [(99, 0)]
