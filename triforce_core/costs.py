@@ -35,7 +35,7 @@ PRICES = len(DOUBT)
 class Part(NamedTuple):
     """One sequence's part of a pass."""
 
-    tokens: float  # a mean, where a pass stands for several
+    tokens: int
     before: float  # earlier keys, which all of its tokens see
     read: float = 1.0  # the share of `before` that the pass reads for it: keys that several sequences see are read once
 
@@ -44,19 +44,14 @@ def size_of(parts: Sequence[Part]) -> tuple[float, ...]:
     """The size of a pass, in six numbers: 1 for the pass itself, its sequences, their tokens, the keys read, the pairs
     of query and key, and 1 if the pass is over several tokens.
 
-    The last number is 0 for a single token, and for `MANY_TOKENS` or more, which have prices of their own. If the
-    number of tokens is a mean between 1 and 2, the last number lies between 0 and 1.
+    The last number is 0 for a single token, and for `MANY_TOKENS` or more, which have prices of their own.
     """
     sequences, tokens, keys, pairs = float(len(parts)), 0.0, 0.0, 0.0
     for count, before, read in parts:
         tokens += count
         keys += read * before + count
         pairs += count * (before + (count + 1) / 2)
-    return 1.0, sequences, tokens, keys, pairs, several(tokens) if tokens < MANY_TOKENS else 0.0
-
-
-def several(tokens: float) -> float:
-    return min(max(tokens - 1, 0.0), 1.0)
+    return 1.0, sequences, tokens, keys, pairs, float(1 < tokens < MANY_TOKENS)
 
 
 @dataclass(slots=True)

@@ -243,7 +243,7 @@ def random_prompts(case: Case) -> Tokens:
 
 
 class AnyPlan(Controller):
-    """Draws a plan at random for each request, and may keep it for a few rounds."""
+    """Draws plans at random. A request's next plan may be the one that was drawn last, for whichever request."""
 
     def __init__(self, lookaheads: tuple[int, int], draftings: tuple[Drafting, ...], seed: int = 0) -> None:
         super().__init__(lookaheads, draftings)
@@ -254,5 +254,7 @@ class AnyPlan(Controller):
         super().plan(decoding)  # what it would do must not raise
         (retrieval, draft), choice = self.lookaheads, self.rng.choice
         if self.rng.random() >= 0.4:
-            self.drawn = Plan(choice((0, 0, 1, retrieval // 2, retrieval)), choice((0, 1, draft)), choice([*Drafting]))
+            above = choice((0, 0, 1, retrieval // 2, retrieval))
+            below = choice((0, 1, draft, draft if above else retrieval + draft))
+            self.drawn = Plan(above, below, choice([*Drafting]))
         return self.drawn

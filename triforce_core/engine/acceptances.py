@@ -94,15 +94,15 @@ class Acceptances:
         for chance in self.chances.values():
             chance.fade(kept)
 
-    def given(self, before: Acceptance | None = None, trust: float = TRUST) -> Acceptance:
-        """The estimated chances, given the prior estimates `before` of the weight `trust`. None: nothing else is known;
+    def given(self, before: Acceptance | None = None) -> Acceptance:
+        """The estimated chances, given the prior estimates `before` of the weight `TRUST`. None: nothing else is known;
         `lookup_long`, which only long drafts show, is then at least `lookup`: too high an estimate leads to long
         drafts, which correct it.
         """
         if before is None:
-            lookup = self.chances["lookup"].given(UNKNOWN.lookup, trust)
+            lookup = self.chances["lookup"].given(UNKNOWN.lookup, TRUST)
             before = UNKNOWN._replace(lookup_long=max(UNKNOWN.lookup_long, lookup))
-        return Acceptance(*(self.chances[name].given(getattr(before, name), trust) for name in Acceptance._fields))
+        return Acceptance(*(self.chances[name].given(getattr(before, name), TRUST) for name in Acceptance._fields))
 
 
 @dataclass(slots=True)

@@ -2,7 +2,7 @@
 bounded loss.
 
 How many tokens a round of a plan gives is computed from how many drafted tokens were accepted (plans.py); how long it
-takes is measured. docs/decisions/0020-plans-by-measurement.md says why not both are one or the other.
+takes is measured. docs/decisions/0020-plans-by-measurement.md says why.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ log = logging.getLogger(__name__)
 
 FADING = 0.9995  # factor by which each committed token reduces the weight of what requests so far have shown
 REMEMBERED = 0.9  # weight of a measured time relative to the next one
-# A machine has hiccups: a round counts as at most so many times as long or short as expected, and as lost time too.
+# A machine has hiccups. So one round counts as at most `MOST_NEW` times as long or short as expected where it changes
+# what is known of its kind, and as at most `MOST_COUNTED` times as long where it counts as a loss.
 MOST_NEW, MOST_COUNTED = 2.0, 4.0
 # Before any was seen, in passes of the target over one token: a pass of the retrieval tier, one of the drafting model,
 # and what one more token adds to a pass of the target. Guesses on the low side are tried, and so corrected.
@@ -32,11 +33,11 @@ RETRIEVAL_PASS, DRAFT_PASS, TOKEN = 0.2, 0.05, 0.03
 WORTHWHILE = 0.94  # a plan must take less than this part of the time of plain decoding
 CHANGE = 0.97  # and less than this part of the time of the plan that it replaces
 REPLAN = 8  # tokens of each request after which a plan is chosen again
-MOST_REST = 8  # where nothing pays, it is chosen up to so many times more seldom
+MOST_SELDOM = 8  # where nothing pays, it is chosen up to so many times more seldom
 HORIZON = 192  # tokens over which the cost of beginning to speculate must pay
 PAID_OVER = 64  # with each token, the share 1 / `PAID_OVER` of this cost counts as lost
-# In tokens of plain decoding: what speculation may cost a request, beside the share `LOSS_SHARE` of its tokens; and
-# what earlier savings may make up for.
+# In tokens of plain decoding: what speculation may cost each request on average, beside the share `LOSS_SHARE` of its
+# tokens; and the most that a request's earlier savings may make up for.
 LOSS, LOSS_SHARE, CREDIT = 6.0, 0.015, 16.0
 # Plain decoding is measured again for `TRIAL` rounds after so many tokens: half as many where speculation gains little,
 # up to three times as many where it gains much.
@@ -52,9 +53,12 @@ class Mean:
     weight: float = 0.0
 
     def add(self, value: float, weight: float = 1.0) -> None:
-        """`weight`: less than 1 if several values are of one round."""
+        """`weight`: how many times it counts; less than 1 if several values are of one round."""
         kept = REMEMBERED**weight
         self.total, self.weight = kept * self.total + weight * value, kept * self.weight + weight
+
+    def fade(self, kept: float) -> None:
+        self.total, self.weight = kept * self.total, kept * self.weight
 
     def given(self, before: float, trust: float = 1.0) -> float:
         """The mean, with the prior estimate `before` as `trust` values more; `before` if there are no values."""
@@ -76,7 +80,7 @@ class Times:
     draft_s: Mean = field(default_factory=Mean)  # a pass of the drafting model
     # By kind of plan: the time of rounds relative to their passes.
     ratio: dict[str, Mean] = field(default_factory=lambda: defaultdict(Mean))
-    # What to begin costs a request, with the retrieval tier and without it: snapshots, and tiers that catch up.
+    # What beginning to draft costs a request, with the retrieval tier or without: snapshots, and tiers that catch up.
     begin_s: dict[bool, Mean] = field(default_factory=lambda: defaultdict(Mean))
 
     def passes_s(self, of: Round) -> float:
@@ -88,6 +92,11 @@ class Times:
             + of.passes * self.retrieval_s.given(RETRIEVAL_PASS * plain_s)
             + of.steps * self.draft_s.given(DRAFT_PASS * plain_s)
         )
+
+    def fade(self, kept: float) -> None:
+        """Forget a little of what passes and rounds with drafts take, so that what was slow is tried again."""
+        for each in (self.token_s, self.retrieval_s, self.draft_s, *self.ratio.values()):
+            each.fade(kept)
 
     def hints(self) -> Times:
         """What is known before anything was seen under a similar load."""
@@ -139,11 +148,11 @@ class Controller:
         self.load = Load(0, 0)  # of the target's latest pass
         self.count = 1  # of requests in that pass
         self.choice, self.held_back = UNDECIDED, False  # for all planned requests
-        self.planned, self.planned_for = PLAIN, (-1.0, 0)  # the end of the pass after which, and for how many requests
+        self.plan_now, self.planned_at = PLAIN, -1.0  # of all planned requests; and the end of the pass before it
         self.chosen_for = (0, frozenset[int]())  # of the latest choice: the class of loads, and the requests
         self.committed = self.chosen_at = 0  # tokens of all requests: so far, and at the latest choice
-        self.rest = 1  # how many times more seldom a plan is chosen, because nothing pays
-        self.trial = 0  # passes for which plain decoding is still measured
+        self.seldom = 1  # how many times more seldom a plan is chosen, because nothing pays
+        self.trial = 0  # plain rounds that are still to come before drafting goes on
         self.plain_at: dict[Load, int] = {}  # tokens committed when plain decoding was last measured, or tried
         self.rounds: dict[str, int] = {}  # by kind of plan, of requests that are planned here
         self.kinds: set[str] = set()  # of the plans in the latest pass
@@ -158,7 +167,7 @@ class Controller:
         return Figures(
             f"{self.choice}; {HELD_BACK}" if self.held_back else str(self.choice) if self.choice.plain_s else "",
             dict(self.rounds),
-            {kind: found.given(1.0) for kind, found in [*times.ratio.items()]},
+            {kind: found.given(1.0) for kind, found in [*times.ratio.items()] if found.weight},
             {bucket / 4: known.given() for bucket, known in [*self.known.items()]},
         )
 
@@ -166,18 +175,17 @@ class Controller:
 
     def passed(self, answers: list[tuple[Sequence, Proposal]], decoding: Several[Sequence], now: float) -> None:
         """To be called for each pass of the target. `answers`: what the pass gave, at `now` seconds."""
+        latest, self.passed_at = self.passed_at, now
         if not decoding:
             return
         kinds = {plan_of(s.work).kind for s in decoding if s.work}
         if kinds != self.kinds or len(decoding) != self.count:
-            self.kinds, self.mixed_at = kinds, self.passed_at
-        self.passed_at = now
+            self.kinds, self.mixed_at = kinds, latest
         self.load, self.count = Load.of(decoding), len(decoding)
         # A request that waits for a snapshot decodes plainly, but handing the snapshot over takes time from that round.
         self.waiting = any(s.plan_waits for s in decoding)
         if answers:
             self.proposed = fmean(p.tallies[0].proposed if p.tallies else 0 for _, p in answers)
-            self.trial = max(0, self.trial - 1)
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float | None) -> None:
         """Learn from a round of a request that is planned here, with the score of prompt lookup in the draft level's
@@ -192,19 +200,25 @@ class Controller:
             drafted.acceptances.add(plan, proposal.tallies)
         first = plan.kind != drafted.kind  # tiers that did not take part until now have to catch up
         drafted.kind = plan.kind
-        alike = self.kinds == {plan.kind} and round_s is not None and sequence.clock - round_s >= self.mixed_at
-        if round_s is None or not alike:
-            return
-        times, weight = self._times(self.load), 1 / self.count  # each request has measured the same round
-        if plan.speculates:
-            self._learn_drafts(times, drafted, proposal, plan, round_s, weight, first=first)
-        else:
+        if not plan.speculates:
+            self.trial = max(0, self.trial - 1)
             drafted.saved = min(CREDIT, drafted.saved + LOSS_SHARE)
-            if not (first or self.waiting):
-                known_s = times.plain_s.given(round_s, 0.0)
-                seldom = TRIAL if self.choice.plan.speculates else 1
-                times.plain_s.add(min(round_s, MOST_NEW * known_s), weight * seldom)
-                self.plain_at[self.load] = self.committed
+        times, weight = self._times(self.load), 1 / self.count  # each request has measured the same round
+        plain_s = times.plain_s.given(0.0, 0.0)
+        if round_s is None or (plan.speculates and not plain_s):
+            return
+        alike = self.kinds == {plan.kind} and sequence.clock - round_s >= self.mixed_at
+        if plan.speculates:
+            counted_s = self._learn_drafts(times, drafted, proposal, plan, round_s, weight, first=first, alike=alike)
+            paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
+            drafted.unpaid_s -= paid_s
+            gained = count * (1 + LOSS_SHARE) - (counted_s + paid_s) / plain_s
+            drafted.saved = min(CREDIT, drafted.saved + gained)
+        elif alike and not (first or self.waiting):
+            # Where drafting goes on, few plain rounds are measured, so each counts more.
+            weight *= TRIAL if self.choice.plan.speculates else 1
+            times.plain_s.add(min(round_s, MOST_NEW * (plain_s or round_s)), weight)
+            self.plain_at[self.load] = self.committed
 
     def _learn_drafts(
         self,
@@ -216,37 +230,40 @@ class Controller:
         weight: float,
         *,
         first: bool,
-    ) -> None:
+        alike: bool,
+    ) -> float:
+        """Learn what a round with drafts has taken, if all requests had such rounds (`alike`). Returns the seconds that
+        count against what its tokens have saved.
+        """
         target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
-        plain_s, count = times.plain_s.given(0.0, 0.0), len(proposal.tokens)
-        unanswered = plan.drafting is not Drafting.LOOKUP and not target.proposed  # a tier was late
-        if not plain_s or unanswered:
-            return
-        if self.proposed and not (first and times.token_s.weight):
+        plain_s, ratio = times.plain_s.given(0.0, 0.0), times.ratio[plan.kind]
+        if (plan.retrieval or plan.drafting is not Drafting.LOOKUP) and not target.proposed:
+            return min(round_s, MOST_COUNTED * plain_s)  # a tier did not answer in time, or is not there
+        if alike and self.proposed and not (first and times.token_s.weight):
             times.token_s.add(max(0.0, target.busy_s - plain_s) / self.proposed, weight)
-        if below.passes:
-            times.retrieval_s.add(below.busy_s / below.passes, weight)
-        if leaf.passes:
-            times.draft_s.add(leaf.busy_s / leaf.passes, weight)
-        passes_s = times.passes_s(Round(count, self.proposed, below.passes, leaf.passes))
-        ratio = times.ratio[plan.kind]
+        if alike and not first:  # in a first round the drafting model also reads the text
+            if below.passes:
+                times.retrieval_s.add(below.busy_s / below.passes, weight)
+            if leaf.passes:
+                times.draft_s.add(leaf.busy_s / leaf.passes, weight)
+        passes_s = times.passes_s(Round(len(proposal.tokens), self.proposed, below.passes, leaf.passes))
         expected_s = passes_s * ratio.given(1.0)
         if first:
-            late_s, counted_s = max(0.0, round_s - expected_s), min(round_s, expected_s)
-            times.begin_s[plan.retrieval > 0].add(drafted.begun_s + late_s, weight)
-            drafted.unpaid_s, drafted.begun_s = drafted.unpaid_s + late_s, 0.0
-        else:
-            counted_s = min(round_s, MOST_COUNTED * expected_s)
-            if ratio.weight:
-                round_s = min(max(round_s, expected_s / MOST_NEW), expected_s * MOST_NEW)
-            ratio.add(round_s / passes_s, weight)
-        paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
-        drafted.unpaid_s -= paid_s
-        gained = count - counted_s / plain_s
-        drafted.saved = min(CREDIT, drafted.saved + count * LOSS_SHARE + gained - paid_s / plain_s)
+            late_s = max(0.0, min(round_s, MOST_COUNTED * expected_s) - expected_s)
+            if alike and (drafted.begun_s or not plan.retrieval):  # else an earlier snapshot still served
+                times.begin_s[plan.retrieval > 0].add(drafted.begun_s + late_s, weight)
+            drafted.begun_s = 0.0
+            drafted.unpaid_s += late_s
+            return min(round_s, expected_s)
+        if alike:
+            most = MOST_NEW if ratio.weight else MOST_COUNTED
+            ratio.add(min(max(round_s, expected_s / most), expected_s * most) / passes_s, weight)
+        return min(round_s, MOST_COUNTED * expected_s)
 
     def was_cut(self, sequence: Sequence, seconds: float) -> None:
-        """Note the seconds for which a snapshot kept the engine's thread."""
+        """A first snapshot, of whichever request, kept this one waiting for these seconds. Later ones count as part of
+        rounds.
+        """
         sequence.drafted.begun_s += seconds
         sequence.drafted.unpaid_s += seconds
 
@@ -254,17 +271,16 @@ class Controller:
 
     def plan(self, decoding: Several[Sequence]) -> Plan:
         """The plan of the next round of each request that is planned here."""
-        if self.planned_for != (self.passed_at, len(decoding)):  # else it was asked for another request of this pass
-            self.planned_for = self.passed_at, len(decoding)
-            self.planned = self._plan(decoding)
-        return self.planned
+        if self.planned_at != self.passed_at:  # else it was made for another request of this pass
+            self.planned_at, self.plan_now = self.passed_at, self._plan(decoding)
+        return self.plan_now
 
     def _plan(self, decoding: Several[Sequence]) -> Plan:
         planned = [s for s in decoding if s.request.lookaheads is None]
         load, ids = Load.of(decoding), frozenset(s.request_id for s in planned)
         # A choice without a price of plain decoding, as in a new process, is made again as soon as there is one.
         priced = self.choice.plain_s or not self._times(load).plain_s.weight
-        due = self.committed - self.chosen_at >= REPLAN * self.rest * len(planned)
+        due = self.committed - self.chosen_at >= REPLAN * self.seldom * len(planned)
         if (load.requests, ids) != self.chosen_for or not priced or (due and not self.trial):
             self.chosen_for = load.requests, ids
             self._choose(planned, load)
@@ -272,12 +288,19 @@ class Controller:
             return PLAIN
         allowed = len(planned) * LOSS
         self.held_back = self.choice.plan.speculates and sum(s.drafted.saved for s in planned) < -allowed
-        return PLAIN if self.held_back else self.choice.plan
+        if not self.held_back:
+            return self.choice.plan
+        for each in planned:
+            each.stats.expected_ms = each.stats.plain_ms
+        return PLAIN
 
     def _choose(self, planned: Several[Sequence], load: Load) -> None:
         """Choose a plan for these requests."""
+        kept = FADING ** (self.committed - self.chosen_at)
         for known in self.known.values():
-            known.fade(FADING ** (self.committed - self.chosen_at))
+            known.fade(kept)
+        for measured in self.times.values():
+            measured.fade(kept)
         self.chosen_at = self.committed
         times, before = self._times(load), self.choice.plan
         if not times.plain_s.weight:
@@ -300,15 +323,15 @@ class Controller:
         elif CHANGE * seconds[before] <= seconds[best] and seconds[before] <= WORTHWHILE * plain_s:
             best = before
         self.choice = Choice(best, seconds[best], plain_s)
-        self.rest = 1 if best.speculates or before.speculates else min(2 * self.rest, MOST_REST)
-        for each in planned:
-            each.stats.plan_changes += best.kind != before.kind
-            each.stats.expected_ms, each.stats.plain_ms = 1e3 * seconds[best], 1e3 * plain_s
+        self.seldom = 1 if best.speculates or before.speculates else min(2 * self.seldom, MOST_SELDOM)
+        for s in planned:
+            s.stats.plan_changes += best.kind != before.kind
+            s.stats.expected_ms, s.stats.plain_ms = 1e3 * seconds[best], 1e3 * plain_s
         if best.kind != before.kind:
             log.info("%d requests: %s", len(planned), self.choice)
         interval = len(planned) * TRIAL_EVERY * min(max(0.5, self.choice.gain - 1), 3.0)
         if best.speculates and self.committed - self.plain_at.get(load, -math.inf) >= interval:
-            self.trial, self.plain_at[load] = TRIAL, self.committed
+            self.trial, self.plain_at[load] = TRIAL * len(planned), self.committed
 
     def _acceptance(self, planned: Several[Sequence]) -> Acceptance:
         each = []

@@ -308,10 +308,10 @@ class Engine:
         seconds = time.perf_counter() - began
         if cut:
             self.totals.stats.snapshots += 1
+        if cut and first and self.controller is not None:
             for live in self.scheduler.live.values():
                 live.apart_s += seconds
-            if self.controller is not None:
-                self.controller.was_cut(sequence, seconds)
+                self.controller.was_cut(live, seconds)
         waits = needs and sequence.request.lookaheads is None and (first or sequence.plan_waits)
         sequence.plan_waits = waits and self.snapshots.comes(sequence)
 

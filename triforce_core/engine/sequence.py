@@ -175,7 +175,7 @@ class Sequence:
     shadow: Shadow | None = None  # scores prompt lookup; made at the first round without the draft tier
     plan_waits: bool = False  # plain rounds are run until its snapshot has arrived
     drafted: Drafted = field(default_factory=Drafted)
-    apart_s: float = 0.0  # seconds since its last tokens in which the engine cut snapshots, for whichever request
+    apart_s: float = 0.0  # seconds since its last tokens in which the engine cut first snapshots, of whichever request
     last_cut: CutRecord | None = None  # the latest snapshot
     since_cut: SinceCut = field(default_factory=SinceCut)
     stats: Stats = field(default_factory=Stats)
@@ -196,6 +196,7 @@ class Sequence:
         another id, so that nothing that the tiers hold or send for the old one is taken for the new one.
         """
         self.stats.preempted += 1
+        self.drafted.kind = ""  # the tiers begin anew
         return Sequence(
             sequence_id,
             self.request,

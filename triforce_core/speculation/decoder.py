@@ -284,7 +284,11 @@ class SpeculativeDecoder:
         block.logprobs += verdict.logprobs
         block.prompt_logprobs += verdict.prompt_logprobs
         block.no_token |= verdict.no_token
-        rejected = verdict.num_accepted < len(proposal.tokens) and verdict.num_accepted < len(verdict.tokens)
+        right = verdict.num_accepted
+        # Where the verifier had no room to check all of a proposal, its own token may be the next proposed one.
+        rejected = any(
+            ours != theirs for ours, theirs in zip(verdict.tokens[right:], proposal.tokens[right:], strict=False)
+        )
         looked_up = bool(proposal.origins) and set(proposal.origins) == {Origin.LOOKUP}
         # A sequence that lacks tokens or a snapshot takes part in no pass. Then `seconds` is the time of a pass over
         # other sequences, or nearly 0.

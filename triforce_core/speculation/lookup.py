@@ -116,8 +116,8 @@ class Shadow:
         return length >= (self.awake_at if self.trial.guess is None else self.trial.start + SCORED)
 
     def forget(self) -> None:
-        """Drop the guess, while the lowest tier drafts: scored later, it would say what the text was like before."""
-        self.trial.guess = None
+        """While the lowest tier drafts, drop the guess and the rest: both go by what the text was like before."""
+        self.trial.guess, self.rest, self.awake_at = None, 0, 0
 
     def score(self, tokens: list[int]) -> Tally:
         """Counts the guess if `tokens`, the same text as before and more, now covers it."""

@@ -211,6 +211,20 @@ def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, bel
     assert block.tallies[0].counts == Tally(rounds=1, proposed=2, accepted=2, rejected=0, passes=1)
 
 
+def test_a_proposal_that_the_verifier_shortens_is_not_rejected(
+    decoder: SpeculativeDecoder, below: Below, verifier: Counting
+) -> None:
+    """There was room to check one token of three, and the verifier's own token is the next proposed one. If it is
+    another, that one is rejected.
+    """
+    for sequence_id, own, rejected in ((1, 3, 0), (2, 9, 1)):
+        decoder.submit([work(sequence_id=sequence_id, lookaheads=(1, 3))])
+        below.answers = [[drafted(2, (2, 3, 4), sequence_id)]]
+        verifier.verdict = Verdict((2, own), num_accepted=1)
+        (block,) = decoder.collect(1.0)
+        assert block.tallies[0].counts == Tally(rounds=1, proposed=3, accepted=1, rejected=rejected, passes=1)
+
+
 def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, below: Below) -> None:
     """A block's first statement may be a whole prompt. The prompt is sent once, and again from where the level below
     asks for it.
