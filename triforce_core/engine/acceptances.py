@@ -112,8 +112,8 @@ class Drafted:
     acceptances: Acceptances = field(default_factory=Acceptances)
     faded_at: int = 0  # length of the text when `acceptances` faded last
     kind: str = ""  # of the plan of the latest round; empty before the first
-    begun_s: float = 0.0  # seconds for a first snapshot and for tiers that catch up, since the kind of plan changed
-    unpaid_s: float = 0.0  # of these, what is not yet subtracted from `saved`
+    begun_s: float = 0.0  # seconds of first snapshots, of whichever request, since its latest round with drafts
+    unpaid_s: float = 0.0  # of these, and of tiers that had to catch up: what is not yet subtracted from `saved`
     saved: float = 0.0  # what speculation has saved, in tokens of plain decoding; below 0 if it has cost more
 
     def fade(self, length: int) -> None:

@@ -22,15 +22,15 @@ from triforce_core.plans import PLAIN, UNDECIDED, Acceptance, Choice, Plan, Roun
 
 log = logging.getLogger(__name__)
 
-FADING = 0.9995  # factor by which each committed token reduces the weight of what requests so far have shown
+FADING = 0.9995  # factor by which each committed token reduces the weight of what requests and rounds have shown
 REMEMBERED = 0.9  # weight of a measured time relative to the next one
-# A machine has hiccups. So one round counts as at most `MOST_NEW` times as long or short as expected where it changes
-# what is known of its kind, and as at most `MOST_COUNTED` times as long where it counts as a loss.
-MOST_NEW, MOST_COUNTED = 2.0, 4.0
+# A machine has hiccups. So a measured time counts as at most so many times what was known, or as what was guessed if it
+# is the first; and a round counts as a loss of at most so many times what was expected.
+MOST_NEW, MOST_FIRST, MOST_COUNTED = 2.0, 10.0, 4.0
 # Before any was seen, in passes of the target over one token: a pass of the retrieval tier, one of the drafting model,
 # and what one more token adds to a pass of the target. Guesses on the low side are tried, and so corrected.
 RETRIEVAL_PASS, DRAFT_PASS, TOKEN = 0.2, 0.05, 0.03
-WORTHWHILE = 0.94  # a plan must take less than this part of the time of plain decoding
+WORTHWHILE = 0.92  # a plan must take less than this part of the time of plain decoding
 CHANGE = 0.97  # and less than this part of the time of the plan that it replaces
 REPLAN = 8  # tokens of each request after which a plan is chosen again
 MOST_SELDOM = 8  # where nothing pays, it is chosen up to so many times more seldom
@@ -57,6 +57,11 @@ class Mean:
         kept = REMEMBERED**weight
         self.total, self.weight = kept * self.total + weight * value, kept * self.weight + weight
 
+    def learn(self, value: float, before: float, weight: float = 1.0) -> None:
+        """As `add`, for a time that a hiccup may have made longer. `before`: a prior estimate."""
+        most = MOST_NEW * self.given(before) if self.weight else MOST_FIRST * before
+        self.add(min(value, most), weight)
+
     def fade(self, kept: float) -> None:
         self.total, self.weight = kept * self.total, kept * self.weight
 
@@ -66,8 +71,9 @@ class Mean:
         return (self.total + trust * before) / weight if weight else before
 
     def hint(self) -> Mean:
-        """The mean with the weight of one value, for what is similar."""
-        return Mean(self.total / self.weight, 1.0) if self.weight else Mean()
+        """The mean with the weight of at most one value, for what is similar."""
+        kept = min(1.0, 1 / self.weight) if self.weight > 1e-6 else 0.0
+        return Mean(kept * self.total, kept * self.weight)
 
 
 @dataclass(slots=True)
@@ -148,7 +154,8 @@ class Controller:
         self.load = Load(0, 0)  # of the target's latest pass
         self.count = 1  # of requests in that pass
         self.choice, self.held_back = UNDECIDED, False  # for all planned requests
-        self.plan_now, self.planned_at = PLAIN, -1.0  # of all planned requests; and the end of the pass before it
+        self.plan_now = PLAIN  # of all planned requests
+        self.planned_at, self.planned_for = -1.0, 0  # the end of the pass before it, and the requests decoding then
         self.chosen_for = (0, frozenset[int]())  # of the latest choice: the class of loads, and the requests
         self.committed = self.chosen_at = 0  # tokens of all requests: so far, and at the latest choice
         self.seldom = 1  # how many times more seldom a plan is chosen, because nothing pays
@@ -189,7 +196,7 @@ class Controller:
 
     def learn(self, sequence: Sequence, proposal: Proposal, plan: Plan, round_s: float | None) -> None:
         """Learn from a round of a request that is planned here, with the score of prompt lookup in the draft level's
-        tally if `looks_up`. `round_s`: its seconds without snapshot cuts; None if prompt chunks delayed it.
+        tally if `looks_up`. `round_s`: its seconds without first snapshots; None if prompt chunks delayed it.
         """
         count, drafted = len(proposal.tokens), sequence.drafted
         self.committed += count
@@ -210,6 +217,7 @@ class Controller:
         alike = self.kinds == {plan.kind} and sequence.clock - round_s >= self.mixed_at
         if plan.speculates:
             counted_s = self._learn_drafts(times, drafted, proposal, plan, round_s, weight, first=first, alike=alike)
+            drafted.begun_s = 0.0
             paid_s = drafted.unpaid_s * min(1, count / PAID_OVER)
             drafted.unpaid_s -= paid_s
             gained = count * (1 + LOSS_SHARE) - (counted_s + paid_s) / plain_s
@@ -238,21 +246,23 @@ class Controller:
         target, below, leaf = (*proposal.tallies, Tally(), Tally(), Tally())[:3]
         plain_s, ratio = times.plain_s.given(0.0, 0.0), times.ratio[plan.kind]
         if (plan.retrieval or plan.drafting is not Drafting.LOOKUP) and not target.proposed:
-            return min(round_s, MOST_COUNTED * plain_s)  # a tier did not answer in time, or is not there
+            drafted.kind = ""  # a tier did not answer in time, or is not there, and will have to catch up
+            return min(round_s, MOST_COUNTED * plain_s)
         if alike and self.proposed and not (first and times.token_s.weight):
-            times.token_s.add(max(0.0, target.busy_s - plain_s) / self.proposed, weight)
+            times.token_s.learn(max(0.0, target.busy_s - plain_s) / self.proposed, TOKEN * plain_s, weight)
         if alike and not first:  # in a first round the drafting model also reads the text
             if below.passes:
-                times.retrieval_s.add(below.busy_s / below.passes, weight)
+                times.retrieval_s.learn(below.busy_s / below.passes, RETRIEVAL_PASS * plain_s, weight)
             if leaf.passes:
-                times.draft_s.add(leaf.busy_s / leaf.passes, weight)
+                times.draft_s.learn(leaf.busy_s / leaf.passes, DRAFT_PASS * plain_s, weight)
         passes_s = times.passes_s(Round(len(proposal.tokens), self.proposed, below.passes, leaf.passes))
         expected_s = passes_s * ratio.given(1.0)
         if first:
-            late_s = max(0.0, min(round_s, MOST_COUNTED * expected_s) - expected_s)
-            if alike and (drafted.begun_s or not plan.retrieval):  # else an earlier snapshot still served
-                times.begin_s[plan.retrieval > 0].add(drafted.begun_s + late_s, weight)
-            drafted.begun_s = 0.0
+            late_s = max(0.0, round_s - expected_s)
+            cut_s = drafted.begun_s if plan.retrieval else 0.0
+            if alike and (cut_s or not plan.retrieval):  # else an earlier snapshot still served
+                begin_s = times.begin_s[plan.retrieval > 0]
+                begin_s.learn(cut_s + late_s, max(plain_s, cut_s), weight)
             drafted.unpaid_s += late_s
             return min(round_s, expected_s)
         if alike:
@@ -271,8 +281,10 @@ class Controller:
 
     def plan(self, decoding: Several[Sequence]) -> Plan:
         """The plan of the next round of each request that is planned here."""
-        if self.planned_at != self.passed_at:  # else it was made for another request of this pass
-            self.planned_at, self.plan_now = self.passed_at, self._plan(decoding)
+        # Otherwise it was made for another request of this pass, and none has joined since.
+        if self.planned_at != self.passed_at or len(decoding) > self.planned_for:
+            self.planned_at, self.planned_for = self.passed_at, len(decoding)
+            self.plan_now = self._plan(decoding)
         return self.plan_now
 
     def _plan(self, decoding: Several[Sequence]) -> Plan:
@@ -284,15 +296,12 @@ class Controller:
         if (load.requests, ids) != self.chosen_for or not priced or (due and not self.trial):
             self.chosen_for = load.requests, ids
             self._choose(planned, load)
+        self.trial = min(self.trial, TRIAL * len(planned))
         if self.trial:
             return PLAIN
         allowed = len(planned) * LOSS
         self.held_back = self.choice.plan.speculates and sum(s.drafted.saved for s in planned) < -allowed
-        if not self.held_back:
-            return self.choice.plan
-        for each in planned:
-            each.stats.expected_ms = each.stats.plain_ms
-        return PLAIN
+        return PLAIN if self.held_back else self.choice.plan
 
     def _choose(self, planned: Several[Sequence], load: Load) -> None:
         """Choose a plan for these requests."""
