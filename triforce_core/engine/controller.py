@@ -318,7 +318,7 @@ class Controller:
         acceptance = self._acceptance(planned)
         remaining = min(HORIZON, fmean(s.spec.max_length - len(s.tokens) for s in planned))
         plain_s = times.plain_s.given(0.0, 0.0)
-        seconds = {plan: plain_s for plan in self.plans if not plan.speculates}
+        seconds = {PLAIN: plain_s}
         for plan in self.plans:
             if plan.speculates:
                 expected = expected_round(plan, acceptance)

@@ -279,6 +279,28 @@ def test_what_is_lost_beside_a_request_that_pins_another_plan_counts() -> None:
     assert both[0].drafted.saved < -LOSS
 
 
+def test_a_request_that_joins_within_a_pass_is_taken_into_account() -> None:
+    """The same pass gave another request's tokens, for which a plan was made already."""
+    it, both = controller(), two_requests()
+    rounds(it, both[:1], [0.01] * 3)
+    it.plan(both[:1])
+    chosen = it.choice
+    it.plan(both)
+    assert it.choice is not chosen
+
+
+def test_a_preempted_request_begins_to_draft_anew() -> None:
+    """The tiers hold nothing of it any more, so its next round is no ordinary one."""
+    [one, _] = two_requests()
+    it, drafts = controller(), Plan(0, 3)
+    rounds(it, [one], [0.01] * 3)
+    rounds(it, [one], [0.01] * 3, drafts)
+    known = it.figures().corrections
+    again = one.again(7)
+    rounds(it, [again], [0.5], drafts)
+    assert it.figures().corrections == known
+
+
 @pytest.mark.parametrize("plan", [Plan(8, 3), Plan(8, 3, Drafting.LOOKUP), Plan(0, 3)], ids=str)
 def test_waiting_for_a_tier_that_does_not_answer_counts_as_a_loss(plan: Plan) -> None:
     it, [one, _] = controller(), two_requests()
