@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from actors.handover import Piece, RaySink, SnapshotReceiver
+    from actors.sharing import Occupied
     from actors.target_server import AsyncServer
     from triforce_core.engine.engine import Engine
     from triforce_core.engine.limits import Limits
@@ -175,6 +176,13 @@ class LinkedActor(TierActor):
 
     tier_server: TierServer  # set once the tier serves
 
+    def occupied(self) -> list[Occupied]:
+        """What this process and those below have of their GPUs, once they have loaded."""
+        from actors.sharing import occupied
+
+        self.start()
+        return occupied(self.settings, self.group)
+
     def bounds(self) -> Bounds:
         """What this tier knows, once its models are loaded, of the text that it can be told."""
         sizes = [runner.model.config.vocab_size for runner in self.runners.values()]
@@ -259,6 +267,14 @@ class RetrievalActor(LinkedActor):
         """As `SnapshotReceiver.take_piece`, with a piece that Ray has fetched; refused until this tier serves."""
         return False if self.server is None or self.snapshots is None else self.snapshots.take_piece(piece)
 
+    def occupied(self) -> list[Occupied]:
+        from actors.sharing import occupied
+
+        self.start()
+        snapshot_bytes = self.settings.retrieval.budget * self.runners[Tier.RETRIEVAL].kv.geometry.bytes_per_token
+        below: list[Occupied] = ray.get(ray.get_actor(self.draft).occupied.remote()) if self.draft else []
+        return [*occupied(self.settings, self.group, snapshot_bytes), *below]
+
     def forget(self) -> None:
         super().forget()
         self.snapshots = None
@@ -300,17 +316,17 @@ class TargetActor(TierActor):
 
     def engine(self) -> Engine:
         from actors.handover import sink_for
-        from triforce_core.building.assembly import full_kv, target_engine
+        from actors.sharing import share_above
+        from triforce_core.building.assembly import target_engine
         from triforce_core.building.inspection import runners_of
+        from triforce_core.building.target_kv import target_kv
         from triforce_core.models.replay import LeadingFullKV
 
         if not self.retrieval:
             return self._whole_chain()
         model, doorbell = self.load(self.settings.target.model, "target", self.ranks), Doorbell()
-        kv = full_kv(model, self.settings)
-        if self.ranks is not None:
-            self.ranks.barrier()
         link = self.connect(self.retrieval, self.settings.server.link_timeout_s, doorbell)
+        kv = target_kv(model, self.settings, share_above(self.settings, self.retrieval), self.ranks)
         self.sink = sink_for(self.settings.retrieval, ray.get_actor(self.retrieval))
         engine = target_engine(
             model,
@@ -333,9 +349,12 @@ class TargetActor(TierActor):
         """All tiers in this process. The retrieval tier takes snapshots directly, and shares weights where possible."""
         from triforce_core.building.inspection import held_of, runners_of
         from triforce_core.building.loading import load_local_engine
+        from triforce_core.building.target_kv import part_of
+        from triforce_core.machine.memory import Share
 
         # Requests may ask for drafts even if the settings do not.
-        engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks)
+        share = Share(part_of(self.settings))
+        engine = load_local_engine(self.settings, drafting=True, ranks=self.ranks, share=share)
         self.inner = {tier: held for tier, held in held_of(engine).items() if tier != self.tier}
         self.runners = runners_of(engine)
         return engine

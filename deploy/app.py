@@ -161,7 +161,8 @@ def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
     from deploy.prefixes import BLOCK
 
     router: Any = "deploy.routing.PrefixRouter"
-    capacity = limits.kv_pool_tokens // BLOCK  # a replica never holds more blocks
+    # About what a replica holds: its pool's size is measured where the target starts.
+    capacity = max(limits.kv_pool_tokens, settings.max_sequences * limits.context_length) // BLOCK
     known = {"capacity": capacity, "busier_by": settings.max_sequences}
     return RequestRouterConfig(request_router_class=router, request_router_kwargs=known)
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from triforce_core.config import DeviceGroup, Settings
+from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, require
 from triforce_core.machine.cores import keep_awake
 
@@ -61,11 +61,11 @@ def keys(settings: Settings) -> str:
 
 def models(settings: Settings) -> str:
     """Whether target and drafter are found, are supported, and share a vocabulary."""
-    limits = check_models(settings)
+    limits, least = check_models(settings), "" if settings.target.kv_pool_tokens else "at least "
     lossy = f"; LOSSY, {settings.target.lossy}" if settings.target.lossy else ""
     return (
         f"target {settings.target.model} (vocabulary of {limits.vocab_size}, context of {limits.context_length} tokens,"
-        f" KV for {limits.kv_pool_tokens}), drafter {settings.draft.model}{lossy}"
+        f" KV for {least}{limits.kv_pool_tokens}), drafter {settings.draft.model}{lossy}"
     )
 
 
@@ -85,25 +85,28 @@ def weights(settings: Settings) -> str:
 
 
 def memory(settings: Settings) -> str:
-    """Whether weights and KV fit what is free, by the container's limit where there is one.
+    """Whether the weights that are here fit what is free, by the container's limit where there is one. What they leave
+    is for KV and passes, which the tiers measure when they start.
 
     No check of a start: on a CPU processes may share weights through the page cache, and on a GPU the question makes a
     CUDA context, which a server's own process should not keep.
     """
     from triforce_core.building.target_kv import offload_directory
-    from triforce_core.machine.device import torch_device
-    from triforce_core.machine.memory import HOST, free_bytes, gib, named
+    from triforce_core.machine.device import DTYPES, torch_device
+    from triforce_core.machine.memory import free_bytes, gib, named
 
     offload_directory(settings.target.offload_path)
-    place, copies = torch_device(settings.device), settings.server.replicas.min
-    needs = [(group, process_bytes(settings, group)) for group in settings.placement.groups]
-    needed, free = on_one_gpu(needs, copies), free_bytes(place)
-    if place == HOST:
-        needed = copies * sum(settings.ranks(group.tiers) * each for group, each in needs)
-    rule = f"take {gib(needed)} with the KV, where {gib(free)} are free in {named(place)}: choose smaller models, or"
-    rule += " lower target.kv_pool_tokens, retrieval.budget or max_sequences"
-    require(needed <= free, "target.model", f"the weights of {settings.target.model}", rule)
-    return f"weights and KV take {gib(needed)}; {gib(free)} are free in {named(place)}"
+    place, models, groups = torch_device(settings.device), models_of(settings), settings.placement.groups
+    needs = []
+    for group in groups:
+        loaded = {models[tier]: settings.ranks((tier,)) for tier in group.tiers if tier in models}
+        numbers = sum((parameters(*model) or 0) // ranks for model, ranks in loaded.items())
+        needs.append(numbers * DTYPES[settings.dtype].itemsize)
+    needed = max(needs) if any(group.gpus >= 1 for group in groups) else sum(needs)
+    free = free_bytes(place)
+    rule = f"take {gib(needed)} where {gib(free)} are free in {named(place)}: choose smaller models"
+    require(needed < free, "target.model", f"the weights of {settings.target.model}", rule)
+    return f"weights take {gib(needed)} of the {gib(free)} that are free in {named(place)}"
 
 
 def placement(settings: Settings) -> str:
@@ -210,67 +213,3 @@ def parameters(name: str, role: str) -> int | None:
         with safe_open(shard, "numpy") as tensors:
             count += sum(prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118  # no dict
     return count
-
-
-def on_one_gpu(needs: list[tuple[DeviceGroup, int]], copies: int) -> int:
-    """The most bytes that one GPU must hold: those of one process, or of all processes that reserve no whole GPU, if
-    their shares fit one.
-    """
-    if not any(group.gpus for group, _ in needs):  # then all pipelines use the first GPU
-        return copies * sum(each for _, each in needs)
-    parts = [(group.gpus, each) for group, each in needs if group.gpus < 1]
-    together = sum(each for _, each in parts) if sum(share for share, _ in parts) <= 1 else 0
-    return max(together, *(each for _, each in needs))
-
-
-def process_bytes(settings: Settings, group: DeviceGroup) -> int:
-    """The bytes of weights and KV that one rank of the group takes: on its device, and in host memory if that is its
-    device. Weights count as not quantised, since they are loaded so; those not downloaded yet count as nothing.
-    """
-    from triforce_core.machine.device import DTYPES
-
-    models, own = models_of(settings), settings.retrieval.own_weights
-    tiers = [tier for tier in group.tiers if tier in models]
-    # Tiers of one process share weights, unless they are changed for the retrieval tier.
-    loaded = {(*models[tier], tier == "retrieval" and own): settings.ranks((tier,)) for tier in tiers}
-    item_bytes = DTYPES[settings.dtype].itemsize
-    weights = sum((parameters(name, role) or 0) * item_bytes // ranks for (name, role, _), ranks in loaded.items())
-    return weights + sum(kv_bytes(settings, tier, *models[tier]) for tier in tiers)
-
-
-def kv_bytes(settings: Settings, tier: str, name: str, role: str) -> int:
-    """The bytes of a tier's KV on one rank: on its device, and in host memory if that is its device."""
-    from triforce_core.building.lossy import lossy_bytes
-    from triforce_core.building.target_kv import check_pool, offload_for
-    from triforce_core.building.working_memory import beside_pool
-    from triforce_core.engine.limits import target_limits
-    from triforce_core.kv.base import KVGeometry
-    from triforce_core.kv.sizes import draft_heavy_hitters, draft_window, retrieval_tail
-    from triforce_core.machine.device import DTYPES, torch_device
-    from triforce_core.machine.memory import HOST
-    from triforce_core.models.files import kv_shape, load_config
-
-    config = load_config(name, role)
-    layers, kv_heads, head_dim = kv_shape(config)
-    device = torch_device(settings.device)
-    geometry = KVGeometry(layers, kv_heads // settings.ranks((tier,)), head_dim, DTYPES[settings.dtype], device)
-    heads = config.num_attention_heads
-    if tier == "draft" and settings.draft.cache == "heavy_hitter":
-        return settings.max_sequences * draft_heavy_hitters(settings).bytes_each(geometry, heads)
-    if tier == "draft":
-        return geometry.bytes_per_token * settings.max_sequences * draft_window(settings).capacity
-    if tier == "retrieval":
-        return (
-            geometry.bytes_per_token * settings.max_sequences * (settings.retrieval.budget + retrieval_tail(settings))
-        )
-    if settings.target.lossy:
-        return settings.max_sequences * lossy_bytes(geometry, heads, settings)
-    pool, offload = target_limits(config, settings).kv_pool_tokens, offload_for(settings, layers)
-    beside = beside_pool(config, geometry, pool, settings)
-    check_pool(offload, geometry, pool, beside)
-    if offload is None:
-        return geometry.bytes_per_token * pool + beside.landmarks
-    on_device, elsewhere = offload.kv_bytes(geometry, pool)
-    resident = beside.landmarks * offload.resident_layers // layers
-    in_host = beside.landmarks - resident + (elsewhere if offload.directory is None else 0)
-    return on_device + resident + (in_host if device == HOST else 0)

@@ -84,6 +84,7 @@ class Device(TorchDispatchMode):
     def __init__(self, total: int) -> None:
         super().__init__()
         self.total, self.live, self.peak = total, 0, 0
+        self.others = 0  # bytes that other processes have taken
         self.syncs: Counter[str] = Counter()  # by what made the host wait
         # Bytes over the link. `pageable` counts, for both directions, the bytes whose host memory is not pinned.
         self.to_host = self.to_device = self.pageable = 0
@@ -117,6 +118,9 @@ class Device(TorchDispatchMode):
         self.storages[key] = weakref.finalize(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+    def reset_peak(self, _: object = None) -> None:
+        self.peak = self.live
 
     def pin(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
@@ -359,7 +363,9 @@ def fake_cuda(total: int = 141 << 30) -> Iterator[Device]:
         device.pinned[address] = True
         return 0
 
-    properties = SimpleNamespace(multi_processor_count=132, total_memory=total, major=9, minor=0, name="fake")
+    properties = SimpleNamespace(
+        multi_processor_count=132, total_memory=total, major=9, minor=0, name="fake", uuid="GPU-fake"
+    )
     # Fake tensors come first: they ask whether there is a GPU.
     with FakeTensorMode(), pytest.MonkeyPatch.context() as patch:
         for name, value in {
@@ -376,7 +382,11 @@ def fake_cuda(total: int = 141 << 30) -> Iterator[Device]:
             "get_device_capability": lambda _=None: (9, 0),
             "get_device_properties": lambda _=None: properties,
             "get_device_name": lambda _=None: "fake",
-            "mem_get_info": lambda _=None: (total - device.live, total),
+            "mem_get_info": lambda _=None: (device.total - device.others - device.live, device.total),
+            "memory_allocated": lambda _=None: device.live,
+            "memory_reserved": lambda _=None: device.live,
+            "max_memory_allocated": lambda _=None: device.peak,
+            "reset_peak_memory_stats": device.reset_peak,
             "synchronize": lambda _=None: device.sync("synchronize"),
             "empty_cache": lambda: None,
             "cudart": lambda: SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda *_: 0),

@@ -161,7 +161,8 @@ class TargetSettings(Strict):
         None,
         ge=2,
         description="tokens of KV for all requests together; a larger pool lets more requests run at once; by default"
-        " twice the context length, or once with offload",
+        " what the share of the GPU that is reserved has room for, on a CPU up to half of the free memory and"
+        " max_sequences whole contexts, with offload one context",
     )
     offload: Literal["none", "host", "disk"] = Field(
         "none", description="where KV is kept instead of on the device: in host memory, or in a file on disk"

@@ -17,9 +17,10 @@ from tests.exactness.cases import finish
 from tests.exactness.test_handover import CountingSink
 from tests.random_models import random_model, random_tokens, with_noise
 from tests.rank_process import RankProcess
-from triforce_core.building.assembly import full_kv, retrieval_decoder, retrieval_kv, target_engine
+from triforce_core.building.assembly import retrieval_decoder, retrieval_kv, target_engine
 from triforce_core.building.draft_model import draft_proposer
 from triforce_core.building.loading import load_local_engine
+from triforce_core.building.target_kv import target_kv
 from triforce_core.config import Settings, load_settings
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
@@ -90,12 +91,13 @@ def divided(settings: Settings, ranks: Leader, tiers: tuple[str, ...]) -> Engine
     assert own is not None
     retrieval = load_model(own, "self-drafter", dtype, "cpu", ranks if "retrieval" in tiers else None)
     drafts = draft_proposer(load_model(settings.draft.model, "drafter", dtype, "cpu"), settings)
-    full, sparse = full_kv(target, settings), retrieval_kv(retrieval, settings)
-    ranks.barrier()
+    sparse = retrieval_kv(retrieval, settings)
     if tiers == ("target",):
+        full = target_kv(target, settings, group=ranks)
         below = retrieval_decoder(retrieval, sparse, drafts, settings)
         return target_engine(target, settings, below, sparse, kv=LeadingFullKV(full, ranks, gathered=True))
-    leading = LeadingRetrievalKV(sparse, ranks)
+    ranks.barrier()
+    full, leading = target_kv(target, settings), LeadingRetrievalKV(sparse, ranks)
     below = retrieval_decoder(retrieval, leading, drafts, settings)
     return target_engine(target, settings, below, Handing(leading), kv=full)
 

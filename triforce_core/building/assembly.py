@@ -1,6 +1,7 @@
 """Assembly of the tiers: each one alone for its own actor, or the whole chain in one process."""
 
 import math
+from dataclasses import replace
 
 from transformers import PreTrainedModel
 
@@ -9,7 +10,7 @@ from triforce_core.building.drafters import drafter_for, drafter_weights
 from triforce_core.building.lossy import Lossy, NothingBelow, lossy_kv
 from triforce_core.building.runners import grammars_for, runner_for
 from triforce_core.building.target_kv import target_kv
-from triforce_core.building.working_memory import MOST_LOGITS
+from triforce_core.building.trial import decoded_tokens, scored_tokens
 from triforce_core.config import Settings
 from triforce_core.doorbell import Doorbell
 from triforce_core.engine.controller import Controller
@@ -21,7 +22,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.sizes import retrieval_tail
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
-from triforce_core.machine.memory import check_room
+from triforce_core.machine.memory import WHOLE, Share, check_room
 from triforce_core.messages import Drafting, Proposer, Tier
 from triforce_core.models.audit import Audit
 from triforce_core.models.load import kv_geometry
@@ -38,17 +39,6 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
     check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")
     return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim))
-
-
-def full_kv(model: PreTrainedModel, settings: Settings) -> FullKV:
-    """The target's cache."""
-    pool_tokens = target_limits(model.config, settings).kv_pool_tokens
-    return target_kv(model.config, kv_geometry(model), pool_tokens, settings)
-
-
-def few_target_tokens(settings: Settings) -> int:
-    """Most tokens per sequence in a decoding pass of the target: the longest block and the token before it."""
-    return sum(settings.speculation.effective) + 1
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
@@ -81,9 +71,10 @@ def target_engine(
     doorbell: Doorbell | None = None,
 ) -> Engine:
     """The engine, with the target tier on top of `below`, the tiers that propose to it. By default `kv` is created."""
-    limits, stall_ms = target_limits(model.config, settings), settings.target.max_stall_ms
-    kv = kv or full_kv(model, settings)
-    runner = runner_for(model, kv, settings, few_target_tokens(settings))
+    kv, stall_ms = kv or target_kv(model, settings), settings.target.max_stall_ms
+    slots = (kv.kv if isinstance(kv, LeadingFullKV) else kv).allocator.num_slots
+    limits = replace(target_limits(model.config, settings), kv_pool_tokens=settings.target.kv_pool_tokens or slots)
+    runner = runner_for(model, kv, settings, decoded_tokens(settings))
     verifier = ModelVerifier(runner, Tier.TARGET, grammars_for(settings, model.config.vocab_size))
     if settings.target.audit:
         assert isinstance(kv, FullKV), "audits are refused where the target is divided over ranks"
@@ -93,7 +84,7 @@ def target_engine(
         kv,
         max_sequences=settings.max_sequences,
         prefill_chunk=settings.target.prefill_chunk,
-        scored_chunk=max(64, MOST_LOGITS // limits.vocab_size),
+        scored_chunk=scored_tokens(settings, limits.vocab_size),
         costs=runner.clock.costs,
         max_stall_s=math.inf if stall_ms is None else stall_ms / 1e3,
         longest_block=sum(settings.speculation.effective),
@@ -113,21 +104,23 @@ def local_engine(
     self_drafter: PreTrainedModel | None = None,
     *,
     ranks: Leader | None = None,
+    share: Share = WHOLE,
 ) -> Engine:
     """The engine of a whole chain in this process, divided over `ranks` if there are any; of the target alone where it
-    evicts KV. Without `self_drafter` the retrieval tier shares the target's weights. Without `drafter`, where the
-    settings name a model for it, drafts come from prompt lookup alone.
+    evicts KV. `share`: the part of the device that it may take. Without `self_drafter` the retrieval tier shares the
+    target's weights. Without `drafter`, where the settings name a model for it, drafts come from prompt lookup alone.
     """
     if settings.target.lossy:
         forgetful = lossy_kv(target, settings)
         return target_engine(target, settings, NothingBelow(), forgetful, kv=forgetful)
     own = target if self_drafter is None else self_drafter
     small, drafts = retrieval_kv(own, settings), drafter_for(settings, drafter)
-    # The target's pool is made last: on a GPU its check for room counts what the others have taken.
-    full = full_kv(target, settings)
-    if ranks is None:
-        return target_engine(target, settings, retrieval_decoder(own, small, drafts, settings), small, kv=full)
-    ranks.barrier()
-    # Each rank keeps its own share of every snapshot.
-    shared, whole = LeadingRetrievalKV(small, ranks), LeadingFullKV(full, ranks, gathered=False)
-    return target_engine(target, settings, retrieval_decoder(own, shared, drafts, settings), shared, kv=whole)
+    shared: RetrievalKV | LeadingRetrievalKV = small
+    if ranks is not None:
+        ranks.barrier()
+        shared = LeadingRetrievalKV(small, ranks)  # each rank keeps its own share of every snapshot
+    below = retrieval_decoder(own, shared, drafts, settings)
+    # The target's pool is made last: its size is what the others have left.
+    full = target_kv(target, settings, share, ranks)
+    whole = full if ranks is None else LeadingFullKV(full, ranks, gathered=False)
+    return target_engine(target, settings, below, shared, kv=whole)

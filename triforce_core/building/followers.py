@@ -9,11 +9,14 @@ from multiprocessing.context import SpawnProcess
 
 import torch
 
-from triforce_core.building.assembly import few_retrieval_tokens, few_target_tokens, full_kv, retrieval_kv
+from triforce_core.building.assembly import few_retrieval_tokens, retrieval_kv
 from triforce_core.building.loading import load_retrieval_model
 from triforce_core.building.runners import runner_for
+from triforce_core.building.target_kv import part_of, target_kv
+from triforce_core.building.trial import decoded_tokens
 from triforce_core.config import Settings
 from triforce_core.errors import require
+from triforce_core.machine.memory import Share
 from triforce_core.messages import Tier
 from triforce_core.models.files import check_ranks, load_config
 from triforce_core.models.load import load_model
@@ -44,15 +47,16 @@ def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> 
         target = retrieval = load_model(settings.target.model, "target", settings.dtype, settings.device, group)
     if "retrieval" in tiers and (target is None or settings.retrieval.own_weights):
         retrieval = load_retrieval_model(settings, group)
-    full = full_kv(target, settings) if target is not None else None
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None
-    group.barrier()
-    executor = CallExecutor(group, full, sparse)
+    if sparse is not None:
+        group.barrier()
+    executor = CallExecutor(group, None, sparse)
     # The leader's order again: capturing a pass runs it, and all ranks must run the same pass at the same time.
     if retrieval is not None and sparse is not None:
         executor.runners[Tier.RETRIEVAL] = runner_for(retrieval, sparse, settings, few_retrieval_tokens(settings))
-    if target is not None and full is not None:
-        executor.runners[Tier.TARGET] = runner_for(target, full, settings, few_target_tokens(settings))
+    if target is not None:
+        executor.full = target_kv(target, settings, Share(part_of(settings)), group)
+        executor.runners[Tier.TARGET] = runner_for(target, executor.full, settings, decoded_tokens(settings))
     return executor
 
 

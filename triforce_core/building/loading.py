@@ -8,6 +8,7 @@ from triforce_core.building.drafters import drafter_weights
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine
 from triforce_core.errors import require
+from triforce_core.machine.memory import WHOLE, Share
 from triforce_core.models.files import check_pair, check_quantization, check_self_drafter, kv_shape, load_config
 from triforce_core.models.load import load_model
 from triforce_core.models.precision import resolved
@@ -25,10 +26,12 @@ def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreT
     return model
 
 
-def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None) -> Engine:
+def load_local_engine(
+    settings: Settings, *, drafting: bool | None = None, ranks: Leader | None = None, share: Share = WHOLE
+) -> Engine:
     """The engine of the models that the settings name, which are checked before weights are loaded. `drafting`: whether
     to load the drafter; by default, if the lookaheads use it. `ranks`: the leader of as many ranks as the settings ask
-    for.
+    for. `share`: the part of the device that may be taken.
     """
     settings = resolved(settings)
     here = ranks.world if ranks else 1
@@ -53,4 +56,5 @@ def load_local_engine(settings: Settings, *, drafting: bool | None = None, ranks
         settings,
         load_retrieval_model(settings, ranks) if settings.retrieval.own_weights and not settings.target.lossy else None,
         ranks=ranks,
+        share=share,
     )

@@ -7,7 +7,6 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.config import REMOVED_SELECTORS, SELECTOR_NAMES, Settings
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import ContextLengthError, require
-from triforce_core.kv.sizes import target_heavy_hitters, target_window
 from triforce_core.models.files import context_length, kv_shape
 
 MAX_STOP_TOKENS = 256  # every tier looks for them at every position
@@ -83,10 +82,5 @@ def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
     require(context <= allowed, "target.context_length", context, f"must be at most the model's {allowed} positions")
     layers, resident = kv_shape(config)[0], settings.target.resident_layers
     require(resident <= layers, "target.resident_layers", resident, f"must be at most the model's {layers} layers")
-    # Offload is for one long context rather than several, and it should not claim more host memory than that needs.
-    pool = context if settings.target.offload != "none" else 2 * context
-    if settings.target.eviction == "heavy_hitter":
-        pool = settings.max_sequences * target_heavy_hitters(settings).capacity
-    elif settings.target.eviction == "streaming":
-        pool = settings.max_sequences * target_window(settings).capacity
-    return Limits(context, settings.target.kv_pool_tokens or pool, config.vocab_size, settings.target.eviction)
+    pool = settings.target.kv_pool_tokens or context  # at least; without the setting the target measures its room
+    return Limits(context, pool, config.vocab_size, settings.target.eviction)

@@ -3,6 +3,7 @@
 import os
 import shutil
 import tempfile
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -14,6 +15,18 @@ from triforce_core.machine.cgroup import container_free
 
 HOST = torch.device("cpu")
 Place = torch.device | Path  # the memory of a device or the host, or the disk of a directory
+CONTEXT = 512 << 20  # bytes that CUDA takes for a process by itself; H100, CUDA 13: about 500 MiB
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What the target's process may take of its device, or of the host's memory."""
+
+    part: float = 1.0  # of the whole, for all processes of the pipeline that are there
+    lower: int = 0  # the bytes that lower tiers have taken of that in processes of their own
+
+
+WHOLE = Share()
 
 
 def free_bytes(place: Place) -> int:
@@ -26,9 +39,28 @@ def free_bytes(place: Place) -> int:
     return available if limited is None else min(available, limited)
 
 
-def check_room(place: Place, num_bytes: int, setting: str, value: object, remedy: str, beside: int = 0) -> None:
-    """Raise `InvalidValueError`, naming `setting`, unless `num_bytes` of KV and `beside` more for other things fit."""
-    free, more = free_bytes(place), f", and {gib(beside)} for snapshots and passes," if beside else ""
+def room(device: torch.device, share: Share) -> int:
+    """The bytes that this process may still allocate on this GPU."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    if share.part >= 1:  # who else is on it has taken what it needs
+        return int(free)
+    return int(min(free, share.part * total - taken_bytes(device) - share.lower))
+
+
+def taken_bytes(device: torch.device) -> int:
+    """The bytes of this GPU that this process takes."""
+    return CONTEXT + torch.cuda.memory_reserved(device)
+
+
+def check_room(
+    place: Place, num_bytes: int, setting: str, value: object, remedy: str, beside: int = 0, free: int | None = None
+) -> None:
+    """Raise `InvalidValueError`, naming `setting`, unless `num_bytes` of KV and `beside` more for other things fit what
+    is `free`, by default all that is free there.
+    """
+    free = free_bytes(place) if free is None else free
+    more = f", and {gib(beside)} for snapshots and passes," if beside else ""
     rule = f"takes {gib(num_bytes)} for KV{more} in {named(place)}, where {gib(free)} are free: {remedy}"
     require(num_bytes + beside <= free, setting, value, rule)
 

@@ -84,8 +84,14 @@ class Group(ABC):
         os._exit(1)
 
     @abstractmethod
+    def least(self, number: int) -> int:
+        """The least of all ranks' numbers. Waits for them without a time limit, because loading weights may take long.
+        The leader raises the error with which a follower called `fail`.
+        """
+
     def barrier(self) -> None:
-        """Wait until all ranks have reached this point, without a time limit, because loading weights may take long."""
+        """Wait until all ranks have reached this point; see `least`."""
+        self.least(0)
 
     def close(self) -> None:
         """Close the connections to the other ranks and the process group."""
@@ -121,12 +127,14 @@ class Leader(Group):
         for connection in self.connections:
             connection.send_bytes(message)
 
-    def barrier(self) -> None:
-        """Wait for all followers. Raises the error with which a follower called `fail`."""
+    def least(self, number: int) -> int:
         for connection in self.connections:
-            if (failed := connection.recv()) is not None:
-                raise failed
-        self.broadcast("go on")
+            given = connection.recv()
+            if isinstance(given, Exception):
+                raise given
+            number = min(number, given)
+        self.broadcast(number)
+        return number
 
     def gather(self, part: Snapshot) -> Snapshot:
         """The whole snapshot, joined from the parts of all ranks; `part` is the leader's."""
@@ -165,12 +173,12 @@ class Follower(Group):
             self.connections[0].send(None)
         return command
 
-    def barrier(self) -> None:
-        self.connections[0].send(None)
-        self.receive()
+    def least(self, number: int) -> int:
+        self.connections[0].send(number)
+        return int(self.receive())
 
     def fail(self, error: Exception) -> NoReturn:
-        """Make the leader's `barrier` raise `error`, then wait until the leader closes the group."""
+        """Make the leader's `least` or `barrier` raise `error`, then wait until the leader closes the group."""
         self.connections[0].send(error)
         threading.Event().wait()
         raise error

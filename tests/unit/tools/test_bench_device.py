@@ -281,9 +281,9 @@ def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) ->
     six = settings.model_copy(update={"retrieval": RetrievalSettings(budget=768)})
     assert 19_456 <= fitting_context(six, shapes, 1024, requests=6) < 124_928 / 3
     monkeypatch.setattr(fitting, "free_bytes", lambda place: 8 << 30)
-    with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 7\.84 GiB are free on cpu"):
+    with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 8\.00 GiB are free: choose a"):
         fitting_context(settings, shapes, 1024)
-    with pytest.raises(InvalidValueError, match=r"output: 1100 leaves fewer than 1024 of the .* 2048 positions"):
+    with pytest.raises(InvalidValueError, match=r"output: 1100 leaves fewer than 1024 of the geometry's 2048 positions"):
         fitting_context(settings, geometry_of("llama-68m"), 1100)
 
 
@@ -293,7 +293,7 @@ def test_offloaded_the_default_context_fits_the_host(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(fitting, "torch_device", lambda name: torch.device("cuda", 0))
     monkeypatch.setattr(fitting, "free_bytes", lambda place: (40 if place == HOST else 79) << 30)
     context = fitting_context(settings, geometry_of(NAMED), 1024)
-    assert 0.85 * 40 < (context + 1024) / 2048 < 0.95 * 40
+    assert 0.8 * 40 < (context + 1024) / 2048 < 0.95 * 40
     assert fitting_context(settings.model_copy(update={"target": TargetSettings()}), geometry_of(NAMED), 1024) > context
 
 

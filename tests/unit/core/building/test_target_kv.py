@@ -1,39 +1,38 @@
-"""What does not fit is refused before it is allocated, with the bytes that it takes, those there are, and a remedy."""
+"""The target's pool is as large as the settings say or as there is room for. What does not fit is refused, with the
+bytes that it takes, those there are, and a remedy.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 import torch
-from transformers.configuration_utils import PretrainedConfig
 
+from tests.fake_cuda import Device, fake_cuda, fake_model
 from tests.random_models import random_model
-from triforce_core.attention import KERNELS
+from triforce_core import attention
+from triforce_core.building import target_kv as sizing
 from triforce_core.building.assembly import retrieval_kv
 from triforce_core.building.draft_model import draft_proposer
-from triforce_core.building.target_kv import check_pool, target_kv
-from triforce_core.building.working_memory import Beside, beside_pool, landmark_bytes
-from triforce_core.config import SELECTOR_NAMES, Settings, load_settings
+from triforce_core.building.target_kv import HOST_PART, part_of, target_kv
+from triforce_core.config import Settings, load_settings
 from triforce_core.engine.limits import target_limits
 from triforce_core.errors import InvalidValueError
-from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import FullKV
-from triforce_core.kv.offloaded import Offload, OffloadedKV
-from triforce_core.kv.selectors import SELECTORS
-from triforce_core.kv.snapshot import ChunkSettings
+from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.machine import memory
-from triforce_core.messages import GREEDY, SequenceSpec, Span
-from triforce_tools.bench.fill import fill
+from triforce_core.machine.memory import Share
+from triforce_tools.bench.geometry import geometry_of
 
-CONFIG = random_model().config
-GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
+MODEL = random_model(num_hidden_layers=4)
 TOO_MANY = 10**12  # tokens
-TOKEN_BYTES = 2 * 4 * 2 * 16 * 2
+TOKEN_BYTES = 2 * 4 * 2 * 16 * 4
+GPU = 80 * 10**9  # bytes
 
 
 def gib_named(message: str) -> list[float]:
@@ -55,18 +54,17 @@ def refused(make: Callable[[], object], *named: str) -> str:
     [
         ({}, 4, ["in host memory", "lower it, or set target.offload: disk"]),
         ({"offload": "host", "resident_layers": 4}, 4, ["in host memory", "set target.offload: disk"]),
-        ({"offload": "host"}, 2, ["in host memory", "lower it"]),
-        ({"offload": "host", "resident_layers": 1}, 3, ["lower it or target.resident_layers"]),
+        ({"offload": "host"}, 6, ["in host memory", "lower it, or set target.offload: disk"]),
+        ({"offload": "host", "resident_layers": 1}, 6, ["lower it, or set target.offload: disk"]),
         ({"offload": "disk", "resident_layers": 1}, 3, ["in host memory", "lower it or target.resident_layers"]),
     ],
     ids=str,
 )
 def test_a_pool_beyond_memory(target: dict[str, Any], layers: int, named: list[str], tmp_path: Path) -> None:
     path = {"offload_path": str(tmp_path)} if target.get("offload") == "disk" else {}
-    settings = load_settings(target={**target, **path}, retrieval={"selector": "snapkv"})
-    message = refused(
-        lambda: target_kv(CONFIG, GEOMETRY, TOO_MANY, settings), f"target.kv_pool_tokens: {TOO_MANY} takes ", *named
-    )
+    given = {**target, **path, "kv_pool_tokens": TOO_MANY}
+    settings = load_settings(target=given, retrieval={"selector": "snapkv"})
+    message = refused(lambda: target_kv(MODEL, settings), f"target.kv_pool_tokens: {TOO_MANY} takes ", *named)
     takes, free = gib_named(message)
     assert takes == pytest.approx(TOKEN_BYTES * TOO_MANY * layers / 4 / 2**30, rel=1e-3)
     assert 0 < free * 2**30 < psutil.virtual_memory().total
@@ -76,32 +74,32 @@ def test_a_pool_beyond_memory(target: dict[str, Any], layers: int, named: list[s
 def test_on_the_cpu_staging_and_the_offloaded_layers_share_the_memory() -> None:
     """There are four offloaded layers, and staging takes as much as two. Each part would fit by itself."""
     tokens = int(psutil.virtual_memory().available * 0.8) // TOKEN_BYTES
-    settings = load_settings(target={"offload": "host"}, retrieval={"selector": "snapkv"})
-    message = refused(lambda: target_kv(CONFIG, GEOMETRY, tokens, settings), "set target.offload: disk")
+    settings = load_settings(target={"offload": "host", "kv_pool_tokens": tokens}, retrieval={"selector": "snapkv"})
+    message = refused(lambda: target_kv(MODEL, settings), "set target.offload: disk")
     assert gib_named(message)[0] == pytest.approx(1.5 * TOKEN_BYTES * tokens / 2**30, rel=1e-3, abs=0.01)
 
 
-@pytest.mark.parametrize("offload", [None, Offload(0), Offload(0, Path("/tmp"))], ids=["none", "host", "disk"])
-def test_landmarks_count_in_memory(offload: Offload | None) -> None:
-    """They count wherever the KV is."""
-    message = refused(lambda: check_pool(offload, GEOMETRY, 100, Beside(landmarks=2**50)), "in host memory")
-    assert f"{2**20}.00 GiB" in message
-    check_pool(offload, GEOMETRY, 100, Beside(landmarks=2**10))
-
-
-def test_the_pool_is_checked_with_the_landmarks_of_the_setting() -> None:
-    settings = load_settings(retrieval={"selector": "mean_key", "chunk": 16})
-    message = refused(lambda: target_kv(CONFIG, GEOMETRY, TOO_MANY, settings))
-    _, beside, _ = re.findall(r"([\d.]+) GiB", message)
-    assert float(beside) * 2**30 > TOKEN_BYTES * TOO_MANY / 16
+@pytest.mark.parametrize("offload", ["none", "host", "disk"])
+def test_landmarks_count_in_memory(offload: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They count wherever the KV is, but for KV on disk: its landmarks are in memory."""
+    path = {"offload_path": str(tmp_path)} if offload == "disk" else {}
+    target = {"offload": offload, "kv_pool_tokens": 10**5, "context_length": 1000, **path}
+    settings = load_settings(target=target, retrieval={"selector": "mean_key", "chunk": 16})
+    kept = {"none": 1.0, "host": 1.5, "disk": 0.5}[offload] + 1 / 32  # half of what a key of each chunk takes: no value
+    needed = int(TOKEN_BYTES * 10**5 * kept)
+    monkeypatch.setattr(memory, "free_bytes", lambda place: 10**12 if isinstance(place, Path) else needed - 1)
+    refused(lambda: target_kv(MODEL, settings), "in host memory")
+    monkeypatch.setattr(memory, "free_bytes", lambda place: 10**12 if isinstance(place, Path) else needed)
+    target_kv(MODEL, settings)
 
 
 def test_a_file_beyond_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The part on the device would fit."""
     monkeypatch.setattr(memory, "free_bytes", lambda place: 10**9 if isinstance(place, Path) else 10**12)
-    settings = load_settings(target={"offload": "disk", "offload_path": str(tmp_path)})
+    target = {"offload": "disk", "offload_path": str(tmp_path), "kv_pool_tokens": 10**7}
+    settings = load_settings(target=target)
     message = refused(
-        lambda: target_kv(CONFIG, GEOMETRY, 10**7, settings),
+        lambda: target_kv(MODEL, settings),
         f"in a file in {tmp_path}",
         "lower it, or name another",
         "offload_path",
@@ -115,7 +113,7 @@ def test_the_path_must_be_a_directory(kind: str, tmp_path: Path) -> None:
     if kind == "a file":
         path.touch()
     settings = load_settings(target={"offload": "disk", "offload_path": str(path)})
-    refused(lambda: target_kv(CONFIG, GEOMETRY, 100, settings), "target.offload_path", str(path), "must be a directory")
+    refused(lambda: target_kv(MODEL, settings), "target.offload_path", str(path), "must be a directory")
 
 
 def test_more_resident_layers_than_there_are() -> None:
@@ -147,67 +145,115 @@ def test_the_other_tiers(make: Callable[[Settings], object], settings: dict[str,
     refused(lambda: make(load_settings(**settings)), *named)
 
 
-@pytest.mark.parametrize("selector", SELECTOR_NAMES)
-def test_landmarks_are_reckoned_as_they_are_kept(selector: str) -> None:
-    """The landmarks of a whole pool count, in all layers. Where a selector counts attention, so does the mass."""
-    kv, settings = FullKV(GEOMETRY, 400, KERNELS["cpu_flash"]), load_settings(retrieval={"selector": selector})
-    fill(kv, Span(1, 0, tuple(range(400)), SequenceSpec(GREEDY, 0, 1, 400, selector=selector)))
-    kv.cut(1, 400, ChunkSettings(64, 8, 0), SELECTORS[selector]())
-    held = kv.held[1]
-    kept = [layer for layers in held.landmarks.values() for layer in layers if layer is not None] + held.mass
-    reckoned = landmark_bytes(GEOMETRY, settings) * 400
-    assert sum(each.nbytes for each in kept) == pytest.approx(reckoned, abs=1)
-
-
-def test_a_pass_is_no_larger_than_the_pool() -> None:
-    """With offload the chunks of a prompt are long. A small pool never has such a chunk."""
-    settings = load_settings(target={"offload": "host"})
-    small, large = (beside_pool(CONFIG, GEOMETRY, tokens, settings) for tokens in (1000, 10**6))
-    assert small.passing < large.passing / 10
-    assert small.on_device < 64 << 20
-
-
-def test_a_configuration_need_not_name_its_widths() -> None:
-    config = PretrainedConfig(hidden_size=64, num_attention_heads=4, num_hidden_layers=2, vocab_size=256)
-    assert not hasattr(config, "intermediate_size")
-    assert beside_pool(config, GEOMETRY, 1000, load_settings()).passing > 0
-
-
-def test_what_goes_with_the_pool_is_refused_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pool that fits by itself, but without room for snapshots and passes."""
-    settings, pool = load_settings(), 10_000
-    needs = beside_pool(CONFIG, GEOMETRY, pool, settings).on_device
-    monkeypatch.setattr(memory, "free_bytes", lambda place: TOKEN_BYTES * pool + needs - 1)
-    message = refused(lambda: target_kv(CONFIG, GEOMETRY, pool, settings), "GiB for snapshots and passes")
-    assert f"target.kv_pool_tokens: {pool} takes" in message
-    monkeypatch.setattr(memory, "free_bytes", lambda place: TOKEN_BYTES * pool + needs)
-    target_kv(CONFIG, GEOMETRY, pool, settings)
-
-
 def test_what_is_offloaded_is_what_the_settings_say(tmp_path: Path) -> None:
-    kv = target_kv(CONFIG, GEOMETRY, 100, load_settings(target={"offload": "host", "resident_layers": 1}))
+    def made(**target: Any) -> FullKV:
+        return target_kv(MODEL, load_settings(target={"kv_pool_tokens": 104, **target}))
+
+    kv = made(offload="host", resident_layers=1)
     assert isinstance(kv, OffloadedKV)
     assert (kv.resident_layers, len(kv.host)) == (1, 3)
-    kv = target_kv(CONFIG, GEOMETRY, 100, load_settings(target={"offload": "disk", "offload_path": str(tmp_path)}))
+    kv = made(offload="disk", offload_path=str(tmp_path))
     assert isinstance(kv, OffloadedKV)
     assert (kv.resident_layers, len(kv.host)) == (0, 4)
     for target in ({}, {"offload": "host", "resident_layers": 4}):
-        assert type(target_kv(CONFIG, GEOMETRY, 100, load_settings(target=target))) is FullKV
+        assert type(made(**target)) is FullKV
 
 
 @pytest.mark.parametrize(
-    ("target", "pool"),
+    ("given", "pool"),
     [
-        ({"context_length": 1000}, 2000),
-        ({}, 16_384),
-        ({"context_length": 1000, "offload": "host"}, 1000),
-        ({"offload": "host"}, 8192),
-        ({"offload": "host", "kv_pool_tokens": 3000}, 3000),
+        ({"target": {"context_length": 1000}}, 8 * 1000),
+        ({"target": {"context_length": 1000}, "max_sequences": 2}, 2000),
+        ({"target": {"context_length": 4000}}, 10_000),
+        ({"target": {"context_length": 4000}, "server": {"replicas": {"max": 2}}}, 5000),
+        ({"target": {"context_length": 8000}, "server": {"replicas": {"max": 2}}}, 8000),
+        ({"target": {"context_length": 1000, "offload": "host"}}, 1000),
+        ({"target": {"offload": "host"}}, 8192),
+        ({"target": {"context_length": 1000, "kv_pool_tokens": 3000}}, 3000),
     ],
     ids=str,
 )
-def test_the_pool_of_a_target_whose_settings_name_none(target: dict[str, Any], pool: int) -> None:
-    """On the device it holds two whole contexts. With offload it holds one, because offload is meant for one long
-    context.
+def test_the_pool_on_a_cpu(given: dict[str, Any], pool: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole context for each sequence, but no more than a part of what is free, which replicas divide, and no less
+    than one context. With offload one context, because offload is meant for one long context.
     """
-    assert target_limits(random_model().config, load_settings(target=target)).kv_pool_tokens == pool
+    for module in (memory, sizing):
+        monkeypatch.setattr(module, "free_bytes", lambda place: int(10_000 * TOKEN_BYTES / HOST_PART))
+    settings = load_settings(**given)
+    assert target_kv(MODEL, settings, Share(part_of(settings))).allocator.num_slots == pool
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(attention, "can_run", lambda device: True)  # as where PyTorch for CUDA has brought Triton along
+    with fake_cuda(GPU) as made:
+        made.true_values = lambda mask: 32 * 8 * 512 if mask.shape[-1] > 512 else -(-mask.numel() // 10)
+        yield made
+
+
+def on_gpu(**given: Any) -> Settings:
+    return load_settings(device="cuda", dtype="bfloat16", retrieval={"budget": 4096}, **given)
+
+
+def by_hand(settings: Settings, context: int, rest: int) -> int:
+    """The tokens that fit `rest` bytes at the geometry of Llama 3.1 8B, after what is certainly needed beside them."""
+    each, snapshots = 2 * 32 * 8 * 128 * 2, settings.max_sequences * 4096  # bytes of a token; tokens
+    feed_forward, logits = 3 * 14336 * 2 * min(2048, context), 256 * 128256 * (2 + 4)
+    return (rest - max(feed_forward, logits)) // each - snapshots
+
+
+def test_a_gpu_alone(gpu: Device) -> None:
+    """All that it leaves is used, and passes and snapshots fit what is left."""
+    model, settings, rooms = fake_model(geometry_of("llama-3.1-8b").target), on_gpu(), list[int]()
+    measure = sizing.working_bytes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sizing, "working_bytes", lambda *asked: rooms.append(measure(*asked)) or rooms[0])
+        pool = target_kv(model, settings).allocator.num_slots
+    allowed = by_hand(settings, 131072, GPU - 16_060_522_496)
+    assert 0.9 * allowed <= pool <= allowed
+    assert gpu.live + rooms[0] <= GPU
+
+
+def test_three_tiers_and_a_second_replica_on_one_gpu(gpu: Device) -> None:
+    """Of each 40 GB the self-drafter in 8 bits and the drafter take 10. The other replica's memory is not counted by
+    what it takes, since it may not have taken it yet.
+    """
+    settings = on_gpu(target={"context_length": 8192}, max_sequences=2, server={"replicas": {"max": 2}})
+    model, lower = fake_model(geometry_of("llama-3.1-8b").target), 10 * 10**9
+    for others in (0, lower, GPU // 2 + lower):
+        gpu.others = others
+        pool = target_kv(model, settings, Share(part_of(settings), lower)).allocator.num_slots
+        allowed = by_hand(settings, 8192, GPU // 2 - lower - memory.CONTEXT - 16_060_522_496)
+        assert 0.9 * allowed <= pool <= allowed
+
+
+def test_a_lower_tier_that_does_not_say_what_it_takes(gpu: Device) -> None:
+    model = fake_model(geometry_of("llama-3.1-8b").target)
+    assert target_kv(model, on_gpu(target={"context_length": 8192}), None).allocator.num_slots == 8192
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({}, "target.context_length: 131072 takes 16.00 GiB for KV, and "),
+        ({"target": {"kv_pool_tokens": 400_000}}, "target.kv_pool_tokens: 400000 takes 48.83 GiB for KV"),
+        ({"max_sequences": 10**6}, "target.context_length: 131072 takes 16.00 GiB for KV, and "),
+    ],
+    ids=str,
+)
+def test_a_gpu_without_room(given: dict[str, Any], named: str, gpu: Device) -> None:
+    gpu.others = 45 * 10**9
+    model = fake_model(geometry_of("llama-3.1-8b").target)
+    refused(lambda: target_kv(model, on_gpu(**given)), named, "are free: lower it, or set target.offload: host")
+
+
+def test_memory_that_runs_out_while_it_is_measured(gpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def too_much(*asked: object) -> int:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(sizing, "working_bytes", too_much)
+    model = fake_model(geometry_of("llama-3.1-8b").target)
+    refused(
+        lambda: target_kv(model, on_gpu()),
+        "target.context_length: 131072 leaves too little of the memory of cuda:0 for passes and cuts: lower it",
+    )

@@ -14,7 +14,6 @@ from tests.stating import Statement, ask, full_kv, geometry, spec
 from triforce_core.attention import KERNELS
 from triforce_core.building.target_kv import target_kv
 from triforce_core.config import load_settings
-from triforce_core.kv.base import KVGeometry
 from triforce_core.kv.full import LEAST_FILLED, FullKV
 from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.offloaded import Offload, OffloadedKV
@@ -149,17 +148,15 @@ def test_a_request_with_another_selector_is_cut_as_without_a_pool(pair: Pair, na
         assert all(map(torch.equal, found.tensors, expected.tensors))
 
 
-GEOMETRY = KVGeometry(4, 2, 16, torch.bfloat16, torch.device("cpu"))
-
-
 @pytest.mark.parametrize(
     ("selector", "per_token"),  # of the bytes of a layer's KV
     [("snapkv", 0), ("h2o", 0), ("mean_key", 1 / 16)],
 )
 def test_the_setting_says_what_is_kept_and_it_is_counted(selector: str, per_token: float) -> None:
-    kv = target_kv(random_model().config, GEOMETRY, 800, load_settings(retrieval={"selector": selector, "chunk": 8}))
+    settings = load_settings(retrieval={"selector": selector, "chunk": 8}, target={"kv_pool_tokens": 800})
+    kv = target_kv(random_model(), settings)
     assert (kv.landmarks is None) == (per_token == 0)
     kept = sum(layer.nbytes for layer in kv.landmarks.layers) if kv.landmarks else 0
-    assert kept == GEOMETRY.bytes_per_token * 800 * per_token
+    assert kept == kv.geometry.bytes_per_token * 800 * per_token
     assert kv.landmarks is None or kv.landmarks.landmark is LANDMARKS[selector]
     assert LANDMARKS["mean_key"] is mean_keys

@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 
 import pytest
@@ -23,7 +24,7 @@ from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.models.files import check_ranks
 from triforce_core.models.load import ATTENTION
-from triforce_core.models.rank_group import Rendezvous, follow_leader
+from triforce_core.models.rank_group import Follower, Leader, Rendezvous, follow_leader
 from triforce_core.models.replay import LeadingKV
 from triforce_core.models.runner import ModelRunner
 
@@ -73,6 +74,9 @@ def test_every_rank_makes_its_runners_in_the_same_order(monkeypatch: pytest.Monk
 
         def barrier(self) -> None: ...
 
+        def least(self, number: int) -> int:
+            return number
+
     settings = load_settings(dtype="float32", draft={"model": "ngram"}, target={"kv_pool_tokens": 100})
     monkeypatch.setattr(followers, "load_model", lambda *_: model)
     monkeypatch.setattr(followers, "runner_for", recording)
@@ -93,6 +97,19 @@ def test_followers_that_do_not_come_are_not_waited_for_long() -> None:
     with pytest.raises(UnavailableError, match=r"only 0 of 2 other ranks came within 0.01 s"):
         rendezvous.lead("cpu", timeout_s=0.01)
     assert not rendezvous.folder.exists()
+
+
+def test_ranks_agree_on_the_least_number_and_hear_of_a_failure() -> None:
+    ours, theirs = multiprocessing.Pipe()
+    leader, follower = Leader.__new__(Leader), Follower.__new__(Follower)
+    leader.connections, follower.connections = [ours], [theirs]  # without processes and collectives
+    for own, other, least in ((5, 3, 3), (2, 7, 2)):
+        with ThreadPoolExecutor(1) as pool:
+            answered = pool.submit(follower.least, other)
+            assert leader.least(own) == answered.result(10) == least
+    theirs.send(ValueError("no room here"))
+    with pytest.raises(ValueError, match="no room here"):
+        leader.barrier()
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])

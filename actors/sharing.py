@@ -1,0 +1,61 @@
+"""How tiers in processes of their own share a GPU: each reports what it has taken, and the target, which starts last,
+takes the rest of what the pipeline reserves there.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import ray
+import torch
+from ray.exceptions import RayError
+
+from triforce_core.building.target_kv import part_of
+from triforce_core.config import DeviceGroup, Settings
+from triforce_core.machine.memory import Share, taken_bytes
+
+PATIENCE_S = 120.0  # for lower tiers to load and report; a hung one delays a target that starts anew for so long
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Occupied:
+    """What one process has of a GPU."""
+
+    device: str  # its unique id
+    reserved: float  # the part of the GPU that Ray has reserved for this process; 0: none
+    num_bytes: int
+
+
+def occupied(settings: Settings, group: DeviceGroup, snapshot_bytes: int = 0) -> list[Occupied]:
+    """What this process has of its GPU; an empty list on a CPU. `snapshot_bytes`: of a snapshot, if it receives any."""
+    if settings.device_type != "cuda":
+        return []
+    device = torch.device(settings.device)
+    num_bytes = taken_bytes(device) + settings.max_sequences * snapshot_bytes  # one of each sequence may be on its way
+    return [Occupied(id_of(device), group.gpus, num_bytes)]
+
+
+def share_above(settings: Settings, below: str) -> Share | None:
+    """What a target may take of its device above the tier actor of this name; None if that actor does not report."""
+    part = part_of(settings)
+    if settings.device_type != "cuda" or settings.placement.groups[0].gpus >= 1:
+        return Share(part)
+    try:
+        found: list[Occupied] = ray.get(ray.get_actor(below).occupied.remote(), timeout=PATIENCE_S)
+    except (RayError, ValueError) as error:  # ValueError: no such actor
+        log.warning("the KV pool has room for one context only: %s does not report its memory: %r", below, error)
+        return None
+    return share_of(part, id_of(torch.device(settings.device)), found)
+
+
+def share_of(part: float, device: str, found: list[Occupied]) -> Share:
+    """The share of a target to which `part` of the device belongs, with the parts of the lower tiers that are there."""
+    here = [each for each in found if each.device == device]
+    return Share(min(1.0, part + sum(each.reserved for each in here)), sum(each.num_bytes for each in here))
+
+
+def id_of(device: torch.device) -> str:
+    return str(torch.cuda.get_device_properties(device).uuid)
