@@ -5,9 +5,10 @@ It walks everything, so it is for tests and for the search for a defect.
 
 from __future__ import annotations
 
-from triforce_core.kv.full import MOST_RANGES, FullKV
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.prefix_tree import Node
 from triforce_core.kv.ranges import Range, united
+from triforce_core.kv.text_slots import MOST_RANGES
 
 
 def slots_of(ranges: list[Range]) -> list[int]:

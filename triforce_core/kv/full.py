@@ -1,7 +1,8 @@
-"""The target's cache: the exact KV of every token. kv/cutting.py cuts the snapshots for the retrieval tier."""
+"""The target's cache: the exact KV of every token, in the slots that kv/text_slots.py gives to each text. kv/cutting.py
+cuts the snapshots for the retrieval tier.
+"""
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -13,31 +14,20 @@ from triforce_core.kv.full_held import FullHeld
 from triforce_core.kv.kept_queries import KeptQueries
 from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.mass import with_more
-from triforce_core.kv.prefix_tree import Cursor, PrefixTree
-from triforce_core.kv.ranges import Range, RangeAllocator, paired, rounded_up, size_of, sliced
+from triforce_core.kv.prefix_tree import Cursor
+from triforce_core.kv.ranges import Range, paired, rounded_up, size_of, sliced
 from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
+from triforce_core.kv.text_slots import FIRST_GROWTH, MOST_RANGES, TextSlots, wish
 from triforce_core.messages import SequenceSpec
 
-MOST_RANGES = 4  # most ranges of a sequence: attention runs over each, and captured passes have no room for more
-SHARED_RANGES = 2  # most ranges that a sequence may share with others, so that some ranges are left for its growth
-FIRST_GROWTH = 256  # tokens by which a sequence grows first; each further growth doubles them
-LEAST_GROWTH = 64  # tokens of a new range in a pool that is nearly full
 # A pass over at least this number of tokens of a sequence computes the landmarks of their chunks. After shorter passes
 # the next cut computes the landmarks of several passes together, at less cost per chunk.
 LEAST_FILLED = 64
-# Most slots that a sequence wishes for behind its last range. Others get these slots only if no other range is long
-# enough.
-LIKELY_GROWTH = 4096
 
 
 class FullKV(KVCache):
-    """Each sequence owns slots for the tokens that it has, and for some more. `grow` adds slots.
-
-    Where texts are shared, the KV of a text stays in the pool when its sequence ends. Even before that, while its
-    prompt is still being read, others may use the KV that is already there (kv/prefix_tree.py). Kept texts that nobody
-    uses are dropped when slots are needed, even if enough are free but lie in too many ranges.
-    """
+    """Each sequence owns slots for the tokens that it has, and for some more. `grow` adds slots."""
 
     held: dict[int, FullHeld]  # type: ignore[assignment]
 
@@ -58,8 +48,8 @@ class FullKV(KVCache):
         """
         super().__init__(geometry, rounded_up(pool_tokens, unit), kernel, pools)
         self.chunk_sums = chunk_sums
-        self.allocator = RangeAllocator(self.dump_slot, unit)
-        self.shares, self.tree = shares, PrefixTree(unit, self.allocator.free)
+        self.shares, self.slots = shares, TextSlots(self.dump_slot, unit)
+        self.allocator, self.tree = self.slots.allocator, self.slots.tree
         self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
@@ -106,7 +96,7 @@ class FullKV(KVCache):
         return self.tree.advance(cursor)
 
     def can_open(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None = None) -> bool:
-        return self._beginning(spec, tokens, cursor) is not None
+        return self.slots.beginning(spec, tokens, cursor) is not None
 
     def open(
         self, sequence_id: int, spec: SequenceSpec, tokens: int | None = None, text: Sequence[int] = ()
@@ -116,7 +106,7 @@ class FullKV(KVCache):
         """
         tokens, known = self.slots_for(spec) if tokens is None else tokens, list(text)
         cursor = self.look(spec, known)
-        beginning = self._beginning(spec, tokens, cursor)
+        beginning = self.slots.beginning(spec, tokens, cursor)
         if beginning is None:
             return None
         matched, shared = beginning
@@ -124,7 +114,7 @@ class FullKV(KVCache):
         node = self.tree.enter(spec.cache_salt, cursor.node if cursor else None, matched)
         there = self.tree.ranges(node, matched)
         most_ranges = MOST_RANGES - len(joined([], sliced(there, 0, shared)))
-        own = self._allocate(tokens - shared, most_ranges, wish(spec, tokens))
+        own = self.slots.allocate(tokens - shared, most_ranges, wish(spec, tokens))
         if shared < matched:
             self._copy(sliced(there, shared, matched), sliced(own, 0, matched - shared))
             upper = self.tree.enter(spec.cache_salt, node, shared)
@@ -138,49 +128,6 @@ class FullKV(KVCache):
         held.told = len(known) if spec.prompt_logprobs is None else 0
         held.node, held.given = node, [(0, shared)] if shared else []
         return held
-
-    def _beginning(self, spec: SequenceSpec, tokens: int, cursor: Cursor | None) -> tuple[int, int] | None:
-        """How many tokens of the text to match, and how many of these to share, so that there is room for `tokens`
-        tokens; None if there is none. Matched KV beyond `SHARED_RANGES` ranges is copied, because a sequence needs some
-        of its ranges for growth. In a full pool less is matched, because matched KV cannot be dropped.
-        """
-        matched = self.tree.advance(cursor) if cursor else 0
-        there = joined([], self.tree.ranges(cursor.node, matched)) if cursor else []
-        shared = size_of(there[:SHARED_RANGES])
-        for beginning in dict.fromkeys(((matched, shared), (shared, shared), (0, 0))):
-            if self._fits(spec, tokens, beginning, cursor, len(there)):
-                return beginning
-        return None
-
-    def _fits(
-        self, spec: SequenceSpec, tokens: int, beginning: tuple[int, int], cursor: Cursor | None, num_ranges: int
-    ) -> bool:
-        matched, shared = beginning
-        count, most_ranges = tokens - shared, MOST_RANGES - (min(num_ranges, SHARED_RANGES) if shared else 0)
-        if self.allocator.plan(count, most_ranges) is not None:
-            return True
-        if count > self.allocator.num_free + self.kept_tokens:
-            return False
-        idle = self.tree.idle_ranges(cursor.node, matched) if cursor else self.tree.idle_ranges()
-        return self.allocator.with_free(idle).plan(count, most_ranges) is not None
-
-    def _allocate(self, count: int, most_ranges: int, wished: int) -> list[Range]:
-        """Slots in at most `most_ranges` ranges, for which the caller has checked the room and kept texts may be
-        dropped. First in at most `SHARED_RANGES`, all of which later sequences can share, with one left if growth is
-        `wished`; not in one at any price, which might drop most kept texts.
-        """
-        few = max(1, min(SHARED_RANGES, most_ranges - bool(wished)))
-        for most in dict.fromkeys((few, most_ranges)):
-            plan = partial(self.allocator.plan, count, most, wished)
-            if plan() is None and self.allocator.with_free(self.tree.idle_ranges()).plan(count, most) is not None:
-                self._drop_until(plan)
-            if (planned := plan()) is not None:
-                self.allocator.take(planned, wished)
-                return planned
-        raise AssertionError("opened without room")
-
-    def _drop_until(self, plan: Callable[[], list[Range] | None]) -> None:
-        self.tree.drop_until(lambda: plan() is not None)
 
     @torch.inference_mode()
     def _copy(self, sources: list[Range], targets: list[Range]) -> None:
@@ -197,88 +144,26 @@ class FullKV(KVCache):
         if held is None:
             return
         if self.shares:
-            self._give(held, min(held.cached, len(held.tokens) - held.drafted))
-        if held.node is not None:
-            self.tree.leave(held.node)
-        self.allocator.free(held.own_ranges)
-        self.allocator.wishes.pop(held.ranges[-1][1], None)
-
-    def _give(self, held: FullHeld, stop: int) -> None:
-        """Give the tree what it lacks of this text up to about `stop`. These slots are not written again."""
-        stop = stop // self.tree.unit * self.tree.unit
-        if held.node is not None and held.node.stop < stop:
-            held.node, given = self.tree.insert(held.node, held.tokens, stop, held.ranges)
-            held.given = joined(held.given, given)
+            self.slots.give(held, min(held.cached, len(held.tokens) - held.drafted))
+        self.slots.free(held)
 
     def spare(self, count: int) -> list[Range] | None:
-        if count <= self.allocator.num_free + self.kept_tokens and self.allocator.num_free < count:
-            self._drop_until(partial(self.allocator.plan, count))
+        self.slots.make_room(count)
         return super().spare(count)
 
-    # -- growth --------------------------------------------------------------------------------------------------------
-
-    def room(self, held: Held) -> int:
-        return min(size_of(held.ranges), held.spec.max_length)
-
     def grow(self, sequence_id: int, tokens: int) -> bool:
-        """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them.
-
-        It grows by more than it lacks, if it can: by twice as much as the last time. Tried in order: slots behind its
-        last range; a new range of that size, dropping kept texts if needed; slots behind its last range, dropping kept
-        texts; a smaller new range. With `MOST_RANGES` ranges it gets no new one.
-        """
-        held = self.held[sequence_id]
-        owned = size_of(held.ranges)
-        least, rest = tokens - owned, held.spec.max_length - owned
-        if least <= 0:
-            return True
-        grown = self._extend(held, least, rest)
-        if not self.hemmed_in(sequence_id):
-            sizes = [max(least, min(growth, rest)) for growth in (held.next_growth, FIRST_GROWTH, LEAST_GROWTH)]
-            grown = grown or self._add_range(held, sizes[0]) or self._extend(held, least, rest, dropping=True)
-            grown = grown or any(self._add_range(held, size) for size in sizes[1:])
-        else:
-            grown = grown or self._extend(held, least, rest, dropping=True)
-        if grown:
-            held.next_growth *= 2
-        return grown
-
-    def _extend(self, held: FullHeld, least: int, rest: int, *, dropping: bool = False) -> bool:
-        """Grow in place; `dropping`: into slots of kept texts, too."""
-        stop = held.ranges[-1][1]
-        if dropping:
-            idle = self.tree.idle_ranges()
-            if self.allocator.with_free(idle).room_at(stop) < least:
-                return False
-            while (room := self.allocator.room_at(stop)) < least:
-                behind = self.tree.idle_at(stop + room)
-                assert behind is not None
-                self.tree.drop(behind)
-        extended = self.allocator.extend(held.ranges[-1], least, max(least, min(held.next_growth, rest)))
-        if extended is not None:
-            held.ranges[-1] = extended
-        return extended is not None
-
-    def _add_range(self, held: FullHeld, size: int) -> bool:
-        """Grow into a new range, for which kept texts are dropped."""
-        plan = partial(self.allocator.plan, size, 1, wish(held.spec, size_of(held.ranges) + size))
-        if plan() is None:
-            if self.allocator.with_free(self.tree.idle_ranges()).plan(size, 1) is None:
-                return False
-            self._drop_until(plan)
-        planned = plan()
-        assert planned is not None
-        self.allocator.wishes.pop(held.ranges[-1][1], None)  # only the last range grows
-        self.allocator.take(planned, wish(held.spec, size_of(held.ranges) + size))
-        held.ranges += planned
-        return True
-
-    def keys_after(self, tokens: int) -> int:
-        return tokens
+        """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them."""
+        return self.slots.grow(self.held[sequence_id], tokens)
 
     def hemmed_in(self, sequence_id: int) -> bool:
         """Whether a sequence can grow in place only, because it has `MOST_RANGES` ranges."""
         return len(self.held[sequence_id].ranges) == MOST_RANGES
+
+    def room(self, held: Held) -> int:
+        return min(size_of(held.ranges), held.spec.max_length)
+
+    def keys_after(self, tokens: int) -> int:
+        return tokens
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, FullHeld)
@@ -289,7 +174,7 @@ class FullKV(KVCache):
         if keep < end:
             held.expect_queries(keep, end, num_sampled)
         if self.shares and held.told:  # all but the last token of the prompt, which may be asked for again
-            self._give(held, min(end - held.drafted, held.told - 1))
+            self.slots.give(held, min(end - held.drafted, held.told - 1))
         writes = sliced(held.ranges, keep, end)
         if self.landmarks:
             self.landmarks.forget(writes)
@@ -360,8 +245,3 @@ class FullKV(KVCache):
     def moved(self, tensor: Tensor) -> Tensor:
         """A part of a pool, or what was computed of it, on the device that computes."""
         return tensor
-
-
-def wish(spec: SequenceSpec, tokens: int) -> int:
-    """How many slots a sequence that owns slots for `tokens` tokens wishes for behind them."""
-    return max(0, min(LIKELY_GROWTH, spec.max_length - tokens))

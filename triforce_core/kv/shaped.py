@@ -14,7 +14,8 @@ from torch import Tensor
 from triforce_core.attention import Ranged
 from triforce_core.attention.ranged import Join, WorkItems, attend, cut, joined_with_own, num_splits
 from triforce_core.kv.base import Batch, KVCache, joined
-from triforce_core.kv.full import MOST_RANGES, FullKV
+from triforce_core.kv.full import FullKV
+from triforce_core.kv.text_slots import MOST_RANGES
 from triforce_core.transfer import staged
 
 

@@ -283,7 +283,9 @@ def test_the_default_context_fits_the_device(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(fitting, "free_bytes", lambda place: 8 << 30)
     with pytest.raises(InvalidValueError, match=r"geometry: 'llama' takes .* where 8\.00 GiB are free: choose a"):
         fitting_context(settings, shapes, 1024)
-    with pytest.raises(InvalidValueError, match=r"output: 1100 leaves fewer than 1024 of the geometry's 2048 positions"):
+    with pytest.raises(
+        InvalidValueError, match=r"output: 1100 leaves fewer than 1024 of the geometry's 2048 positions"
+    ):
         fitting_context(settings, geometry_of("llama-68m"), 1100)
 
 

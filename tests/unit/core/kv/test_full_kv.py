@@ -11,8 +11,9 @@ from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, fragment, full_runner, spec
 from triforce_core.attention import KERNELS, ON_CUDA
 from triforce_core.kv.base import Forward, Lack
-from triforce_core.kv.full import FIRST_GROWTH, MOST_RANGES, FullKV
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.ranges import size_of
+from triforce_core.kv.text_slots import FIRST_GROWTH, MOST_RANGES
 from triforce_core.messages import Span
 
 

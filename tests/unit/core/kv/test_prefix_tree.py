@@ -22,9 +22,10 @@ from triforce_core.engine.scheduler import Scheduler
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv import prefix_tree
 from triforce_core.kv.base import Batch, Forward, KVGeometry
-from triforce_core.kv.full import MOST_RANGES, FullKV
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.ranges import size_of, sliced
+from triforce_core.kv.text_slots import MOST_RANGES
 from triforce_core.messages import GREEDY, SequenceSpec, Span, agreement
 from triforce_core.models.replay import CallExecutor, LeadingFullKV
 
@@ -329,7 +330,7 @@ def test_texts_are_not_dropped_for_one_range_where_two_do() -> None:
     check(kv)
     kv.release(9)
     kept = kv.kept_tokens
-    assert len(kv._allocate(320, 2, 100)) == 1, "with two that are shared, and one that it will grow into"
+    assert len(kv.slots.allocate(320, 2, 100)) == 1, "with two that are shared, and one that it will grow into"
     assert kv.kept_tokens < kept
 
 

@@ -20,11 +20,12 @@ from triforce_core.attention import KERNELS
 from triforce_core.attention.ranged import gathered
 from triforce_core.kv.base import Batch, Forward, KVGeometry, joined
 from triforce_core.kv.fixed import FixedKV
-from triforce_core.kv.full import MOST_RANGES, FullKV
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.kv.snapshot import Snapshot
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
+from triforce_core.kv.text_slots import MOST_RANGES
 from triforce_core.messages import Span
 
 KV_HEADS, GROUP, HEAD_DIM, LAYERS = 2, 2, 8, 2
