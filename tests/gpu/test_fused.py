@@ -63,6 +63,7 @@ def decoded(dtype: str, lookaheads: tuple[int, int], temperature: float, compile
             "compile": compile,
             "retrieval": {"budget": 512, "refresh_every": 16},
             "draft": {"window": 60},
+            "target": {"kv_pool_tokens": 16_384},
         }
     )
     engine = local_engine(target, with_noise(target, 0.1), settings)

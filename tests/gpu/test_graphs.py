@@ -30,6 +30,7 @@ def decoded(dtype: str, graphs: str, temperature: float) -> Outcome:
             "compile": "off",  # each engine would compile anew
             "retrieval": {"budget": 512, "refresh_every": 16},
             "draft": {"window": 60},
+            "target": {"kv_pool_tokens": 16_384},
         }
     )
     engine = local_engine(target, with_noise(target, 0.2), settings)
