@@ -15,7 +15,8 @@ from triforce_core.building.target_kv import part_of
 from triforce_core.config import DeviceGroup, Settings
 from triforce_core.machine.memory import Share, taken_bytes
 
-PATIENCE_S = 120.0  # for lower tiers to load and report; a hung one delays a target that starts anew for so long
+PATIENCE_S = 20.0  # for a lower tier to report to a target that is started anew, which requests wait for
+LOAD_S = 3600.0  # and at the first start, when all tiers load at the same time
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +27,8 @@ class Occupied:
 
     device: str  # its unique id
     reserved: float  # the part of the GPU that Ray has reserved for this process; 0: none
-    num_bytes: int
+    taken: int  # bytes
+    awaited: int  # bytes that it will need besides
 
 
 def occupied(settings: Settings, group: DeviceGroup, snapshot_bytes: int = 0) -> list[Occupied]:
@@ -34,8 +36,11 @@ def occupied(settings: Settings, group: DeviceGroup, snapshot_bytes: int = 0) ->
     if settings.device_type != "cuda":
         return []
     device = torch.device(settings.device)
-    num_bytes = taken_bytes(device) + settings.max_sequences * snapshot_bytes  # one of each sequence may be on its way
-    return [Occupied(id_of(device), group.gpus, num_bytes)]
+    # A snapshot of each sequence may be on its way. And if this process dies, the next one loads as this one did, which
+    # takes more for a while if the weights are quantised.
+    loading = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+    awaited = settings.max_sequences * snapshot_bytes + loading
+    return [Occupied(id_of(device), group.gpus, taken_bytes(device), awaited)]
 
 
 def share_above(settings: Settings, below: str) -> Share | None:
@@ -43,8 +48,9 @@ def share_above(settings: Settings, below: str) -> Share | None:
     part = part_of(settings)
     if settings.device_type != "cuda" or settings.placement.groups[0].gpus >= 1:
         return Share(part)
+    patience_s = PATIENCE_S if ray.get_runtime_context().was_current_actor_reconstructed else LOAD_S
     try:
-        found: list[Occupied] = ray.get(ray.get_actor(below).occupied.remote(), timeout=PATIENCE_S)
+        found: list[Occupied] = ray.get(ray.get_actor(below).occupied.remote(patience_s), timeout=patience_s)
     except (RayError, ValueError) as error:  # ValueError: no such actor
         log.warning("the KV pool has room for one context only: %s does not report its memory: %r", below, error)
         return None
@@ -54,7 +60,8 @@ def share_above(settings: Settings, below: str) -> Share | None:
 def share_of(part: float, device: str, found: list[Occupied]) -> Share:
     """The share of a target to which `part` of the device belongs, with the parts of the lower tiers that are there."""
     here = [each for each in found if each.device == device]
-    return Share(min(1.0, part + sum(each.reserved for each in here)), sum(each.num_bytes for each in here))
+    reserved = part + sum(each.reserved for each in here)
+    return Share(min(1.0, reserved), sum(each.taken for each in here), sum(each.awaited for each in here))
 
 
 def id_of(device: torch.device) -> str:

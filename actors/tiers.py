@@ -176,11 +176,11 @@ class LinkedActor(TierActor):
 
     tier_server: TierServer  # set once the tier serves
 
-    def occupied(self) -> list[Occupied]:
-        """What this process and those below have of their GPUs, once they have loaded."""
+    def occupied(self, patience_s: float) -> list[Occupied]:
+        """What this process and those below have of their GPUs, once they have loaded, which may take `patience_s`."""
         from actors.sharing import occupied
 
-        self.start()
+        self.start(patience_s)
         return occupied(self.settings, self.group)
 
     def bounds(self) -> Bounds:
@@ -267,13 +267,15 @@ class RetrievalActor(LinkedActor):
         """As `SnapshotReceiver.take_piece`, with a piece that Ray has fetched; refused until this tier serves."""
         return False if self.server is None or self.snapshots is None else self.snapshots.take_piece(piece)
 
-    def occupied(self) -> list[Occupied]:
+    def occupied(self, patience_s: float) -> list[Occupied]:
         from actors.sharing import occupied
 
-        self.start()
+        self.start(patience_s)
         snapshot_bytes = self.settings.retrieval.budget * self.runners[Tier.RETRIEVAL].kv.geometry.bytes_per_token
-        below: list[Occupied] = ray.get(ray.get_actor(self.draft).occupied.remote()) if self.draft else []
-        return [*occupied(self.settings, self.group, snapshot_bytes), *below]
+        own, below = occupied(self.settings, self.group, snapshot_bytes), list[Occupied]()
+        if self.draft:
+            below = ray.get(ray.get_actor(self.draft).occupied.remote(patience_s), timeout=patience_s)
+        return own + below
 
     def forget(self) -> None:
         super().forget()

@@ -74,6 +74,7 @@ ONE_LOOP = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0", "RAY_SERVE_RUN_RO
 PORT_LIMIT = "RAY_SERVE_GRPC_MAX_MESSAGE_SIZE"
 MESSAGE_LIMITS = dict.fromkeys(("RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH", PORT_LIMIT), str(64 << 20))
 ENVIRONMENT |= MESSAGE_LIMITS
+ROUTED_TOKENS = 1 << 20  # least tokens of texts that the router remembers of each replica
 BYTES_PER_TOKEN = 512  # of a message, in either direction: the longest usual token, or a token with 20 logprobs
 LEAST_PORT_LIMIT = 8 << 20  # several outputs, each with logprobs, may be longer than the context
 
@@ -161,8 +162,8 @@ def prefix_router(settings: Settings, limits: Limits) -> RequestRouterConfig:
     from deploy.prefixes import BLOCK
 
     router: Any = "deploy.routing.PrefixRouter"
-    # About what a replica holds: its pool's size is measured where the target starts.
-    capacity = max(limits.kv_pool_tokens, settings.max_sequences * limits.context_length) // BLOCK
+    # About what a replica holds, or more: its pool's size is measured where the target starts.
+    capacity = max(limits.kv_pool_tokens, settings.max_sequences * limits.context_length, ROUTED_TOKENS) // BLOCK
     known = {"capacity": capacity, "busier_by": settings.max_sequences}
     return RequestRouterConfig(request_router_class=router, request_router_kwargs=known)
 

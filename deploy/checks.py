@@ -61,11 +61,10 @@ def keys(settings: Settings) -> str:
 
 def models(settings: Settings) -> str:
     """Whether target and drafter are found, are supported, and share a vocabulary."""
-    limits, least = check_models(settings), "" if settings.target.kv_pool_tokens else "at least "
-    lossy = f"; LOSSY, {settings.target.lossy}" if settings.target.lossy else ""
+    limits, lossy = check_models(settings), f"; LOSSY, {settings.target.lossy}" if settings.target.lossy else ""
     return (
-        f"target {settings.target.model} (vocabulary of {limits.vocab_size}, context of {limits.context_length} tokens,"
-        f" KV for {least}{limits.kv_pool_tokens}), drafter {settings.draft.model}{lossy}"
+        f"target {settings.target.model} (vocabulary of {limits.vocab_size}, context of {limits.context_length}"
+        f" tokens), drafter {settings.draft.model}{lossy}"
     )
 
 
@@ -93,16 +92,17 @@ def memory(settings: Settings) -> str:
     """
     from triforce_core.building.target_kv import offload_directory
     from triforce_core.machine.device import DTYPES, torch_device
-    from triforce_core.machine.memory import free_bytes, gib, named
+    from triforce_core.machine.memory import HOST, free_bytes, gib, named
 
     offload_directory(settings.target.offload_path)
     place, models, groups = torch_device(settings.device), models_of(settings), settings.placement.groups
     needs = []
     for group in groups:
         loaded = {models[tier]: settings.ranks((tier,)) for tier in group.tiers if tier in models}
-        numbers = sum((parameters(*model) or 0) // ranks for model, ranks in loaded.items())
+        numbers = sum((parameters(*model) or 0) // (1 if place == HOST else ranks) for model, ranks in loaded.items())
         needs.append(numbers * DTYPES[settings.dtype].itemsize)
-    needed = max(needs) if any(group.gpus >= 1 for group in groups) else sum(needs)
+    alone = any(group.gpus >= 1 for group in groups)
+    needed = max(needs) if alone else settings.server.replicas.min * sum(needs)
     free = free_bytes(place)
     rule = f"take {gib(needed)} where {gib(free)} are free in {named(place)}: choose smaller models"
     require(needed < free, "target.model", f"the weights of {settings.target.model}", rule)

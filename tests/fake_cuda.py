@@ -386,6 +386,7 @@ def fake_cuda(total: int = 141 << 30) -> Iterator[Device]:
             "memory_allocated": lambda _=None: device.live,
             "memory_reserved": lambda _=None: device.live,
             "max_memory_allocated": lambda _=None: device.peak,
+            "max_memory_reserved": lambda _=None: device.peak,
             "reset_peak_memory_stats": device.reset_peak,
             "synchronize": lambda _=None: device.sync("synchronize"),
             "empty_cache": lambda: None,

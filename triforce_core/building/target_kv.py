@@ -47,7 +47,9 @@ def target_kv(
     field, tokens = ("target.kv_pool_tokens", asked) if asked else ("target.context_length", context)
     for place, price in prices.items():
         check_room(place, price * tokens, field, tokens, remedy(place, device, offload))
-    part, kv = share.part if share else 0.0, None
+    if group is not None:
+        group.barrier()  # passes of the trial run on all ranks at once, and have a time limit
+    part, kv = share.part / settings.ranks(("target",)) if share else 0.0, None
     if device == HOST:
         most = int(min(free_bytes(HOST) * HOST_PART * part // prices[HOST], settings.max_sequences * context))
     else:

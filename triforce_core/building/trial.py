@@ -1,5 +1,5 @@
 """What the target takes on a GPU beside weights and caches, measured: the largest pass of each kind, a draw and a cut
-run once, on KV without values.
+run once, for each selector, on KV without values.
 """
 
 from collections.abc import Callable
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from triforce_core.config import Settings
 from triforce_core.kv.base import Forward, KVCache
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.kept_queries import KeptQueries
 from triforce_core.kv.selectors import SELECTORS
 from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import GREEDY, SamplingParams, SequenceSpec, Span
@@ -22,6 +23,7 @@ from triforce_core.sampling.draw import Draw, drawn
 MOST_LOGITS = 1 << 25  # of a pass whose prompt tokens get logprobs: 128 MiB in float32
 LIBRARIES = 256 << 20  # cuBLAS's workspaces in the stream of graphs, the driver's part of graphs
 SAMPLED = SamplingParams(temperature=1.0, top_p=0.95)
+SHORT_CHUNK = 128  # tokens of a prompt's pass that is tried with the selectors that only requests name
 SEQUENCE = 1  # the id of the only sequence of a trial
 
 
@@ -37,34 +39,39 @@ def decoded_tokens(settings: Settings) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes beyond those that were allocated before."""
+    """The bytes that one text takes beyond its KV."""
 
+    reading: int  # at most, in a pass over its prompt
+    decoding: int  # at most, in a decoding pass and the draws of its tokens
     most: int  # at any time
-    left: int  # at the end, with the result still there
-
-
-def taken(run: Callable[[], object], device: torch.device) -> Taken:
-    before = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
-    result = run()
-    left = torch.cuda.memory_allocated(device) - before
-    del result
-    return Taken(torch.cuda.max_memory_allocated(device) - before, left)
+    kept: int  # between passes, with a snapshot on its way to the tier below
 
 
 @torch.inference_mode()
 def working_bytes(model: PreTrainedModel, kv: FullKV, length: int, settings: Settings) -> int:
-    """The bytes on the GPU beside weights and caches, for texts of up to `length` tokens, at most the pool of `kv`.
-    Raises torch's own error where memory runs out.
+    """The bytes on the GPU beside weights and caches, for texts of up to `length` tokens, which must fit the pool of
+    `kv`; this is empty afterwards. Raises torch's own error where memory runs out.
     """
+    configured = settings.retrieval.selector
+    own = text_bytes(model, kv, length, settings, configured, settings.target.prefill_chunk)
+    # Requests may name any other selector. A long prompt with it takes as much more as a short one does.
+    others = [text_bytes(model, kv, length, settings, name, SHORT_CHUNK) for name in SELECTORS if name != configured]
+    more = max(each.reading for each in others) - min(each.reading for each in others)
+    kept = settings.max_sequences * max(each.kept for each in (own, *others))
+    graphs = 0 if settings.graphs == "off" else own.decoding + LIBRARIES
+    return kept + graphs + max(each.most for each in (own, *others)) + more
+
+
+def text_bytes(model: PreTrainedModel, kv: FullKV, length: int, settings: Settings, selector: str, chunk: int) -> Taken:
+    """Measured with a text of `length` tokens, of which the last `chunk` are computed."""
     device, vocab_size, runner = kv.geometry.device, model.config.vocab_size, ModelRunner(model, kv)
-    spec = SequenceSpec(GREEDY, 0, length, length, selector=settings.retrieval.selector)
+    spec, known = SequenceSpec(GREEDY, 0, length, length, selector=selector), max(0, length - chunk)
     held = kv.open(SEQUENCE, spec, length)
     assert held is not None, "the pool is empty, and has room for a text of this length"
 
     def forward(most_tokens: int, most_sampled: int) -> Tensor:
         """A pass over the text's last tokens, which are new ones each time."""
-        tokens = min(most_tokens, length)
+        tokens = min(most_tokens, length - known)
         span = Span(SEQUENCE, length - tokens, (runner.passes % 2,) * tokens)
         return runner.forward([Forward(span, min(most_sampled, tokens))])[0]
 
@@ -78,19 +85,28 @@ def working_bytes(model: PreTrainedModel, kv: FullKV, length: int, settings: Set
 
     def cut() -> object:
         chunks = ChunkSettings.halved(settings.retrieval.budget, settings.retrieval.chunk)
-        return kv.cut(SEQUENCE, length, chunks, SELECTORS[spec.selector]())
+        return kv.cut(SEQUENCE, length, chunks, SELECTORS[selector]())
 
-    chunk = settings.target.prefill_chunk
-    beginning = Span(SEQUENCE, 0, (0,) * max(0, length - chunk), spec)
-    KVCache.prepare(kv, [Forward(beginning, num_sampled=0)])  # held from here on, without having been computed
-    held.mass = [each.new_ones(len(each), held.count_to) for each in held.mass]
+    KVCache.prepare(kv, [Forward(Span(SEQUENCE, 0, (0,) * known, spec), 0)])  # held, without having been computed
+    held.queries, held.count_to = KeptQueries(kv.geometry.num_layers), known
+    held.mass = [each.new_ones(len(each), known) for each in held.mass]
     forward(chunk, 1)  # libraries allocate what they keep
-    prompt, scoring = taken(lambda: forward(chunk, settings.max_sequences), device), taken(score, device)
-    decoding, cutting = taken(decode, device), taken(cut, device)
+    reading, _ = taken(lambda: forward(chunk, settings.max_sequences), device)
+    scoring, _ = taken(score, device)
+    decoding, _ = taken(decode, device)
+    cutting, snapshot = taken(cut, device)
     before = torch.cuda.memory_allocated(device)
     kv.release(SEQUENCE)
-    of_text = before - torch.cuda.memory_allocated(device)  # queries, layouts, and what the selector keeps
-    # A snapshot of each text may be on its way to the tier below.
-    kept = settings.max_sequences * (of_text + cutting.left)
-    graphs = 0 if settings.graphs == "off" else decoding.most + LIBRARIES
-    return kept + graphs + max(prompt.most, scoring.most, decoding.most, cutting.most)
+    kv.tree.drop_until(lambda: False)  # nobody may find what was not computed
+    kept = before - torch.cuda.memory_allocated(device)  # queries, layouts, and what the selector keeps
+    return Taken(reading, decoding, max(reading, scoring, decoding, cutting), kept + snapshot)
+
+
+def taken(run: Callable[[], object], device: torch.device) -> tuple[int, int]:
+    """The bytes that it allocates at most, and those that it leaves, its result included."""
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = run()
+    left = torch.cuda.memory_allocated(device) - before
+    del result
+    return torch.cuda.max_memory_allocated(device) - before, left

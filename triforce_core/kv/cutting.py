@@ -144,16 +144,9 @@ class LayerChunks:
             kept = pool.read(self.layer, self.cutter.pools.keys[self.layer], ranges)
             # The copy may be asynchronous: the host changes landmarks only after the chunks are chosen.
             return kept.to(self.queries.device, non_blocking=True)
-        known = self.held.landmarks_of(landmark, chunk)
-        found = known[self.layer]
-        covered = 0 if found is None else found.shape[1] * chunk
-        if covered < self.count * chunk:
-            pieces = self.cutter.keys(self.layer, covered, self.count * chunk, READ_TOGETHER * chunk)
-            new = [landmark(keys.unflatten(1, (-1, chunk))) for _, keys in pieces]
-            found = torch.cat(new if found is None else [found, *new], dim=1)
-            known[self.layer] = found
-        assert found is not None
-        return self.cutter.pools.moved(found[:, : self.count])
+        pieces = self.cutter.keys(self.layer, 0, self.count * chunk, READ_TOGETHER * chunk)
+        found = torch.cat([landmark(keys.unflatten(1, (-1, chunk))) for _, keys in pieces], dim=1)
+        return self.cutter.pools.moved(found)
 
     def mass(self) -> Tensor:
         held, cutter = self.held, self.cutter

@@ -1,8 +1,8 @@
 """What the full cache keeps of a sequence beside its KV, so that chunks can be selected.
 
 The queries and the attention mass belong to the request. Landmarks depend on the keys of their chunk alone, so requests
-can share them: if the configured selector has an entry in `LANDMARKS`, its landmarks are in the pool (kv/landmarks.py).
-All other landmarks are kept here.
+share them: if the configured selector has an entry in `LANDMARKS`, its landmarks are in the pool (kv/landmarks.py).
+Those for other selectors are computed at each cut, and not kept.
 """
 
 from dataclasses import dataclass, field
@@ -14,7 +14,6 @@ from triforce_core.kv.base import Held
 from triforce_core.kv.kept_queries import KeptQueries
 from triforce_core.kv.prefix_tree import Node
 from triforce_core.kv.ranges import Range, sliced
-from triforce_core.kv.selectors import Landmark
 
 # Of each pass, the queries of this many last tokens are kept for selection; of all sampled tokens if these are more.
 RECENT_QUERIES = 8
@@ -46,10 +45,6 @@ class FullHeld(Held):
     snapshots_cut: int = 0
     layouts: dict[int, Layout] = field(default_factory=dict)  # of the latest snapshot and of its base, by version
 
-    # By landmark and chunk size, the landmarks of the complete chunks, per layer: [kv_heads, chunks, …], on the device
-    # of the layer's pool.
-    landmarks: dict[tuple[Landmark, int], list[Tensor | None]] = field(default_factory=dict)
-
     num_queries: int | None = 1  # that the request's selector needs
     queries: KeptQueries = field(default_factory=lambda: KeptQueries(0))
     # Attention mass, only if `num_queries` is None: [kv_heads, n] float32 per layer. It covers the first n tokens,
@@ -65,16 +60,8 @@ class FullHeld(Held):
         pairs = zip(bounds[::2], bounds[1::2], strict=True)
         return [own for first, last in pairs for own in sliced(self.ranges, first, last)]
 
-    def landmarks_of(self, landmark: Landmark, chunk: int) -> list[Tensor | None]:
-        """The landmarks of chunks of this size, by layer; None where none are known yet."""
-        return self.landmarks.setdefault((landmark, chunk), [None] * self.queries.num_layers)
-
     def roll_back(self, keep: int) -> None:
         """Forget what was computed of tokens from `keep` on."""
-        for (landmark, chunk), layers in self.landmarks.items():
-            if layers[0] is not None and layers[0].shape[1] * chunk > keep:
-                rest = [None if each is None else each[:, : keep // chunk] for each in layers]
-                self.landmarks[landmark, chunk] = rest
         if self.mass and self.mass[0].shape[1] > keep:
             self.mass = [each[:, :keep] for each in self.mass]
 

@@ -1,5 +1,5 @@
 """The sizes in tokens, by the settings, of the caches whose memory is fixed: of the two drafting tiers, and of a target
-that evicts KV. The size of other targets' caches is in engine/limits.py.
+that evicts KV. The size of other targets' caches is in building/target_kv.py.
 """
 
 from triforce_core.config import MAX_LOOKAHEAD, Settings

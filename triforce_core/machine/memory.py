@@ -23,7 +23,8 @@ class Share:
     """What the target's process may take of its device, or of the host's memory."""
 
     part: float = 1.0  # of the whole, for all processes of the pipeline that are there
-    lower: int = 0  # the bytes that lower tiers have taken of that in processes of their own
+    taken: int = 0  # the bytes that lower tiers in processes of their own have taken of that
+    awaited: int = 0  # the bytes that they will need besides
 
 
 WHOLE = Share()
@@ -43,9 +44,9 @@ def room(device: torch.device, share: Share) -> int:
     """The bytes that this process may still allocate on this GPU."""
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info(device)
-    if share.part >= 1:  # who else is on it has taken what it needs
-        return int(free)
-    return int(min(free, share.part * total - taken_bytes(device) - share.lower))
+    if share.part < 1:  # not all of what is free, because others may not have taken their parts yet
+        free = min(free, int(share.part * total) - taken_bytes(device) - share.taken)
+    return free - share.awaited
 
 
 def taken_bytes(device: torch.device) -> int:

@@ -23,6 +23,7 @@ from triforce_core.kv.heavy_hitter import HeavyHitterKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
+from triforce_core.models.files import context_length
 from triforce_core.models.fuse import compiled, compiling, give_up
 
 PROGRAMS = 2  # that a multiprocessor of an H100 runs at the same time, each of which reads one item of one KV head
@@ -187,7 +188,7 @@ def shaped_batches(
         for shape in shapes:
             yield ShapedBatch(kv, shape, kv.slots_each, ranged, workers)
     elif isinstance(kv, FullKV):
-        longest = kv.allocator.num_slots
+        longest = min(kv.allocator.num_slots, settings.target.context_length or context_length(model.config))
         heads = model.config.num_attention_heads // (model.tp_size or 1)
         kept = torch.empty(
             *(geometry.num_layers, heads, shapes[-1].tokens, geometry.head_dim),

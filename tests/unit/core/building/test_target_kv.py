@@ -20,13 +20,14 @@ from triforce_core.building import target_kv as sizing
 from triforce_core.building.assembly import retrieval_kv
 from triforce_core.building.draft_model import draft_proposer
 from triforce_core.building.target_kv import HOST_PART, part_of, target_kv
-from triforce_core.config import Settings, load_settings
+from triforce_core.config import SELECTOR_NAMES, Settings, load_settings
 from triforce_core.engine.limits import target_limits
 from triforce_core.errors import InvalidValueError
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.offloaded import OffloadedKV
 from triforce_core.machine import memory
 from triforce_core.machine.memory import Share
+from triforce_core.messages import GREEDY, SequenceSpec
 from triforce_tools.bench.geometry import geometry_of
 
 MODEL = random_model(num_hidden_layers=4)
@@ -225,6 +226,33 @@ def test_three_tiers_and_a_second_replica_on_one_gpu(gpu: Device) -> None:
         pool = target_kv(model, settings, Share(part_of(settings), lower)).allocator.num_slots
         allowed = by_hand(settings, 8192, GPU // 2 - lower - memory.CONTEXT - 16_060_522_496)
         assert 0.9 * allowed <= pool <= allowed
+
+
+@pytest.mark.parametrize("selector", SELECTOR_NAMES)
+@pytest.mark.parametrize("context", [2, 100, 2050, 2100])
+@pytest.mark.parametrize("offload", ["none", "host"])
+def test_a_trial_leaves_nothing_behind(selector: str, context: int, offload: str, gpu: Device) -> None:
+    """With offload, and where there is room for one context only, the pool of the trial is the one that serves."""
+    gpu.true_values = lambda mask: -(-mask.numel() // 10)
+    settings = load_settings(
+        device="cuda",
+        dtype="bfloat16",
+        target={"context_length": context, "offload": offload},
+        retrieval={"budget": 64, "selector": selector},
+    )
+    kv = target_kv(fake_model(MODEL.config), settings, None)
+    slots = -(-context // 8) * 8
+    assert kv.allocator.free_ranges == [(0, slots)]
+    assert (kv.kept_tokens, kv.held) == (0, {})
+    kv.shares = True
+    assert kv.open(1, SequenceSpec(GREEDY, 0, 1, context), text=[0] * (context - 1)).cached == 0  # type: ignore[union-attr]
+
+
+def test_ranks_share_the_memory_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (memory, sizing):
+        monkeypatch.setattr(module, "free_bytes", lambda place: int(10_000 * TOKEN_BYTES / HOST_PART))
+    settings = load_settings(target={"context_length": 2000, "tensor_parallel": 2})
+    assert target_kv(MODEL, settings).allocator.num_slots == 5000
 
 
 def test_a_lower_tier_that_does_not_say_what_it_takes(gpu: Device) -> None:

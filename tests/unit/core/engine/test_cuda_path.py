@@ -173,12 +173,13 @@ def test_a_cut_launches_few_operators(device: Device) -> None:
 )
 def test_a_long_context_on_one_device(device: Device, name: str, selector: str) -> None:
     """All tiers, captured; greedy and sampled; two snapshots and more, of which the later ones state changes; and a
-    prompt whose logprobs are asked. What the room check reserves is enough, and not twice too much.
+    prompt whose logprobs are asked. What was measured is enough. It is more than these requests take, because others
+    may name the selector `h2o`.
     """
     shape = geometry(name)
     short = request(tokens=4096, prompt_logprobs=1)
     made = run(device, shape, request(), request(SAMPLED), short, retrieval={"selector": selector})
-    assert made.counted <= made.reserved <= 2 * made.counted
+    assert made.counted <= made.reserved <= 4 * made.counted
     assert device.replays > 0
     assert device.captured_in == len(Tier), "libraries keep buffers for each stream: the graphs of a runner share one"
     assert device.pageable == 0, "copies from memory that is not pinned wait for the device"
@@ -220,7 +221,7 @@ def test_an_offloaded_shard_of_two_4090s(device: Device, selector: str) -> None:
     target = {"offload": "host", "resident_layers": 1}
     made = run(device, shape, request(), target=target, retrieval={"selector": selector})
     assert isinstance(made.target, OffloadedKV)
-    assert made.counted <= made.reserved <= 2 * made.counted
+    assert made.counted <= made.reserved <= 4 * made.counted
     assert device.pageable == 0, "the link is twice as slow from memory that is not pinned, and the host waits"
     assert max(syncs["copy from the host"] for syncs in made.rounds) == 0, "landmarks come while the host goes on"
     assert device.largest_pinned <= BUFFER_BYTES, "larger pieces are registered: torch would round them up"

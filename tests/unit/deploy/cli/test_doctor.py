@@ -136,7 +136,7 @@ def test_ports() -> None:
 
 def test_models(tmp_path: Path) -> None:
     found = CHECKS["models"](settings())
-    assert "target demo (vocabulary of 4096, context of 16384 tokens, KV for at least 16384), drafter demo" in found
+    assert "target demo (vocabulary of 4096, context of 16384 tokens), drafter demo" in found
     refused("models", settings(target__model="/nowhere"), "target: '/nowhere'", "config.json")
     small = str(tmp_path / "small")
     random_model().save_pretrained(small)
@@ -198,7 +198,8 @@ def test_memory_is_for_the_weights_of_all_processes(monkeypatch: pytest.MonkeyPa
 
     needs(2 * target + drafter)
     needs(target + drafter, placement__colocate="all")
-    needs(2 * (target // 2) + drafter, target__tensor_parallel=2)
+    needs(2 * target + drafter, target__tensor_parallel=2)
+    needs(2 * (2 * target + drafter), server={"replicas": {"min": 2, "max": 2}})
     needs(target, placement={tier: {"gpus": 1} for tier in ("target", "retrieval", "draft")})
 
 
