@@ -53,7 +53,8 @@ def working_bytes(model: PreTrainedModel, kv: FullKV, length: int, settings: Set
     `kv`; this is empty afterwards. Raises torch's own error where memory runs out.
     """
     configured = settings.retrieval.selector
-    own = text_bytes(model, kv, length, settings, configured, settings.target.prefill_chunk)
+    longest_pass = max(settings.target.prefill_chunk, settings.max_sequences * decoded_tokens(settings))
+    own = text_bytes(model, kv, length, settings, configured, longest_pass)
     # Requests may name any other selector. A long prompt with it takes as much more as a short one does.
     others = [text_bytes(model, kv, length, settings, name, SHORT_CHUNK) for name in SELECTORS if name != configured]
     more = max(each.reading for each in others) - min(each.reading for each in others)
