@@ -218,6 +218,7 @@ class TargetServer(TargetServicer):
         return pb.TierStatus(
             tier="target",
             fingerprint=self.fingerprint,
+            inexact=engine.inexact,
             ready=self.engine_thread.ready,
             live_sequences=len(self.engine_thread.callbacks),
             audit=pb.Audit(**asdict(self.audit)) if self.audit else None,

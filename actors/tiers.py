@@ -299,11 +299,14 @@ class TargetActor(TierActor):
 
     def serve(self, host: str) -> AsyncServer:
         from actors.target_server import AsyncServer, TargetServer
+        from triforce_core.building.exactness import exact_fingerprint
         from triforce_core.building.fingerprint import target_fingerprint
         from triforce_core.building.inspection import audit_of
         from triforce_core.building.runners import grammars_for
 
         engine, fingerprint = self.engine(), target_fingerprint(self.settings)
+        if not engine.inexact:
+            fingerprint = exact_fingerprint(fingerprint, self.settings.device)
         grammars = grammars_for(self.settings, engine.limits.vocab_size)
         lookaheads = None if self.settings.controlled else self.settings.speculation.effective
         target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine), fingerprint, self.marks)

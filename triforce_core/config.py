@@ -513,6 +513,15 @@ class Settings(Strict):
         description="name of the attention kernel, such as blocked, which fits every head size; by default chosen by"
         " device and dtype",
     )
+    exact: Annotated[
+        Literal["auto", "on", "off"],
+        BeforeValidator(on_or_off, json_schema_input_type=Literal["auto", "on", "off", True, False]),
+    ] = Field(
+        "auto",
+        description="compute the same bits for a token whatever else is in the pass, so that the tokens of a request"
+        " never depend on other requests, drafts or chunks, not even where scores tie; auto does so on CPUs if a check"
+        " at start finds that it holds, on refuses to start where it does not, off is a few percent faster",
+    )
     graphs: Annotated[
         Literal["auto", "on", "eager", "off"],
         BeforeValidator(on_or_off, json_schema_input_type=Literal["auto", "on", "eager", "off", True, False]),
@@ -655,6 +664,21 @@ class Settings(Strict):
         one_process = self.ranks(("target", "retrieval")) == 1
         free = self.threads is None and not self.deterministic and not self.fused
         return self.device_type == "cpu" and one_process and free
+
+    @property
+    def inexact(self) -> str:
+        """Why a target of these settings does not compute the same bits in every pass; "" if it may."""
+        graphs, ranks = self.graphs in ("on", "eager"), self.ranks(("target",))
+        reasons = {
+            "exact is off": self.exact == "off",
+            "on CUDA exact must be on, because attention in blocks is slow there": self.exact == "auto"
+            and self.device_type == "cuda",
+            f"target.eviction is {self.target.eviction}": self.target.eviction != "none",
+            f"target.tensor_parallel is {ranks}": ranks > 1,
+            f"graphs is {self.graphs}": graphs,
+            f"attention is {self.attention}": self.attention is not None,
+        }
+        return next((why for why, holds in reasons.items() if holds), "")
 
     @property
     def fused(self) -> bool:

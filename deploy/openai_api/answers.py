@@ -72,7 +72,7 @@ class Answers:
         ends: dict[int, Part] = {}
         async with aclosing(parts):
             async for part in parts:
-                self.usage.saw(part)
+                self.saw(part)
                 self.chunks_of(part)
                 ends[part.index] = part
         # Some have a hundred thousand entries.
@@ -95,7 +95,7 @@ class Answers:
                     idle = False
                     continue
                 part = coming.take()
-                self.usage.saw(part)
+                self.saw(part)
                 for chunk in self.chunks(part):
                     yield event({**self.frame, **chunk, **self.usage.of_chunk()})
                 ended += part.done is not None
@@ -104,6 +104,12 @@ class Answers:
             yield "data: [DONE]\n\n"
         except Exception as error:  # the HTTP status is already sent, so the error goes into an event
             yield event(answer_to(error)[1])
+
+    def saw(self, part: Part) -> None:
+        """To be called before anything of the part is sent."""
+        self.usage.saw(part)
+        if part.fingerprint:  # of the target that made it
+            self.frame["system_fingerprint"] = part.fingerprint
 
     def chunks(self, part: Part) -> Iterator[dict[str, Any]]:
         """The part as chunks of a stream, without their frame. The first chunk of a choice carries its seed, and the

@@ -73,6 +73,7 @@ def tier_status(status: pb.TierStatus) -> dict[str, Any]:
     found = {
         "kernels": kernels,
         "fingerprint": status.fingerprint,
+        "inexact": status.inexact,
         "silent": silent,
         "audit": audit,
         "least_stall_ms": stall,

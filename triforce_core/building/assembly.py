@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
 from triforce_core.building.drafters import drafter_for, drafter_weights
+from triforce_core.building.exactness import make_exact
 from triforce_core.building.lossy import Lossy, NothingBelow, lossy_kv
 from triforce_core.building.runners import grammars_for, runner_for
 from triforce_core.building.target_kv import target_kv
@@ -24,7 +25,7 @@ from triforce_core.kv.sizes import retrieval_tail
 from triforce_core.kv.snapshot import ChunkSettings, SnapshotSink
 from triforce_core.machine.memory import WHOLE, Share, check_room
 from triforce_core.messages import Drafting, Proposer, Tier
-from triforce_core.models.audit import Audit
+from triforce_core.models.audit import ROUNDING, Audit
 from triforce_core.models.load import kv_geometry
 from triforce_core.models.rank_group import Leader
 from triforce_core.models.replay import LeadingFullKV, LeadingKV, LeadingRetrievalKV
@@ -75,10 +76,12 @@ def target_engine(
     slots = (kv.kv if isinstance(kv, LeadingFullKV) else kv).allocator.num_slots
     limits = replace(target_limits(model.config, settings), kv_pool_tokens=settings.target.kv_pool_tokens or slots)
     runner = runner_for(model, kv, settings, decoded_tokens(settings))
+    inexact = make_exact(runner, kv, settings) if isinstance(kv, FullKV) else settings.inexact
     verifier = ModelVerifier(runner, Tier.TARGET, grammars_for(settings, model.config.vocab_size))
     if settings.target.audit:
         assert isinstance(kv, FullKV), "audits are refused where the target is divided over ranks"
-        verifier.audit = Audit(runner, kv, verifier.drawer, settings.target.audit)
+        rounding = ROUNDING[kv.geometry.dtype] if inexact else 0.0
+        verifier.audit = Audit(runner, kv, verifier.drawer, settings.target.audit, rounding)
     decoder = SpeculativeDecoder(below, verifier, micro_batches=micro_batches)
     scheduler = Scheduler(
         kv,
@@ -94,7 +97,7 @@ def target_engine(
     own_drafter = Drafting.LOOKUP if settings.draft.model == "ngram" else Drafting.MODEL
     draftings = tuple(Drafting) if drafter_weights(settings) else (own_drafter,)
     controller = Controller(settings.speculation.effective, draftings) if settings.controlled else None
-    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller)
+    return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller, inexact)
 
 
 def local_engine(

@@ -1,5 +1,5 @@
 """A short name of what determines a target's tokens: while it is unchanged, the same request with the same seed gives
-the same output on any replica, except for ties of rounding.
+the same output on any replica; that of a target that is not exact, except for ties of rounding.
 """
 
 import json

@@ -117,6 +117,7 @@ def new_kv(geometry: KVGeometry, pool_tokens: int, settings: Settings, offload: 
         # another selector has the landmarks for it computed at its cuts.
         "landmark": LANDMARKS.get(settings.retrieval.selector),
         "chunk_sums": chunk_sums_for(settings),
+        "in_blocks": not settings.inexact,
     }
     kernel = kernel_for(settings, geometry.head_dim)
     if offload is None:

@@ -123,10 +123,13 @@ class Engine:
         first_sequence_id: int = 1,
         doorbell: Doorbell | None = None,
         controller: Controller | None = None,
+        inexact: str = "",
     ) -> None:
-        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly."""
+        """`controller`: plans requests that set no lookaheads; without it they are decoded plainly. `inexact`: why the
+        bits of a token depend on the pass (building/exactness.py); "": they do not.
+        """
         self.decoder, self.scheduler, self.snapshots, self.limits = decoder, scheduler, snapshots, limits
-        self.controller = controller
+        self.controller, self.inexact = controller, inexact
         self.ids = itertools.count(first_sequence_id)
         self.lock = threading.Lock()
         self.arrivals: deque[Sequence] = deque()

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from triforce_core.attention import Kernel, Partial, merge
 from triforce_core.kv.folds import Fold, Reading, plan
+from triforce_core.kv.in_blocks import BlockReading
 from triforce_core.kv.ranges import Range, RangeAllocator
 from triforce_core.messages import SequenceSpec, Span, agreement
 
@@ -118,7 +119,7 @@ class Batch:
     rows: list[Row] = field(default_factory=list)
     lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
     rest: list[Forward] = field(default_factory=list)  # for the next pass: what the policy cannot take in this one
-    reading: Reading | None = None  # which rows read what together; None: each reads alone
+    reading: Reading | BlockReading | None = None  # which rows read what together; None: each reads alone
 
     @property
     def num_tokens(self) -> int:
@@ -165,11 +166,14 @@ class KVCache(ABC):
                 batch.rows.append(Row(sequence_id, batch.num_tokens, placed, num_sampled))
             if placed.left:
                 batch.rest.append(replace(forward, num_sampled=min(forward.num_sampled, placed.left)))
-        if len(batch.rows) > 1:
-            batch.reading = plan(
-                [row.placed.visible for row in batch.rows], [len(row.placed.tokens) for row in batch.rows]
-            )
+        batch.reading = self._plan(batch.rows)
         return batch
+
+    def _plan(self, rows: list[Row]) -> Reading | BlockReading | None:
+        """Which rows read what together."""
+        if len(rows) < 2:
+            return None
+        return plan([row.placed.visible for row in rows], [len(row.placed.tokens) for row in rows])
 
     def _align(self, forward: Forward) -> Placement | Lack:
         """The align rule: keep the longest common prefix of the held and the stated tokens, forward the rest."""
@@ -252,17 +256,26 @@ class KVCache(ABC):
         Returns [tokens, heads, head_dim]. The tokens of a row see its visible slots, and one another causally.
         """
         pool_keys, pool_values = self.on_device(layer)
-        output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
-        reading = batch.reading or Reading([], [row.placed.visible for row in batch.rows])
-        together = self._attend_together(query, pool_keys, pool_values, scale, batch.rows, reading.folds)
-        for row, alone, parts in zip(batch.rows, reading.alone, together, strict=True):
-            own = slice(row.first, row.stop)
+        for row in batch.rows:
             first = row.first
             for start, stop in row.placed.writes:
                 new = slice(first, first + stop - start)
                 pool_keys[:, start:stop] = keys[:, new]
                 pool_values[:, start:stop] = values[:, new]
                 first = new.stop
+        return self._attended(query, (keys, values), (pool_keys, pool_values), scale, batch)
+
+    def _attended(
+        self, query: Tensor, new: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor], scale: float, batch: Batch
+    ) -> Tensor:
+        """The result of `attend`, once the KV of the pass, `new`, is in the pool as well."""
+        (keys, values), (pool_keys, pool_values) = new, pool
+        output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
+        assert not isinstance(batch.reading, BlockReading)
+        reading = batch.reading or Reading([], [row.placed.visible for row in batch.rows])
+        together = self._attend_together(query, pool_keys, pool_values, scale, batch.rows, reading.folds)
+        for row, alone, parts in zip(batch.rows, reading.alone, together, strict=True):
+            own = slice(row.first, row.stop)
             if len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
                 *ranges, (start, stop) = joined(alone, row.placed.writes)
                 parts.append(

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import ChunkSums, Kernel, torch_chunk_sums
-from triforce_core.kv.base import Batch, Held, KVCache, KVGeometry, Placement, joined
+from triforce_core.kv.base import Batch, Held, KVCache, KVGeometry, Placement, Row, joined
 from triforce_core.kv.cutting import SnapshotCutter
+from triforce_core.kv.folds import Reading
 from triforce_core.kv.full_held import FullHeld
+from triforce_core.kv.in_blocks import BlockReading, attend_in_blocks, groups_of, plan_blocks
 from triforce_core.kv.kept_queries import KeptQueries
 from triforce_core.kv.landmarks import LandmarkPool
 from triforce_core.kv.mass import with_more
@@ -42,12 +44,15 @@ class FullKV(KVCache):
         shares: bool = False,
         landmark: Landmark | None = None,
         chunk_sums: ChunkSums = torch_chunk_sums,
+        in_blocks: bool = False,
     ) -> None:
         """`unit`: tokens of a chunk; ranges begin and end at whole chunks, and `pool_tokens` is rounded up to them.
         `landmark`: what is kept of each chunk for selectors. `chunk_sums`: how selectors that weigh all keys do so.
+        `in_blocks`: tokens attend in blocks of keys (attention/blocks.py), which makes their bits independent of the
+        pass; the kernel is not used then.
         """
         super().__init__(geometry, rounded_up(pool_tokens, unit), kernel, pools)
-        self.chunk_sums = chunk_sums
+        self.chunk_sums, self.in_blocks = chunk_sums, in_blocks
         self.shares, self.slots = shares, TextSlots(self.dump_slot, unit)
         self.allocator, self.tree = self.slots.allocator, self.slots.tree
         self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
@@ -120,6 +125,7 @@ class FullKV(KVCache):
             upper = self.tree.enter(spec.cache_salt, node, shared)
             self.tree.leave(node)
             node = upper
+        self._clear(sliced(own, matched - shared, size_of(own)))
         held = self.held[sequence_id] = self.new_held(spec, joined(sliced(there, 0, shared), own))
         held.tokens, held.cached = known[:matched], matched
         # 0: nothing is given to the tree while the prompt is read. If logprobs of the prompt are asked for, each chunk
@@ -153,7 +159,20 @@ class FullKV(KVCache):
 
     def grow(self, sequence_id: int, tokens: int) -> bool:
         """Make sure that the sequence owns slots for `tokens` tokens; False when the pool has no room for them."""
-        return self.slots.grow(self.held[sequence_id], tokens)
+        held = self.held[sequence_id]
+        owned = size_of(held.ranges)
+        grown = self.slots.grow(held, tokens)
+        self._clear(sliced(held.ranges, owned, size_of(held.ranges)))
+        return grown
+
+    @torch.inference_mode()
+    def _clear(self, ranges: list[Range]) -> None:
+        """Forget what other texts have left in these slots. Blocks are read to their end, and though what is behind a
+        text counts for nothing, it must be finite for that.
+        """
+        for pool in self.pools if self.in_blocks else ():
+            for start, stop in ranges:
+                pool[..., start:stop, :] = 0
 
     def hemmed_in(self, sequence_id: int) -> bool:
         """Whether a sequence can grow in place only, because it has `MOST_RANGES` ranges."""
@@ -185,11 +204,33 @@ class FullKV(KVCache):
             visible=sliced(held.ranges, 0, keep),
         )
 
+    def _plan(self, rows: list[Row]) -> Reading | BlockReading | None:
+        if not self.in_blocks:
+            return super()._plan(rows)
+        texts = [self._text_of(row) for row in rows]
+        placed = [(row.first, row.placed.positions) for row in rows]
+        return plan_blocks([group for one, text in zip(placed, texts, strict=True) for group in groups_of(*one, text)])
+
+    def _text_of(self, row: Row) -> list[Range]:
+        """The slots of a row's text, with those behind its tokens if the sequence owns them: they hold finite numbers.
+        An audit puts tokens elsewhere.
+        """
+        text, owned = joined(row.placed.visible, row.placed.writes), self.held[row.sequence_id].ranges
+        return owned if sliced(owned, 0, size_of(text)) == text else text
+
+    def _attended(
+        self, query: Tensor, new: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor], scale: float, batch: Batch
+    ) -> Tensor:
+        if not self.in_blocks:
+            return super()._attended(query, new, pool, scale, batch)
+        batch.reading = batch.reading or self._plan(batch.rows)
+        assert isinstance(batch.reading, BlockReading)
+        return attend_in_blocks(query, *pool, scale, batch.reading)
+
     def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
         output = super().attend(layer, query, keys, values, scale, batch)
         for row in batch.rows:
-            own = query if len(batch.rows) == 1 else query[:, row.first : row.stop]
-            self.take_queries(layer, self.held[row.sequence_id], own, query.shape[1])
+            self.take_queries(layer, self.held[row.sequence_id], query[:, row.first : row.stop], query.shape[1])
             if self.landmarks and len(row.placed.tokens) >= LEAST_FILLED:
                 positions, chunk = row.placed.positions, self.landmarks.chunk
                 start, stop = (position // chunk * chunk for position in (positions.start, positions.stop))

@@ -1,8 +1,8 @@
 """Audit: the target computes a share of its verified blocks again, one token at a time, as plain decoding would.
 
-A pass over many tokens rounds differently from passes over one, so a token may differ where two candidates tie, or one
-is at the edge of top-k or top-p. Rounding moves all logits a little; a defect of the verifying pass moves some of them
-much further.
+Where the target is exact (building/exactness.py), nothing differs. Elsewhere a pass over many tokens rounds differently
+from passes over one, so a token may differ where two candidates tie, or one is at the edge of top-k or top-p. Rounding
+moves all logits a little; a defect of the verifying pass moves some of them much further.
 """
 
 import logging
@@ -49,10 +49,10 @@ class SpareSlots:
 class Audit:
     """Audits the blocks of one verifier, which calls `check` after each."""
 
-    def __init__(self, runner: ModelRunner, kv: KVCache, drawer: Drawer, share: float) -> None:
-        """`share` of the blocks are computed again, evenly spaced."""
+    def __init__(self, runner: ModelRunner, kv: KVCache, drawer: Drawer, share: float, rounding: float) -> None:
+        """`share` of the blocks are computed again, evenly spaced. `rounding`: the bound on differences of logits."""
         self.runner, self.kv, self.drawer, self.share = runner, kv, drawer, share
-        self.counts = AuditCounts(ROUNDING[kv.geometry.dtype])
+        self.counts = AuditCounts(rounding)
         self.due = 0.0  # blocks that the share asks for and that were not computed yet
 
     @torch.inference_mode()

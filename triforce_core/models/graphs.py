@@ -132,6 +132,8 @@ def unshaped(kv: KVCache, settings: Settings, capture: bool) -> str | None:
     """Why this cache has no passes of constant shape; None if it has them."""
     if isinstance(kv, OffloadedKV):
         return f"with target.offload: {settings.target.offload} what the target copies differs from pass to pass"
+    if isinstance(kv, FullKV) and kv.in_blocks:
+        return f"with exact: {settings.exact} the target attends in blocks of keys, which these passes do not"
     if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
         kernel = kernel_name(settings)
         return f"with attention: {kernel} a graph of the target would copy every context at its greatest length"

@@ -66,8 +66,11 @@ class ModelRunner:
         threads: Threads | None = None,
         shaped: ShapedPasses | None = None,
         noisiest: Noisiest = noisiest,
+        padding: int = 1,
     ) -> None:
+        """`padding`: ordinary passes run over a multiple of this number of tokens; what is added has no effect."""
         self.model, self.kv, self.shaped = model, kv, shaped
+        self.padding = padding
         self.noisiest = noisiest  # with which tokens are drawn from the logits of a pass
         self.threads = threads if kv.geometry.device.type == "cpu" else None  # None: torch's own setting
         self.clock = PassClock(kv.geometry.device)
@@ -115,6 +118,8 @@ class ModelRunner:
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
+        added = [0] * (-len(token_ids) % self.padding)
+        token_ids, positions = token_ids + added, positions + added
         inputs = on_device([*token_ids, *positions, *sampled], torch.int64, self.kv.geometry.device)
         ids, places, wanted = inputs.split([len(token_ids), len(positions), len(sampled)])
         output = self.model(

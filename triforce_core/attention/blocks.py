@@ -1,0 +1,94 @@
+"""Attention in which the bits of a query's result depend on the query and on the keys up to its own alone, whatever
+else is in the pass (docs/decisions/0032-bits.md).
+
+Keys are cut into blocks at fixed positions of the text. Each block of a query is attended to by itself, and the blocks
+are merged in an order that depends on their number alone. Every other operation works on single elements.
+"""
+
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from triforce_core.attention.base import Partial
+
+BLOCK = 512  # keys; PyTorch's operator takes as many in one step, so it does not split a block again
+# The query heads of a KV head and their queries are rows, a multiple of this number of them. PyTorch's operator takes a
+# multiple of 32 rows at a time and computes the rest in another way if they are less than 4.
+ROWS = 4
+MOST_MERGED = 1 << 19  # elements of the blocks' results that are merged at once: they fit the processor's caches
+MOST_RESULTS = 1 << 25  # elements of the blocks' results at one time
+
+
+def most_queries(heads: int, head_dim: int, blocks: int) -> int:
+    """How many queries attend to this number of blocks at once, so that their results take bounded memory."""
+    return MOST_RESULTS // (heads * head_dim * max(1, blocks))
+
+
+def in_rows(query: Tensor, kv_heads: int) -> Tensor:
+    """[..., heads, queries, n] → [..., kv_heads, rows, n], with rows of zeros behind the last query."""
+    rows = query.reshape(*query.shape[:-3], kv_heads, -1, query.shape[-1])
+    padding = -rows.shape[-2] % ROWS
+    if not padding:
+        return rows
+    return torch.cat([rows, rows.new_zeros(*rows.shape[:-2], padding, rows.shape[-1])], dim=-2)
+
+
+def of_heads(rows: Tensor, heads: int, queries: int) -> Tensor:
+    """[..., kv_heads, rows, n] → [..., heads, queries, n]: undoes `in_rows`."""
+    used = rows[..., : heads * queries // rows.shape[-3], :]
+    return used.reshape(*rows.shape[:-3], heads, queries, rows.shape[-1])
+
+
+def over_blocks(rows: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None = None) -> Partial:
+    """Attention over each block: rows [kv_heads, rows, head_dim], keys and values [blocks, kv_heads, BLOCK, head_dim].
+    Returns output [blocks, kv_heads, rows, head_dim] and lse [blocks, kv_heads, rows].
+
+    `mask`: as by `future`. What it hides may be anything finite.
+    """
+    query = rows.expand(len(keys), -1, -1, -1)
+    if rows.device.type == "cpu":
+        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
+        )
+        return Partial(*found)
+    scores = query.float() @ keys.float().mT * scale
+    if mask is not None:
+        scores = scores + mask
+    lse = scores.logsumexp(-1)
+    return Partial(((scores - lse.unsqueeze(-1)).exp() @ values.float()).to(rows.dtype), lse)
+
+
+@lru_cache(maxsize=64)  # all layers of a pass use the same masks
+def future(first: int, queries: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """[1, 1, rows, BLOCK]: -inf at keys that follow a query's own, else 0, for queries of the tokens from index `first`
+    of the block on.
+    """
+    own = torch.full((queries, BLOCK), -torch.inf, dtype=dtype, device=device).triu_(first + 1)
+    return own.repeat(-(-rows // queries), 1)[None, None, :rows]
+
+
+def merged(parts: list[Partial]) -> Tensor:
+    """Merge the results over the blocks of a text, in the order of their positions: [kv_heads, rows, head_dim]."""
+    if sum(len(part.output) for part in parts) == 1:
+        return parts[0].output[0]
+    # Along the last dimension, each row's softmax is computed by itself.
+    shares = torch.cat([part.lse for part in parts]).permute(1, 2, 0).softmax(-1).permute(2, 0, 1).unsqueeze(-1)
+    found = torch.empty_like(parts[0].output[0])
+    step = max(1, MOST_MERGED // (len(shares) * found[:, 0].numel()))
+    for some in (slice(first, first + step) for first in range(0, found.shape[1], step)):
+        terms = torch.cat([part.output[:, :, some] for part in parts]) * shares[:, :, some]
+        found[:, some] = summed(terms)  # rounded to the model's dtype
+    return found
+
+
+def summed(terms: Tensor) -> Tensor:
+    """The sum over the first dimension, in which the last half is added to the first until one is left. Overwrites
+    `terms`. A `sum` of PyTorch adds in an order that depends on the other dimensions.
+    """
+    count = len(terms)
+    while count > 1:
+        half = count // 2
+        terms[:half].add_(terms[count - half : count])
+        count -= half
+    return terms[0]

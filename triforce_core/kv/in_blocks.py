@@ -1,0 +1,155 @@
+"""How the texts of a pass are read in blocks of keys (attention/blocks.py): where the blocks lie, and which of them
+several texts share. The result for a token depends on neither.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from operator import itemgetter
+
+import torch
+from torch import Tensor
+
+from triforce_core.attention.base import Partial
+from triforce_core.attention.blocks import BLOCK, future, in_rows, merged, most_queries, of_heads, over_blocks
+from triforce_core.kv.folds import MOST_QUERIES
+from triforce_core.kv.ranges import Range, size_of, sliced
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Tokens of a pass that lie in one block of one text."""
+
+    tokens: slice  # of the pass
+    block: int  # the number of the block in the text
+    first: int  # the index of the first of these tokens in the block
+    own: list[Range]  # the slots of that block, at least up to the last of these tokens
+    text: list[Range]  # the slots of the text
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Blocks that are read in one call, for one group or for several whose texts share them."""
+
+    first: int  # the number of the first of these blocks in the texts
+    slots: tuple[Range, ...]  # one range of whole blocks, or the pieces of one block
+    groups: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockReading:
+    """How a pass reads the KV of its texts."""
+
+    groups: list[Group]
+    runs: list[Run]
+
+    @property
+    def share(self) -> float:
+        """The number of keys read, relative to the number that would be read if each group read alone."""
+        sizes = [(size_of([*run.slots]), len(run.groups)) for run in self.runs]
+        seen = sum(keys * groups for keys, groups in sizes)
+        return sum(keys for keys, _ in sizes) / seen if seen else 1.0
+
+
+def groups_of(first: int, positions: range, text: list[Range]) -> list[Group]:
+    """The tokens of a pass from index `first` on, at these positions of a text that has these slots. Those behind the
+    tokens must hold finite numbers.
+    """
+    groups = []
+    for block in range(positions.start // BLOCK, (positions.stop - 1) // BLOCK + 1):
+        start, stop = max(positions.start, block * BLOCK), min(positions.stop, (block + 1) * BLOCK)
+        tokens = slice(first + start - positions.start, first + stop - positions.start)
+        whole = sliced(text, block * BLOCK, (block + 1) * BLOCK)
+        own = whole if is_view(whole) else sliced(text, block * BLOCK, stop)
+        groups.append(Group(tokens, block, start - block * BLOCK, own, text))
+    return groups
+
+
+def plan_blocks(groups: list[Group]) -> BlockReading:
+    """Which blocks are read together. A group of many tokens reads alone, for the reason of `MOST_QUERIES`."""
+    readers: dict[tuple[int, tuple[Range, ...], int], list[int]] = {}  # by number, slots, and who reads alone
+    for index, group in enumerate(groups):
+        alone = index if group.tokens.stop - group.tokens.start > MOST_QUERIES else -1
+        for block in range(group.block):
+            slots = tuple(sliced(group.text, block * BLOCK, (block + 1) * BLOCK))
+            readers.setdefault((block, slots, alone), []).append(index)
+    latest: dict[tuple[int, ...], Run] = {}  # by who reads it
+    runs: list[Run] = []
+    for (block, slots, _), found in readers.items():
+        run = Run(block, slots, tuple(found))
+        last = latest.get(run.groups)
+        if last is not None and follows(last, run):
+            runs.remove(last)
+            run = Run(last.first, ((last.slots[0][0], slots[0][1]),), run.groups)
+        runs.append(run)
+        latest[run.groups] = run
+    return BlockReading(groups, runs)
+
+
+def follows(last: Run, run: Run) -> bool:
+    """Whether the blocks of the second lie right behind those of the first, in the texts and in the pool."""
+    whole = len(last.slots) == len(run.slots) == 1 and last.slots[0][1] == run.slots[0][0]
+    return whole and last.first + size_of([*last.slots]) // BLOCK == run.first
+
+
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, reading: BlockReading) -> Tensor:
+    """query [heads, tokens, head_dim]; keys and values [kv_heads, pool_tokens, head_dim], which hold the KV of the
+    pass. Returns [tokens, heads, head_dim], with zeros for tokens of no group.
+    """
+    (heads, tokens, head_dim), kv_heads = query.shape, len(keys)
+    output = query.new_zeros(tokens, heads, head_dim)
+    alone: list[list[Run]] = [[] for _ in reading.groups]
+    together: list[list[tuple[int, Partial]]] = [[] for _ in reading.groups]
+    for run in reading.runs:
+        if len(run.groups) == 1:
+            alone[run.groups[0]].append(run)
+        else:
+            found = over_shared(query, *blocks(keys, values, run.slots), scale, [reading.groups[i] for i in run.groups])
+            for index, part in zip(run.groups, found, strict=True):
+                together[index].append((run.first, part))
+    for group, runs, shared in zip(reading.groups, alone, together, strict=True):
+        step = max(MOST_QUERIES, most_queries(heads, head_dim, group.block))
+        own = blocks(keys, values, group.own)
+        for start in range(group.tokens.start, group.tokens.stop, step):
+            some = slice(start, min(start + step, group.tokens.stop))
+            queries, first = some.stop - start, group.first + start - group.tokens.start
+            rows = in_rows(query[:, some], kv_heads)
+            parts = [(run.first, over_blocks(rows, *blocks(keys, values, run.slots), scale)) for run in runs] + shared
+            past = [part for _, part in sorted(parts, key=itemgetter(0))]
+            mask = future(first, queries, rows.shape[1], rows.dtype, rows.device)
+            result = merged([*past, over_blocks(rows, *own, scale, mask)])
+            output[some] = of_heads(result, heads, queries).transpose(0, 1)
+    return output
+
+
+def over_shared(query: Tensor, keys: Tensor, values: Tensor, scale: float, groups: list[Group]) -> list[Partial]:
+    """Each group's result over blocks that all of these groups see, read once."""
+    slices, kv_heads = [group.tokens for group in groups], keys.shape[1]
+    queries = torch.cat([query[:, each] for each in slices], dim=1)
+    found = over_blocks(in_rows(queries, kv_heads), keys, values, scale)
+    outputs = of_heads(found.output, *queries.shape[:2])
+    lses = of_heads(found.lse.unsqueeze(-1), *queries.shape[:2])
+    counts = [each.stop - each.start for each in slices]
+    pieces = zip(outputs.split(counts, dim=2), lses.split(counts, dim=2), strict=True)
+    return [Partial(in_rows(output, kv_heads), in_rows(lse, kv_heads).squeeze(-1)) for output, lse in pieces]
+
+
+def is_view(slots: list[Range]) -> bool:
+    """Whether whole blocks lie in one piece."""
+    return len(slots) == 1 and size_of(slots) % BLOCK == 0
+
+
+def blocks(keys: Tensor, values: Tensor, slots: Iterable[Range]) -> tuple[Tensor, Tensor]:
+    """The keys and values of a run, [blocks, kv_heads, BLOCK, head_dim] each: a view, or if they lie in pieces a copy,
+    with zeros behind the last slot.
+    """
+    found = [*slots]
+    if is_view(found):
+        one, other = (each[:, slice(*found[0])].unflatten(1, (-1, BLOCK)).transpose(0, 1) for each in (keys, values))
+        return one, other
+    copies = keys.new_zeros(2, 1, len(keys), BLOCK, keys.shape[-1])
+    first = 0
+    for start, stop in found:
+        copies[0, 0, :, first : first + stop - start] = keys[:, start:stop]
+        copies[1, 0, :, first : first + stop - start] = values[:, start:stop]
+        first += stop - start
+    return copies[0], copies[1]
