@@ -27,10 +27,11 @@ from triforce_core.models.runner import ModelRunner
 SAMPLING = SamplingParams(0.8, top_p=0.95, repetition_penalty=1.1, frequency_penalty=0.2, min_tokens=4)
 
 
-def engine(audit: float, pool: int = 8192) -> Engine:
+def engine(audit: float, pool: int = 8192, exact: str = "auto") -> Engine:
     settings = Settings.model_validate(
         {
             "dtype": "float32",
+            "exact": exact,
             "max_sequences": 4,
             "target": {"kv_pool_tokens": pool, "audit": audit},
             "retrieval": {"budget": 64, "chunk": 8, "refresh_every": 8},
@@ -126,19 +127,32 @@ def test_thousands_of_honest_blocks_do_not_differ() -> None:
     ids=["top_k", "top_p", "cold", "greedy"],
 )
 def test_rounding_in_16_bits_is_no_defect(sampling: SamplingParams) -> None:
-    """The audit reports none even if rounding moves a token over the edge of top-k or top-p, or if a low temperature
-    makes gaps large.
+    """Without `exact` the audit reports none, even if rounding moves a token over the edge of top-k or top-p, or if a
+    low temperature makes gaps large.
     """
-    settings = Settings.model_validate({"dtype": "bfloat16", "max_sequences": 4, "target": {"audit": 1}})
-    target = random_model().bfloat16()
-    target.set_attn_implementation(ATTENTION)
-    it = local_engine(target, with_noise(target, 0.1), settings, with_noise(target, 0.05))
-    finish(it, [Request(random_tokens(80, seed=i), 150, sampling, i, (6, 2)) for i in range(4)])
-    print(f"\n{counts(it)}")
-    assert counts(it).blocks > 100
+    it = rounded("off", sampling)
     assert counts(it).mismatches == 0
     assert counts(it).largest_difference > 0
     json.dumps(asdict(counts(it)), allow_nan=False)
+
+
+@pytest.mark.parametrize("sampling", [SamplingParams(1.0, top_p=0.6), GREEDY], ids=["top_p", "greedy"])
+def test_an_exact_target_differs_by_no_bit(sampling: SamplingParams) -> None:
+    found = counts(rounded("on", sampling))
+    assert found.rounding == found.ties == found.mismatches == found.largest_difference == 0
+
+
+def rounded(exact: str, sampling: SamplingParams) -> Engine:
+    """An engine that has audited a run in bfloat16."""
+    given = {"dtype": "bfloat16", "exact": exact, "max_sequences": 4, "target": {"audit": 1}}
+    target = random_model().bfloat16()
+    target.set_attn_implementation(ATTENTION)
+    drafter, self_drafter = with_noise(target, 0.1), with_noise(target, 0.05)
+    it = local_engine(target, drafter, Settings.model_validate(given), self_drafter)
+    finish(it, [Request(random_tokens(80, seed=i), 150, sampling, i, (6, 2)) for i in range(4)])
+    print(f"\n{counts(it)}")
+    assert counts(it).blocks > 100
+    return it
 
 
 class DefectiveRunner(ModelRunner):
@@ -175,8 +189,8 @@ def test_a_defect_of_the_verifying_pass_is_found(caplog: pytest.LogCaptureFixtur
 
 
 def test_a_tie_is_told_from_a_defect(caplog: pytest.LogCaptureFixture) -> None:
-    """Where two candidates are as good as equal, tokens differ, and logits do not."""
-    it = engine(1)
+    """Without `exact`, where two candidates are as good as equal, tokens differ, and logits do not."""
+    it = engine(1, exact="off")
     audit = it.decoder.verifier.audit  # type: ignore[attr-defined]
     perturbed = audit.drawer.perturbed
     noise = torch.Generator().manual_seed(0)

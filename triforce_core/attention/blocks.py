@@ -47,16 +47,24 @@ def over_blocks(rows: Tensor, keys: Tensor, values: Tensor, scale: float, mask: 
     `mask`: as by `future`. What it hides may be anything finite.
     """
     query = rows.expand(len(keys), -1, -1, -1)
-    if rows.device.type == "cpu":
-        found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            query, keys, values, 0.0, False, attn_mask=mask, scale=scale
-        )
-        return Partial(*found)
+    return (by_operator if rows.device.type == "cpu" else by_products)(query, keys, values, scale, mask)
+
+
+def by_operator(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Partial:
+    """`over_blocks` on a CPU; `query` as the output."""
+    found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        query, keys, values, 0.0, False, attn_mask=mask, scale=scale
+    )
+    return Partial(*found)
+
+
+def by_products(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask: Tensor | None) -> Partial:
+    """The same on any device."""
     scores = query.float() @ keys.float().mT * scale
     if mask is not None:
         scores = scores + mask
     lse = scores.logsumexp(-1)
-    return Partial(((scores - lse.unsqueeze(-1)).exp() @ values.float()).to(rows.dtype), lse)
+    return Partial(((scores - lse.unsqueeze(-1)).exp() @ values.float()).to(query.dtype), lse)
 
 
 @lru_cache(maxsize=64)  # all layers of a pass use the same masks

@@ -30,7 +30,7 @@ PADDINGS = (1, 2, 4, 8, 16)  # multiples of tokens that passes may be padded to;
 # of several texts, and of chunks.
 LAST = (129, 65, 33, 17, 12, 9, 8, 7, 5, 4, 3, 2, 1, 1)
 COMPARED = sum(LAST[3:])
-MOST_TOKENS = 1024  # of the text: more than a block of keys
+LEAST_TOKENS = 640  # of the text, if there is room: more than a block of keys
 SEQUENCE = 1  # the id of the only sequence
 
 
@@ -61,7 +61,8 @@ def is_exact(runner: ModelRunner, settings: Settings) -> bool:
     """
     kv = runner.kv
     assert isinstance(kv, FullKV)
-    length = min(MOST_TOKENS, kv.allocator.num_slots, runner.model.config.max_position_embeddings)
+    longest_pass = max(LEAST_TOKENS, settings.target.prefill_chunk)
+    length = min(longest_pass, kv.allocator.num_slots, runner.model.config.max_position_embeddings)
     edges = [edge for edge in accumulate(reversed(LAST), lambda stop, size: stop - size, initial=length) if edge > 0]
     before = torch.get_num_threads()
     most = settings.threads or usable_cores()
