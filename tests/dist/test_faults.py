@@ -25,7 +25,7 @@ LINK_TIMEOUT_S = 2.0
 
 
 SETTINGS = load_settings(
-    dtype="float32",
+    dtype="bfloat16",
     max_sequences=2,
     retrieval={"budget": 256, "refresh_every": 24},
     server={"link_timeout_s": LINK_TIMEOUT_S},

@@ -26,7 +26,7 @@ from triforce_core.errors import DeadlineError, UnavailableError
 from triforce_core.messages import SamplingParams, Tier
 
 NUM_TOKENS = 160
-SETTINGS = load_settings(dtype="float32", max_sequences=4, retrieval={"budget": 256, "refresh_every": 24})
+SETTINGS = load_settings(dtype="bfloat16", max_sequences=4, retrieval={"budget": 256, "refresh_every": 24})
 
 
 class Cut(Exception):
