@@ -107,6 +107,7 @@ def check(name: str, dtype: str, asked: list[Request]) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize(("name", "count"), [("demo", 200), ("llama", 200), ("qwen2", 60), ("qwen3", 60)])
 def test_two_hundred(name: str, count: int, held_out: HeldOut) -> None:
     vocabulary = models(name, "bfloat16")[0].config.vocab_size
