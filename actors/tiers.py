@@ -306,7 +306,7 @@ class TargetActor(TierActor):
 
         engine, fingerprint = self.engine(), target_fingerprint(self.settings)
         if not engine.inexact:
-            fingerprint = exact_fingerprint(fingerprint, self.settings.device)
+            fingerprint = exact_fingerprint(fingerprint, self.settings)
         grammars = grammars_for(self.settings, engine.limits.vocab_size)
         lookaheads = None if self.settings.controlled else self.settings.speculation.effective
         target_server = TargetServer(engine, lookaheads, grammars, audit_of(engine), fingerprint, self.marks)

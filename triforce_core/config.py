@@ -616,6 +616,8 @@ class Settings(Strict):
         if self.placement.colocate == "all" and (self.speculation.micro_batches or 1) > 1:
             given = self.speculation.micro_batches
             raise ValueError(f"speculation.micro_batches {given} must be 1 where placement.colocate is all")
+        if self.exact == "on" and self.inexact:
+            raise ValueError(f"exact 'on' must be auto or off where {self.inexact}")
         if self.graphs == "on" and self.device_type != "cuda":
             raise ValueError(f"graphs 'on' must be auto, eager or off where device is {self.device}")
         quantization, ranks = self.retrieval.quantization, self.ranks(("retrieval",))

@@ -5,8 +5,6 @@ Keys are cut into blocks at fixed positions of the text. Each block of a query i
 are merged in an order that depends on their number alone. Every other operation works on single elements.
 """
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -20,9 +18,11 @@ MOST_MERGED = 1 << 19  # elements of the blocks' results that are merged at once
 MOST_RESULTS = 1 << 25  # elements of the blocks' results at one time
 
 
-def most_queries(heads: int, head_dim: int, blocks: int) -> int:
-    """How many queries attend to this number of blocks at once, so that their results take bounded memory."""
-    return MOST_RESULTS // (heads * head_dim * max(1, blocks))
+def most_queries(heads: int, head_dim: int, blocks: int, *, together: bool = False) -> int:
+    """How many queries attend to this number of blocks at once, so that their results take bounded memory. `together`:
+    of several texts that share the blocks, whose results are kept longer, but which would read them several times.
+    """
+    return (4 if together else 1) * MOST_RESULTS // (heads * head_dim * max(1, blocks))
 
 
 def in_rows(query: Tensor, kv_heads: int) -> Tensor:
@@ -44,7 +44,7 @@ def over_blocks(rows: Tensor, keys: Tensor, values: Tensor, scale: float, mask: 
     """Attention over each block: rows [kv_heads, rows, head_dim], keys and values [blocks, kv_heads, BLOCK, head_dim].
     Returns output [blocks, kv_heads, rows, head_dim] and lse [blocks, kv_heads, rows].
 
-    `mask`: as by `future`. What it hides may be anything finite.
+    `mask`: as by `future`. What it hides may be anything whose products are finite.
     """
     query = rows.expand(len(keys), -1, -1, -1)
     return (by_operator if rows.device.type == "cpu" else by_products)(query, keys, values, scale, mask)
@@ -67,13 +67,12 @@ def by_products(query: Tensor, keys: Tensor, values: Tensor, scale: float, mask:
     return Partial(((scores - lse.unsqueeze(-1)).exp() @ values.float()).to(query.dtype), lse)
 
 
-@lru_cache(maxsize=64)  # all layers of a pass use the same masks
-def future(first: int, queries: int, rows: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """[1, 1, rows, BLOCK]: -inf at keys that follow a query's own, else 0, for queries of the tokens from index `first`
-    of the block on.
+def future(first: int, queries: int, rows: Tensor) -> Tensor:
+    """[1, 1, rows, BLOCK]: -inf at keys that follow a query's own, else 0, for the rows of queries of the tokens from
+    index `first` of the block on.
     """
-    own = torch.full((queries, BLOCK), -torch.inf, dtype=dtype, device=device).triu_(first + 1)
-    return own.repeat(-(-rows // queries), 1)[None, None, :rows]
+    own = rows.new_full((queries, BLOCK), -torch.inf).triu_(first + 1)
+    return own.repeat(-(-rows.shape[1] // queries), 1)[None, None, : rows.shape[1]]
 
 
 def merged(parts: list[Partial]) -> Tensor:

@@ -3,7 +3,7 @@ several texts share. The result for a token depends on neither.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import itemgetter
 
 import torch
@@ -41,6 +41,8 @@ class BlockReading:
 
     groups: list[Group]
     runs: list[Run]
+    # By group and the first of its tokens that attend at once: all layers use the same masks.
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -100,13 +102,16 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     alone: list[list[Run]] = [[] for _ in reading.groups]
     together: list[list[tuple[int, Partial]]] = [[] for _ in reading.groups]
     for run in reading.runs:
-        if len(run.groups) == 1:
-            alone[run.groups[0]].append(run)
+        tokens = sum(reading.groups[i].tokens.stop - reading.groups[i].tokens.start for i in run.groups)
+        blocks_read = -(-size_of([*run.slots]) // BLOCK)
+        if len(run.groups) == 1 or tokens > most_queries(heads, head_dim, blocks_read, together=True):
+            for index in run.groups:
+                alone[index].append(run)
         else:
             found = over_shared(query, *blocks(keys, values, run.slots), scale, [reading.groups[i] for i in run.groups])
             for index, part in zip(run.groups, found, strict=True):
                 together[index].append((run.first, part))
-    for group, runs, shared in zip(reading.groups, alone, together, strict=True):
+    for index, (group, runs, shared) in enumerate(zip(reading.groups, alone, together, strict=True)):
         step = max(MOST_QUERIES, most_queries(heads, head_dim, group.block))
         own = blocks(keys, values, group.own)
         for start in range(group.tokens.start, group.tokens.stop, step):
@@ -115,7 +120,9 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
             rows = in_rows(query[:, some], kv_heads)
             parts = [(run.first, over_blocks(rows, *blocks(keys, values, run.slots), scale)) for run in runs] + shared
             past = [part for _, part in sorted(parts, key=itemgetter(0))]
-            mask = future(first, queries, rows.shape[1], rows.dtype, rows.device)
+            if (index, start) not in reading.masks:
+                reading.masks[index, start] = future(first, queries, rows)
+            mask = reading.masks[index, start]
             result = merged([*past, over_blocks(rows, *own, scale, mask)])
             output[some] = of_heads(result, heads, queries).transpose(0, 1)
     return output

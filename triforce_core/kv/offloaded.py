@@ -14,7 +14,7 @@ from torch import Tensor
 
 from triforce_core.attention import Kernel
 from triforce_core.errors import require
-from triforce_core.kv.base import Batch, Forward, KVGeometry
+from triforce_core.kv.base import Batch, Forward, KVGeometry, Row, joined
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.pinned import PinnedStaging, lock
@@ -106,6 +106,10 @@ class OffloadedKV(FullKV):
         if following < self.geometry.num_layers:
             self._fetch(following, batch)
         return output
+
+    def _text_of(self, row: Row) -> list[Range]:
+        """Without slots behind the text: there a staging buffer has what other layers and texts have left."""
+        return joined(row.placed.visible, row.placed.writes)
 
     def _staging(self, layer: int) -> Staging:
         return self.staging[(layer - self.resident_layers) % len(self.staging)]

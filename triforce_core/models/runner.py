@@ -118,14 +118,15 @@ class ModelRunner:
         token_ids = [token for row in batch.rows for token in row.placed.tokens]
         positions = [position for row in batch.rows for position in row.placed.positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
-        added = [0] * (-len(token_ids) % self.padding)
+        num_sampled, added = len(sampled), [0] * (-len(token_ids) % self.padding)
         token_ids, positions = token_ids + added, positions + added
+        sampled += [0] * (-num_sampled % self.padding)  # the output head's product is padded, too
         inputs = on_device([*token_ids, *positions, *sampled], torch.int64, self.kv.geometry.device)
         ids, places, wanted = inputs.split([len(token_ids), len(positions), len(sampled)])
         output = self.model(
             input_ids=ids[None], position_ids=places[None], logits_to_keep=wanted, use_cache=False, kv=batch
         )
-        logits: Tensor = output.logits[0].float()
+        logits: Tensor = output.logits[0, :num_sampled].float()
         return logits
 
     def release(self, sequence_ids: list[int]) -> None:

@@ -52,7 +52,7 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, start: int, stop: int, k
         end = min(stop, (block + 1) * BLOCK)
         some = query[:, start:end]
         rows = in_rows(some, kv_heads)
-        mask = future(start - block * BLOCK, end - start, rows.shape[1], rows.dtype, rows.device)
+        mask = future(start - block * BLOCK, end - start, rows)
         parts = [over_blocks(rows, blocks(keys, 0, block), blocks(values, 0, block), SCALE)] if block else []
         own = (blocks(each, block, block + 1) for each in (keys, values))
         found.append(of_heads(merged([*parts, over_blocks(rows, *own, SCALE, mask)]), len(query), end - start))
@@ -94,7 +94,7 @@ def test_it_is_attention(heads: tuple[int, int, int], dtype: torch.dtype, error:
 def test_other_devices_compute_the_same(masked: bool) -> None:
     query, keys, values = text(HEADS[1], torch.float32)
     rows = in_rows(query[:, BLOCK : BLOCK + 5], 3)
-    mask = future(7, 5, rows.shape[1], rows.dtype, rows.device) if masked else None
+    mask = future(7, 5, rows) if masked else None
     given = rows.expand(2, -1, -1, -1), blocks(keys, 0, 2), blocks(values, 0, 2), SCALE, mask
     for found, expected in zip(by_products(*given), by_operator(*given), strict=True):
         assert torch.allclose(found, expected, atol=1e-5)

@@ -6,10 +6,18 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.random_models import random_model, random_tokens
+from triforce_core.attention import KERNELS
 from triforce_core.attention.blocks import BLOCK
+from triforce_core.kv.base import Forward
 from triforce_core.kv.folds import MOST_QUERIES
+from triforce_core.kv.full import FullKV
 from triforce_core.kv.in_blocks import BlockReading, Group, Run, attend_in_blocks, groups_of, plan_blocks
+from triforce_core.kv.offloaded import Offload, OffloadedKV
 from triforce_core.kv.ranges import Range, size_of
+from triforce_core.messages import GREEDY, SequenceSpec, Span
+from triforce_core.models.load import ATTENTION, kv_geometry
+from triforce_core.models.runner import ModelRunner
 
 B, SCALE = BLOCK, 0.1
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 32
@@ -122,3 +130,23 @@ def test_the_bits_depend_neither_on_the_slots_nor_on_who_reads_along(dtype: torc
     for some in (tokens, tokens[:1], tokens[::-1], [*tokens, (range(2 * B + 8, length), shared)]):
         for (at, _), found in zip(some, pool.attend(some), strict=True):
             assert torch.equal(found, expected[at.start : at.stop])
+
+
+def test_bits_are_the_same_with_offload_whatever_its_buffers_have_held() -> None:
+    """Slots behind a text may hold anything in a staging buffer, and what another text has left in the pool."""
+    model = random_model().bfloat16()
+    model.set_attn_implementation(ATTENTION)
+    geometry, text = kv_geometry(model), random_tokens(B + 40, seed=0, vocab=model.config.vocab_size)
+    resident = FullKV(geometry, 3 * B, KERNELS["cpu_flash"], unit=8, in_blocks=True)
+    offloaded = OffloadedKV(geometry, 3 * B, KERNELS["cpu_flash"], Offload(), unit=8, in_blocks=True)
+    for pool in (*resident.pools, *(each.pool for each in offloaded.staging)):
+        pool.fill_(torch.nan)
+    found = []
+    for kv in (resident, offloaded):
+        runner, spec = ModelRunner(model, kv), SequenceSpec(GREEDY, 0, 2 * B, 2 * B)
+        kv.open(1, spec, 2 * B)
+        for stop in (7, 300, B - 1, B + 1, len(text)):
+            logits, _ = runner.forward([Forward(Span(1, 0, text[:stop], spec), 1)])
+        found.append(logits)
+    assert found[0].isfinite().all()
+    assert torch.equal(*found)
