@@ -14,7 +14,7 @@ BLOCK = 512  # keys; PyTorch's operator takes as many in one step, so it does no
 # The query heads of a KV head and their queries are rows, a multiple of this number of them. PyTorch's operator takes a
 # multiple of 32 rows at a time and computes the rest in another way if they are less than 4.
 ROWS = 4
-MOST_MERGED = 1 << 19  # elements of the blocks' results that are merged at once: they fit the processor's caches
+MOST_MERGED = 1 << 19  # elements of the blocks' results that a CPU merges at once: they fit its caches
 MOST_RESULTS = 1 << 25  # elements of the blocks' results at one time
 
 
@@ -82,7 +82,8 @@ def merged(parts: list[Partial]) -> Tensor:
     # Along the last dimension, each row's softmax is computed by itself.
     shares = torch.cat([part.lse for part in parts]).permute(1, 2, 0).softmax(-1).permute(2, 0, 1).unsqueeze(-1)
     found = torch.empty_like(parts[0].output[0])
-    step = max(1, MOST_MERGED // (len(shares) * found[:, 0].numel()))
+    most = MOST_MERGED if found.device.type == "cpu" else MOST_RESULTS
+    step = max(1, most // (len(shares) * found[:, 0].numel()))
     for some in (slice(first, first + step) for first in range(0, found.shape[1], step)):
         terms = torch.cat([part.output[:, :, some] for part in parts]) * shares[:, :, some]
         found[:, some] = summed(terms)  # rounded to the model's dtype

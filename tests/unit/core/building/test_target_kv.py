@@ -215,6 +215,13 @@ def test_a_gpu_alone(gpu: Device) -> None:
     assert gpu.live + rooms[0] <= GPU
 
 
+def test_passes_that_attend_in_blocks_are_tried(gpu: Device) -> None:
+    kv = target_kv(fake_model(geometry_of("llama-3.1-8b").target), on_gpu(target={"context_length": 600}, exact="on"))
+    assert kv.in_blocks
+    assert kv.allocator.num_slots >= 600
+    assert gpu.live <= GPU
+
+
 def test_three_tiers_and_a_second_replica_on_one_gpu(gpu: Device) -> None:
     """Of each 40 GB the self-drafter in 8 bits and the drafter take 10. The other replica's memory is not counted by
     what it takes, since it may not have taken it yet.
