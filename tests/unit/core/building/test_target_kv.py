@@ -4,6 +4,7 @@ bytes that it takes, those there are, and a remedy.
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -216,7 +217,9 @@ def test_a_gpu_alone(gpu: Device) -> None:
 
 
 def test_passes_that_attend_in_blocks_are_tried(gpu: Device) -> None:
-    kv = target_kv(fake_model(geometry_of("llama-3.1-8b").target), on_gpu(target={"context_length": 600}, exact="on"))
+    config = copy.deepcopy(geometry_of("llama-3.1-8b").target)
+    config.num_hidden_layers = 2
+    kv = target_kv(fake_model(config), on_gpu(target={"context_length": 600}, exact="on"))
     assert kv.in_blocks
     assert kv.allocator.num_slots >= 600
     assert gpu.live <= GPU
