@@ -102,9 +102,9 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
     alone: list[list[Run]] = [[] for _ in reading.groups]
     together: list[list[tuple[int, Partial]]] = [[] for _ in reading.groups]
     for run in reading.runs:
-        tokens = sum(reading.groups[i].tokens.stop - reading.groups[i].tokens.start for i in run.groups)
+        queries = sum(reading.groups[i].tokens.stop - reading.groups[i].tokens.start for i in run.groups)
         blocks_read = -(-size_of([*run.slots]) // BLOCK)
-        if len(run.groups) == 1 or tokens > most_queries(heads, head_dim, blocks_read, together=True):
+        if len(run.groups) == 1 or queries > most_queries(heads, head_dim, blocks_read, together=True):
             for index in run.groups:
                 alone[index].append(run)
         else:
