@@ -36,7 +36,7 @@ from triforce_core.engine.sequence import Request
 from triforce_core.machine.device import DTYPES
 from triforce_core.machine.memory import free_bytes
 from triforce_core.machine.toolchain import lacking
-from triforce_core.messages import GREEDY, SamplingParams
+from triforce_core.messages import GREEDY, SamplingParams, Tier
 from triforce_core.speculation.decoder import SpeculativeDecoder
 from triforce_tools.bench.device import DeviceWorkload, bench_device, check, synthetic_engine
 from triforce_tools.bench.fitting import LONGEST, fitting_context
@@ -64,6 +64,7 @@ class Case:
     offload: str = "none"
     quantization: str | None = None
     lookaheads: tuple[int, int] = (8, 3)
+    exact: str = "off"
 
 
 LOAD = DeviceWorkload(LONGEST, 128, (8192, 65_536), SyntheticAcceptance(0.92, 0.6), seed=0, repeats=2, fill=True)
@@ -107,6 +108,7 @@ class Worker:
             "device": self.args.device,
             "dtype": self.args.dtype,
             "max_sequences": 1,
+            "exact": case.exact,
             "retrieval": {"budget": budget, "quantization": case.quantization},
             "target": {"offload": case.offload},
             "speculation": {"lookaheads": case.lookaheads},
@@ -347,6 +349,23 @@ def int8(worker: Worker, keep: Keep) -> None:
     worker.bench(replace(FULL, quantization="int8", load=BRIEF), keep)
 
 
+def exact(worker: Worker, keep: Keep) -> None:
+    """What `exact: on` costs: passes, prefills and decoding of two shapes, with it and without."""
+    found: Found = {}
+    for shape, context in (("llama-3.1-8b", 32_768), (FULL.geometry, 8192)):
+        for chosen in ("off", "on"):
+            case, began = Case(shape, replace(BRIEF, context=context), exact=chosen), time.monotonic()
+            engine, *_ = worker.engine(case)
+            told = found[f"{shape}, {chosen}"] = Found(
+                inexact=engine.inexact,
+                padding=runners_of(engine)[Tier.TARGET].padding,
+                start_s=time.monotonic() - began,
+            )
+            keep(found)
+            worker.bench(case, told.update)
+            keep(found)
+
+
 def gqa(worker: Worker, keep: Keep) -> None:
     """A model whose query heads share KV heads."""
     worker.bench(Case("llama-3.1-8b", BRIEF), keep)
@@ -364,7 +383,7 @@ def generate(worker: Worker, keep: Keep) -> None:
 # The most seconds of each, and what the two commands run.
 JOBS: dict[str, tuple[Callable[[Worker, Keep], None], int]] = {
     "versions": (versions, 20),
-    "tests": (tests, 90),
+    "tests": (tests, 120),
     "full": (full, 120),
     "profile": (profile, 25),
     "plain": (plain, 25),
@@ -373,6 +392,7 @@ JOBS: dict[str, tuple[Callable[[Worker, Keep], None], int]] = {
     "products": (products, 40),
     "bits": (bits, 40),
     "served": (served, 150),
+    "exact": (exact, 100),
     "int8": (int8, 60),
     "gqa": (gqa, 70),
     "generate": (generate, 100),
@@ -380,7 +400,7 @@ JOBS: dict[str, tuple[Callable[[Worker, Keep], None], int]] = {
 # Those of test_fused.py, which compile for minutes, last.
 TESTS = " ".join(sorted(map(str, Path("tests/gpu").glob("test_*.py")), key=lambda path: ("fused" in path, path)))
 FIRST = "versions tests full profile plain batch offload products"
-SECOND = "versions bits served int8 gqa generate"
+SECOND = "versions bits served exact int8 gqa generate"
 
 
 def say(line: str) -> None:

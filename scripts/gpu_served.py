@@ -1,7 +1,7 @@
 """The served path on one GPU: target, self-drafter and drafter as three Ray actors that share the card, over gRPC.
 
     python -m scripts.gpu_served OUT.json [--device cuda] [--dtype float32] [--geometry llama-1b|PATH|none] [--layers N]
-        [--no-demo]
+        [--no-demo] [--measured-pool]
 
 First with the demo pair, then with random weights of a geometry: the local engine and the actors decode the same four
 requests together, plainly and with speculation, and all tokens are compared. Then the retrieval tier's process is
@@ -133,13 +133,13 @@ async def decode(pipeline: Any, requests: list[Request], faults: list[Callable[[
 
 
 def described(actor: Any) -> dict[str, Any]:
-    """Runs in a tier actor: its process, its GPU as Ray and as PyTorch say, and what it has of the GPU's memory."""
+    """Runs in a tier actor: its process, its GPU as Ray and as PyTorch say, its memory there and its slots."""
     import ray
     import torch  # or it would be pickled
 
     (runner,), held = actor.runners.values(), torch.cuda.memory_reserved() / 2**30
     where = {"pid": os.getpid(), "device": str(runner.model.device), "gpus": ray.get_gpu_ids()}
-    return where | {"reserved_gib": held, "graphs": bool(runner.shaped)}
+    return where | {"reserved_gib": held, "slots": runner.kv.allocator.num_slots, "graphs": bool(runner.shaped)}
 
 
 def served(settings: Settings, right: list[list[int]], put: Put) -> None:
@@ -189,6 +189,7 @@ def main() -> int:
     parser.add_argument("--geometry", default="llama-1b", help="this, the path of a config.json, or none")
     parser.add_argument("--layers", type=int, help="of the geometry; by default all")
     parser.add_argument("--no-demo", action="store_true", help="the geometry only")
+    parser.add_argument("--measured-pool", action="store_true", help="as where no size of KV is set")
     args = parser.parse_args()
     about = {name: value for name, value in vars(args).items() if name != "out"}
     found: dict[str, Any] = {}
@@ -207,7 +208,8 @@ def main() -> int:
                     "dtype": args.dtype,
                     "threads": 1 if args.device == "cpu" else None,
                 }
-                models: dict[str, Any] = {"target": POOL | {"model": target}, "draft": {"model": draft}}
+                pool = {} if args.measured_pool else POOL
+                models: dict[str, Any] = {"target": pool | {"model": target}, "draft": {"model": draft}}
                 settings = load_settings(**SMALL, **given, **models).cold
                 right = local(settings, partial(put, pair))
                 gc.collect()
