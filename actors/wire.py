@@ -11,7 +11,7 @@ from math import inf
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.config import MAX_LOOKAHEAD
+from triforce_core.config import MAX_LOOKAHEAD, MAX_NODES
 from triforce_core.engine.controller import Figures
 from triforce_core.engine.limits import MAX_LOGPROBS, MAX_STOP_TOKENS
 from triforce_core.engine.sequence import FinishReason, Output, Request, Stats, Totals
@@ -317,7 +317,12 @@ def drafting_from_proto(value: int, where: str) -> Drafting:
 
 def _work_to_proto(work: Work) -> pb.Work:
     return pb.Work(
-        span=_span_to_proto(work.span), lookaheads=work.lookaheads, sample=work.sample, drafting=int(work.drafting)
+        span=_span_to_proto(work.span),
+        lookaheads=work.lookaheads,
+        sample=work.sample,
+        drafting=int(work.drafting),
+        nodes=work.nodes,
+        least_gain=work.least_gain,
     )
 
 
@@ -329,7 +334,10 @@ def _work_from_proto(message: pb.Work, where: str, bounds: Bounds) -> Work:
     require(1 <= given <= levels, field, f"{given} numbers", f"must be 1 to {levels} numbers, one for each level")
     lookaheads = tuple(message.lookaheads)
     require(max(lookaheads) <= MAX_DRAFTED, field, lookaheads, f"must each be at most {MAX_DRAFTED}")
-    return Work(span, lookaheads, message.sample, drafting_from_proto(message.drafting, where))
+    require(message.nodes <= MAX_NODES, f"{where}.nodes", message.nodes, f"must be at most {MAX_NODES}")
+    chance, rule = message.least_gain, "must be between 0 and 1"
+    require(0 <= chance <= 1, f"{where}.least_gain", chance, rule)
+    return Work(span, lookaheads, message.sample, drafting_from_proto(message.drafting, where), message.nodes, chance)
 
 
 def _span_to_proto(span: Span) -> pb.Span:
@@ -395,6 +403,7 @@ def _proposal_to_proto(proposal: Proposal) -> pb.Proposal:
         missing_from=proposal.missing_from,
         snapshot_wanted=proposal.snapshot_wanted,
         tallies=tallies_to_proto(proposal.tallies),
+        parents=proposal.parents,
     )
 
 
@@ -414,4 +423,16 @@ def _proposal_from_proto(message: pb.Proposal, where: str) -> Proposal:
         missing_from=missing_from,
         snapshot_wanted=message.snapshot_wanted,
         tallies=tallies_from_proto(message.tallies, f"{where}.tallies", MAX_COUNT),
+        parents=parents_from_proto(message.parents, len(tokens), f"{where}.parents"),
     )
+
+
+def parents_from_proto(values: Sequence[int], num_tokens: int, where: str) -> tuple[int, ...]:
+    """The parents of a tree, or none."""
+    if not values:
+        return ()
+    check_count(where, values, MAX_NODES)
+    require(len(values) == num_tokens, where, len(values), f"must be one for each of {num_tokens} tokens")
+    for index, parent in enumerate(values):
+        require(-1 <= parent < index, f"{where}[{index}]", parent, f"must be from -1 to {index - 1}")
+    return tuple(values)

@@ -17,8 +17,7 @@ from triforce_core.kv.prefix_tree import Cursor
 from triforce_core.kv.ranges import RangeAllocator, size_of
 from triforce_core.kv.selectors import MeanKey
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
-from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Verdict, Work, in_turn
-from triforce_core.speculation.drafting import ends
+from triforce_core.messages import Claim, Proposal, SequenceSpec, Span, Tally, Tier, Tree, Verdict, Work, in_turn
 from triforce_core.speculation.verification import judge
 
 VOCAB = 5
@@ -109,10 +108,12 @@ class ToyTier:
             return Verdict()
         sequence_id = claim.span.sequence_id
         held = self.held[sequence_id]
-        held += claim.proposed
+        text, spec, tree = tuple(held), self.specs[sequence_id], claim.tree
+        assert not claim.parents or self.tier == Tier.RETRIEVAL, "no other tier verifies trees"
+        if not claim.parents:  # the KV of a tree is not kept
+            held += claim.proposed
         assert len(held) <= self.room(sequence_id), "stated beyond its slots"
-        spec = self.specs[sequence_id]
-        own = [self.law.draw(tuple(held[:end]), spec) for end in range(claim.span.end, len(held) + 1)]
+        own = [self.law.draw(text + tuple(tree.path(node)), spec) for node in range(-1, len(tree.tokens))]
         return judge(own, claim, spec)
 
     def room(self, sequence_id: int) -> float:
@@ -221,7 +222,19 @@ class ToyDrafts:
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         work, self.waiting = self.waiting, {}
-        return [self.draft(w.span, w.lookaheads) for w in work.values()]
+        return [self.with_siblings(self.draft(w.span, w.lookaheads), w.lookaheads[0], w.nodes) for w in work.values()]
+
+    def with_siblings(self, proposal: Proposal, deepest: int, most: int) -> Proposal:
+        """A tree with the proposed tokens and others anywhere, equal siblings among them."""
+        rng = random.Random(f"{proposal.sequence_id}/{proposal.start}/{most}")
+        tokens, parents = [*proposal.tokens], [*range(-1, len(proposal.tokens) - 1)]
+        if not tokens or len(tokens) >= most:
+            return proposal
+        for _ in range(rng.randrange(most - len(tokens) + 1)):
+            depths = Tree(tuple(tokens), tuple(parents)).depths
+            parents.append(rng.choice([-1, *(node for node, depth in enumerate(depths) if depth + 1 < deepest)]))
+            tokens.append(rng.randrange(VOCAB))
+        return replace(proposal, tokens=tuple(tokens), parents=tuple(parents), origins=bytes(len(tokens)))
 
     def draft(self, span: Span, lookaheads: tuple[int, ...]) -> Proposal:
         assert len(lookaheads) == 1, "the leaf is the last level"
@@ -230,7 +243,7 @@ class ToyDrafts:
         tokens: Tokens = ()
         held, spec = self.tier.held[span.sequence_id], self.tier.specs[span.sequence_id]
         self.texts[span.sequence_id, span.end] = tuple(held)
-        while len(tokens) < lookaheads[0] and len(held) < spec.max_length and not ends(tokens, spec):
+        while len(tokens) < lookaheads[0] and len(held) < spec.max_length and not set(tokens) & {*spec.stop_token_ids}:
             tokens += (self.tier.law.draw(tuple(held), spec),)
             held.append(tokens[-1])
         return Proposal(span.sequence_id, span.end, tokens, bytes(len(tokens)), tallies=(Tally(),))

@@ -7,7 +7,7 @@ docs/decisions/0001-protocol-additions.md explains why `snapshot_wanted` and `ta
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple, Protocol
@@ -178,21 +178,87 @@ def in_turn(earlier: Span, later: Span) -> Span:
     return Span(earlier.sequence_id, earlier.start, kept + later.tokens, earlier.spec)
 
 
+class Tree(NamedTuple):
+    """Several continuations of a text that share their beginnings."""
+
+    tokens: tuple[int, ...]
+    parents: tuple[int, ...]  # of each token: the index of the token before it, which is smaller; -1: the text's end
+
+    @property
+    def depths(self) -> list[int]:
+        """How many of these tokens come before each on its path."""
+        found: list[int] = []
+        for parent in self.parents:
+            found.append(found[parent] + 1 if parent >= 0 else 0)
+        return found
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    def path(self, index: int) -> list[int]:
+        """The tokens from the text's end to this one, included; none for -1."""
+        found: list[int] = []
+        while index >= 0:
+            found.append(self.tokens[index])
+            index = self.parents[index]
+        return found[::-1]
+
+    def child(self, index: int, token: int) -> int | None:
+        """The first token that is this one and follows that of this index."""
+        later = range(index + 1, len(self.tokens))
+        return next((i for i in later if self.parents[i] == index and self.tokens[i] == token), None)
+
+    def rejects(self, tokens: tuple[int, ...]) -> bool:
+        """Whether these tokens leave the tree before they come to the end of one of its paths."""
+        at = -1
+        for token in tokens:
+            if (found := self.child(at, token)) is None:
+                return at in self.parents
+            at = found
+        return False
+
+    def first_path(self) -> Tree:
+        """The first token, the first that follows it, and so on."""
+        path: list[int] = []
+        for index, parent in enumerate(self.parents):
+            if parent == (path[-1] if path else -1):
+                path.append(index)
+        return chain(tuple(self.tokens[index] for index in path))
+
+    def kept(self, keep: Callable[[int, int], bool]) -> Tree:
+        """What is left if a token remains where `keep`, asked with the token and its depth, and all before it allow."""
+        places: dict[int, int] = {-1: -1}  # by old index
+        for index, (token, depth) in enumerate(zip(self.tokens, self.depths, strict=True)):
+            if self.parents[index] in places and keep(token, depth):
+                places[index] = len(places) - 1
+        left = [index for index in places if index >= 0]
+        return Tree(tuple(self.tokens[i] for i in left), tuple(places[self.parents[i]] for i in left))
+
+
+def chain(tokens: tuple[int, ...]) -> Tree:
+    return Tree(tokens, tuple(range(-1, len(tokens) - 1)))
+
+
 @dataclass(frozen=True, slots=True)
 class Work:
     """A request to continue `span`.
 
     The level that gets this work hands up its block once it has `lookaheads[0]` tokens; the lowest level drafts at most
-    so many. For the target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are the numbers for
-    the levels below. A level whose number is 0 is skipped. A block may be longer, because all tokens of its last
-    round are kept. A block may be shorter: if the text ends, if a tier lacks text, a snapshot or room, or if the block
-    is handed up early because the level above has nothing to do.
+    so many, one after another. For the target the number is 1, so each of its blocks is one round. `lookaheads[1:]` are
+    the numbers for the levels below. A level whose number is 0 is skipped. A block may be longer, because all tokens of
+    its last round are kept. A block may be shorter: if the text ends, if a tier lacks text, a snapshot or room, or if
+    the block is handed up early because the level above has nothing to do.
     """
 
     span: Span
     lookaheads: tuple[int, ...]
     sample: bool = True  # False: a prefill chunk, from which no token is drawn
     drafting: Drafting = Drafting.MODEL
+    # Of the lowest level's model: the most tokens of a tree, or 0 if it is to draft one continuation; and the fewest
+    # tokens that a further pass must be expected to give, or it is not run. 0: as many as `lookaheads` say.
+    nodes: int = 0
+    least_gain: float = 0.0
 
 
 SCORED = 4  # length of the guesses by which prompt lookup is scored: about as long as a usual draft
@@ -212,6 +278,7 @@ class Tally(NamedTuple):
     lookup_rejected: int = 0
     passes: int = 0  # passes of this level's model in which the sequence took part
     busy_s: float = 0.0  # seconds that these passes took, with the drawing of their tokens
+    drafts: int = 0  # of the lowest level: drafts that its model made
 
     @property
     def counts(self) -> Tally:
@@ -258,10 +325,15 @@ class Proposal:
     missing_from: int | None = None  # the tier lacks tokens of this sequence: state it again from here
     snapshot_wanted: bool = False  # the tier lacks the sparse KV of this sequence and needs a snapshot
     tallies: tuple[Tally, ...] = ()  # of this proposal: the answering level first, then the levels below
+    parents: tuple[int, ...] = ()  # of a tree, as `Tree` has them; none: each token follows the one before it
     # The fields below never cross a link. The target alone fills in logprobs.
     logprobs: tuple[TokenLogprobs, ...] = ()  # one per token, where asked for
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()  # of the prompt tokens that the work's span stated
     no_token: bool = False  # the parameters exclude every token that could follow
+
+    @property
+    def tree(self) -> Tree:
+        return Tree(self.tokens, self.parents) if self.parents else chain(self.tokens)
 
 
 class Proposer(Protocol):
@@ -288,6 +360,11 @@ class Claim:
     span: Span
     proposed: tuple[int, ...]
     sample: bool = True  # False: only forward the span, which is a prefill chunk
+    parents: tuple[int, ...] = ()  # of a tree, as in `Proposal`
+
+    @property
+    def tree(self) -> Tree:
+        return Tree(self.proposed, self.parents) if self.parents else chain(self.proposed)
 
 
 @dataclass(frozen=True, slots=True)

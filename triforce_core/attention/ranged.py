@@ -48,20 +48,32 @@ def cut(ranges: list[tuple[int, int]], splits: int) -> list[tuple[int, int]]:
     return pieces + [(0, 0)] * (splits - len(pieces))
 
 
-# join(past, query, keys, values, scale) -> output: `joined_with_own`, or the same compiled.
-Join = Callable[[Partial, Tensor, Tensor, Tensor, float], Tensor]
+# join(past, query, keys, values, scale, seen) -> output: `joined_with_own`, or the same compiled.
+Join = Callable[[Partial, Tensor, Tensor, Tensor, float, Tensor], Tensor]
+WORD = 31  # bits of a number that says which tokens another sees: they are copied as signed numbers of 32 bits
 
 
-def joined_with_own(past: Partial, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-    """Merge the result of `over_items` with causal attention over the few tokens of the pass itself.
+def seen_of(text: int, parents: tuple[int, ...], words: int) -> list[int]:
+    """For so many tokens of a text and the tree that follows them: the tokens that each sees, itself included, as
+    `words` numbers each. Bit n of number w stands for token `WORD` * w + n.
+    """
+    found = [2 ** (index + 1) - 1 for index in range(text)]
+    for index, parent in enumerate(parents, text):
+        found.append(1 << index | (found[text + parent] if parent >= 0 else 2**text - 1))
+    return [seen >> WORD * word & 2**WORD - 1 for seen in found for word in range(words)]
 
-    query [kv_heads, group, sequences, queries, head_dim]; keys and values have the same shape without group. Returns
-    [tokens, heads, head_dim].
+
+def joined_with_own(past: Partial, query: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor) -> Tensor:
+    """Merge the result of `over_items` with attention over the few tokens of the pass itself.
+
+    query [kv_heads, group, sequences, queries, head_dim]; keys and values have the same shape without group; `seen`
+    [sequences, queries, words] int64: which of its sequence's tokens each sees, as by `seen_of`. Returns [tokens,
+    heads, head_dim].
     """
     near_keys, near_values = keys.float().unsqueeze(1), values.float().unsqueeze(1)  # for all query heads of a group
     scores = query.float() @ near_keys.mT * scale
     numbers = torch.arange(scores.shape[-1], device=scores.device)
-    scores = scores.masked_fill(numbers > numbers[:, None], -torch.inf)
+    scores = scores.masked_fill((seen[..., numbers // WORD] >> numbers % WORD) % 2 == 0, -torch.inf)
     lse = torch.logaddexp(past.lse.logsumexp(0), scores.logsumexp(-1))  # over all keys that a query sees
     output = (scores - lse.unsqueeze(-1)).exp() @ near_values
     output = output + ((past.lse - lse).exp().unsqueeze(-1) * past.output).sum(0)
@@ -76,18 +88,20 @@ def attend(
     pool: tuple[Tensor, Tensor],
     scale: float,
     items: WorkItems,
+    seen: Tensor,
     join: Join = joined_with_own,
 ) -> Tensor:
     """Attention of one pass. query [heads, tokens, head_dim]; keys and values [kv_heads, tokens, head_dim] of the same
     tokens, sequence by sequence; `pool` holds keys and values [kv_heads, slots, head_dim].
 
-    Returns [tokens, heads, head_dim]. Each token sees its sequence's items and its sequence's tokens up to itself.
+    Returns [tokens, heads, head_dim]. Each token sees its sequence's items, and of its sequence's tokens those that
+    `seen` [tokens, words] says.
     """
     kv_heads, sequences = keys.shape[0], items.lengths.shape[0] // items.splits
     query = query.unflatten(1, (sequences, -1)).unflatten(0, (kv_heads, -1))
     past = over_items(ranged, query, *pool, scale, items)
     own = keys.unflatten(1, (sequences, -1)), values.unflatten(1, (sequences, -1))
-    return join(past, query, *own, scale)
+    return join(past, query, *own, scale, seen.unflatten(0, (sequences, -1)))
 
 
 def over_items(ranged: Ranged, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:

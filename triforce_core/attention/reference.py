@@ -10,13 +10,20 @@ QUERIES, KEYS = 256, 4096  # of a tile: 128 MiB of scores with 32 heads
 
 def reference(query: Tensor, keys: Tensor, values: Tensor, scale: float, causal: bool) -> Partial:
     """Scores and softmax in float32, without blocks; see `Kernel` for the shapes."""
+    future = None
+    if causal:
+        future = torch.ones(query.shape[1], keys.shape[1], dtype=torch.bool, device=query.device)
+        future = future.triu(keys.shape[1] - query.shape[1] + 1)
+    return masked(query, keys, values, scale, future)
+
+
+def masked(query: Tensor, keys: Tensor, values: Tensor, scale: float, unseen: Tensor | None) -> Partial:
+    """As `reference`; `unseen` [queries, keys] bool says which keys a query does not see."""
     heads, queries, head_dim = query.shape
     grouped = query.reshape(keys.shape[0], -1, queries, head_dim)  # [kv_heads, group, queries, head_dim]
     scores = grouped.float() @ keys.float().mT.unsqueeze(1) * scale
-    if causal:
-        future = torch.ones(queries, keys.shape[1], dtype=torch.bool, device=query.device)
-        future = future.triu(keys.shape[1] - queries + 1)
-        scores = scores.masked_fill(future, -torch.inf)
+    if unseen is not None:
+        scores = scores.masked_fill(unseen, -torch.inf)
     lse = scores.logsumexp(-1)
     output = (scores - lse.unsqueeze(-1)).exp() @ values.float().unsqueeze(1)
     return Partial(output.reshape(heads, queries, head_dim).to(query.dtype), lse.reshape(heads, queries))

@@ -15,11 +15,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Kernel, Partial, merge
+from triforce_core.attention import Kernel, Partial, merge, over_tree
 from triforce_core.kv.folds import Fold, Reading, plan
 from triforce_core.kv.in_blocks import BlockReading
 from triforce_core.kv.ranges import Range, RangeAllocator
-from triforce_core.messages import SequenceSpec, Span, agreement
+from triforce_core.messages import SequenceSpec, Span, Tree, agreement
+
+NO_TREE = Tree((), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,9 @@ class Forward:
     span: Span
     num_sampled: int  # 0: no logits are needed
     num_drafted: int = 0  # how many of its last tokens are drafts, which the caller may take back
+    # Tokens that follow the span, for this pass alone: what is forwarded next overwrites their KV. They count in
+    # `num_sampled`, as the last.
+    tree: Tree = NO_TREE
 
 
 @dataclass(slots=True)
@@ -65,6 +70,7 @@ class Held:
     ranges: list[Range] = field(default_factory=list)
     unchanged: int = 0  # `tokens` below this position are as they were at the last draw (models/drawing.py)
     drafted: int = 0  # how many of the last statement's tokens are drafts, which may be taken back
+    tree: Tree = NO_TREE  # of the last statement
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +79,22 @@ class Placement:
 
     tokens: list[int]
     positions: range  # one per token, for the rotary embedding
-    writes: list[Range]  # slots for the new KV, in order
+    writes: list[Range]  # slots for the new KV, in order; one range if there is a tree
     visible: list[Range]  # slots of the earlier KV that all these tokens see
     left: int = 0  # last tokens of the statement that another pass must forward, after this one
+    tree: Tree = NO_TREE  # follows the tokens
+
+    @property
+    def all_tokens(self) -> list[int]:
+        return [*self.tokens, *self.tree.tokens]
+
+    @property
+    def all_positions(self) -> list[int]:
+        return [*self.positions, *(self.positions.stop + depth for depth in self.tree.depths)]
+
+    @property
+    def count(self) -> int:
+        return len(self.tokens) + len(self.tree.tokens)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +121,7 @@ class Row:
 
     @property
     def stop(self) -> int:
-        return self.first + len(self.placed.tokens)
+        return self.first + self.placed.count
 
 
 class Attending(Protocol):
@@ -128,6 +147,11 @@ class Batch:
 
 class KVCache(ABC):
     """Holds KV for one model; subclasses are the policies."""
+
+    @property
+    def most_nodes(self) -> int:
+        """The most tokens of a tree in a pass. Where there may be any, `place` heeds `Held.tree`."""
+        return 0
 
     def __init__(
         self, geometry: KVGeometry, pool_tokens: int, kernel: Kernel, pools: Sequence[Tensor] | None = None
@@ -161,7 +185,7 @@ class KVCache(ABC):
             if isinstance(placed, Lack):
                 batch.lacking[sequence_id] = placed
                 continue
-            if placed.tokens:
+            if placed.count:
                 num_sampled = max(0, forward.num_sampled - placed.left)
                 batch.rows.append(Row(sequence_id, batch.num_tokens, placed, num_sampled))
             if placed.left:
@@ -173,7 +197,7 @@ class KVCache(ABC):
         """Which rows read what together."""
         if len(rows) < 2:
             return None
-        return plan([row.placed.visible for row in rows], [len(row.placed.tokens) for row in rows])
+        return plan([row.placed.visible for row in rows], [row.placed.count for row in rows])
 
     def _align(self, forward: Forward) -> Placement | Lack:
         """The align rule: keep the longest common prefix of the held and the stated tokens, forward the rest."""
@@ -192,10 +216,12 @@ class KVCache(ABC):
         common = span.start + agreement(held.tokens[span.start : span.end], 0, [*span.tokens], 0, most)
         held.tokens[common:] = span.tokens[common - span.start :]
         held.unchanged = min(held.unchanged, common)
-        held.drafted = forward.num_drafted
+        held.drafted, held.tree = forward.num_drafted, forward.tree
         # A token whose logits are needed is forwarded again even if its KV is held.
-        keep = min(held.cached, common, span.end - forward.num_sampled)
-        return self.place(span.sequence_id, held, keep, span.end, forward.num_sampled)
+        num_sampled = max(0, forward.num_sampled - len(forward.tree.tokens))
+        keep = min(held.cached, common, span.end - num_sampled)
+        placed = self.place(span.sequence_id, held, keep, span.end, num_sampled)
+        return replace(placed, tree=forward.tree) if forward.tree.tokens and isinstance(placed, Placement) else placed
 
     def open(self, sequence_id: int, spec: SequenceSpec) -> Held | None:
         """Allocate slots for a new sequence; None when the pool has too few."""
@@ -276,7 +302,13 @@ class KVCache(ABC):
         together = self._attend_together(query, pool_keys, pool_values, scale, batch.rows, reading.folds)
         for row, alone, parts in zip(batch.rows, reading.alone, together, strict=True):
             own = slice(row.first, row.stop)
-            if len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
+            if row.placed.tree.tokens:
+                *ranges, (start, stop) = joined(alone, row.placed.writes)
+                near, parents = slice(start, stop), row.placed.tree.parents
+                parts.append(
+                    over_tree(self.kernel, query[:, own], pool_keys[:, near], pool_values[:, near], scale, parents)
+                )
+            elif len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
                 *ranges, (start, stop) = joined(alone, row.placed.writes)
                 parts.append(
                     self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, True)

@@ -72,6 +72,10 @@ class LossyStreamingKV(LossyKV, StreamingKV):
     Prompt tokens whose logits are not asked for are only forwarded if they are in the last window.
     """
 
+    @property
+    def most_nodes(self) -> int:
+        return 0  # the target verifies no trees
+
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)
         # A pass that samples nothing forwards nothing. The next pass that samples forwards all tokens of its window.

@@ -39,6 +39,10 @@ class RetrievalKV(FixedKV):
         self.max_sequences = max_sequences
         self.lock = threading.Lock()
 
+    @property
+    def most_nodes(self) -> int:
+        return self.tail_tokens
+
     def take(self, snapshot: Snapshot) -> bool:
         """Accept a snapshot; False if it is refused: older than the latest here; changes to another version than the
         latest, or beyond `MAX_WAITING`; larger than the budget; of a released sequence. It may arrive before its
@@ -113,7 +117,8 @@ class RetrievalKV(FixedKV):
         if self._install(sequence_id, held):
             keep = held.position  # the tail is forwarded again, now seeing the new snapshot
         held.cached = keep
-        if not held.version or end - held.position > self.tail_tokens:
+        behind = end + len(held.tree.tokens)
+        if not held.version or behind - held.position > self.tail_tokens:
             return Lack(snapshot_wanted=True)
         if end - num_sampled < held.position:  # an outdated statement: the snapshot already covers these positions
             return Lack()
@@ -123,7 +128,7 @@ class RetrievalKV(FixedKV):
         return Placement(
             tokens=held.tokens[keep:end],
             positions=range(keep, end),
-            writes=sliced(held.ranges, before + keep, before + end),
+            writes=sliced(held.ranges, before + keep, before + behind),
             visible=sliced(held.ranges, 0, before + keep),
         )
 

@@ -6,13 +6,14 @@ into one of them, `inputs`; it changes the values that the device computes with,
 """
 
 from itertools import chain
+from math import ceil
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from triforce_core.attention import Ranged
-from triforce_core.attention.ranged import Join, WorkItems, attend, cut, joined_with_own, num_splits
+from triforce_core.attention.ranged import WORD, Join, WorkItems, attend, cut, joined_with_own, num_splits, seen_of
 from triforce_core.kv.base import Batch, KVCache, joined
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.text_slots import MOST_RANGES
@@ -48,10 +49,13 @@ class ShapedBatch:
         splits = num_splits(workers, shape.sequences, geometry.num_kv_heads, longest)
         self.splits = max(self.LEAST_SPLITS, splits)
         items = shape.sequences * self.splits
-        self.inputs = torch.zeros(4 * shape.tokens + 2 * items + 1, dtype=torch.int32, device=geometry.device)
-        self.narrow, self.starts, self.lengths = self.inputs.split([4 * shape.tokens, items + 1, items])
+        self.words = ceil(shape.queries / WORD)
+        wide = [shape.tokens] * 4 + [self.words * shape.tokens]
+        self.inputs = torch.zeros(sum(wide) + 2 * items + 1, dtype=torch.int32, device=geometry.device)
+        self.narrow, self.starts, self.lengths = self.inputs.split([sum(wide), items + 1, items])
         self.wide = self.narrow.long()
-        self.token_ids, self.positions, self.slots, self.sampled = self.wide.split(shape.tokens)
+        self.token_ids, self.positions, self.slots, self.sampled, seen = self.wide.split(wide)
+        self.seen = seen.unflatten(0, (-1, self.words))
         self.items: WorkItems | None = None  # made in the first pass, which shows how many query heads there are
         self.load(Batch(kv))
 
@@ -63,7 +67,7 @@ class ShapedBatch:
             return False
         seen = [joined([], row.placed.visible) for row in batch.rows]
         return (
-            max(len(row.placed.tokens) for row in batch.rows) <= self.shape.queries
+            max(row.placed.count for row in batch.rows) <= self.shape.queries
             and max(map(len, seen)) <= self.splits
             and max(sum(stop - start for start, stop in ranges) for ranges in seen) <= self.longest
         )
@@ -72,19 +76,23 @@ class ShapedBatch:
         """Start the one copy of all inputs of this pass to the device, without waiting. The batch must have room."""
         tokens, queries = self.shape.tokens, self.shape.queries
         token_ids, positions, slots = [0] * tokens, [0] * tokens, [self.kv.dump_slot] * tokens
+        seen = seen_of(queries, (), self.words) * self.shape.sequences
         sampled: list[int] = []
         items: list[tuple[int, int]] = []
         for i, row in enumerate(batch.rows):
             placed = row.placed
-            own = slice(i * queries, i * queries + len(placed.tokens))
-            token_ids[own], positions[own] = placed.tokens, placed.positions
+            own = slice(i * queries, i * queries + placed.count)
+            token_ids[own], positions[own] = placed.all_tokens, placed.all_positions
             slots[own] = chain.from_iterable(range(start, stop) for start, stop in placed.writes)
+            if placed.tree.tokens:
+                of_own = seen_of(len(placed.tokens), placed.tree.parents, self.words)
+                seen[self.words * own.start : self.words * own.stop] = of_own
             sampled += range(own.stop - row.num_sampled, own.stop)
             items += cut(joined([], placed.visible), self.splits)
         items += [(0, 0)] * (self.shape.sequences * self.splits - len(items))
         sampled += [0] * (tokens - len(sampled))
         starts, lengths = zip(*items, strict=True)
-        numbers = [*token_ids, *positions, *slots, *sampled, *starts, 0, *lengths]
+        numbers = [*token_ids, *positions, *slots, *sampled, *seen, *starts, 0, *lengths]
         self.inputs.copy_(staged(numbers, torch.int32, self.inputs.device), non_blocking=True)
 
     def settle(self, batch: Batch) -> None:
@@ -104,7 +112,7 @@ class ShapedBatch:
             numbers = torch.arange(len(self.starts), dtype=torch.int32, device=self.starts.device)
             query_starts = numbers * (group * self.shape.queries)
             self.items = WorkItems(self.starts, self.lengths, query_starts, self.longest, self.splits)
-        output = attend(self.ranged, query, keys, values, pool, scale, self.items, self.join)
+        output = attend(self.ranged, query, keys, values, pool, scale, self.items, self.seen, self.join)
         pool[0].index_copy_(1, self.slots, keys)
         pool[1].index_copy_(1, self.slots, values)
         return output

@@ -37,5 +37,7 @@ def target_window(settings: Settings) -> WindowSettings:
 
 
 def retrieval_tail(settings: Settings) -> int:
-    """The tokens of each sequence in the retrieval tier beside its snapshot: those decoded until the next arrives."""
-    return 2 * settings.retrieval.refresh_every + MAX_BLOCK
+    """The tokens of each sequence in the retrieval tier beside its snapshot: those decoded until the next arrives, and
+    those of a tree.
+    """
+    return 2 * settings.retrieval.refresh_every + MAX_BLOCK + settings.speculation.nodes

@@ -39,15 +39,20 @@ class StreamingKV(FixedKV):
         super().__init__(geometry, max_sequences, settings.capacity, kernel)
         self.settings = settings
 
+    @property
+    def most_nodes(self) -> int:
+        return self.settings.slack  # after a move of the window, no more slots are free
+
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> StreamingHeld:
         return StreamingHeld(spec, ranges=ranges, window_start=self.settings.sinks)
 
     def place(self, sequence_id: int, held: Held, keep: int, end: int, num_sampled: int) -> Placement:
         assert isinstance(held, StreamingHeld)
         sinks, tokens = self.settings.sinks, held.tokens
+        behind = end + len(held.tree.tokens)
         num_sinks = min(keep, sinks)  # sinks whose KV is held and valid
         contiguous = held.window_start == sinks
-        if (keep < held.window_start and not contiguous) or sinks + end - held.window_start > self.settings.capacity:
+        if (keep < held.window_start and not contiguous) or sinks + behind - held.window_start > self.settings.capacity:
             held.window_start = max(sinks, end - max(self.settings.window, num_sampled))
             kept, new = num_sinks, tokens[num_sinks:sinks] + tokens[held.window_start : end]
         else:
@@ -57,6 +62,6 @@ class StreamingKV(FixedKV):
         return Placement(
             tokens=new,
             positions=range(kept, kept + len(new)),
-            writes=sliced(held.ranges, kept, kept + len(new)),
+            writes=sliced(held.ranges, kept, kept + len(new) + len(held.tree.tokens)),
             visible=sliced(held.ranges, 0, kept),
         )

@@ -1,5 +1,7 @@
 """Drawing a model's own tokens from the logits of a pass."""
 
+from math import inf
+
 import torch
 from torch import Tensor
 
@@ -10,6 +12,8 @@ from triforce_core.sampling.edits import Edits
 from triforce_core.sampling.grammars import Grammars
 
 NO_TOKEN = -1  # in place of a token where the parameters exclude all
+# A token, and how much less its perturbed logit is than the greatest.
+Ranked = list[tuple[int, float]]
 LogitsOf = dict[int, Tensor]  # by sequence id: logits of its text's last positions, [positions, vocab] float32
 
 
@@ -41,12 +45,39 @@ class Drawer:
         """The perturbed logits, [Σ positions, vocab] float64; the greatest of each row is what `draw` takes."""
         return perturbed_logits(self._edited(logits), self._draws(logits))
 
+    @torch.inference_mode()
+    def ranked(self, logits: LogitsOf, most: int) -> dict[int, list[Ranked]]:
+        """The tokens that `draw` would take first, second, … at each position: at most so many, the excluded left out.
+        The host waits for the device once.
+        """
+        if not logits:
+            return {}
+        perturbed = self.perturbed(logits)
+        best = perturbed.topk(min(most, perturbed.shape[1]))
+        values, tokens = torch.stack([best.values, best.indices.double()]).tolist()
+        by_id, taken = dict[int, list[Ranked]](), 0
+        for sequence_id, own in logits.items():
+            # In logits of temperature 1: dividing them by the temperature does not change whose noise differs by more.
+            unit = self.runner.kv.held[sequence_id].spec.sampling.temperature or 1.0
+            rows = zip(tokens[taken : taken + len(own)], values[taken : taken + len(own)], strict=True)
+            by_id[sequence_id] = [
+                [
+                    (int(token), unit * (of_all[0] - value))
+                    for token, value in zip(ids, of_all, strict=True)
+                    if value > -inf
+                ]
+                for ids, of_all in rows
+            ]
+            taken += len(own)
+        return by_id
+
     def _draws(self, logits: LogitsOf) -> list[Draw]:
         draws = []
         for sequence_id, own in logits.items():
             held = self.runner.kv.held[sequence_id]
-            end = len(held.tokens) + 1
-            draws += [Draw(held.spec.sampling, held.spec.seed, position) for position in range(end - len(own), end)]
+            end, of_text = len(held.tokens), max(0, len(own) - len(held.tree.tokens))
+            places = [*range(end + 1 - of_text, end + 1), *(end + 1 + depth for depth in held.tree.depths)]
+            draws += [Draw(held.spec.sampling, held.spec.seed, place) for place in places[-len(own) :]]
         return draws
 
     def _edited(self, logits: LogitsOf) -> Tensor:
@@ -60,8 +91,17 @@ class Drawer:
             taken += len(own)
             if own_edits := edits[sequence_id]:
                 held = self.runner.kv.held[sequence_id]
-                own_edits.apply(rows, len(held.tokens) + 1 - len(own), held.tokens, held.unchanged)
-                held.unchanged = len(held.tokens)
+                text, tree, end = held.tokens, held.tree, len(held.tokens)
+                of_tree = min(len(own), len(tree.tokens))
+                if of_text := len(own) - of_tree:
+                    own_edits.apply(rows[:of_text], end + 1 - of_text, text, held.unchanged)
+                    held.unchanged = end
+                for index in range(len(tree.tokens) - of_tree, len(tree.tokens)):
+                    text += tree.path(index)
+                    row = len(own) - len(tree.tokens) + index
+                    own_edits.apply(rows[row : row + 1], len(text), text, held.unchanged)
+                    held.unchanged = end  # another path may follow
+                    del text[end:]
         return edited
 
     def _edits_of(self, sequence_id: int) -> Edits | None:

@@ -29,6 +29,7 @@ class LeadingKV:
 
     def __init__(self, kv: KVCache, tier: Tier, ranks: Leader) -> None:
         self.kv, self.tier, self.ranks, self.room = kv, tier, ranks, kv.room
+        self.most_nodes = kv.most_nodes
         self.order = threading.RLock()  # keeps calls and broadcasts in one order, because other threads bring snapshots
 
     @property

@@ -105,7 +105,7 @@ class ModelRunner:
             logits = self.run(batch)
         if threads is not None:  # sampling and chunk selection follow, which are small work
             run_on(threads.latest)
-        parts = [Part(len(row.placed.tokens), size_of(row.placed.visible), self.read) for row in batch.rows]
+        parts = [Part(row.placed.count, size_of(row.placed.visible), self.read) for row in batch.rows]
         self.clock.passed(parts, began)
         seconds = time.perf_counter() - started
         if threads is not None:
@@ -115,8 +115,8 @@ class ModelRunner:
 
     def run(self, batch: Batch) -> Tensor:
         """An ordinary pass over a prepared batch, with tensors of its own shape; returns logits as `forward` does."""
-        token_ids = [token for row in batch.rows for token in row.placed.tokens]
-        positions = [position for row in batch.rows for position in row.placed.positions]
+        token_ids = [token for row in batch.rows for token in row.placed.all_tokens]
+        positions = [position for row in batch.rows for position in row.placed.all_positions]
         sampled = [index for row in batch.rows for index in range(row.stop - row.num_sampled, row.stop)]
         num_sampled, added = len(sampled), [0] * (-len(token_ids) % self.padding)
         token_ids, positions = token_ids + added, positions + added

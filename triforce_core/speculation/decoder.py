@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from math import ceil
 from time import perf_counter
@@ -92,7 +92,7 @@ class Block:
         earlier. The protocol tests check this.
         """
         held = None if self.model_holds is None else min(self.model_holds, self.settled)
-        return Claim(self.statement(held), proposal.tokens, self.work.sample)
+        return Claim(self.statement(held), proposal.tokens, self.work.sample, proposal.parents)
 
     def statement(self, held: int | None) -> Span:
         """The text of the work and this block from `held` on, without the earlier text, which may be a long prompt."""
@@ -132,7 +132,7 @@ class Block:
         text = Span(given.sequence_id, given.end, self.tokens)
         return Block(
             # The level above adds one token to an accepted block. The guess includes this token, so one more is asked.
-            Work(text, (lookahead + 1, *below), self.work.sample, self.work.drafting),
+            replace(self.work, span=text, lookaheads=(lookahead + 1, *below)),
             owed=False,
             state=State.TO_ASK if whole else State.DONE,
             model_holds=self.model_holds,
@@ -210,9 +210,9 @@ class SpeculativeDecoder:
         for block in to_ask:
             if block.asks_below:
                 block.state = State.ASKED
-                work.append(
-                    Work(block.statement(block.below_holds), block.work.lookaheads[1:], drafting=block.work.drafting)
-                )
+                of_block, below = block.work, block.statement(block.below_holds)
+                nodes = of_block.nodes if of_block.lookaheads[0] else 0  # what is handed up is no tree
+                work.append(replace(of_block, span=below, lookaheads=of_block.lookaheads[1:], sample=True, nodes=nodes))
             else:
                 self._ready(block, Proposal(block.sequence_id, block.end))
         if work:
@@ -286,9 +286,7 @@ class SpeculativeDecoder:
         block.no_token |= verdict.no_token
         right = verdict.num_accepted
         # Where the verifier had no room to check all of a proposal, its own token may be the next proposed one.
-        rejected = any(
-            ours != theirs for ours, theirs in zip(verdict.tokens[right:], proposal.tokens[right:], strict=False)
-        )
+        rejected = len(verdict.tokens) > right and proposal.tree.rejects(verdict.tokens[: right + 1])
         looked_up = bool(proposal.origins) and set(proposal.origins) == {Origin.LOOKUP}
         # A sequence that lacks tokens or a snapshot takes part in no pass. Then `seconds` is the time of a pass over
         # other sequences, or nearly 0.

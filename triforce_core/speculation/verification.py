@@ -2,7 +2,6 @@
 
 from collections.abc import Sized
 from dataclasses import replace
-from itertools import takewhile
 
 from triforce_core.kv.base import Forward
 from triforce_core.messages import Claim, SequenceSpec, Tier, Verdict
@@ -63,6 +62,8 @@ class ModelVerifier:
         num_sampled = len(claim.proposed) + 1 if claim.sample else 0
         if self.scorer is not None and (spec := self._spec(claim)) is not None:
             num_sampled = max(num_sampled, self.scorer.num_positions(claim, spec))
+        if claim.parents:
+            return Forward(claim.span, num_sampled, tree=claim.tree)
         return Forward(claim.span.extended(claim.proposed), num_sampled, len(claim.proposed))
 
     def _spec(self, claim: Claim) -> SequenceSpec | None:
@@ -70,27 +71,33 @@ class ModelVerifier:
         return held.spec if held is not None else claim.span.spec
 
     def _sound(self, claim: Claim) -> Claim:
-        """The claim with its proposal cut to the vocabulary, and to what fits the cache and `max_length`."""
+        """The claim with its proposal cut to the vocabulary, and to what fits the cache and `max_length`. Of a
+        tree that the cache cannot take, its first path.
+        """
         held, spec = self.runner.kv.held.get(claim.span.sequence_id), claim.span.spec
         longest = self.runner.kv.room(held) if held is not None else spec.max_length if spec is not None else 0
         vocab_size = self.runner.model.config.vocab_size
         room = max(0, longest - claim.span.end)
-        known = takewhile(lambda token: 0 <= token < vocab_size, claim.proposed[:room])
-        return replace(claim, proposed=tuple(known))
+        tree = claim.tree.kept(lambda token, depth: 0 <= token < vocab_size and depth < room)
+        if not tree.is_chain and len(tree.tokens) > self.runner.kv.most_nodes:
+            tree = tree.first_path()
+        return replace(claim, proposed=tree.tokens, parents=() if tree.is_chain else tree.parents)
 
 
 def judge(own: list[int], claim: Claim, spec: SequenceSpec) -> Verdict:
-    """Keep the verifier's own tokens. Stop after a token that differs from the proposed one, after the token that
-    follows the last proposed one, after a stop token, at `max_length`, or before a position at which every token is
+    """Keep the verifier's own tokens: `own` has that after the span, then that after each proposed one. Stop after a
+    token that was not proposed there, after a stop token, at `max_length`, or before a position at which every token is
     excluded.
     """
     kept: list[int] = []
-    for position, token in enumerate(own):
+    tree, at = claim.tree, -1
+    while True:
+        token = own[at + 1]
         if token == NO_TOKEN:
             return Verdict(tuple(kept), len(kept), no_token=True)
         kept.append(token)
         ended = token in spec.stop_token_ids or claim.span.end + len(kept) >= spec.max_length
-        if ended or position >= len(claim.proposed) or claim.proposed[position] != token:
-            break
-    agreed = len(kept) - 1 + (claim.proposed[len(kept) - 1 : len(kept)] == (kept[-1],))
-    return Verdict(tuple(kept), agreed, ended)
+        proposed = tree.child(at, token)
+        if ended or proposed is None:
+            return Verdict(tuple(kept), len(kept) - (proposed is None), ended)
+        at = proposed

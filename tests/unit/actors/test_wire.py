@@ -17,7 +17,7 @@ from tests.random_messages import messages
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.client.results import FINISH_REASONS
-from triforce_core.config import SELECTOR_NAMES
+from triforce_core.config import MAX_NODES, SELECTOR_NAMES
 from triforce_core.engine.limits import Limits
 from triforce_core.engine.sequence import FinishReason, Request
 from triforce_core.errors import InvalidValueError
@@ -76,7 +76,9 @@ def tallies(draw: st.DrawFn) -> Tally:
 @st.composite
 def proposals(draw: st.DrawFn) -> Proposal:
     tokens, start = draw(token_tuples), draw(positions)
+    tree = bool(tokens) and len(tokens) <= MAX_NODES and draw(st.booleans())
     return Proposal(
+        parents=tuple(draw(st.integers(-1, index - 1)) for index in range(len(tokens))) if tree else (),
         sequence_id=draw(ids),
         start=start,
         tokens=tokens,
@@ -88,7 +90,9 @@ def proposals(draw: st.DrawFn) -> Proposal:
 
 
 lookaheads = st.lists(st.integers(0, wire.MAX_DRAFTED), min_size=1, max_size=3).map(tuple)
-works = st.builds(Work, spans(), lookaheads, st.booleans(), st.sampled_from(Drafting))
+works = st.builds(
+    Work, spans(), lookaheads, st.booleans(), st.sampled_from(Drafting), st.integers(0, MAX_NODES), st.floats(0, 1)
+)
 
 
 REQUEST_FIELDS = {

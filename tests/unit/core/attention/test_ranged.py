@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from random import Random
 
 import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tests.trees import any_parents, before, seen
 from tests.unit.core.attention.test_attention import textbook
 from triforce_core.attention.ranged import LEAST_KEYS, WorkItems, attend, cut, gathered, num_splits
 
@@ -53,13 +55,18 @@ def test_every_worker_has_an_item_as_far_as_there_is_work(
 lengths_of = st.lists(st.one_of(st.just(0), st.integers(0, LONGEST)), min_size=1, max_size=4)
 
 
-@given(lengths_of, st.integers(1, 5), st.integers(1, 3), st.sampled_from([1, 3]), st.sampled_from([1, 2]))
+@given(
+    lengths_of, st.sampled_from([1, 2, 3, 5, 40]), st.integers(1, 3), st.sampled_from([1, 3]), st.sampled_from([1, 2])
+)
 @example([0, LONGEST, 257], 4, 3, 2, 2)
 def test_attention_is_that_of_the_textbook(
     lengths: list[int], queries: int, splits: int, group: int, kv_heads: int
 ) -> None:
-    """Ranges anywhere in the pool, in any order; whatever nobody may read is NaN."""
-    random = torch.Generator().manual_seed(sum(lengths) + queries)
+    """Ranges anywhere in the pool, in any order; whatever nobody may read is NaN. The last tokens of some sequences are
+    trees.
+    """
+    random, rng = torch.Generator().manual_seed(sum(lengths) + queries), Random(sum(lengths) + queries)
+    of_trees = [any_parents(rng, rng.choice([0, rng.randrange(queries + 1)])) for _ in lengths]
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=random)
@@ -73,14 +80,16 @@ def test_attention_is_that_of_the_textbook(
     keys, values = normal(2, kv_heads, tokens, HEAD_DIM)
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     items = work_items(pieces, queries * group, splits)
-    output = attend(gathered, query, keys, values, (pool[0], pool[1]), 0.3, items)
-    for i, (start, length) in enumerate(zip(starts, lengths, strict=True)):
-        own, past = slice(i * queries, (i + 1) * queries), slice(start, start + length)
-        all_keys, all_values = (
-            torch.cat([cached[:, past], new[:, own]], dim=1) for cached, new in zip(pool, (keys, values), strict=True)
-        )
-        expected, _ = textbook(query[:, own], all_keys, all_values, 0.3, causal=True)
-        torch.testing.assert_close(output[own].transpose(0, 1).double(), expected, atol=1e-5, rtol=0)
+    output = attend(gathered, query, keys, values, (pool[0], pool[1]), 0.3, items, seen(queries, of_trees))
+    for i, (start, length, parents) in enumerate(zip(starts, lengths, of_trees, strict=True)):
+        for token in range(i * queries, (i + 1) * queries):
+            own = [i * queries + n for n in before(queries - len(parents), parents, token - i * queries)]
+            all_keys, all_values = (
+                torch.cat([cached[:, start : start + length], new[:, own]], dim=1)
+                for cached, new in zip(pool, (keys, values), strict=True)
+            )
+            expected, _ = textbook(query[:, [token]], all_keys, all_values, 0.3, causal=False)
+            torch.testing.assert_close(output[[token]].transpose(0, 1).double(), expected, atol=1e-5, rtol=0)
 
 
 def work_items(pieces: list[tuple[int, int]], queries: int, splits: int) -> WorkItems:

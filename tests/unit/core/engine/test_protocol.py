@@ -40,6 +40,9 @@ class CountingTier:
                 accepted = verdict.num_accepted
                 of = "all" if accepted == len(claim.proposed) else "some" if accepted else "none"
                 self.events[f"{self.tier.name}: accepted {of} of {'some' if claim.proposed else 'none'}"] += 1
+                first = claim.tree.first_path().tokens
+                siblings = claim.parents and verdict.tokens[:accepted] != first[:accepted]
+                self.events[f"{self.tier.name}: accepted siblings"] += bool(siblings)
                 end, drafts = claim.span.end, self.drafts()
                 text = drafts and drafts.texts.get((claim.span.sequence_id, end))
                 if claim.proposed and text is not None:
@@ -185,6 +188,8 @@ class Chain:
         for _ in range(self.rng.randint(1, 8)):
             request, text = self.request()
             sequence_id = self.engine.submit(request)
+            sequence = self.engine.arrivals[-1]
+            sequence.plan = sequence.plan._replace(nodes=self.rng.choice([0, 0, 4, 9]))
             self.settled.text[sequence_id], wanted[sequence_id], got[sequence_id] = text, (request, text), ()
             unfinished.add(sequence_id)
         for turn in itertools.count():
@@ -234,6 +239,7 @@ GUESSES = ["run-ahead: whole block found", "run-ahead: begun", "run-ahead: in va
 EXPECTED = [
     *(f"{tier}: accepted {of} of some" for tier in ("TARGET", "RETRIEVAL") for of in ("all", "some", "none")),
     *(f"{tier}: accepted all of none" for tier in ("TARGET", "RETRIEVAL")),
+    "RETRIEVAL: accepted siblings",
     "RETRIEVAL: tokens missing",
     "retrieval: tail full",
     "retrieval: no snapshot yet",

@@ -16,16 +16,20 @@ class WorkBatch(_message.Message):
     def __init__(self, work: _Optional[_Iterable[_Union[Work, _Mapping]]] = ..., release: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Work(_message.Message):
-    __slots__ = ("span", "lookaheads", "sample", "drafting")
+    __slots__ = ("span", "lookaheads", "sample", "drafting", "nodes", "least_gain")
     SPAN_FIELD_NUMBER: _ClassVar[int]
     LOOKAHEADS_FIELD_NUMBER: _ClassVar[int]
     SAMPLE_FIELD_NUMBER: _ClassVar[int]
     DRAFTING_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    LEAST_GAIN_FIELD_NUMBER: _ClassVar[int]
     span: Span
     lookaheads: _containers.RepeatedScalarFieldContainer[int]
     sample: bool
     drafting: int
-    def __init__(self, span: _Optional[_Union[Span, _Mapping]] = ..., lookaheads: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ..., drafting: _Optional[int] = ...) -> None: ...
+    nodes: int
+    least_gain: float
+    def __init__(self, span: _Optional[_Union[Span, _Mapping]] = ..., lookaheads: _Optional[_Iterable[int]] = ..., sample: _Optional[bool] = ..., drafting: _Optional[int] = ..., nodes: _Optional[int] = ..., least_gain: _Optional[float] = ...) -> None: ...
 
 class Span(_message.Message):
     __slots__ = ("sequence_id", "start", "tokens", "spec")
@@ -62,7 +66,7 @@ class ProposalBatch(_message.Message):
     def __init__(self, proposals: _Optional[_Iterable[_Union[Proposal, _Mapping]]] = ...) -> None: ...
 
 class Proposal(_message.Message):
-    __slots__ = ("sequence_id", "start", "tokens", "origins", "missing_from", "snapshot_wanted", "tallies")
+    __slots__ = ("sequence_id", "start", "tokens", "origins", "missing_from", "snapshot_wanted", "tallies", "parents")
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -70,6 +74,7 @@ class Proposal(_message.Message):
     MISSING_FROM_FIELD_NUMBER: _ClassVar[int]
     SNAPSHOT_WANTED_FIELD_NUMBER: _ClassVar[int]
     TALLIES_FIELD_NUMBER: _ClassVar[int]
+    PARENTS_FIELD_NUMBER: _ClassVar[int]
     sequence_id: int
     start: int
     tokens: _containers.RepeatedScalarFieldContainer[int]
@@ -77,10 +82,11 @@ class Proposal(_message.Message):
     missing_from: int
     snapshot_wanted: bool
     tallies: _containers.RepeatedCompositeFieldContainer[Tally]
-    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., missing_from: _Optional[int] = ..., snapshot_wanted: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ...) -> None: ...
+    parents: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, sequence_id: _Optional[int] = ..., start: _Optional[int] = ..., tokens: _Optional[_Iterable[int]] = ..., origins: _Optional[bytes] = ..., missing_from: _Optional[int] = ..., snapshot_wanted: _Optional[bool] = ..., tallies: _Optional[_Iterable[_Union[Tally, _Mapping]]] = ..., parents: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Tally(_message.Message):
-    __slots__ = ("rounds", "proposed", "accepted", "rejected", "lookup_accepted", "lookup_rejected", "passes", "busy_s")
+    __slots__ = ("rounds", "proposed", "accepted", "rejected", "lookup_accepted", "lookup_rejected", "passes", "busy_s", "drafts")
     ROUNDS_FIELD_NUMBER: _ClassVar[int]
     PROPOSED_FIELD_NUMBER: _ClassVar[int]
     ACCEPTED_FIELD_NUMBER: _ClassVar[int]
@@ -89,6 +95,7 @@ class Tally(_message.Message):
     LOOKUP_REJECTED_FIELD_NUMBER: _ClassVar[int]
     PASSES_FIELD_NUMBER: _ClassVar[int]
     BUSY_S_FIELD_NUMBER: _ClassVar[int]
+    DRAFTS_FIELD_NUMBER: _ClassVar[int]
     rounds: int
     proposed: int
     accepted: int
@@ -97,7 +104,8 @@ class Tally(_message.Message):
     lookup_rejected: int
     passes: int
     busy_s: float
-    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ..., lookup_accepted: _Optional[int] = ..., lookup_rejected: _Optional[int] = ..., passes: _Optional[int] = ..., busy_s: _Optional[float] = ...) -> None: ...
+    drafts: int
+    def __init__(self, rounds: _Optional[int] = ..., proposed: _Optional[int] = ..., accepted: _Optional[int] = ..., rejected: _Optional[int] = ..., lookup_accepted: _Optional[int] = ..., lookup_rejected: _Optional[int] = ..., passes: _Optional[int] = ..., busy_s: _Optional[float] = ..., drafts: _Optional[int] = ...) -> None: ...
 
 class DecodeRequest(_message.Message):
     __slots__ = ("prompt_token_ids", "resume_token_ids", "sampling", "seed", "max_tokens", "stop_token_ids", "lookaheads", "grammar", "logprobs", "prompt_logprobs", "priority", "timeout_s", "drafting", "selector", "cache_salt", "fingerprint", "stats_in_each")
@@ -321,24 +329,28 @@ class ControllerStatus(_message.Message):
     def __init__(self, latest: _Optional[str] = ..., plans: _Optional[_Mapping[str, int]] = ..., corrections: _Optional[_Mapping[str, float]] = ..., acceptance: _Optional[_Iterable[_Union[KnownAcceptance, _Mapping]]] = ...) -> None: ...
 
 class KnownAcceptance(_message.Message):
-    __slots__ = ("temperature", "retrieval", "model", "model_below", "lookup", "found", "lookup_first", "lookup_long")
+    __slots__ = ("temperature", "retrieval", "lookup", "found", "lookup_first", "lookup_long", "accepted", "accepted_below", "steps", "steps_below")
     TEMPERATURE_FIELD_NUMBER: _ClassVar[int]
     RETRIEVAL_FIELD_NUMBER: _ClassVar[int]
-    MODEL_FIELD_NUMBER: _ClassVar[int]
-    MODEL_BELOW_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIELD_NUMBER: _ClassVar[int]
     FOUND_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_FIRST_FIELD_NUMBER: _ClassVar[int]
     LOOKUP_LONG_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_BELOW_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_BELOW_FIELD_NUMBER: _ClassVar[int]
     temperature: float
     retrieval: float
-    model: float
-    model_below: float
     lookup: float
     found: float
     lookup_first: float
     lookup_long: float
-    def __init__(self, temperature: _Optional[float] = ..., retrieval: _Optional[float] = ..., model: _Optional[float] = ..., model_below: _Optional[float] = ..., lookup: _Optional[float] = ..., found: _Optional[float] = ..., lookup_first: _Optional[float] = ..., lookup_long: _Optional[float] = ...) -> None: ...
+    accepted: float
+    accepted_below: float
+    steps: float
+    steps_below: float
+    def __init__(self, temperature: _Optional[float] = ..., retrieval: _Optional[float] = ..., lookup: _Optional[float] = ..., found: _Optional[float] = ..., lookup_first: _Optional[float] = ..., lookup_long: _Optional[float] = ..., accepted: _Optional[float] = ..., accepted_below: _Optional[float] = ..., steps: _Optional[float] = ..., steps_below: _Optional[float] = ...) -> None: ...
 
 class Audit(_message.Message):
     __slots__ = ("rounding", "blocks", "tokens", "ties", "mismatches", "skipped", "largest_difference")
