@@ -120,7 +120,7 @@ COUNTERS = (
     ),
     Figure(
         "spec_decode_num_verified_tokens",
-        "Of the proposed tokens those that were accepted or rejected; none is verified after a rejected one.",
+        "Of the proposed tokens those that were accepted or rejected: one of each position, up to the first rejected.",
         of_drafting(lambda tally: tally.accepted + tally.rejected),
         ("tier",),
     ),

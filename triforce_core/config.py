@@ -39,6 +39,7 @@ REMOVED_SELECTORS = {"quest": "snapkv", "mean_key_recent": "mean_key"}
 # Greatest lookahead of a tier in settings and requests. A plan without the retrieval tier
 # may give both lookaheads to the draft tier.
 MAX_LOOKAHEAD = 64
+MAX_NODES = 64  # of a tree that one tier proposes to another
 Lookahead = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0, "maximum": MAX_LOOKAHEAD})]
 DEVICE = re.compile(r"cpu|cuda(:\d+)?")
 # With offload, copying KV dominates the cost of a pass: large prefill chunks and long blocks need fewer passes.
@@ -277,6 +278,13 @@ class SpeculationSettings(Strict):
         True,
         description="choose whether, how and how far to draft, by what rounds take and what is accepted, again every 8"
         " tokens and when requests join or leave; off: always draft as far as the lookaheads say",
+    )
+    nodes: int = Field(
+        12,
+        ge=0,
+        le=MAX_NODES,
+        description="most tokens of a tree of continuations that the draft tier's model proposes to the retrieval tier,"
+        " for requests that the controller plans; with 0 it proposes one continuation",
     )
     micro_batches: int | None = Field(
         None,

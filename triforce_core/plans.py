@@ -19,6 +19,9 @@ class Plan(NamedTuple):
     retrieval: int  # tokens that the retrieval tier drafts for the target; 0: it is left out
     draft: int  # tokens that the lowest tier drafts for the tier above it; 0: it is left out
     drafting: Drafting = Drafting.MODEL
+    nodes: int = 0  # most tokens of a tree that the model drafts for the retrieval tier; 0: it drafts one continuation
+    # The fewest tokens that a further pass of the model must be expected to give.
+    least_gain: float = 0.0
 
     @property
     def lookaheads(self) -> tuple[int, int]:
@@ -47,11 +50,13 @@ PLAIN = Plan(0, 0)
 
 
 class Acceptance(NamedTuple):
-    """The chances that a drafted token is accepted if those before it were."""
+    """The chances that a drafted token is accepted if those before it were, and what drafts of the model are like."""
 
     retrieval: float  # a token of the retrieval tier, by the target
-    model: float  # a token of the drafting model, by the target
-    model_below: float  # the same, by the retrieval tier
+    accepted: float  # no chance: the number of tokens of a draft of the model that the target accepts
+    accepted_below: float  # the same, by the retrieval tier
+    steps: float  # the passes of the model for a draft that the target verifies
+    steps_below: float  # the same, where the retrieval tier does
     lookup_first: float  # the first token of a draft of prompt lookup, by either
     lookup: float  # one of the next tokens, up to the `SCORED`th, by either
     lookup_long: float  # one after these, by the target
@@ -67,19 +72,20 @@ class Round(NamedTuple):
     steps: float  # passes of the drafting model
 
 
-def plans(most: tuple[int, int], draftings: Sequence[Drafting]) -> list[Plan]:
+def plans(most: tuple[int, int], draftings: Sequence[Drafting], nodes: int) -> list[Plan]:
     """The plans to choose from, within these lookaheads: whole and half blocks of the retrieval tier, with and without
-    drafts below, and drafts for the target, which may be as long as both lookaheads together.
+    drafts below, and drafts for the target, which may be as long as both lookaheads together. `nodes`: as in `Plan`.
     """
     retrieval, draft = most
     blocks = halves(retrieval)
     found = [PLAIN, *(Plan(block, 0) for block in blocks)]
     for drafting in draftings if draft else ():
         longest = retrieval + draft
-        direct = (2, 4, 8) if drafting is Drafting.MODEL else (4, longest)
+        # How far the model drafts, it decides itself.
+        direct = (longest,) if drafting is Drafting.MODEL else (4, longest)
         found += [Plan(0, n, drafting) for n in sorted({min(n, longest) for n in direct})]
-        # Half a block, of which fewer drafts are needed.
-        found += [Plan(block, max(1, draft * block // retrieval), drafting) for block in blocks]
+        trees = nodes if drafting is not Drafting.LOOKUP else 0
+        found += [Plan(block, draft, drafting, trees) for block in blocks]
     return found
 
 
@@ -94,10 +100,11 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     accepted, by_lookup, by_model = drafts_accepted(plan, acceptance)
     tokens = 1 + sum(accepted)  # of a pass that verifies a draft
     if not plan.retrieval:
-        return Round(tokens, plan.draft * (by_lookup + by_model), 0, by_model * plan.draft)
+        steps = by_model * acceptance.steps
+        return Round(tokens, by_lookup * plan.draft + steps, 0, steps)
     passes = expected_passes(plan.retrieval, accepted)
     block = passes * tokens  # Wald's equation: all passes have the same distribution
-    return Round(1 + run(acceptance.retrieval, block), block, passes, passes * by_model * plan.draft)
+    return Round(1 + run(acceptance.retrieval, block), block, passes, passes * by_model * acceptance.steps_below)
 
 
 def drafts_accepted(plan: Plan, acceptance: Acceptance) -> tuple[list[float], float, float]:
@@ -105,12 +112,21 @@ def drafts_accepted(plan: Plan, acceptance: Acceptance) -> tuple[list[float], fl
     draft, and that the model does.
     """
     by_lookup = 0.0 if plan.drafting is Drafting.MODEL else acceptance.found
-    by_model = {Drafting.MODEL: 1.0, Drafting.LOOKUP: 0.0, Drafting.BOTH: 1 - acceptance.found}[plan.drafting]
-    each = acceptance.model_below if plan.retrieval else acceptance.model
+    by_model = 0.0 if plan.drafting is Drafting.LOOKUP or not plan.draft else 1 - by_lookup
     later = [acceptance.lookup] * (SCORED - 1) + [acceptance.lookup_long] * plan.draft
     looked_up = accumulate([acceptance.lookup_first, *later][: plan.draft], mul)
+    each = chance_of(acceptance.accepted_below if plan.retrieval else acceptance.accepted, plan.draft)
     accepted = [by_lookup * chance + by_model * each**n for n, chance in enumerate(looked_up, 1)]
     return accepted, by_lookup, by_model
+
+
+def chance_of(accepted: float, most: int) -> float:
+    """The chance of each token that gives drafts of `most` tokens this mean number of accepted ones."""
+    low, high = 0.0, 1.0
+    for _ in range(12):
+        middle = (low + high) / 2
+        low, high = (middle, high) if run(middle, most) < accepted else (low, middle)
+    return high
 
 
 def expected_passes(block: int, accepted: Sequence[float]) -> float:

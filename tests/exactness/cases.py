@@ -256,5 +256,5 @@ class AnyPlan(Controller):
         if self.rng.random() >= 0.4:
             above = choice((0, 0, 1, retrieval // 2, retrieval))
             below = choice((0, 1, draft, draft if above else retrieval + draft))
-            self.drawn = Plan(above, below, choice([*Drafting]))
+            self.drawn = Plan(above, below, choice([*Drafting]), choice((0, 3, 16)), choice((0.0, 0.2, 0.6)))
         return self.drawn

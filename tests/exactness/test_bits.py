@@ -11,12 +11,13 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.conftest import HeldOut
+from tests.exactness.cases import AnyPlan
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Output, Request
-from triforce_core.messages import SamplingParams
+from triforce_core.messages import Drafting, SamplingParams
 from triforce_core.models.load import ATTENTION, load_model
 
 Tokens = tuple[int, ...]
@@ -41,7 +42,9 @@ def engine(name: str, dtype: str, pool: int, sequences: int, **target: object) -
     retrieval = {"budget": 128, "chunk": 8, "refresh_every": 16}
     settings = {"dtype": dtype, "max_sequences": sequences, "target": target, "retrieval": retrieval}
     weights, own, drafter = models(name, dtype)
-    return local_engine(weights, drafter, Settings.model_validate(settings), own)
+    made = local_engine(weights, drafter, Settings.model_validate(settings), own)
+    made.controller = AnyPlan((8, 3), tuple(Drafting))  # of the requests that set no lookaheads: trees, too
+    return made
 
 
 def run(it: Engine, asked: list[Request], at_once: bool) -> tuple[list[Tokens], int]:
@@ -71,7 +74,7 @@ def requests(document: Tokens, count: int, vocabulary: int) -> list[Request]:
         begins = choose.choice((0, 64) if number % 2 else (0, 520, 600))
         prompt = document[:begins] + own if number % 3 else document[:length]
         sampling = SamplingParams((0.0, 0.7, 1.0)[number % 3], top_p=choose.choice((1.0, 0.9)))
-        lookaheads = choose.choice(((0, 0), (1, 1), (4, 2), (16, 1)))
+        lookaheads = choose.choice(((0, 0), (1, 1), (4, 2), (16, 1), None, None))
         found.append(Request(prompt, more, sampling, number, lookaheads))
     return found
 

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
+from tests.exactness.cases import AnyPlan
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
 from triforce_core.detokenizer import OutputText, TokenText, joined
 from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Output, Request
-from triforce_core.messages import Claim, SamplingParams, Verdict
+from triforce_core.messages import Claim, Drafting, SamplingParams, Verdict
 from triforce_core.models.files import load_tokenizer, stop_token_ids
 from triforce_core.models.load import ATTENTION
 from triforce_core.sampling.guides import Guide
@@ -81,7 +82,9 @@ def engine(drafter: str) -> Engine:
     target = random_model(vocab_size=VOCAB, num_hidden_layers=1, initializer_range=0.3)
     target.set_attn_implementation(ATTENTION)
     small = None if drafter == "ngram" else with_noise(target, 0.05, seed=2)
-    return local_engine(target, small, settings, with_noise(target, 0.02, seed=1))
+    made = local_engine(target, small, settings, with_noise(target, 0.02, seed=1))
+    made.controller = AnyPlan((6, 4), tuple(Drafting))  # of the requests that set no lookaheads
+    return made
 
 
 def text_of(case: random.Random) -> tuple[int, ...]:
@@ -112,7 +115,7 @@ def drawn_request(case: random.Random) -> Request:
         MAX_TOKENS,
         sampling,
         case.randrange(2**40),
-        case.choice([(8, 3), (4, 1), (3, 0), (0, 2), (6, 4)]),
+        case.choice([(8, 3), (4, 1), (3, 0), (0, 2), (6, 4), *[None] * 5]),
         stop_token_ids("demo"),
         grammar=guide.grammar() if guide else "",
         logprobs=maybe(None, 0, 3),

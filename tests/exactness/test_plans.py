@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -15,8 +16,9 @@ from triforce_core.engine.acceptances import Acceptances
 from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
-from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, SamplingParams, Tally
+from triforce_core.messages import GREEDY, SCORED, Drafting, Origin, Proposal, Proposer, SamplingParams, Tally, Work
 from triforce_core.plans import PLAIN, Plan
+from triforce_core.speculation.decoder import SpeculativeDecoder
 from triforce_core.speculation.lookup import Shadow
 
 CASE = Case(0.8, 1.0, (6, 3), 128, 8, 5, 0.05, 0.1, (16, 200), 60)
@@ -76,6 +78,50 @@ def test_any_plans_give_the_tokens_of_plain_decoding(engines: tuple[Engine, Engi
     expected = [run(plain, [request])[0][0] for request in requests(seed, (0, 0))]
     assert run(any_plan, requests(seed, None))[0] == expected
     assert run(own, requests(seed, None))[0] == expected
+
+
+class AnyTrees:
+    """A drafter that turns what its model drafts into a tree of any shape, with wrong tokens anywhere."""
+
+    def __init__(self, drafter: Proposer, seed: int) -> None:
+        self.drafter, self.rng, self.nodes = drafter, random.Random(seed), dict[int, int]()
+        self.shapes: set[tuple[int, ...]] = set()
+
+    def submit(self, work: list[Work]) -> None:
+        self.nodes |= {w.span.sequence_id: w.nodes for w in work}
+        self.drafter.submit(work)
+
+    def collect(self, timeout_s: float) -> list[Proposal]:
+        return [self.grown(proposal) for proposal in self.drafter.collect(timeout_s)]
+
+    def grown(self, proposal: Proposal) -> Proposal:
+        rng, tree = self.rng, proposal.tree
+        tokens, parents = [*tree.tokens], [*tree.parents]
+        while tokens and len(tokens) < self.nodes[proposal.sequence_id] and rng.random() < 0.8:
+            tokens.append(rng.choice([*tree.tokens, rng.randrange(256)]))
+            parents.append(rng.randrange(-1, len(parents)))
+        self.shapes.add(tuple(parents))
+        origins = proposal.origins[:1] * len(tokens)
+        return replace(proposal, tokens=tuple(tokens), parents=tuple(parents), origins=origins)
+
+    def release(self, sequence_ids: list[int]) -> None:
+        self.drafter.release(sequence_ids)
+
+
+def test_any_trees_give_the_tokens_of_plain_decoding(engines: tuple[Engine, Engine, Engine]) -> None:
+    """Whatever a drafting tier proposes."""
+    plain, grown = engines[0], engine(AnyPlan)
+    assert isinstance(grown.decoder, SpeculativeDecoder)
+    assert isinstance(grown.decoder.proposer, SpeculativeDecoder)
+    trees = grown.decoder.proposer.proposer = AnyTrees(grown.decoder.proposer.proposer, seed=1)
+    accepted = 0
+    for seed in range(6):
+        expected = [run(plain, [request])[0][0] for request in requests(seed, (0, 0))]
+        tokens, origins, _ = run(grown, requests(seed, None))
+        assert tokens == expected
+        accepted += Origin.DRAFT in origins
+    assert accepted
+    assert len(trees.shapes) > 100
 
 
 def test_all_kinds_of_plans_were_drawn(engines: tuple[Engine, Engine, Engine]) -> None:

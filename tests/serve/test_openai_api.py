@@ -163,7 +163,8 @@ def test_the_controller_says_what_it_planned(server: Server) -> None:
     assert controller["plain_ms_per_token"] > 0
     [target] = [tier for tier in server.status()["tiers"] if tier["tier"] == "target"]
     assert target["controller"]["latest"]
-    names = {"temperature", "retrieval", "model", "model_below", "lookup_first", "lookup", "lookup_long", "found"}
+    of_model = {"accepted", "accepted_below", "steps", "steps_below"}
+    names = {"temperature", "retrieval", *of_model, "lookup_first", "lookup", "lookup_long", "found"}
     assert set(target["controller"]["acceptance"][0]) == names
 
 

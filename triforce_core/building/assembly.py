@@ -43,8 +43,11 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
-    """Most tokens per sequence in its decoding pass: the drafted ones, the one before, and one that may be lacking."""
-    return settings.speculation.effective[1] + 2
+    """Most tokens per sequence in its decoding pass: the drafted ones, the one before, and one that may be lacking. Or
+    those of a tree and the tokens that were accepted last, because their KV was not kept.
+    """
+    lookahead, nodes = settings.speculation.effective[1], settings.speculation.nodes
+    return max(lookahead + 2, lookahead and settings.controlled and nodes and nodes + 4)
 
 
 def retrieval_verifier(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings) -> ModelVerifier:
@@ -96,7 +99,8 @@ def target_engine(
     policy = SnapshotSchedule(kv, sink, chunks, settings.retrieval.selector, settings.retrieval.refresh_every)
     own_drafter = Drafting.LOOKUP if settings.draft.model == "ngram" else Drafting.MODEL
     draftings = tuple(Drafting) if drafter_weights(settings) else (own_drafter,)
-    controller = Controller(settings.speculation.effective, draftings) if settings.controlled else None
+    given = settings.speculation
+    controller = Controller(given.effective, draftings, given.nodes) if settings.controlled else None
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller, inexact)
 
 

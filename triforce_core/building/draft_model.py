@@ -15,13 +15,14 @@ from triforce_core.models.load import kv_geometry
 from triforce_core.speculation.drafting import ModelProposer
 from triforce_core.speculation.leaf import Leaf
 
-FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token, the first step after a round a few
+FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token or a tree, the first step after a round a few
 
 
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
     """The draft tier that runs `model`, and looks up too where it is asked to."""
     kv = heavy_hitter_kv(model, settings) if settings.draft.cache == "heavy_hitter" else streaming_kv(model, settings)
-    runner = runner_for(model, kv, settings, FEW_DRAFT_TOKENS)
+    few = max(FEW_DRAFT_TOKENS, settings.speculation.nodes) if settings.controlled else FEW_DRAFT_TOKENS
+    runner = runner_for(model, kv, settings, few)
     return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
 
 

@@ -8,7 +8,15 @@ from triforce_core.plans import Acceptance, Plan
 
 # Before anything is learned.
 UNKNOWN = Acceptance(
-    retrieval=0.9, model=0.6, model_below=0.6, lookup_first=0.6, lookup=0.6, lookup_long=0.9, found=0.3
+    retrieval=0.9,
+    accepted=1.0,
+    accepted_below=1.0,
+    steps=2.0,
+    steps_below=2.0,
+    lookup_first=0.6,
+    lookup=0.6,
+    lookup_long=0.9,
+    found=0.3,
 )
 # Factor by which each token of a request reduces the weight of what its earlier tokens have shown.
 REQUEST_FADING = 0.98
@@ -19,7 +27,7 @@ TRUST = 3.0
 
 @dataclass(slots=True)
 class Chance:
-    """How often something happened lately."""
+    """How often something happened lately: a chance, or a mean if it can happen more than once at a time."""
 
     happened: float = 0.0
     times: float = 0.0
@@ -50,9 +58,9 @@ class Acceptances:
         target, below, leaf = (*tallies, Tally(), Tally(), Tally())[:3]
         if plan.retrieval:
             self.chances["retrieval"].add(target.accepted, target.rejected)
-            self._add_model("model_below", below)
+            self._add_model("accepted_below", "steps_below", below, leaf)
         else:
-            self._add_model("model", target)
+            self._add_model("accepted", "steps", target, leaf)
             self._add_draft(target)
         self._add_guesses(leaf)
 
@@ -85,9 +93,12 @@ class Acceptances:
         self.chances["lookup_first"].add(begun, found - begun)
         self.chances["lookup"].add(max(0, tally.accepted - begun), tally.rejected - (found - begun))
 
-    def _add_model(self, name: str, tally: Tally) -> None:
-        accepted, rejected = tally.accepted - tally.lookup_accepted, tally.rejected - tally.lookup_rejected
-        self.chances[name].add(accepted, rejected)
+    def _add_model(self, accepted: str, steps: str, verified: Tally, leaf: Tally) -> None:
+        """Add what became of the drafts of the model."""
+        if leaf.drafts:
+            right = verified.accepted - verified.lookup_accepted
+            self.chances[accepted].add(right, leaf.drafts - right)
+            self.chances[steps].add(leaf.passes, leaf.drafts - leaf.passes)
 
     def fade(self, kept: float) -> None:
         """Multiply the weight of everything learned by `kept`."""

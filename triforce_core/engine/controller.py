@@ -30,6 +30,7 @@ MOST_NEW, MOST_FIRST, MOST_COUNTED = 2.0, 10.0, 4.0
 # Before any was seen, in passes of the target over one token: a pass of the retrieval tier, one of the drafting model,
 # and what one more token adds to a pass of the target. Guesses on the low side are tried, and so corrected.
 RETRIEVAL_PASS, DRAFT_PASS, TOKEN = 0.2, 0.05, 0.03
+MOST_LEAST = 0.9  # so that the model drafts where it is sure
 WORTHWHILE = 0.92  # a plan must take less than this part of the time of plain decoding
 CHANGE = 0.97  # and less than this part of the time of the plan that it replaces
 REPLAN = 8  # tokens of each request after which a plan is chosen again
@@ -99,6 +100,18 @@ class Times:
             + of.steps * self.draft_s.given(DRAFT_PASS * plain_s)
         )
 
+    def least_gain(self, plan: Plan, of: Round) -> float:
+        """How many tokens the tier above the drafting model gives in the time that a pass of this model takes, and a
+        further token of the target if that is the tier above: a pass that is expected to give less is not worth it.
+        """
+        plain_s = self.plain_s.given(0.0, 0.0)
+        draft_s = self.draft_s.given(DRAFT_PASS * plain_s)
+        if plan.retrieval:
+            taken_s = of.passes * self.retrieval_s.given(RETRIEVAL_PASS * plain_s) + of.steps * draft_s
+            return min(MOST_LEAST, of.proposed * draft_s / taken_s)
+        further_s = draft_s + self.token_s.given(TOKEN * plain_s)
+        return min(MOST_LEAST, of.tokens * further_s / self.passes_s(of))
+
     def fade(self, kept: float) -> None:
         """Forget a little of what passes and rounds with drafts take, so that what was slow is tried again."""
         for each in (self.token_s, self.retrieval_s, self.draft_s, *self.ratio.values()):
@@ -143,11 +156,11 @@ class Controller:
     `decoding` in its methods are the live requests whose prompts are prefilled, those with lookaheads included.
     """
 
-    def __init__(self, lookaheads: tuple[int, int], draftings: tuple[Drafting, ...]) -> None:
+    def __init__(self, lookaheads: tuple[int, int], draftings: tuple[Drafting, ...], nodes: int = 0) -> None:
         """`lookaheads`: the most tokens that the retrieval tier and the lowest tier draft; 0: it does not. `draftings`:
-        how the lowest tier can draft.
+        how the lowest tier can draft. `nodes`: as in `Plan`.
         """
-        self.plans = plans(lookaheads, draftings)
+        self.plans = plans(lookaheads, draftings, nodes)
         self.looks_up = Drafting.LOOKUP in draftings and lookaheads[1] > 0  # the draft tier may do so
         self.known: dict[int, Acceptances] = {}  # what requests so far have shown, by temperature
         self.times: dict[Load, Times] = {}
@@ -155,6 +168,7 @@ class Controller:
         self.count = 1  # of requests in that pass
         self.choice, self.held_back = UNDECIDED, False  # for all planned requests
         self.plan_now = PLAIN  # of all planned requests
+        self.least_gain = 0.0  # as in `Plan`, of the choice
         self.planned_at, self.planned_for = -1.0, 0  # the end of the pass before it, and the requests decoding then
         self.chosen_for = (0, frozenset[int]())  # of the latest choice: the class of loads, and the requests
         self.committed = self.chosen_at = 0  # tokens of all requests: so far, and at the latest choice
@@ -301,7 +315,7 @@ class Controller:
             return PLAIN
         allowed = len(planned) * LOSS
         self.held_back = self.choice.plan.speculates and sum(s.drafted.saved for s in planned) < -allowed
-        return PLAIN if self.held_back else self.choice.plan
+        return PLAIN if self.held_back else self.choice.plan._replace(least_gain=self.least_gain)
 
     def _choose(self, planned: Several[Sequence], load: Load) -> None:
         """Choose a plan for these requests."""
@@ -313,7 +327,7 @@ class Controller:
         self.chosen_at = self.committed
         times, before = self._times(load), self.choice.plan
         if not times.plain_s.weight:
-            self.choice = UNDECIDED
+            self.choice, self.least_gain = UNDECIDED, 0.0
             return
         acceptance = self._acceptance(planned)
         remaining = min(HORIZON, fmean(s.spec.max_length - len(s.tokens) for s in planned))
@@ -332,6 +346,7 @@ class Controller:
         elif CHANGE * seconds[before] <= seconds[best] and seconds[before] <= WORTHWHILE * plain_s:
             best = before
         self.choice = Choice(best, seconds[best], plain_s)
+        self.least_gain = times.least_gain(best, expected_round(best, acceptance)) if best.draft else 0.0
         self.seldom = 1 if best.speculates or before.speculates else min(2 * self.seldom, MOST_SELDOM)
         for s in planned:
             s.stats.plan_changes += best.kind != before.kind

@@ -301,4 +301,5 @@ def next_round(sequence: Sequence) -> Work:
     """The work for one round of decoding. With a plain plan it states only the tokens that the target lacks."""
     plan = PLAIN if sequence.plan_waits else sequence.plan
     start = sequence.stated if plan.speculates else sequence.prefilled
-    return Work(sequence.span(start, len(sequence.tokens)), (1, *plan.lookaheads), drafting=plan.drafting)
+    span = sequence.span(start, len(sequence.tokens))
+    return Work(span, (1, *plan.lookaheads), True, plan.drafting, plan.nodes, plan.least_gain)

@@ -1,79 +1,162 @@
-"""Drafting by a model: the half of the lowest tier (leaf.py) that needs one. Prompt lookup is in lookup.py."""
+"""Drafting by a model: the half of the lowest tier (leaf.py) that needs one. Prompt lookup is in lookup.py.
 
+A model drafts one continuation, or a tree of them: under shared noise the tier above draws one token at each position,
+so several drafts of it cost no exactness. The most probable tokens are drafted, by their ranks and gaps
+(calibration.py), and no further once a pass of the model costs more than what it is expected to give.
+"""
+
+from dataclasses import dataclass, field
 from time import perf_counter
 
-from triforce_core.kv.base import Batch, Forward, Lack
-from triforce_core.messages import Origin, Proposal, SequenceSpec, Span, Tally, Tier, Work, wait_in_turn
-from triforce_core.models.drawing import NO_TOKEN, Drawer, by_sequence
+from triforce_core.kv.base import NO_TREE, Batch, Forward, Lack
+from triforce_core.messages import Origin, Proposal, SequenceSpec, Span, Tally, Tier, Tree, Work, wait_in_turn
+from triforce_core.models.drawing import NO_TOKEN, Drawer, Ranked, by_sequence
 from triforce_core.models.runner import ModelRunner
 from triforce_core.sampling.grammars import Grammars
+from triforce_core.speculation.calibration import RANKS, Calibration
+
+NODE = 0.125  # what one more token of a tree costs the tier above, relative to what a pass of the drafting model costs
+
+
+@dataclass(slots=True)
+class Draft:
+    """What is drafted for one work."""
+
+    work: Work
+    most: int  # tokens of the tree; 0: a chain is drafted
+    tree: Tree = NO_TREE
+    chances: dict[int, float] = field(default_factory=lambda: {-1: 1.0})  # by token: that it and all before are drawn
+    latest: list[int] = field(default_factory=lambda: [-1])  # the tokens of the last level, from which the next follows
+    rankings: dict[int, Ranked] = field(default_factory=dict)  # by token: of those that may follow it
+    depth: int = 0
+    lack: Lack | None = None
+    tally: Tally = field(default_factory=Tally)
+
+    @property
+    def chooses(self) -> bool:
+        """Whether what is drafted, and how far, goes by chances."""
+        return bool(self.most or self.work.least_gain)
+
+    def forward(self) -> Forward:
+        """What to forward for the next level. The KV of a continuation is kept, that of a tree is not."""
+        span, tokens = self.work.span, self.tree.tokens
+        if self.tree.is_chain:
+            return Forward(statement(span, tokens), 1, len(tokens))
+        stated = Span(span.sequence_id, span.end, ()) if span.end else span  # again: it may be a whole prompt
+        return Forward(stated, len(self.latest), tree=self.tree)
+
+    def extend(self, rankings: list[Ranked], calibration: Calibration, stops: tuple[int, ...]) -> None:
+        """Add a level; `rankings` are those after each token of the last. Nothing follows the tokens `stops`."""
+        self.rankings.update(zip(self.latest, rankings, strict=True))
+        found = [
+            (self.chances[before] * chance, before, token)
+            for before, ranked in zip(self.latest, rankings, strict=True)
+            if before < 0 or self.tree.tokens[before] not in stops
+            for chance, (token, _) in zip(calibration.chances(ranked), ranked, strict=True)
+        ]
+        found.sort(key=lambda each: -each[0])
+        least, first = NODE * self.work.least_gain, len(self.tree.tokens)
+        room = max(1, self.most - first)
+        chosen = [each for index, each in enumerate(found[:room]) if index == 0 or each[0] >= least]
+        for index, (chance, before, token) in enumerate(chosen, first):
+            self.tree = Tree((*self.tree.tokens, token), (*self.tree.parents, before))
+            self.chances[index] = chance
+        self.latest = [*range(first, first + len(chosen))]
+        self.depth += 1
+
+    def goes_on(self, spec: SequenceSpec, first_right: float) -> bool:
+        """Whether another level is worth a pass of the model. `first_right`: how often its first choice is right."""
+        if self.most and len(self.tree.tokens) >= self.most:
+            return False
+        going = [self.chances[index] for index in self.latest if self.tree.tokens[index] not in spec.stop_token_ids]
+        room = self.depth < self.work.lookaheads[0] and self.work.span.end + self.depth < spec.max_length - 1
+        return bool(going) and room and sum(going) * first_right >= self.work.least_gain
+
+    def proposal(self) -> Proposal:
+        return Proposal(
+            sequence_id=self.work.span.sequence_id,
+            start=self.work.span.end,
+            tokens=self.tree.tokens,
+            parents=() if self.tree.is_chain else self.tree.parents,
+            origins=bytes([Origin.DRAFT]) * len(self.tree.tokens),
+            missing_from=self.lack.missing_from if self.lack else None,
+            tallies=(self.tally,),
+        )
 
 
 class ModelProposer:
-    """A model drafts one token after another, for all waiting sequences in one batch."""
+    """A model drafts one level after another, for all waiting sequences in one batch."""
 
     tier = Tier.DRAFT
 
     def __init__(self, runner: ModelRunner, grammars: Grammars | None = None) -> None:
         self.runner, self.drawer = runner, Drawer(runner, grammars, wait_for_grammars=False)
         self.waiting: dict[int, Work] = {}
+        self.calibration = Calibration()
+        self.drafted: dict[int, Draft] = {}  # by sequence id: the latest, from which the next work lets us learn
 
     def submit(self, work: list[Work]) -> None:
         wait_in_turn(self.waiting, work)
 
     def collect(self, timeout_s: float) -> list[Proposal]:
         """Draft for all waiting work. Takes as long as the model needs; `timeout_s` is not used."""
-        work, self.waiting = list(self.waiting.values()), {}
-        drafted: list[tuple[int, ...]] = [()] * len(work)
-        tallies = [Tally()] * len(work)
-        lacks: dict[int, Lack] = {}
-        active = [i for i, w in enumerate(work) if w.lookaheads[0]]
+        most = self.runner.kv.most_nodes
+        drafts = [Draft(work, min(work.nodes, most)) for work in self.waiting.values()]
+        self.waiting = {}
+        for draft in drafts:
+            self._learn(draft.work.span)
+        active = [draft for draft in drafts if draft.work.lookaheads[0]]
+        ranked = any(draft.chooses for draft in active)
         while active:
-            forwards = [Forward(statement(work[i].span, drafted[i]), 1, len(drafted[i])) for i in active]
             began = perf_counter()
-            tokens, batch = self.step(forwards)
+            rankings, batch = self.step([draft.forward() for draft in active], ranked=ranked)
             this_pass = Tally(passes=1, busy_s=perf_counter() - began)
-            lacks.update(batch.lacking)
             unfinished = []
-            for i in active:
-                span = work[i].span
-                if span.sequence_id in tokens:
-                    tallies[i] += this_pass
-                if tokens.get(span.sequence_id, [NO_TOKEN]) == [NO_TOKEN]:
+            for draft in active:
+                sequence_id = draft.work.span.sequence_id
+                draft.lack = batch.lacking.get(sequence_id, draft.lack)
+                if sequence_id not in rankings:
                     continue
-                drafted[i] += tuple(tokens[span.sequence_id])
-                spec = self.runner.kv.held[span.sequence_id].spec
-                length = span.end + len(drafted[i])
-                if (
-                    len(drafted[i]) < work[i].lookaheads[0]
-                    and length < spec.max_length - 1
-                    and not ends(drafted[i], spec)
-                ):
-                    unfinished.append(i)
+                draft.tally += this_pass._replace(drafts=int(not draft.depth))
+                spec, found = self.runner.kv.held[sequence_id].spec, rankings[sequence_id]
+                if not draft.chooses:  # so that its neighbours in the pass change nothing
+                    found = [ranked[:1] for ranked in found]
+                draft.extend(found, self.calibration, spec.stop_token_ids)
+                if draft.goes_on(spec, self.calibration.first_right):
+                    unfinished.append(draft)
             active = unfinished
-        return [
-            self._answer(w, tokens, lacks.get(w.span.sequence_id), tally)
-            for w, tokens, tally in zip(work, drafted, tallies, strict=True)
-        ]
+        self.drafted.update({draft.work.span.sequence_id: draft for draft in drafts if draft.chooses})
+        return [draft.proposal() for draft in drafts]
 
-    def step(self, forwards: list[Forward]) -> tuple[dict[int, list[int]], Batch]:
-        """One pass, and the tokens drawn from it by sequence id."""
+    def step(self, forwards: list[Forward], *, ranked: bool) -> tuple[dict[int, list[Ranked]], Batch]:
+        """One pass, and by sequence id, for each token whose logits were asked for, what may follow it: the most
+        probable tokens if `ranked`, else only the first.
+        """
         logits, batch = self.runner.forward(forwards)
-        return self.drawer.draw(by_sequence(logits, batch.rows)), batch
+        of_rows = by_sequence(logits, batch.rows)
+        if ranked:
+            return self.drawer.ranked(of_rows, RANKS), batch
+        drawn = self.drawer.draw(of_rows)
+        return {i: [[(t, 0.0)] if t != NO_TOKEN else [] for t in tokens] for i, tokens in drawn.items()}, batch
 
-    def _answer(self, work: Work, tokens: tuple[int, ...], lack: Lack | None, tally: Tally) -> Proposal:
-        return Proposal(
-            sequence_id=work.span.sequence_id,
-            start=work.span.end,
-            tokens=tokens,
-            origins=bytes([Origin.DRAFT]) * len(tokens),
-            missing_from=lack.missing_from if lack else None,
-            tallies=(tally,),
-        )
+    def _learn(self, span: Span) -> None:
+        """Learn from what the text has become after the latest draft, if it is as it was before it."""
+        draft, at = self.drafted.pop(span.sequence_id, None), -1
+        if draft is None or draft.work.span.end != span.start:
+            return
+        for token in span.tokens:
+            if at not in draft.rankings:
+                break
+            self.calibration.learn(draft.rankings[at], token)
+            child = draft.tree.child(at, token)
+            if child is None:
+                break
+            at = child
 
     def release(self, sequence_ids: list[int]) -> None:
         for sequence_id in sequence_ids:
             self.waiting.pop(sequence_id, None)
+            self.drafted.pop(sequence_id, None)
         self.runner.release(sequence_ids)
         self.drawer.release(sequence_ids)
 
@@ -81,7 +164,3 @@ class ModelProposer:
 def statement(span: Span, drafted: tuple[int, ...]) -> Span:
     """The span itself at first; later only the tokens drafted after it, because the span may be a whole prompt."""
     return Span(span.sequence_id, span.end, drafted) if drafted and span.end else span.extended(drafted)
-
-
-def ends(tokens: tuple[int, ...], spec: SequenceSpec) -> bool:
-    return bool(tokens) and tokens[-1] in spec.stop_token_ids

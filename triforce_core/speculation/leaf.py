@@ -106,8 +106,8 @@ class Leaf:
     def _ask_model(self, work: list[Work]) -> list[Proposal]:
         if self.model is None or not work:
             return []
-        counts = {w.span.sequence_id: self._count(w) for w in work}
-        self.model.submit([Work(self.held[i].untold(i), (count,)) for i, count in counts.items()])
+        told = [(w, self.held[w.span.sequence_id].untold(w.span.sequence_id)) for w in work]
+        self.model.submit([replace(w, span=span, lookaheads=(self._count(w),)) for w, span in told])
         drafts = self.model.collect(0.0)
         for draft in drafts:
             lacks = draft.missing_from

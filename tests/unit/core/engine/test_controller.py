@@ -10,11 +10,12 @@ from statistics import fmean
 
 import pytest
 
+from triforce_core.engine.acceptances import Acceptances
 from triforce_core.engine.controller import HELD_BACK, LOSS, LOSS_SHARE, REPLAN, Controller
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.snapshot import CutRecord
 from triforce_core.messages import SCORED, Drafting, Proposal, SamplingParams, SequenceSpec, Span, Tally, Work
-from triforce_core.plans import PLAIN, Plan, plans
+from triforce_core.plans import PLAIN, Plan, halves
 
 LOOKAHEADS = (8, 3)
 REFRESH = 64
@@ -69,16 +70,19 @@ class Decoding:
         long = its.lookup if its.lookup_long is None else its.lookup_long
         return self.accepted(chain([its.lookup_first], repeat(its.lookup, SCORED - 1), repeat(long)), proposed)
 
-    def draft(self, plan: Plan) -> tuple[int, bool, float]:
-        """A draft: its tokens, whether prompt lookup made it, and the seconds it took."""
+    def draft(self, plan: Plan, chance: float) -> tuple[int, bool, float]:
+        """A draft: its tokens, whether prompt lookup made it, and the seconds it took. The model knows the chance of
+        its tokens, and runs no pass that is not worth it.
+        """
         found = plan.drafting is not Drafting.MODEL and self.rng.random() < self.machine.found
         if found or plan.drafting is Drafting.LOOKUP:
             return plan.draft * found, found, 0.0
-        return plan.draft, False, plan.draft * self.machine.draft
+        steps = next((n for n in range(1, plan.draft) if chance ** (n + 1) < plan.least_gain), plan.draft)
+        return steps, False, steps * self.machine.draft
 
     def below(self, plan: Plan, chance: float, verify_s: float) -> tuple[int, Tally, Tally, float]:
         """One round of drafting and verifying: the tokens added, the tallies of the two levels, the seconds."""
-        proposed, looked_up, seconds = self.draft(plan) if plan.draft else (0, False, 0.0)
+        proposed, looked_up, seconds = self.draft(plan, chance) if plan.draft else (0, False, 0.0)
         accepted, rejected = self.looked_up(proposed) if looked_up else self.accepted(repeat(chance), proposed)
         pass_s = verify_s + proposed * (self.machine.retrieval_token if plan.retrieval else self.machine.target_token)
         pass_s += 0.0 if plan.retrieval or not proposed else self.machine.target_several
@@ -86,8 +90,10 @@ class Decoding:
         guess, wrong = self.looked_up(4)
         scored = self.rng.random() < (accepted + 1) / SCORED  # when the text has grown by a guess
         found = self.rng.random() < self.machine.found and scored
-        steps = 0 if looked_up or plan.drafting is Drafting.LOOKUP else plan.draft
-        leaf = Tally(int(scored), 4 * found, guess * found, wrong * found, passes=steps, busy_s=seconds)
+        steps = 0 if looked_up or plan.drafting is Drafting.LOOKUP else proposed
+        leaf = Tally(
+            int(scored), 4 * found, guess * found, wrong * found, passes=steps, busy_s=seconds, drafts=int(steps > 0)
+        )
         return accepted + 1, tally, leaf, seconds + pass_s
 
     def round(self, plan: Plan) -> tuple[int, tuple[Tally, ...], float]:
@@ -196,7 +202,11 @@ def test_speculation_pays_or_is_off(name: str) -> None:
     def fixed_s(plan: Plan, requests: int = 4) -> float:
         return fmean(Decoding(machine, rng=random.Random(i)).request(256, plan)[0] for i in range(requests))
 
-    promising = sorted(plans(machine.lookaheads, tuple(Drafting)), key=lambda plan: fixed_s(plan, 1))[:10]
+    drafts = [(n, drafting) for n in (1, 2, 3, 4, 8, 11) for drafting in Drafting]
+    every = {PLAIN} | {
+        Plan(above, n, drafting) for above in (0, *halves(machine.lookaheads[0])) for n, drafting in drafts
+    }
+    promising = sorted(every, key=lambda plan: fixed_s(plan, 1))[:10]
     best = min(promising, key=fixed_s)
     average_s, plain_s = fmean(map(fmean, took)), fixed_s(PLAIN)
     assert average_s <= fixed_s(best, 40) / 0.87
@@ -479,12 +489,27 @@ def test_rounds_that_wait_for_a_snapshot_or_come_after_drafts_are_not_what_plain
     assert plain_ms(it) == pytest.approx(10)
 
 
+@pytest.mark.parametrize("drafting", [Drafting.MODEL, Drafting.BOTH])
+def test_drafts_of_the_model_are_told_from_those_of_lookup(drafting: Drafting) -> None:
+    """Of ten drafts of a block three were the model's: they took 12 passes, and 6 of their tokens were accepted."""
+    it, [one, _] = controller(), two_requests()
+    rounds(it, [one], [0.01] * 2)
+    below, leaf = Tally(10, 40, 26, 9, 20, 6), Tally(passes=12, drafts=3)
+    for _ in range(300):
+        answer = Proposal(1, PROMPT, (1,) * 4, b"", tallies=(Tally(1, 8, 3, 1), below, leaf))
+        it.learn(one, answer, Plan(8, 3, drafting), None)
+    known = it.known[4].given()
+    assert known.steps_below == pytest.approx(4, abs=0.1)
+    assert known.accepted_below == pytest.approx(2, abs=0.1)
+    assert known.steps == Acceptances().given().steps, "the target verified none"
+
+
 def test_a_round_that_a_prompt_delayed_says_what_was_accepted_and_nothing_of_times() -> None:
     it, [one, _] = controller(), two_requests()
     rounds(it, [one], [0.01] * 2)
-    tallies = Tally(1, 3, 3), Tally(), Tally()
+    tallies = Tally(1, 3, 3), Tally(), Tally(passes=3, drafts=1)
     it.learn(one, Proposal(1, PROMPT, (1,) * 4, b"", tallies=tallies), Plan(0, 3), None)
-    assert it.known[4].chances["model"].happened == 3
+    assert it.known[4].chances["accepted"].happened == 3
     assert one.drafted.saved == pytest.approx(2 * LOSS_SHARE), "of the plain rounds"
 
 

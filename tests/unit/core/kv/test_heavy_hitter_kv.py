@@ -325,5 +325,5 @@ def test_a_drafter_has_room_for_the_longest_draft() -> None:
     """A plan without the retrieval tier asks the lowest tier for as many tokens as both lookaheads together."""
     lookaheads = [MAX_LOOKAHEAD, MAX_LOOKAHEAD]
     with_drafts = load_settings(speculation={"lookaheads": lookaheads}, draft={"cache": "heavy_hitter"})
-    longest = max(plan.draft for plan in plans((MAX_LOOKAHEAD, MAX_LOOKAHEAD), tuple(Drafting)))
+    longest = max(plan.draft for plan in plans((MAX_LOOKAHEAD, MAX_LOOKAHEAD), tuple(Drafting), 16))
     assert draft_heavy_hitters(with_drafts).most_drafts >= longest == 2 * MAX_LOOKAHEAD
