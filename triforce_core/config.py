@@ -280,7 +280,7 @@ class SpeculationSettings(Strict):
         " tokens and when requests join or leave; off: always draft as far as the lookaheads say",
     )
     nodes: int = Field(
-        12,
+        11,
         ge=0,
         le=MAX_NODES,
         description="most tokens of a tree of continuations that the draft tier's model proposes to the retrieval tier,"

@@ -278,7 +278,7 @@ class Tally(NamedTuple):
     lookup_rejected: int = 0
     passes: int = 0  # passes of this level's model in which the sequence took part
     busy_s: float = 0.0  # seconds that these passes took, with the drawing of their tokens
-    drafts: int = 0  # of the lowest level: drafts that its model made
+    drafts: int = 0  # of a verifying level: proposals with tokens that it verified, but for those of prompt lookup
 
     @property
     def counts(self) -> Tally:

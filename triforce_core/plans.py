@@ -100,11 +100,12 @@ def expected_round(plan: Plan, acceptance: Acceptance) -> Round:
     accepted, by_lookup, by_model = drafts_accepted(plan, acceptance)
     tokens = 1 + sum(accepted)  # of a pass that verifies a draft
     if not plan.retrieval:
-        steps = by_model * acceptance.steps
+        steps = by_model * min(acceptance.steps, plan.draft)
         return Round(tokens, by_lookup * plan.draft + steps, 0, steps)
     passes = expected_passes(plan.retrieval, accepted)
     block = passes * tokens  # Wald's equation: all passes have the same distribution
-    return Round(1 + run(acceptance.retrieval, block), block, passes, passes * by_model * acceptance.steps_below)
+    steps = passes * by_model * min(acceptance.steps_below, plan.draft)
+    return Round(1 + run(acceptance.retrieval, block), block, passes, steps)
 
 
 def drafts_accepted(plan: Plan, acceptance: Acceptance) -> tuple[list[float], float, float]:

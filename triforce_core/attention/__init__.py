@@ -12,7 +12,7 @@ from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda
 from triforce_core.attention.flash_decoding import triton_ranged
 from triforce_core.attention.ranged import Ranged, gathered
 from triforce_core.attention.reference import blocked, reference
-from triforce_core.attention.tree import over_tree
+from triforce_core.attention.tree import over_tree, tree_mask
 from triforce_core.attention.trial import can_run
 from triforce_core.config import Settings
 from triforce_core.errors import require
@@ -115,4 +115,5 @@ __all__ = [
     "over_tree",
     "ranged_for",
     "torch_chunk_sums",
+    "tree_mask",
 ]

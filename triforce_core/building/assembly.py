@@ -6,7 +6,7 @@ from dataclasses import replace
 from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
-from triforce_core.building.drafters import drafter_for, drafter_weights
+from triforce_core.building.drafters import drafter_for, drafter_weights, most_nodes
 from triforce_core.building.exactness import make_exact
 from triforce_core.building.lossy import Lossy, NothingBelow, lossy_kv
 from triforce_core.building.runners import grammars_for, runner_for
@@ -43,11 +43,10 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
 
 
 def few_retrieval_tokens(settings: Settings) -> int:
-    """Most tokens per sequence in its decoding pass: the drafted ones, the one before, and one that may be lacking. Or
-    those of a tree and the tokens that were accepted last, because their KV was not kept.
+    """Most tokens per sequence in its decoding pass: the drafted ones, the one before, and one that may be lacking; or
+    a tree, and as many that were accepted last, because their KV was not kept.
     """
-    lookahead, nodes = settings.speculation.effective[1], settings.speculation.nodes
-    return max(lookahead + 2, lookahead and settings.controlled and nodes and nodes + 4)
+    return settings.speculation.effective[1] + 2 + most_nodes(settings)
 
 
 def retrieval_verifier(model: PreTrainedModel, kv: KVCache | LeadingKV, settings: Settings) -> ModelVerifier:
@@ -99,8 +98,8 @@ def target_engine(
     policy = SnapshotSchedule(kv, sink, chunks, settings.retrieval.selector, settings.retrieval.refresh_every)
     own_drafter = Drafting.LOOKUP if settings.draft.model == "ngram" else Drafting.MODEL
     draftings = tuple(Drafting) if drafter_weights(settings) else (own_drafter,)
-    given = settings.speculation
-    controller = Controller(given.effective, draftings, given.nodes) if settings.controlled else None
+    given = settings.speculation.effective, draftings, most_nodes(settings)
+    controller = Controller(*given) if settings.controlled else None
     return Engine(decoder, scheduler, policy, limits, first_sequence_id, doorbell, controller, inexact)
 
 

@@ -3,6 +3,7 @@
 from transformers import PreTrainedModel
 
 from triforce_core.attention import kernel_for
+from triforce_core.building.drafters import most_nodes
 from triforce_core.building.runners import grammars_for, runner_for
 from triforce_core.config import Settings
 from triforce_core.errors import require
@@ -21,8 +22,7 @@ FEW_DRAFT_TOKENS = 4  # per sequence: a drafting step has one token or a tree, t
 def draft_proposer(model: PreTrainedModel, settings: Settings) -> Leaf:
     """The draft tier that runs `model`, and looks up too where it is asked to."""
     kv = heavy_hitter_kv(model, settings) if settings.draft.cache == "heavy_hitter" else streaming_kv(model, settings)
-    few = max(FEW_DRAFT_TOKENS, settings.speculation.nodes) if settings.controlled else FEW_DRAFT_TOKENS
-    runner = runner_for(model, kv, settings, few)
+    runner = runner_for(model, kv, settings, max(FEW_DRAFT_TOKENS, most_nodes(settings)))
     return Leaf(ModelProposer(runner, grammars_for(settings, model.config.vocab_size)))
 
 

@@ -45,6 +45,12 @@ def drafter_weights(settings: Settings) -> str | None:
     return None if settings.draft.model in DRAFTERS else settings.draft.model
 
 
+def most_nodes(settings: Settings) -> int:
+    """The most tokens of a tree that the draft tier proposes; 0 if it proposes none."""
+    model = drafter_weights(settings) is not None and settings.draft.cache != "heavy_hitter"
+    return settings.speculation.nodes if model and settings.controlled and settings.speculation.effective[1] else 0
+
+
 def drafter_for(settings: Settings, model: PreTrainedModel | None) -> Drafter:
     """The draft tier. `model`: of `drafter_weights`; without it, drafts come from prompt lookup alone."""
     if make := DRAFTERS.get(settings.draft.model):

@@ -33,7 +33,7 @@ class Chance:
     times: float = 0.0
 
     def add(self, yes: float, no: float) -> None:
-        """Add that it happened `yes` times and failed to happen `no` times."""
+        """Add that it happened `yes` times in `yes` + `no` cases."""
         self.happened += yes
         self.times += yes + no
 
@@ -94,11 +94,11 @@ class Acceptances:
         self.chances["lookup"].add(max(0, tally.accepted - begun), tally.rejected - (found - begun))
 
     def _add_model(self, accepted: str, steps: str, verified: Tally, leaf: Tally) -> None:
-        """Add what became of the drafts of the model."""
-        if leaf.drafts:
+        """Add what became of the drafts of the model that were verified."""
+        if verified.drafts:
             right = verified.accepted - verified.lookup_accepted
-            self.chances[accepted].add(right, leaf.drafts - right)
-            self.chances[steps].add(leaf.passes, leaf.drafts - leaf.passes)
+            self.chances[accepted].add(right, verified.drafts - right)
+            self.chances[steps].add(leaf.passes, verified.drafts - leaf.passes)
 
     def fade(self, kept: float) -> None:
         """Multiply the weight of everything learned by `kept`."""

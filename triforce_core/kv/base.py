@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Kernel, Partial, merge, over_tree
+from triforce_core.attention import Kernel, Partial, merge, over_tree, tree_mask
 from triforce_core.kv.folds import Fold, Reading, plan
 from triforce_core.kv.in_blocks import BlockReading
 from triforce_core.kv.ranges import Range, RangeAllocator
@@ -139,6 +139,7 @@ class Batch:
     lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
     rest: list[Forward] = field(default_factory=list)  # for the next pass: what the policy cannot take in this one
     reading: Reading | BlockReading | None = None  # which rows read what together; None: each reads alone
+    masks: dict[int, Tensor] = field(default_factory=dict)  # of rows with trees, by `Row.first`: the same in all layers
 
     @property
     def num_tokens(self) -> int:
@@ -304,10 +305,12 @@ class KVCache(ABC):
             own = slice(row.first, row.stop)
             if row.placed.tree.tokens:
                 *ranges, (start, stop) = joined(alone, row.placed.writes)
-                near, parents = slice(start, stop), row.placed.tree.parents
-                parts.append(
-                    over_tree(self.kernel, query[:, own], pool_keys[:, near], pool_values[:, near], scale, parents)
-                )
+                near, near_values = pool_keys[:, start:stop], pool_values[:, start:stop]
+                if row.first not in batch.masks:
+                    parents = row.placed.tree.parents
+                    batch.masks[row.first] = tree_mask(self.kernel, query[:, own], near, parents)
+                mask = batch.masks[row.first]
+                parts.append(over_tree(self.kernel, query[:, own], near, near_values, scale, mask))
             elif len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
                 *ranges, (start, stop) = joined(alone, row.placed.writes)
                 parts.append(

@@ -47,8 +47,8 @@ class Drawer:
 
     @torch.inference_mode()
     def ranked(self, logits: LogitsOf, most: int) -> dict[int, list[Ranked]]:
-        """The tokens that `draw` would take first, second, … at each position: at most so many, the excluded left out.
-        The host waits for the device once.
+        """The tokens that `draw` would take first, second, … at each position: at most so many, the excluded left out,
+        equal ones in any order. The host waits for the device once.
         """
         if not logits:
             return {}

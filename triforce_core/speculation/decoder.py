@@ -300,6 +300,7 @@ class SpeculativeDecoder:
             rejected * looked_up,
             passes=int(took_part),
             busy_s=seconds * took_part,
+            drafts=int(took_part and bool(proposal.tokens) and not looked_up),
         )
         block.add_tallies([tally, *proposal.tallies])
         # A prefill chunk, or this tier lacks tokens or a snapshot, or no token can follow: the level above must act.

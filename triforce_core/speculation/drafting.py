@@ -117,7 +117,7 @@ class ModelProposer:
                 draft.lack = batch.lacking.get(sequence_id, draft.lack)
                 if sequence_id not in rankings:
                     continue
-                draft.tally += this_pass._replace(drafts=int(not draft.depth))
+                draft.tally += this_pass
                 spec, found = self.runner.kv.held[sequence_id].spec, rankings[sequence_id]
                 if not draft.chooses:  # so that its neighbours in the pass change nothing
                     found = [ranked[:1] for ranked in found]

@@ -233,6 +233,8 @@ def test_the_good_examples_are_good() -> None:
 VOCABULARY, CONTEXT = 1000, 100  # what the tier of the tests below knows
 LONG = range(1025)
 BAD_WORK: list[tuple[str, Callable[[pb.Work], object]]] = [
+    ("nodes", lambda work: setattr(work, "nodes", MAX_NODES + 1)),
+    ("least_gain", lambda work: setattr(work, "least_gain", math.nan)),
     ("span", lambda work: work.ClearField("span")),
     ("span.spec", lambda work: work.span.ClearField("spec")),
     ("span.tokens", lambda work: work.span.tokens.append(2**31)),
@@ -283,6 +285,10 @@ BAD_PROPOSALS: list[tuple[str, Callable[[pb.Proposal], object]]] = [
     ("tokens", lambda proposal: proposal.tokens.extend([1] * 200)),
     ("start", lambda proposal: setattr(proposal, "start", 2**32 - 1)),
     ("missing_from", lambda proposal: setattr(proposal, "missing_from", 3)),
+    ("parents", lambda proposal: proposal.parents.append(-1)),
+    ("parents", lambda proposal: proposal.parents.extend([-1] * 100)),
+    ("parents[1]", lambda proposal: proposal.parents.extend([-1, 1])),
+    ("parents[0]", lambda proposal: proposal.parents.extend([-2, 0])),
 ]
 
 

@@ -35,7 +35,7 @@ def test_depths_are_the_lengths_of_paths(tree: Tree) -> None:
 def test_what_is_followed_is_a_path(tree: Tree, tokens: tuple[int, ...]) -> None:
     count = follow(tree, tokens)
     assert tokens[:count] in paths(tree)
-    if not any(parents.count(parent) > 1 for parents in [tree.parents] for parent in parents):
+    if len(set(zip(tree.parents, tree.tokens, strict=True))) == len(tree.tokens):  # no equal siblings
         assert count == max(n for n in range(len(tokens) + 1) if tokens[:n] in paths(tree))
 
 

@@ -40,6 +40,7 @@ def played(plan: Plan, rng: random.Random) -> tuple[float, ...]:
             return next(wrong, plan.draft), plan.draft, 0
         if plan.drafting is Drafting.LOOKUP:
             return 0, 0, 0
+        passes = min(passes, plan.draft)
         steps = int(passes) + (rng.random() < passes % 1)
         return accepted(rng, chance, plan.draft), steps, steps
 

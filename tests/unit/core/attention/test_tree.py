@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.trees import any_parents, before
-from triforce_core.attention import KERNELS, over_tree
+from triforce_core.attention import KERNELS, over_tree, tree_mask
 from triforce_core.attention.reference import reference
 
 HEAD_DIM, SCALE = 16, 0.3
@@ -22,7 +22,8 @@ def test_a_token_sees_its_path_alone(name: str, past: int, text: int, nodes: int
     queries = text + nodes
     query = torch.randn(2 * group, queries, HEAD_DIM, generator=numbers)
     keys, values = torch.randn(2, 2, past + queries, HEAD_DIM, generator=numbers)
-    found = over_tree(KERNELS[name], query, keys, values, SCALE, parents)
+    mask = tree_mask(KERNELS[name], query, keys, parents)
+    found = over_tree(KERNELS[name], query, keys, values, SCALE, mask)
     for index in range(queries):
         visible = [*range(past), *(past + other for other in before(text, parents, index))]
         expected = reference(query[:, [index]], keys[:, visible], values[:, visible], SCALE, False)

@@ -86,14 +86,14 @@ class Decoding:
         accepted, rejected = self.looked_up(proposed) if looked_up else self.accepted(repeat(chance), proposed)
         pass_s = verify_s + proposed * (self.machine.retrieval_token if plan.retrieval else self.machine.target_token)
         pass_s += 0.0 if plan.retrieval or not proposed else self.machine.target_several
-        tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s)
+        drafts = int(proposed > 0 and not looked_up)
+        tally = Tally(1, proposed, accepted, rejected, accepted * looked_up, rejected * looked_up, 1, pass_s, drafts)
         guess, wrong = self.looked_up(4)
         scored = self.rng.random() < (accepted + 1) / SCORED  # when the text has grown by a guess
         found = self.rng.random() < self.machine.found and scored
         steps = 0 if looked_up or plan.drafting is Drafting.LOOKUP else proposed
-        leaf = Tally(
-            int(scored), 4 * found, guess * found, wrong * found, passes=steps, busy_s=seconds, drafts=int(steps > 0)
-        )
+        counted = int(scored), 4 * found, guess * found, wrong * found
+        leaf = Tally(*counted, passes=steps, busy_s=seconds)
         return accepted + 1, tally, leaf, seconds + pass_s
 
     def round(self, plan: Plan) -> tuple[int, tuple[Tally, ...], float]:
@@ -494,7 +494,7 @@ def test_drafts_of_the_model_are_told_from_those_of_lookup(drafting: Drafting) -
     """Of ten drafts of a block three were the model's: they took 12 passes, and 6 of their tokens were accepted."""
     it, [one, _] = controller(), two_requests()
     rounds(it, [one], [0.01] * 2)
-    below, leaf = Tally(10, 40, 26, 9, 20, 6), Tally(passes=12, drafts=3)
+    below, leaf = Tally(10, 40, 26, 9, 20, 6, drafts=3), Tally(passes=12)
     for _ in range(300):
         answer = Proposal(1, PROMPT, (1,) * 4, b"", tallies=(Tally(1, 8, 3, 1), below, leaf))
         it.learn(one, answer, Plan(8, 3, drafting), None)
@@ -502,12 +502,15 @@ def test_drafts_of_the_model_are_told_from_those_of_lookup(drafting: Drafting) -
     assert known.steps_below == pytest.approx(4, abs=0.1)
     assert known.accepted_below == pytest.approx(2, abs=0.1)
     assert known.steps == Acceptances().given().steps, "the target verified none"
+    unverified = Tally(1, 4), Tally(passes=3)  # the retrieval tier lacked a snapshot
+    it.learn(one, Proposal(1, PROMPT, (1,), b"", tallies=(Tally(1), *unverified)), Plan(8, 3, drafting), None)
+    assert it.known[4].given() == known
 
 
 def test_a_round_that_a_prompt_delayed_says_what_was_accepted_and_nothing_of_times() -> None:
     it, [one, _] = controller(), two_requests()
     rounds(it, [one], [0.01] * 2)
-    tallies = Tally(1, 3, 3), Tally(), Tally(passes=3, drafts=1)
+    tallies = Tally(1, 3, 3, drafts=1), Tally(), Tally(passes=3)
     it.learn(one, Proposal(1, PROMPT, (1,) * 4, b"", tallies=tallies), Plan(0, 3), None)
     assert it.known[4].chances["accepted"].happened == 3
     assert one.drafted.saved == pytest.approx(2 * LOSS_SHARE), "of the plain rounds"

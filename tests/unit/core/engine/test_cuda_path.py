@@ -23,6 +23,7 @@ from triforce_core.building import target_kv
 from triforce_core.building.inspection import runners_of
 from triforce_core.building.trial import LIBRARIES
 from triforce_core.config import Settings, load_settings
+from triforce_core.engine.controller import Controller
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.base import KVGeometry
@@ -32,7 +33,8 @@ from triforce_core.kv.pinned import BUFFER_BYTES
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
 from triforce_core.kv.selectors import SnapKV
 from triforce_core.kv.snapshot import ChunkSettings
-from triforce_core.messages import SamplingParams, SequenceSpec, Span, Tier
+from triforce_core.messages import Drafting, SamplingParams, SequenceSpec, Span, Tier
+from triforce_core.plans import Plan
 from triforce_tools.bench import device as bench
 from triforce_tools.bench.device import DeviceWorkload, synthetic_engine
 from triforce_tools.bench.fill import fill
@@ -201,6 +203,24 @@ def test_two_of_six_sequences_at_once(device: Device) -> None:
     assert made.engine.totals.stats.preempted == 0
     assert device.replays > 0
     assert device.pageable == 0
+
+
+@pytest.mark.parametrize("name", ["llama2-7b-128k", pytest.param("llama-3.1-8b", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("graphs", ["auto", pytest.param("off", marks=pytest.mark.slow)])
+def test_trees(device: Device, name: str, graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole trees for the retrieval tier, in captured passes and in others."""
+    monkeypatch.setattr(Controller, "plan", lambda *_: Plan(8, 3, Drafting.MODEL, 11, 0.01))
+    planned = [replace(request(sampling, 16_384), lookaheads=None) for sampling in (GREEDY, SAMPLED)]
+    made = run(device, geometry(name), *planned, graphs=graphs)
+    _, below, leaf = made.engine.totals.stats.tallies
+    assert below.proposed >= 8 * below.rounds, "they branch"
+    assert leaf.passes > below.drafts
+    assert (device.replays > 0) is (graphs == "auto")
+    retrieval = runners_of(made.engine)[Tier.RETRIEVAL].shaped
+    assert (retrieval is None) is (graphs == "off")
+    assert retrieval is None or retrieval.passes[-1].batch.shape.queries == 16, "11 nodes, and what was accepted last"
+    assert device.pageable == 0
+    assert max(syncs["tolist"] for syncs in made.rounds) <= 3 * 9
 
 
 @pytest.mark.parametrize("graphs", ["eager", "off"])
