@@ -28,7 +28,7 @@ def test_rounds_go_on_until_the_block_is_long_enough(
     assert block.tokens == (2, 3, 4, 5, 6), "rounds are not cut"
     assert (block.start, block.sequence_id) == (2, 1)
     assert list(block.origins) == [Tier.DRAFT, Tier.RETRIEVAL, Tier.DRAFT, Tier.DRAFT, Tier.RETRIEVAL]
-    assert block.tallies[0].counts == Tally(rounds=2, proposed=4, accepted=3, rejected=1, passes=2)
+    assert block.tallies[0].counts == Tally(rounds=2, proposed=4, accepted=3, rejected=1, passes=2, drafts=2)
     assert block.tallies[0].busy_s > 0
     assert block.tallies[1] == Tally()
     assert [(w.span.start, w.span.tokens, w.lookaheads) for w in below.asked] == [
@@ -208,7 +208,7 @@ def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, bel
     verifier.verdict = Verdict((2, 3), num_accepted=2, ended=True)
     (block,) = decoder.collect(1.0)
     assert block.tokens == (2, 3)
-    assert block.tallies[0].counts == Tally(rounds=1, proposed=2, accepted=2, rejected=0, passes=1)
+    assert block.tallies[0].counts == Tally(rounds=1, proposed=2, accepted=2, rejected=0, passes=1, drafts=1)
 
 
 def test_a_proposal_that_the_verifier_shortens_is_not_rejected(
@@ -222,7 +222,7 @@ def test_a_proposal_that_the_verifier_shortens_is_not_rejected(
         below.answers = [[drafted(2, (2, 3, 4), sequence_id)]]
         verifier.verdict = Verdict((2, own), num_accepted=1)
         (block,) = decoder.collect(1.0)
-        assert block.tallies[0].counts == Tally(rounds=1, proposed=3, accepted=1, rejected=rejected, passes=1)
+        assert block.tallies[0].counts == Tally(rounds=1, proposed=3, accepted=1, rejected=rejected, passes=1, drafts=1)
 
 
 def test_each_round_states_below_only_what_is_new(decoder: SpeculativeDecoder, below: Below) -> None:
