@@ -199,7 +199,8 @@ def test_a_sequence_that_could_not_be_verified_took_part_in_no_pass(
     below.answers = [[drafted(2, (2,))]]
     verifier.verdict = lacks
     (proposal,) = decoder.collect(1.0)
-    assert (proposal.tallies[0].passes, proposal.tallies[0].busy_s) == (0, 0)
+    tally = proposal.tallies[0]
+    assert (tally.passes, tally.busy_s, tally.drafts) == (0, 0, 0)
 
 
 def test_an_ended_sequence_is_handed_up_at_once(decoder: SpeculativeDecoder, below: Below, verifier: Counting) -> None:

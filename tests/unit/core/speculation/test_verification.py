@@ -135,6 +135,7 @@ def test_what_follows_a_token_of_a_tree_is_drawn_as_if_its_path_were_the_text(sa
         forwards = [Forward(Span(i, 0, text[:end], spec), count + 1, tree=tree) for i, spec in specs.items()]
         logits, batch = ours.forward(forwards)
         random_logits = torch.randn(logits[: count + 1].shape, generator=torch.Generator().manual_seed(end))
+        random_logits[:, 6:] -= 100  # what is drawn are tokens of the text, on which the edits depend
         of_rows = by_sequence(torch.cat([random_logits, random_logits]), batch.rows)
         found, ranked = drawer.draw(of_rows), drawer.ranked(of_rows, 3)
         for node in range(-1, count):
