@@ -36,4 +36,4 @@ def seen(queries: int, trees_of: list[tuple[int, ...]]) -> Tensor:
     """As `ranged.attend` takes it, for sequences whose last tokens are these trees."""
     words = -(-queries // WORD)
     numbers = [n for parents in trees_of for n in seen_of(queries - len(parents), parents, words)]
-    return torch.tensor(numbers).unflatten(0, (-1, words))
+    return torch.tensor(numbers).unflatten(0, (-1, queries, words))

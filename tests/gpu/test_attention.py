@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.trees import any_parents, seen
-from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, has_flash_attn
+from triforce_core.attention import KERNELS, ON_CUDA, Kernel, Ranged, Scoring, has_flash_attn
 from triforce_core.attention.chunk_sums import torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cuda_flash import flash_ranged
 from triforce_core.attention.flash_decoding import triton_ranged
@@ -97,9 +97,9 @@ def test_ranges_that_are_tensors(ranged: Ranged, queries: int, splits: int, grou
     own = normal(2, kv_heads, tokens, head_dim, seed=11)
     of_trees = [any_parents(Random(i), min(i, queries)) for i in range(len(starts))]
     each_sees, scale = seen(queries, of_trees).cuda(), head_dim**-0.5
-    merged = attend(ranged, query, own[0], own[1], (pool[0], pool[1]), scale, items, each_sees)
+    merged = attend(ranged, query, own[0], own[1], (pool[0], pool[1]), Scoring(scale), items, each_sees)
     in_full = pool[0].float(), pool[1].float()
-    exact = attend(gathered, query.float(), *own.float(), in_full, scale, items, each_sees)
+    exact = attend(gathered, query.float(), *own.float(), in_full, Scoring(scale), items, each_sees)
     torch.testing.assert_close(merged.float(), exact, atol=OUTPUT, rtol=0)
 
 

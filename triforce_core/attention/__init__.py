@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import torch
 
-from triforce_core.attention.base import Kernel, Partial, merge
+from triforce_core.attention.base import Kernel, Partial, Scoring, merge
 from triforce_core.attention.chunk_sums import ChunkSums, torch_chunk_sums, triton_chunk_sums
 from triforce_core.attention.cpu_flash import cpu_flash
 from triforce_core.attention.cuda_flash import HEAD_DIM_STEP, MAX_HEAD_DIM, cuda_flash, flash_attn, flash_ranged
@@ -105,6 +105,7 @@ __all__ = [
     "Kernel",
     "Partial",
     "Ranged",
+    "Scoring",
     "check_kernel",
     "chunk_sums_for",
     "default_kernel",

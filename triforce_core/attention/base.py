@@ -14,6 +14,20 @@ class Partial(NamedTuple):
     lse: Tensor  # [heads, queries] float32: log of the sum of exp(scores), the weight in the merge
 
 
+class Scoring(NamedTuple):
+    """How a layer weighs keys."""
+
+    scale: float  # of the products of queries and keys
+    # [heads]: a learned score of each head, which takes part in its softmax and has no value (gpt-oss).
+    sinks: Tensor | None = None
+
+    def sink(self, query: Tensor) -> list[Partial]:
+        """What the learned sinks add to the results of these queries, if there are any."""
+        if self.sinks is None:
+            return []
+        return [Partial(torch.zeros_like(query), self.sinks.float()[:, None].expand(query.shape[:2]))]
+
+
 # kernel(query [heads, queries, head_dim], keys [kv_heads, keys, head_dim], values, scale, causal) -> Partial
 # `heads` is a multiple of `kv_heads`: query head h reads KV head h // (heads / kv_heads).
 # With `causal` the last keys are those of the queries' tokens, one per query, and no query sees keys after its own.

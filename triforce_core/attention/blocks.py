@@ -5,6 +5,8 @@ Keys are cut into blocks at fixed positions of the text. Each block of a query i
 are merged in an order that depends on their number alone. Every other operation works on single elements.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -75,12 +77,21 @@ def future(first: int, queries: int, rows: Tensor) -> Tensor:
     return own.repeat(-(-rows.shape[1] // queries), 1)[None, None, : rows.shape[1]]
 
 
-def merged(parts: list[Partial]) -> Tensor:
-    """Merge the results over the blocks of a text, in the order of their positions: [kv_heads, rows, head_dim]."""
-    if sum(len(part.output) for part in parts) == 1:
+def past(first: int, queries: int, rows: Tensor) -> Tensor:
+    """As `future`: -inf at keys before the window of a query; the first query's window begins at index `first`."""
+    before = rows.new_full((queries, BLOCK), -torch.inf).tril_(first - 1)
+    return before.repeat(-(-rows.shape[1] // queries), 1)[None, None, : rows.shape[1]]
+
+
+def merged(parts: list[Partial], sinks: Sequence[Tensor] = ()) -> Tensor:
+    """Merge the results over the blocks of a text, in the order of their positions: [kv_heads, rows, head_dim].
+    `sinks`: one tensor [1, kv_heads, rows] with the learned sinks of the rows, or none.
+    """
+    if sum(len(part.output) for part in parts) == 1 and not sinks:
         return parts[0].output[0]
     # Along the last dimension, each row's softmax is computed by itself.
-    shares = torch.cat([part.lse for part in parts]).permute(1, 2, 0).softmax(-1).permute(2, 0, 1).unsqueeze(-1)
+    lses = torch.cat([*(part.lse for part in parts), *sinks]).permute(1, 2, 0)
+    shares = lses.softmax(-1).permute(2, 0, 1).unsqueeze(-1)[: lses.shape[-1] - len(sinks)]
     found = torch.empty_like(parts[0].output[0])
     most = MOST_MERGED if found.device.type == "cpu" else MOST_RESULTS
     step = max(1, most // (len(shares) * found[:, 0].numel()))

@@ -12,14 +12,14 @@ from math import ceil
 import torch
 from torch import Tensor
 
-from triforce_core.attention.base import Partial
+from triforce_core.attention.base import Partial, Scoring
 
 LEAST_KEYS = 256  # per item; with fewer keys, merging the items costs more than reading them
 
 
 @dataclass(frozen=True, slots=True)
 class WorkItems:
-    """`splits` items per sequence; in each, the sequence's queries see slots [start, start + length). All int32."""
+    """`splits` items per sequence, or per token; in each, its queries see slots [start, start + length). All int32."""
 
     starts: Tensor  # [items + 1]; the last has no meaning
     lengths: Tensor  # [items]; 0: an empty item
@@ -48,8 +48,8 @@ def cut(ranges: list[tuple[int, int]], splits: int) -> list[tuple[int, int]]:
     return pieces + [(0, 0)] * (splits - len(pieces))
 
 
-# join(past, query, keys, values, scale, seen) -> output: `joined_with_own`, or the same compiled.
-Join = Callable[[Partial, Tensor, Tensor, Tensor, float, Tensor], Tensor]
+# join(past, query, keys, values, scale, seen, sinks) -> output: `joined_with_own`, or the same compiled.
+Join = Callable[[Partial, Tensor, Tensor, Tensor, float, Tensor, Tensor | None], Tensor]
 WORD = 31  # bits of a number that says which tokens another sees: they are copied as signed numbers of 32 bits
 
 
@@ -63,7 +63,9 @@ def seen_of(text: int, parents: tuple[int, ...], words: int) -> list[int]:
     return [seen >> WORD * word & 2**WORD - 1 for seen in found for word in range(words)]
 
 
-def joined_with_own(past: Partial, query: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor) -> Tensor:
+def joined_with_own(
+    past: Partial, query: Tensor, keys: Tensor, values: Tensor, scale: float, seen: Tensor, sinks: Tensor | None
+) -> Tensor:
     """Merge the result of `over_items` with attention over the few tokens of the pass itself.
 
     query [kv_heads, group, sequences, queries, head_dim]; keys and values have the same shape without group; `seen`
@@ -75,6 +77,8 @@ def joined_with_own(past: Partial, query: Tensor, keys: Tensor, values: Tensor, 
     numbers = torch.arange(scores.shape[-1], device=scores.device)
     scores = scores.masked_fill((seen[..., numbers // WORD] >> numbers % WORD) % 2 == 0, -torch.inf)
     lse = torch.logaddexp(past.lse.logsumexp(0), scores.logsumexp(-1))  # over all keys that a query sees
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.float().reshape(*lse.shape[:2], 1, 1))
     output = (scores - lse.unsqueeze(-1)).exp() @ near_values
     output = output + ((past.lse - lse).exp().unsqueeze(-1) * past.output).sum(0)
     return output.permute(2, 3, 0, 1, 4).flatten(2, 3).flatten(0, 1).to(query.dtype)
@@ -86,7 +90,7 @@ def attend(
     keys: Tensor,
     values: Tensor,
     pool: tuple[Tensor, Tensor],
-    scale: float,
+    scoring: Scoring,
     items: WorkItems,
     seen: Tensor,
     join: Join = joined_with_own,
@@ -94,28 +98,29 @@ def attend(
     """Attention of one pass. query [heads, tokens, head_dim]; keys and values [kv_heads, tokens, head_dim] of the same
     tokens, sequence by sequence; `pool` holds keys and values [kv_heads, slots, head_dim].
 
-    Returns [tokens, heads, head_dim]. Each token sees its sequence's items, and of its sequence's tokens those that
-    `seen` [tokens, words] says.
+    Returns [tokens, heads, head_dim]. The items are those of the sequences, or of the single tokens. Of its sequence's
+    tokens each sees those that `seen` [sequences, queries, words] says.
     """
-    kv_heads, sequences = keys.shape[0], items.lengths.shape[0] // items.splits
-    query = query.unflatten(1, (sequences, -1)).unflatten(0, (kv_heads, -1))
-    past = over_items(ranged, query, *pool, scale, items)
+    kv_heads, sequences, readers = keys.shape[0], seen.shape[0], items.lengths.shape[0] // items.splits
+    query = query.unflatten(0, (kv_heads, -1))
+    past = over_items(ranged, query.unflatten(2, (readers, -1)), *pool, scoring.scale, items)
+    past = Partial(*(part.flatten(3, 4).unflatten(3, (sequences, -1)) for part in past))
     own = keys.unflatten(1, (sequences, -1)), values.unflatten(1, (sequences, -1))
-    return join(past, query, *own, scale, seen.unflatten(0, (sequences, -1)))
+    return join(past, query.unflatten(2, (sequences, -1)), *own, scoring.scale, seen, scoring.sinks)
 
 
 def over_items(ranged: Ranged, query: Tensor, keys: Tensor, values: Tensor, scale: float, items: WorkItems) -> Partial:
-    """query [kv_heads, group, sequences, queries, head_dim] → output [splits, *query's], and lse the same without
+    """query [kv_heads, group, readers, queries, head_dim] → output [splits, *query's], and lse the same without
     head_dim.
 
     The heads of a group are folded into queries, so that KV is read once for all of them.
     """
-    kv_heads, group, sequences, queries, head_dim = query.shape
+    kv_heads, group, readers, queries, head_dim = query.shape
     repeated = query.permute(2, 1, 3, 0, 4)[:, None].expand(-1, items.splits, -1, -1, -1, -1)
-    each = repeated.reshape(sequences * items.splits, group * queries, kv_heads, head_dim)  # one copy
+    each = repeated.reshape(readers * items.splits, group * queries, kv_heads, head_dim)  # one copy
     output, lse = ranged(each, keys, values, scale, items)
-    output = output.unflatten(1, (group, queries)).unflatten(0, (sequences, items.splits))
-    lse = lse.unflatten(2, (group, queries)).unflatten(1, (sequences, items.splits))
+    output = output.unflatten(1, (group, queries)).unflatten(0, (readers, items.splits))
+    lse = lse.unflatten(2, (group, queries)).unflatten(1, (readers, items.splits))
     return Partial(output.permute(1, 4, 2, 0, 3, 5), lse.permute(2, 0, 3, 1, 4))
 
 

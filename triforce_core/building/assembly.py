@@ -39,7 +39,8 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     geometry, sequences, budget = kv_geometry(model), settings.max_sequences, settings.retrieval.budget
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
     check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")
-    return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim))
+    chunks = ChunkSettings.halved(budget, settings.retrieval.chunk)
+    return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim), chunks)
 
 
 def few_retrieval_tokens(settings: Settings) -> int:

@@ -15,13 +15,27 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Kernel, Partial, merge, over_tree, tree_mask
+from triforce_core.attention import Kernel, Partial, Scoring, merge, over_tree, tree_mask
 from triforce_core.kv.folds import Fold, Reading, plan
 from triforce_core.kv.in_blocks import BlockReading
 from triforce_core.kv.ranges import Range, RangeAllocator
 from triforce_core.messages import SequenceSpec, Span, Tree, agreement
 
 NO_TREE = Tree((), ())
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Sliding windows: in these layers a token sees the last `size` tokens alone, itself included."""
+
+    size: int = 0
+    layers: frozenset[int] = frozenset()
+
+    def of(self, layer: int) -> int | None:
+        return self.size if layer in self.layers else None
+
+
+NO_WINDOWS = Windows()
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +47,7 @@ class KVGeometry:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    windows: Windows = NO_WINDOWS
 
     @property
     def bytes_per_token(self) -> int:
@@ -83,6 +98,9 @@ class Placement:
     visible: list[Range]  # slots of the earlier KV that all these tokens see
     left: int = 0  # last tokens of the statement that another pass must forward, after this one
     tree: Tree = NO_TREE  # follows the tokens
+    # In layers with a window, the slots that all these tokens see, if the policy does not show these tokens all that
+    # the others see. The full cache heeds windows by itself, and exactly.
+    near: list[Range] | None = None
 
     @property
     def all_tokens(self) -> list[int]:
@@ -127,7 +145,9 @@ class Row:
 class Attending(Protocol):
     """The part of a cache that a model's attention calls."""
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor: ...
+    def attend(
+        self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch
+    ) -> Tensor: ...
 
 
 @dataclass(slots=True)
@@ -139,6 +159,7 @@ class Batch:
     lacking: dict[int, Lack] = field(default_factory=dict)  # by sequence id
     rest: list[Forward] = field(default_factory=list)  # for the next pass: what the policy cannot take in this one
     reading: Reading | BlockReading | None = None  # which rows read what together; None: each reads alone
+    in_window: BlockReading | None = None  # as `reading`, in layers with a window
     masks: dict[int, Tensor] = field(default_factory=dict)  # of rows with trees, by `Row.first`: the same in all layers
 
     @property
@@ -277,7 +298,7 @@ class KVCache(ABC):
         """The keys and values of a layer that attention reads and writes, [kv_heads, pool_tokens, head_dim] each."""
         return self.keys[layer], self.values[layer]
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
         """Store the new KV and attend. query [heads, tokens, head_dim], keys and values [kv_heads, tokens, head_dim].
 
         Returns [tokens, heads, head_dim]. The tokens of a row see its visible slots, and one another causally.
@@ -290,16 +311,25 @@ class KVCache(ABC):
                 pool_keys[:, start:stop] = keys[:, new]
                 pool_values[:, start:stop] = values[:, new]
                 first = new.stop
-        return self._attended(query, (keys, values), (pool_keys, pool_values), scale, batch)
+        return self._attended(layer, query, (keys, values), (pool_keys, pool_values), scoring, batch)
 
     def _attended(
-        self, query: Tensor, new: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor], scale: float, batch: Batch
+        self,
+        layer: int,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        pool: tuple[Tensor, Tensor],
+        scoring: Scoring,
+        batch: Batch,
     ) -> Tensor:
         """The result of `attend`, once the KV of the pass, `new`, is in the pool as well."""
         (keys, values), (pool_keys, pool_values) = new, pool
         output = query.new_empty(query.shape[1], query.shape[0], query.shape[2])
         assert not isinstance(batch.reading, BlockReading)
-        reading = batch.reading or Reading([], [row.placed.visible for row in batch.rows])
+        reading, scale = batch.reading or Reading([], [row.placed.visible for row in batch.rows]), scoring.scale
+        if layer in self.geometry.windows.layers:
+            placed = [row.placed for row in batch.rows]
+            reading = Reading([], [each.visible if each.near is None else each.near for each in placed])
         together = self._attend_together(query, pool_keys, pool_values, scale, batch.rows, reading.folds)
         for row, alone, parts in zip(batch.rows, reading.alone, together, strict=True):
             own = slice(row.first, row.stop)
@@ -323,7 +353,7 @@ class KVCache(ABC):
                 self.kernel(query[:, own], pool_keys[:, start:stop], pool_values[:, start:stop], scale, False)
                 for start, stop in ranges
             ]
-            output[own] = merge(parts).transpose(0, 1)
+            output[own] = merge(parts + scoring.sink(query[:, own])).transpose(0, 1)
         return output
 
     def _attend_together(

@@ -27,6 +27,7 @@ class SnapshotCutter:
         assert position <= held.cached, "a snapshot is cut of settled KV"
         self.pools, self.held, self.position, self.settings, self.selector = pools, held, position, chunks, selector
         self.geometry, self.chunk = pools.geometry, chunks.chunk
+        self.whole = sorted({*range(self.geometry.num_layers)} - self.geometry.windows.layers)
         device = self.geometry.device
         ranges = [torch.arange(start, stop, device=device) for start, stop in sliced(held.ranges, 0, position)]
         self.slots = torch.cat(ranges or [torch.arange(0, device=device)])  # the slot of each token, [position] int64
@@ -37,10 +38,11 @@ class SnapshotCutter:
         """
         chosen = self.choose()
         before = self._layout_before(base)
-        known = chosen[..., :0] if before is None else before.chunks
-        complete = self.position // self.chunk
-        arranged, fresh = arrange(known, chosen, complete)
-        kept = min(known.shape[-1], chosen.shape[-1])
+        nothing = chosen.new_empty(self.geometry.num_layers, self.geometry.num_kv_heads, 0)
+        known = nothing if before is None else before.chunks
+        kept, complete = min(known.shape[-1], chosen.shape[-1]), self.position // self.chunk
+        arranged, fresh = self._in_windows(known[..., :kept], chosen.shape[-1])
+        arranged[self.whole], fresh[self.whole] = arrange(known[self.whole], chosen, complete)
         changes = None
         if before is not None:
             replaced = fresh[..., :kept]
@@ -72,19 +74,33 @@ class SnapshotCutter:
     # -- which chunks ----------------------------------------------------------------------------------------------
 
     def choose(self) -> Tensor:
-        """The complete chunks of the snapshot, [layers, kv_heads, chunks] int64, ascending: the first chunk, the chunks
-        of the recent window, and those that the selector ranks highest, chosen per layer and KV head.
+        """The complete chunks of the snapshot in layers without a window, [layers, kv_heads, chunks] int64, ascending:
+        the first chunk, the chunks of the recent window, and those that the selector ranks highest, chosen per layer
+        and KV head.
         """
-        layers, kv_heads = self.geometry.num_layers, self.geometry.num_kv_heads
+        layers, kv_heads = len(self.whole), self.geometry.num_kv_heads
         local_start, num_chosen = self.settings.split(self.position)
         first_local, complete = local_start // self.chunk, self.position // self.chunk
         if num_chosen == first_local:  # all fit
             return torch.arange(complete, device=self.slots.device).expand(layers, kv_heads, -1)
-        scores = torch.stack([self.selector.scores(LayerChunks(self, layer, first_local)) for layer in range(layers)])
-        scores[:, :, 0] = torch.inf  # the attention sinks
-        best = scores.topk(num_chosen, dim=-1).indices.sort(-1).values
+        best = torch.empty(0, kv_heads, num_chosen, dtype=torch.int64, device=self.slots.device)
+        if self.whole:
+            scores = torch.stack([self.selector.scores(LayerChunks(self, layer, first_local)) for layer in self.whole])
+            scores[:, :, 0] = torch.inf  # the attention sinks
+            best = scores.topk(num_chosen, dim=-1).indices.sort(-1).values
         local = torch.arange(first_local, complete, device=self.slots.device).expand(layers, kv_heads, -1)
         return torch.cat([best, local], dim=2)
+
+    def _in_windows(self, known: Tensor, places: int) -> tuple[Tensor, Tensor]:
+        """As `arrange`, for layers with a window: see `ChunkSettings.near`."""
+        numbers, last = torch.arange(places, device=known.device), self.position // self.chunk - 1
+        near = self.settings.near(self.geometry.windows.size)
+        latest = torch.where(numbers < near, last - (last - numbers) % near, numbers)
+        arranged = latest.repeat(*known.shape[:2], 1)
+        arranged[..., near : known.shape[-1]] = known[..., near:]
+        fresh = torch.ones_like(arranged, dtype=torch.bool)
+        fresh[..., : known.shape[-1]] = arranged[..., : known.shape[-1]] != known
+        return arranged, fresh
 
     def keys(self, layer: int, start: int, stop: int, together: int) -> Iterator[tuple[int, Tensor]]:
         """The keys from position `start` to `stop`, at most `together` tokens at a time, in whole chunks but for the

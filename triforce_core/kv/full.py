@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from triforce_core.attention import ChunkSums, Kernel, torch_chunk_sums
+from triforce_core.attention import ChunkSums, Kernel, Scoring, torch_chunk_sums
 from triforce_core.kv.base import Batch, Held, KVCache, KVGeometry, Placement, Row, joined
 from triforce_core.kv.cutting import SnapshotCutter
 from triforce_core.kv.folds import Reading
@@ -21,6 +21,7 @@ from triforce_core.kv.ranges import Range, paired, rounded_up, size_of, sliced
 from triforce_core.kv.selectors import SELECTORS, Landmark, Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.kv.text_slots import FIRST_GROWTH, MOST_RANGES, TextSlots, wish
+from triforce_core.kv.windowed import attend_in_window
 from triforce_core.messages import SequenceSpec
 
 # A pass over at least this number of tokens of a sequence computes the landmarks of their chunks. After shorter passes
@@ -205,11 +206,11 @@ class FullKV(KVCache):
         )
 
     def _plan(self, rows: list[Row]) -> Reading | BlockReading | None:
-        if not self.in_blocks:
-            return super()._plan(rows)
-        texts = [self._text_of(row) for row in rows]
-        placed = [(row.first, row.placed.positions) for row in rows]
-        return plan_blocks([group for one, text in zip(placed, texts, strict=True) for group in groups_of(*one, text)])
+        return self._plan_blocks(rows) if self.in_blocks else super()._plan(rows)
+
+    def _plan_blocks(self, rows: list[Row], window: int | None = None) -> BlockReading:
+        texts = [(row.first, row.placed.positions, self._text_of(row)) for row in rows]
+        return plan_blocks([group for text in texts for group in groups_of(*text, window)])
 
     def _text_of(self, row: Row) -> list[Range]:
         """The slots of a row's text, with those behind its tokens if the sequence owns them: they hold finite numbers.
@@ -219,16 +220,29 @@ class FullKV(KVCache):
         return owned if sliced(owned, 0, size_of(text)) == text else text
 
     def _attended(
-        self, query: Tensor, new: tuple[Tensor, Tensor], pool: tuple[Tensor, Tensor], scale: float, batch: Batch
+        self,
+        layer: int,
+        query: Tensor,
+        new: tuple[Tensor, Tensor],
+        pool: tuple[Tensor, Tensor],
+        scoring: Scoring,
+        batch: Batch,
     ) -> Tensor:
-        if not self.in_blocks:
-            return super()._attended(query, new, pool, scale, batch)
-        batch.reading = batch.reading or self._plan(batch.rows)
-        assert isinstance(batch.reading, BlockReading)
-        return attend_in_blocks(query, *pool, scale, batch.reading)
+        window = self.geometry.windows.of(layer)
+        if window is None:
+            if not self.in_blocks:
+                return super()._attended(layer, query, new, pool, scoring, batch)
+            batch.reading = batch.reading or self._plan(batch.rows)
+            assert isinstance(batch.reading, BlockReading)
+            return attend_in_blocks(query, *pool, scoring, batch.reading)
+        if self.in_blocks:
+            batch.in_window = batch.in_window or self._plan_blocks(batch.rows, window)
+            return attend_in_blocks(query, *pool, scoring, batch.in_window)
+        texts = [(row.first, row.placed.positions, joined(row.placed.visible, row.placed.writes)) for row in batch.rows]
+        return attend_in_window(self.kernel, query, pool, scoring, texts, window)
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
-        output = super().attend(layer, query, keys, values, scale, batch)
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
+        output = super().attend(layer, query, keys, values, scoring, batch)
         for row in batch.rows:
             self.take_queries(layer, self.held[row.sequence_id], query[:, row.first : row.stop], query.shape[1])
             if self.landmarks and len(row.placed.tokens) >= LEAST_FILLED:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Kernel
+from triforce_core.attention import Kernel, Scoring
 from triforce_core.kv.base import Batch, Held, KVGeometry, Lack, Placement
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.ranges import Range, sliced
@@ -133,13 +133,13 @@ class HeavyHitterKV(FixedKV):
 
     # -- device side ---------------------------------------------------------------------------------------------------
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
-        self.scale = scale
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
+        self.scale = scoring.scale
         for row in batch.rows:
             held, positions = self.held[row.sequence_id], row.placed.positions
             own = self._queries_of(held, positions.start, positions.stop)
             self.queries[layer][:, own] = query[:, row.first : row.stop]
-        return super().attend(layer, query, keys, values, scale, batch)
+        return super().attend(layer, query, keys, values, scoring, batch)
 
     def _queries_of(self, held: HeavyHeld, start: int, stop: int) -> slice:
         """Where the queries of tokens [start, stop) are; they must not be below the last eviction."""

@@ -4,13 +4,14 @@ several texts share. The result for a token depends on neither.
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 
 import torch
 from torch import Tensor
 
-from triforce_core.attention.base import Partial
-from triforce_core.attention.blocks import BLOCK, future, in_rows, merged, most_queries, of_heads, over_blocks
+from triforce_core.attention.base import Partial, Scoring
+from triforce_core.attention.blocks import BLOCK, future, in_rows, merged, most_queries, of_heads, over_blocks, past
 from triforce_core.kv.folds import MOST_QUERIES
 from triforce_core.kv.ranges import Range, size_of, sliced
 
@@ -24,6 +25,21 @@ class Group:
     first: int  # the index of the first of these tokens in the block
     own: list[Range]  # the slots of that block, at least up to the last of these tokens
     text: list[Range]  # the slots of the text
+    # With a window: the number of the block in which the windows of all these tokens begin, and the index of the first
+    # key that the first token sees there. None: they see all keys from the text's beginning.
+    edge: tuple[int, int] | None = None
+
+    @property
+    def whole(self) -> range:
+        """The numbers of the blocks that all these tokens see in full."""
+        return range(self.edge[0] + 1 if self.edge else 0, self.block)
+
+    @property
+    def ends(self) -> list[list[Range]]:
+        """The slots of the blocks that they see in part."""
+        if self.edge is None or self.edge[0] == self.block:
+            return [self.own]
+        return [sliced(self.text, self.edge[0] * BLOCK, (self.edge[0] + 1) * BLOCK), self.own]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +58,7 @@ class BlockReading:
     groups: list[Group]
     runs: list[Run]
     # By group and the first of its tokens that attend at once: all layers use the same masks.
-    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, int], list[Tensor]] = field(default_factory=dict)
 
     @property
     def share(self) -> float:
@@ -52,17 +68,24 @@ class BlockReading:
         return sum(keys for keys, _ in sizes) / seen if seen else 1.0
 
 
-def groups_of(first: int, positions: range, text: list[Range]) -> list[Group]:
+def groups_of(first: int, positions: range, text: list[Range], window: int | None = None) -> list[Group]:
     """The tokens of a pass from index `first` on, at these positions of a text that has these slots. Those behind the
-    tokens must hold finite numbers.
+    tokens must hold finite numbers. `window`: how many of the last tokens, itself included, a token sees.
+
+    With a window, the tokens of a group also have the first block that they see in common, so that a token's result
+    is merged of the same blocks whatever else is in the pass.
     """
     groups = []
-    for block in range(positions.start // BLOCK, (positions.stop - 1) // BLOCK + 1):
-        start, stop = max(positions.start, block * BLOCK), min(positions.stop, (block + 1) * BLOCK)
+    changes = [0] if window is None else [0, (window - 1) % BLOCK]  # modulo the block, where another group begins
+    edges = {position for change in changes for position in range(change, positions.stop, BLOCK)}
+    edges = {positions.start, positions.stop, *(edge for edge in edges if edge > positions.start)}
+    for start, stop in pairwise(sorted(edges)):
+        block = start // BLOCK
         tokens = slice(first + start - positions.start, first + stop - positions.start)
         whole = sliced(text, block * BLOCK, (block + 1) * BLOCK)
         own = whole if is_view(whole) else sliced(text, block * BLOCK, stop)
-        groups.append(Group(tokens, block, start - block * BLOCK, own, text))
+        edge = divmod(start - window + 1, BLOCK) if window is not None and start >= window - 1 else None
+        groups.append(Group(tokens, block, start - block * BLOCK, own, text, edge))
     return groups
 
 
@@ -71,7 +94,7 @@ def plan_blocks(groups: list[Group]) -> BlockReading:
     readers: dict[tuple[int, tuple[Range, ...], int], list[int]] = {}  # by number, slots, and who reads alone
     for index, group in enumerate(groups):
         alone = index if group.tokens.stop - group.tokens.start > MOST_QUERIES else -1
-        for block in range(group.block):
+        for block in group.whole:
             slots = tuple(sliced(group.text, block * BLOCK, (block + 1) * BLOCK))
             readers.setdefault((block, slots, alone), []).append(index)
     latest: dict[tuple[int, ...], Run] = {}  # by who reads it
@@ -93,11 +116,11 @@ def follows(last: Run, run: Run) -> bool:
     return whole and last.first + size_of([*last.slots]) // BLOCK == run.first
 
 
-def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, reading: BlockReading) -> Tensor:
+def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, reading: BlockReading) -> Tensor:
     """query [heads, tokens, head_dim]; keys and values [kv_heads, pool_tokens, head_dim], which hold the KV of the
     pass. Returns [tokens, heads, head_dim], with zeros for tokens of no group.
     """
-    (heads, tokens, head_dim), kv_heads = query.shape, len(keys)
+    (heads, tokens, head_dim), kv_heads, scale = query.shape, len(keys), scoring.scale
     output = query.new_zeros(tokens, heads, head_dim)
     alone: list[list[Run]] = [[] for _ in reading.groups]
     together: list[list[tuple[int, Partial]]] = [[] for _ in reading.groups]
@@ -112,20 +135,35 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scale: float, 
             for index, part in zip(run.groups, found, strict=True):
                 together[index].append((run.first, part))
     for index, (group, runs, shared) in enumerate(zip(reading.groups, alone, together, strict=True)):
-        step = max(MOST_QUERIES, most_queries(heads, head_dim, group.block))
-        own = blocks(keys, values, group.own)
+        step = max(MOST_QUERIES, most_queries(heads, head_dim, len(group.whole)))
+        ends = [blocks(keys, values, slots) for slots in group.ends]
         for start in range(group.tokens.start, group.tokens.stop, step):
             some = slice(start, min(start + step, group.tokens.stop))
-            queries, first = some.stop - start, group.first + start - group.tokens.start
+            queries = some.stop - start
             rows = in_rows(query[:, some], kv_heads)
             parts = [(run.first, over_blocks(rows, *blocks(keys, values, run.slots), scale)) for run in runs] + shared
-            past = [part for _, part in sorted(parts, key=itemgetter(0))]
+            whole = [part for _, part in sorted(parts, key=itemgetter(0))]
             if (index, start) not in reading.masks:
-                reading.masks[index, start] = future(first, queries, rows)
-            mask = reading.masks[index, start]
-            result = merged([*past, over_blocks(rows, *own, scale, mask)])
+                reading.masks[index, start] = masks_of(group, start, queries, rows)
+            masked = zip(ends, reading.masks[index, start], strict=True)
+            *edge, own = [over_blocks(rows, *end, scale, mask) for end, mask in masked]
+            sinks = [
+                in_rows(part.lse.unsqueeze(-1), kv_heads).squeeze(-1)[None] for part in scoring.sink(query[:, some])
+            ]
+            result = merged([*edge, *whole, own], sinks)
             output[some] = of_heads(result, heads, queries).transpose(0, 1)
     return output
+
+
+def masks_of(group: Group, start: int, queries: int, rows: Tensor) -> list[Tensor]:
+    """The masks of the blocks that the group sees in part, for its tokens from `start` of the pass on."""
+    after = start - group.tokens.start
+    own = future(group.first + after, queries, rows)
+    if group.edge is None:
+        return [own]
+    number, first = group.edge
+    edge = past(first + after, queries, rows)
+    return [own + edge] if number == group.block else [edge, own]
 
 
 def over_shared(query: Tensor, keys: Tensor, values: Tensor, scale: float, groups: list[Group]) -> list[Partial]:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Kernel
+from triforce_core.attention import Kernel, Scoring
 from triforce_core.errors import require
 from triforce_core.kv.base import Batch, Forward, KVGeometry, Row, joined
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
@@ -93,13 +93,13 @@ class OffloadedKV(FullKV):
         keys, values = self._staging(layer).pool
         return keys, values
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
         """Attend on the staged layer. It cannot be captured in a graph, because each pass copies other slots."""
         if layer < self.resident_layers:
-            return super().attend(layer, query, keys, values, scale, batch)
+            return super().attend(layer, query, keys, values, scoring, batch)
         staging = self._staging(layer)
         self.stream.compute_after(staging.fetched)
-        output = super().attend(layer, query, keys, values, scale, batch)
+        output = super().attend(layer, query, keys, values, scoring, batch)
         staging.attended = self.stream.computed()
         self._keep(layer, batch)
         following = layer + len(self.staging)

@@ -12,7 +12,7 @@ from triforce_core.attention import Kernel
 from triforce_core.kv.base import Held, KVGeometry, Lack, Placement
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.ranges import Range, sliced
-from triforce_core.kv.snapshot import Changes, Snapshot
+from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
 from triforce_core.messages import SequenceSpec
 
 MAX_WAITING = 8  # snapshots of one sequence that arrived and are not installed yet
@@ -31,9 +31,18 @@ class RetrievalHeld(Held):
 class RetrievalKV(FixedKV):
     """`take` may be called from any thread. The next pass of the sequence installs what has arrived."""
 
-    def __init__(self, geometry: KVGeometry, max_sequences: int, budget: int, tail_tokens: int, kernel: Kernel) -> None:
+    def __init__(
+        self,
+        geometry: KVGeometry,
+        max_sequences: int,
+        budget: int,
+        tail_tokens: int,
+        kernel: Kernel,
+        chunks: ChunkSettings | None = None,
+    ) -> None:
+        """`chunks`: how the target cuts snapshots, which matters for layers with a window."""
         super().__init__(geometry, max_sequences, budget + tail_tokens, kernel)
-        self.budget, self.tail_tokens = budget, tail_tokens
+        self.budget, self.tail_tokens, self.chunks = budget, tail_tokens, chunks or ChunkSettings(budget)
         self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each is the base of the next
         self.released: dict[int, None] = {}  # sequence ids, the latest last
         self.max_sequences = max_sequences
@@ -130,7 +139,16 @@ class RetrievalKV(FixedKV):
             positions=range(keep, end),
             writes=sliced(held.ranges, before + keep, before + behind),
             visible=sliced(held.ranges, 0, before + keep),
+            near=self._near(held, before + keep),
         )
+
+    def _near(self, held: RetrievalHeld, stop: int) -> list[Range] | None:
+        """What layers with a window see of the slots below `stop`."""
+        if not self.geometry.windows.size:
+            return None
+        complete = held.snapshot_tokens - held.position % self.chunks.chunk
+        latest = min(complete, self.chunks.near(self.geometry.windows.size) * self.chunks.chunk)
+        return sliced(held.ranges, 0, latest) + sliced(held.ranges, complete, stop)
 
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
         """Copy newer snapshots into the pool, its only tensor work but `attend`; returns whether any had arrived."""

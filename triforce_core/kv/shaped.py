@@ -12,10 +12,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from triforce_core.attention import Ranged
+from triforce_core.attention import Ranged, Scoring
 from triforce_core.attention.ranged import WORD, Join, WorkItems, attend, cut, joined_with_own, num_splits, seen_of
-from triforce_core.kv.base import Batch, KVCache, joined
+from triforce_core.kv.base import Batch, KVCache, Row, joined
 from triforce_core.kv.full import FullKV
+from triforce_core.kv.ranges import Range, size_of, sliced
 from triforce_core.kv.text_slots import MOST_RANGES
 from triforce_core.transfer import staged
 
@@ -29,6 +30,33 @@ class PassShape(NamedTuple):
     @property
     def tokens(self) -> int:
         return self.sequences * self.queries
+
+
+class Room:
+    """Room in the inputs of a pass for the slots that its readers see, in `splits` items each. The readers are the
+    sequences, or the single tokens.
+    """
+
+    def __init__(self, readers: int, queries: int, splits: int, longest: int) -> None:
+        """`queries`: tokens of a reader. `longest`: most slots that a reader may see."""
+        self.readers, self.queries, self.splits, self.longest = readers, queries, splits, longest
+        self.size = 2 * readers * splits + 1
+
+    def has_room(self, seen: list[list[Range]]) -> bool:
+        return all(len(ranges) <= self.splits and size_of(ranges) <= self.longest for ranges in seen)
+
+    def numbers(self, seen: list[list[Range]]) -> list[int]:
+        """The inputs for these readers; others see nothing."""
+        items = [item for ranges in seen for item in cut(ranges, self.splits)]
+        items += [(0, 0)] * (self.readers * self.splits - len(items))
+        starts, lengths = zip(*items, strict=True)
+        return [*starts, 0, *lengths]
+
+    def items(self, inputs: Tensor, group: int) -> WorkItems:
+        """The inputs as items. `group`: query heads of a KV head."""
+        starts, lengths = inputs.split([inputs.numel() - inputs.numel() // 2, inputs.numel() // 2])
+        numbers = torch.arange(len(starts), dtype=torch.int32, device=inputs.device)
+        return WorkItems(starts, lengths, numbers * (group * self.queries), self.longest, self.splits)
 
 
 class ShapedBatch:
@@ -45,32 +73,44 @@ class ShapedBatch:
         self.cache = self
         self.kv, self.shape, self.longest, self.ranged = kv, shape, longest, ranged
         self.join: Join = joined_with_own
-        geometry = kv.geometry
-        splits = num_splits(workers, shape.sequences, geometry.num_kv_heads, longest)
-        self.splits = max(self.LEAST_SPLITS, splits)
-        items = shape.sequences * self.splits
+        self.rooms = [self._room(shape.sequences, longest, workers, self.LEAST_SPLITS)]
+        if kv.geometry.windows.layers:
+            self.rooms.append(self._room_in_window(workers))
         self.words = ceil(shape.queries / WORD)
         wide = [shape.tokens] * 4 + [self.words * shape.tokens]
-        self.inputs = torch.zeros(sum(wide) + 2 * items + 1, dtype=torch.int32, device=geometry.device)
-        self.narrow, self.starts, self.lengths = self.inputs.split([sum(wide), items + 1, items])
+        sizes = [sum(wide), *(room.size for room in self.rooms)]
+        self.inputs = torch.zeros(sum(sizes), dtype=torch.int32, device=kv.geometry.device)
+        self.narrow, *self.ranges = self.inputs.split(sizes)
         self.wide = self.narrow.long()
         self.token_ids, self.positions, self.slots, self.sampled, seen = self.wide.split(wide)
-        self.seen = seen.unflatten(0, (-1, self.words))
-        self.items: WorkItems | None = None  # made in the first pass, which shows how many query heads there are
+        self.seen = seen.unflatten(0, (*shape, self.words))
+        self.items: list[WorkItems] = []  # by room, made in the first pass, which shows how many query heads there are
         self.load(Batch(kv))
+
+    def _room(self, readers: int, longest: int, workers: int, least: int) -> Room:
+        splits = max(least, num_splits(workers, readers, self.kv.geometry.num_kv_heads, longest))
+        return Room(readers, self.shape.tokens // readers, splits, longest)
+
+    def _room_in_window(self, workers: int) -> Room:
+        """The room for layers with a window, of which a snapshot has two ranges."""
+        return self._room(self.shape.sequences, self.longest, workers, 2)
+
+    def _seen(self, row: Row) -> list[list[list[Range]]]:
+        """By room, the slots that each reader of a sequence sees."""
+        placed = row.placed
+        seen = [placed.visible, placed.visible if placed.near is None else placed.near]
+        return [[joined([], ranges)] for ranges in seen[: len(self.rooms)]]
 
     # -- host side -----------------------------------------------------------------------------------------------------
 
     def has_room(self, batch: Batch) -> bool:
-        """Whether the batch fits this shape; each sequence may also have at most `splits` ranges of visible slots."""
+        """Whether the batch fits this shape; each sequence may also have only so many ranges of visible slots."""
         if len(batch.rows) > self.shape.sequences:
             return False
-        seen = [joined([], row.placed.visible) for row in batch.rows]
-        return (
-            max(row.placed.count for row in batch.rows) <= self.shape.queries
-            and max(map(len, seen)) <= self.splits
-            and max(sum(stop - start for start, stop in ranges) for ranges in seen) <= self.longest
-        )
+        if max(row.placed.count for row in batch.rows) > self.shape.queries:
+            return False
+        seen = (pair for row in batch.rows for pair in zip(self.rooms, self._seen(row), strict=True))
+        return all(room.has_room(ranges) for room, ranges in seen)
 
     def load(self, batch: Batch) -> None:
         """Start the one copy of all inputs of this pass to the device, without waiting. The batch must have room."""
@@ -78,7 +118,7 @@ class ShapedBatch:
         token_ids, positions, slots = [0] * tokens, [0] * tokens, [self.kv.dump_slot] * tokens
         seen = seen_of(queries, (), self.words) * self.shape.sequences
         sampled: list[int] = []
-        items: list[tuple[int, int]] = []
+        visible: list[list[list[Range]]] = [[] for _ in self.rooms]
         for i, row in enumerate(batch.rows):
             placed = row.placed
             own = slice(i * queries, i * queries + placed.count)
@@ -88,11 +128,12 @@ class ShapedBatch:
                 of_own = seen_of(len(placed.tokens), placed.tree.parents, self.words)
                 seen[self.words * own.start : self.words * own.stop] = of_own
             sampled += range(own.stop - row.num_sampled, own.stop)
-            items += cut(joined([], placed.visible), self.splits)
-        items += [(0, 0)] * (self.shape.sequences * self.splits - len(items))
+            for of_room, of_row in zip(visible, self._seen(row), strict=True):
+                of_room.extend(of_row)
         sampled += [0] * (tokens - len(sampled))
-        starts, lengths = zip(*items, strict=True)
-        numbers = [*token_ids, *positions, *slots, *sampled, *seen, *starts, 0, *lengths]
+        numbers = [*token_ids, *positions, *slots, *sampled, *seen]
+        for room, readers in zip(self.rooms, visible, strict=True):
+            numbers += room.numbers(readers)
         self.inputs.copy_(staged(numbers, torch.int32, self.inputs.device), non_blocking=True)
 
     def settle(self, batch: Batch) -> None:
@@ -104,15 +145,15 @@ class ShapedBatch:
         """Widen the 32-bit inputs to 64 bits, as the first step of a pass."""
         self.wide.copy_(self.narrow)
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
         """As `KVCache.attend`, with the tokens at this pass's indices, padding included."""
         pool = self.kv.keys[layer], self.kv.values[layer]
-        group = query.shape[0] // keys.shape[0]
-        if self.items is None:  # in the first pass, which is never the one that is captured
-            numbers = torch.arange(len(self.starts), dtype=torch.int32, device=self.starts.device)
-            query_starts = numbers * (group * self.shape.queries)
-            self.items = WorkItems(self.starts, self.lengths, query_starts, self.longest, self.splits)
-        output = attend(self.ranged, query, keys, values, pool, scale, self.items, self.seen, self.join)
+        if not self.items:  # in the first pass, which is never the one that is captured
+            group = query.shape[0] // keys.shape[0]
+            pairs = zip(self.rooms, self.ranges, strict=True)
+            self.items = [room.items(inputs, group) for room, inputs in pairs]
+        items = self.items[layer in self.kv.geometry.windows.layers]
+        output = attend(self.ranged, query, keys, values, pool, scoring, items, self.seen, self.join)
         pool[0].index_copy_(1, self.slots, keys)
         pool[1].index_copy_(1, self.slots, values)
         return output
@@ -130,9 +171,20 @@ class VerifyBatch(ShapedBatch):
         super().__init__(kv, shape, longest, ranged, workers)
         self.full, self.queries = kv, queries[:, :, : shape.tokens]
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+    def _room_in_window(self, workers: int) -> Room:
+        """Each token reads for itself, because each one's window begins elsewhere."""
+        longest = min(self.kv.geometry.windows.size - 1, self.longest)
+        return self._room(self.shape.tokens, longest, workers, self.LEAST_SPLITS)
+
+    def _seen(self, row: Row) -> list[list[list[Range]]]:
+        whole, size, positions = joined([], row.placed.visible), self.kv.geometry.windows.size, row.placed.positions
+        near = [sliced(whole, max(0, position + 1 - size), positions.start) for position in positions]
+        near += [[]] * (self.shape.queries - len(near))
+        return [[whole], near][: len(self.rooms)]
+
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
         self.queries[layer] = query
-        return super().attend(layer, query, keys, values, scale, batch)
+        return super().attend(layer, query, keys, values, scoring, batch)
 
     def settle(self, batch: Batch) -> None:
         for i, row in enumerate(batch.rows):

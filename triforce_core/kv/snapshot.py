@@ -114,6 +114,12 @@ class ChunkSettings:
         """
         return cls(budget, chunk, budget // 2)
 
+    def near(self, window: int) -> int:
+        """The latest complete chunks that a window may reach, as far as they fit. In a layer with a window, the first
+        places hold these, each the latest with its number modulo their number. What the other places hold is not read.
+        """
+        return min(-(-window // self.chunk) + 1, self.budget // self.chunk - 1)
+
     def split(self, position: int) -> tuple[int, int]:
         """For a cut at `position`: where the recent window starts, and how many chunks before it are chosen.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from triforce_core.attention import Scoring
 from triforce_core.kv.base import Batch, KVCache, Placement, Row
 from triforce_core.kv.ranges import Range, sliced
 from triforce_core.messages import Claim, Verdict
@@ -42,8 +43,8 @@ class SpareSlots:
     def __init__(self, kv: KVCache) -> None:
         self.kv = kv
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
-        return KVCache.attend(self.kv, layer, query, keys, values, scale, batch)
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
+        return KVCache.attend(self.kv, layer, query, keys, values, scoring, batch)
 
 
 class Audit:

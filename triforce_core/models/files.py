@@ -17,7 +17,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.demo import weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
-from triforce_core.models.refused import NOT, UNQUANTISED, check_supported
+from triforce_core.models.refused import NOT, SLIDING, UNQUANTISED, check_supported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # the dtypes of weights that are not quantised, as safetensors names them
@@ -121,6 +121,15 @@ def kv_shape(config: PretrainedConfig) -> tuple[int, int, int]:
     return config.num_hidden_layers, kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
+def windows(config: PretrainedConfig) -> tuple[int, frozenset[int]]:
+    """The length in tokens of the model's sliding windows, and the layers that have one; 0 and none for no windows."""
+    size = getattr(config, "sliding_window", None)
+    if not size or not getattr(config, "use_sliding_window", True):
+        return 0, frozenset()
+    kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
+    return size, frozenset(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+
+
 def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> None:
     """Raise an error for a model that cannot be divided over `world` ranks; `field` is the setting that asks for it."""
     if world == 1:
@@ -191,6 +200,7 @@ def check_self_drafter(target: str, name: str) -> None:
     for what, one, other in (
         ("a vocabulary of {} tokens", ours.vocab_size, theirs.vocab_size),
         ("KV of {} (layers, KV heads, dimension)", kv_shape(ours), kv_shape(theirs)),
+        ("sliding windows of {} (tokens, layers)", windows(ours), windows(theirs)),
     ):
         rule = f"has {what.format(other)}: must have the target's {one}"
         require(one == other, "retrieval.model", name, rule)

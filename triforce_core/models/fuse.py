@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from triforce_core.attention import Scoring
 from triforce_core.config import Settings
 from triforce_core.errors import reason_of
 from triforce_core.machine.toolchain import lacking
@@ -169,7 +170,7 @@ class NoContext:
     def __init__(self) -> None:
         self.cache = self
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Any) -> Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Any) -> Tensor:
         return query.transpose(0, 1)
 
 

@@ -12,23 +12,25 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedMod
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
+from triforce_core.attention import Scoring
 from triforce_core.attention.reference import reference
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError, reason_of, require
-from triforce_core.kv.base import Batch, Forward, KVGeometry
+from triforce_core.kv.base import Batch, Forward, KVGeometry, Windows
 from triforce_core.kv.full import FullKV
 from triforce_core.machine.device import DTYPES, check_dtype, torch_device
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.fallback import out_of_memory
-from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve
+from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve, windows
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
+NARROW = 3  # tokens of a window in this comparison
 # By how much of their size logits may differ by rounding: several times what models of up to 40 layers have shown.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
 TINY = torch.finfo(torch.float32).tiny
-UNSUPPORTED_KEYWORDS = ("sliding_window", "softcap", "s_aux", "position_bias")  # arguments that models may pass
+UNSUPPORTED_KEYWORDS = ("softcap", "position_bias")  # arguments that models may pass
 
 
 def attention_through_kv(
@@ -39,14 +41,16 @@ def attention_through_kv(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    s_aux: Tensor | None = None,
     *,
     kv: Batch,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in place of its own: query [1, heads, tokens, head_dim], key and
-    value [1, kv_heads, tokens, head_dim].
+    value [1, kv_heads, tokens, head_dim], learned sinks `s_aux` [heads].
 
     Returns [1, tokens, heads, head_dim]. Queries and keys are already rotated to the positions of the batch.
+    Windows are known to the cache (`KVGeometry.windows`).
     """
     if attention_mask is not None or not getattr(module, "is_causal", True):
         raise UnsupportedModelError("attention that is not plainly causal is not supported")
@@ -55,7 +59,7 @@ def attention_through_kv(
             raise UnsupportedModelError(f"attention with {keyword} is not supported")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    return kv.cache.attend(layer, query[0], key[0], value[0], scale, kv).unsqueeze(0), None
+    return kv.cache.attend(layer, query[0], key[0], value[0], Scoring(scale, s_aux), kv).unsqueeze(0), None
 
 
 AttentionInterface.register(ATTENTION, attention_through_kv)
@@ -122,13 +126,13 @@ class Recorded(FullKV):
         super().__init__(geometry, sum(PASSES), reference)
         self.layers: list[int] = []
 
-    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scale: float, batch: Batch) -> Tensor:
+    def attend(self, layer: int, query: Tensor, keys: Tensor, values: Tensor, scoring: Scoring, batch: Batch) -> Tensor:
         self.layers.append(layer)
         geometry = self.geometry
         shape = (geometry.num_kv_heads, query.shape[1], geometry.head_dim)
         if keys.shape != shape or values.shape != shape:
             raise UnsupportedModelError(f"KV of shape {tuple(keys.shape)} where its configuration says {shape}")
-        return super().attend(layer, query, keys, values, scale, batch)
+        return super().attend(layer, query, keys, values, scoring, batch)
 
 
 @torch.inference_mode()
@@ -136,11 +140,15 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
     """Raise `UnsupportedModelError` unless eight tokens in two passes, attending through one of our caches, have the
     logits that they have in one pass with transformers' own attention.
 
-    This reveals what the configuration does not say: learned sinks, layers without attention, attention of other code.
+    This reveals what the configuration does not say: layers without attention, attention of other code. Windows are
+    narrowed for it, so that eight tokens are longer than they.
     """
     vocab = model.config.vocab_size
     # Tokens from all over the vocabulary, because its first and last ones are often untrained.
     tokens = tuple(vocab * (index + 1) // (sum(PASSES) + 1) for index in range(sum(PASSES)))
+    window = getattr(model.config, "sliding_window", None)
+    if window:
+        model.config.sliding_window = min(window, NARROW)
     kv = Recorded(kv_geometry(model))
     runner, spec = ModelRunner(model, kv), SequenceSpec(SamplingParams(), 0, sum(PASSES), sum(PASSES))
     inputs = torch.tensor([tokens, range(sum(PASSES))], device=model.device)
@@ -154,6 +162,9 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
         model.set_attn_implementation(ATTENTION)
     except Exception as error:  # the code of any architecture may run here
         raise UnsupportedModelError(f"model {name!r}: {reason_of(error)}") from None
+    finally:
+        if window:
+            model.config.sliding_window = window
     if kv.layers != list(range(model.config.num_hidden_layers)) * len(PASSES):
         raise UnsupportedModelError(f"model {name!r}: not all layers use attention that can be replaced")
     if not whole.isfinite().all():
@@ -176,4 +187,5 @@ def distance(ours: Tensor, theirs: Tensor) -> float:
 def kv_geometry(model: PreTrainedModel) -> KVGeometry:
     """The shape of the model's KV, from its configuration; that of this rank's share if the model is divided."""
     layers, kv_heads, head_dim = kv_shape(model.config)
-    return KVGeometry(layers, kv_heads // (model.tp_size or 1), head_dim, model.dtype, model.device)
+    ours = kv_heads // (model.tp_size or 1)
+    return KVGeometry(layers, ours, head_dim, model.dtype, model.device, Windows(*windows(model.config)))

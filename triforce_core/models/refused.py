@@ -10,6 +10,7 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.errors import UnsupportedModelError
 
+SLIDING = "sliding_attention"  # the kind of a layer with a window, in `layer_types`
 SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies do not depend on the current length
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of causal language models end
 
@@ -47,14 +48,15 @@ def quantization(config: Any) -> str:
     return said("quantization_config", found.get("quant_method", found) if isinstance(found, dict) else found)
 
 
-def window(config: Any) -> str:
-    off = not getattr(config, "use_sliding_window", True)
-    return "" if off else said("sliding_window", getattr(config, "sliding_window", None))
-
-
 def layer_kinds(config: Any) -> str:
     kinds = getattr(config, "layer_types", None) or []
-    return said("layer_types", sorted(set(kinds) - {"full_attention"}))
+    return said("layer_types", sorted(set(kinds) - {"full_attention", SLIDING}))
+
+
+def no_window(config: Any) -> str:
+    """Of layers that are said to have one."""
+    sliding = SLIDING in (getattr(config, "layer_types", None) or [])
+    return no_size("sliding_window")(config) if sliding or getattr(config, "sliding_window", None) else ""
 
 
 def rope(config: Any) -> str:
@@ -83,7 +85,7 @@ def no_divisor(config: Any) -> str:
 
 NOT = "is not supported"
 SIZE = "must be a whole number of at least 1"
-WHOLE = "serve a model in which every layer attends to the whole text"
+WHOLE = "serve a model in which every layer attends to the whole text or to a sliding window"
 CAUSAL_LM = "serve a causal language model, such as Llama or Qwen"
 UNQUANTISED = "serve its unquantised weights; retrieval.quantization quantises the retrieval tier's copy of them"
 DOWNLOAD = "compare config.json with the published one"
@@ -96,7 +98,6 @@ REFUSED = [
     Refused(quantization, NOT, UNQUANTISED),
     Refused(set_to_anything("transformers_weights"), NOT, "name the file of the weights model.safetensors instead"),
     Refused(set_to_anything("is_heterogeneous"), NOT, "serve a model whose layers are all alike"),
-    Refused(window, NOT, WHOLE),
     Refused(layer_kinds, NOT, WHOLE),
     Refused(rope, f"must be one of {', '.join(sorted(SUPPORTED_ROPE))}", "serve a model with one of these"),
     Refused(set_to_anything("attn_logit_softcapping"), NOT, "serve a model without it"),
@@ -113,6 +114,7 @@ REFUSED = [
             "max_position_embeddings",
         )
     ),
+    Refused(no_window, SIZE, DOWNLOAD),
     Refused(no_divisor, "must be a divisor of num_attention_heads", DOWNLOAD),
 ]
 

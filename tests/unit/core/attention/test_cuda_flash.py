@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.trees import seen
 from tests.unit.core.attention.test_attention import HEAD_DIM, pool_views, textbook
 from tests.unit.core.attention.test_ranged import work_items
-from triforce_core.attention import KERNELS, Ranged, kernel_for, ranged_for
+from triforce_core.attention import KERNELS, Ranged, Scoring, kernel_for, ranged_for
 from triforce_core.attention.base import Partial
 from triforce_core.attention.cuda_flash import (
     cuda_flash,
@@ -126,7 +126,8 @@ def test_items_as_sequences_are_the_attention_over_ranges(queries: int, kv_heads
     own = torch.randn(2, kv_heads, tokens, HEAD_DIM, generator=random)
     each_sees = seen(queries, [()] * (len(pieces) // 2))
     merged, exact = (
-        attend(how, query, own[0], own[1], (pool[0], pool[1]), 0.3, items, each_sees) for how in (ranged, gathered)
+        attend(how, query, own[0], own[1], (pool[0], pool[1]), Scoring(0.3), items, each_sees)
+        for how in (ranged, gathered)
     )
     torch.testing.assert_close(merged, exact, atol=1e-5, rtol=0)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from tests.trees import any_parents, before, seen
 from tests.unit.core.attention.test_attention import textbook
+from triforce_core.attention import Scoring
 from triforce_core.attention.ranged import LEAST_KEYS, WorkItems, attend, cut, gathered, num_splits
 
 HEAD_DIM, LONGEST = 8, 600
@@ -80,7 +81,7 @@ def test_attention_is_that_of_the_textbook(
     keys, values = normal(2, kv_heads, tokens, HEAD_DIM)
     pieces = [p for start, length in zip(starts, lengths, strict=True) for p in cut([(start, start + length)], splits)]
     items = work_items(pieces, queries * group, splits)
-    output = attend(gathered, query, keys, values, (pool[0], pool[1]), 0.3, items, seen(queries, of_trees))
+    output = attend(gathered, query, keys, values, (pool[0], pool[1]), Scoring(0.3), items, seen(queries, of_trees))
     for i, (start, length, parents) in enumerate(zip(starts, lengths, of_trees, strict=True)):
         for token in range(i * queries, (i + 1) * queries):
             own = [i * queries + n for n in before(queries - len(parents), parents, token - i * queries)]

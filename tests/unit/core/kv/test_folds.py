@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, full_kv, full_runner, geometry, spec
-from triforce_core.attention import KERNELS, ON_CUDA, Partial, gathered
+from triforce_core.attention import KERNELS, ON_CUDA, Partial, Scoring, gathered
 from triforce_core.kv import offloaded
 from triforce_core.kv.base import Batch, KVCache, KVGeometry, Placement, Row
 from triforce_core.kv.copy_stream import copy_slots
@@ -149,7 +149,7 @@ def test_attention_is_the_same_as_where_each_row_reads_alone(
         own = pools.clone()
         cache = FullKV(shape, POOL, KERNELS[kernel], [own])
         batch = Batch(cache, rows, reading=reading)
-        return KVCache.attend(cache, 0, query, keys, values, DIM**-0.5, batch), own
+        return KVCache.attend(cache, 0, query, keys, values, Scoring(DIM**-0.5), batch), own
 
     expected, pool = attended(None)
     found, same_pool = attended(plan(visible, [len(row.placed.tokens) for row in rows]))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from tests.random_models import Pair, plain_logits, random_pair, random_tokens
 from tests.stating import Statement, ask, assert_logits, geometry, spec
-from triforce_core.attention import KERNELS
+from triforce_core.attention import KERNELS, Scoring
 from triforce_core.config import MAX_LOOKAHEAD, load_settings
 from triforce_core.kv.base import Forward, KVGeometry, Lack
 from triforce_core.kv.heavy_hitter import HeavyHeld, HeavyHitterKV, HeavyHitterSettings, attention_sums
@@ -91,7 +91,7 @@ def passes(kv: HeavyHitterKV, forward: Forward, given: Attention) -> Iterator[tu
                     given.query[layer, :, own],
                     given.keys[layer, :, own],
                     given.values[layer, :, own],
-                    SCALE,
+                    Scoring(SCALE),
                     batch,
                 )
                 for layer in range(LAYERS)

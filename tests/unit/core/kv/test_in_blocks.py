@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.random_models import random_model, random_tokens
-from triforce_core.attention import KERNELS
+from triforce_core.attention import KERNELS, Scoring
 from triforce_core.attention.blocks import BLOCK
 from triforce_core.kv.base import Forward
 from triforce_core.kv.folds import MOST_QUERIES
@@ -109,7 +109,7 @@ class Pool:
         for at, ranges in texts:
             groups += groups_of(first, at, ranges)
             first += len(at)
-        found = attend_in_blocks(query, self.pool[0], self.pool[1], SCALE, plan_blocks(groups))
+        found = attend_in_blocks(query, self.pool[0], self.pool[1], Scoring(SCALE), plan_blocks(groups))
         assert not found[-1].any()
         return [*found[:-1].split([len(at) for at, _ in texts])]
 

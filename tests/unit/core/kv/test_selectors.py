@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.random_models import Pair, random_pair, random_tokens
 from tests.recording import Recorded, recorded
 from tests.stating import fragment, full_kv, full_runner, geometry
-from triforce_core.attention import KERNELS
+from triforce_core.attention import KERNELS, Scoring
 from triforce_core.kv.base import Batch, Forward, KVGeometry
 from triforce_core.kv.cutting import LayerChunks, SnapshotCutter
 from triforce_core.kv.full import FullKV
@@ -297,10 +297,10 @@ def test_each_rank_chooses_for_its_own_heads_as_one_process_would(name: str) -> 
             generator = torch.Generator().manual_seed(100 * stop + layer)
             size = batches[0].num_tokens, dim
             queries, keys, values = (torch.randn(n, *size, generator=generator) for n in (heads, kv_heads, kv_heads))
-            whole.attend(layer, queries, keys, values, 0.25, batches[0])
+            whole.attend(layer, queries, keys, values, Scoring(0.25), batches[0])
             parts = zip(*(each.chunk(2) for each in (queries, keys, values)), strict=True)
             for kv, part, batch in zip(ranks, parts, batches[1:], strict=True):
-                kv.attend(layer, *part, 0.25, batch)
+                kv.attend(layer, *part, Scoring(0.25), batch)
     position = PROMPT + 12
     together = torch.cat([chosen(kv, position, name) for kv in ranks], dim=1)
     assert torch.equal(together, chosen(whole, position, name))

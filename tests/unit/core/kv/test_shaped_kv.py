@@ -16,20 +16,22 @@ from torch import Tensor
 
 from tests.random_models import random_tokens
 from tests.stating import spec
-from triforce_core.attention import KERNELS
+from triforce_core.attention import KERNELS, Scoring
 from triforce_core.attention.ranged import gathered
-from triforce_core.kv.base import Batch, Forward, KVGeometry, joined
+from triforce_core.kv.base import Batch, Forward, KVGeometry, Windows, joined
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
-from triforce_core.kv.snapshot import Snapshot
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.kv.streaming import StreamingKV, WindowSettings
 from triforce_core.kv.text_slots import MOST_RANGES
 from triforce_core.messages import Span
 
 KV_HEADS, GROUP, HEAD_DIM, LAYERS = 2, 2, 8, 2
 GEOMETRY = KVGeometry(LAYERS, KV_HEADS, HEAD_DIM, torch.float32, torch.device("cpu"))
+WINDOWED = replace(GEOMETRY, windows=Windows(7, frozenset({1})))
+SCORING = [Scoring(0.3), Scoring(0.3, torch.tensor([0.5, -1, 2, 0]))]  # by layer
 SHAPE = PassShape(sequences=4, queries=5)
 MAX_SEQUENCES = 3  # fewer than the shape has room for
 
@@ -71,6 +73,14 @@ def long_retrieval() -> RetrievalKV:
 def full() -> FullKV:
     """Sequences are of different lengths, so that the pool becomes fragmented."""
     return FullKV(GEOMETRY, length_of(0) + length_of(1) + length_of(2) // 2, KERNELS["reference"])
+
+
+def retrieval_in_window() -> RetrievalKV:
+    return RetrievalKV(WINDOWED, MAX_SEQUENCES, 24, 20, KERNELS["reference"], ChunkSettings(24, 3))
+
+
+def full_in_window() -> FullKV:
+    return FullKV(WINDOWED, full().dump_slot, KERNELS["reference"])
 
 
 def length_of(sequence: int) -> int:
@@ -154,14 +164,14 @@ class Both:
             packed = [
                 normal(seed + i, n, len(tokens), HEAD_DIM) for i, n in enumerate((KV_HEADS * GROUP, *[KV_HEADS] * 2))
             ]
-            expected = self.ordinary.attend(layer, *packed, 0.3, batch)
+            expected = self.ordinary.attend(layer, *packed, SCORING[layer], batch)
             if not fits:
-                found = self.fixed.attend(layer, *packed, 0.3, fixed)
+                found = self.fixed.attend(layer, *packed, SCORING[layer], fixed)
             else:
                 spread = [1e4 * normal(seed, len(x), SHAPE.tokens, HEAD_DIM) for x in packed]
                 for wide, x in zip(spread, packed, strict=True):
                     wide[:, places] = x
-                output = self.pass_.attend(layer, *spread, 0.3, fixed)
+                output = self.pass_.attend(layer, *spread, SCORING[layer], fixed)
                 assert output.isfinite().all()
                 found = output[places]
                 self.compared += len(batch.rows)
@@ -193,12 +203,12 @@ class Both:
         assert self.pass_.sampled[: len(sampled)].tolist() == sampled
 
 
-@pytest.mark.parametrize("make", [streaming, retrieval, long_retrieval, full])
+@pytest.mark.parametrize("make", [streaming, retrieval, long_retrieval, retrieval_in_window, full, full_in_window])
 @given(histories)
 def test_any_history(make: Callable[[], FixedKV | FullKV], history: list[list[Statement]]) -> None:
     """Sequences grow, are rolled back, come and go; windows move and snapshots come. Batches are of any mixture."""
     both = Both(make)
-    assert (both.pass_.splits > 1) == (make in (long_retrieval, full))
+    assert (both.pass_.rooms[0].splits > 1) == (make in (long_retrieval, full, full_in_window))
     for passed in history:
         both.state(passed)
 
@@ -220,7 +230,7 @@ def test_the_attention_of_passes_of_constant_shape_is_counted() -> None:
     assert both.counted >= LAYERS * 64
 
 
-@pytest.mark.parametrize("make", [streaming, retrieval, full])
+@pytest.mark.parametrize("make", [streaming, retrieval, full, full_in_window])
 def test_a_long_history_has_passes_that_fit_and_others(make: Callable[[], FixedKV | FullKV]) -> None:
     both = Both(make)
     for i in range(60):
@@ -249,7 +259,7 @@ def test_a_sequence_in_more_ranges_than_pieces_or_longer_than_is_read_does_not_f
     assert not narrow.has_room(batch)
     [row] = batch.rows
     batch.rows = [replace(row, placed=replace(row.placed, visible=[(20 * i, 20 * i + 10) for i in range(MOST_RANGES)]))]
-    assert roomy.splits == MOST_RANGES
+    assert roomy.rooms[0].splits == MOST_RANGES
     assert roomy.has_room(batch)
     batch.rows = [
         replace(row, placed=replace(row.placed, visible=[(20 * i, 20 * i + 9) for i in range(MOST_RANGES + 1)]))
