@@ -11,10 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from transformers import (
+    Cohere2Config,
+    Cohere2ForCausalLM,
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Olmo3Config,
+    Olmo3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -31,6 +39,17 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": None}),
 }
 
+IN_WINDOW: dict[str, Any] = {"sliding_window": 20, "layer_types": ["sliding_attention", "full_attention"]}
+PLAIN_ROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2}
+# The first of their two layers has a window of 20 tokens; gpt-oss has learned sinks, too.
+WINDOWED: dict[str, Any] = {
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM, IN_WINDOW | PLAIN_ROPE | EXPERTS),
+    "gemma3": (Gemma3TextConfig, Gemma3ForCausalLM, IN_WINDOW),
+    "olmo3": (Olmo3Config, Olmo3ForCausalLM, IN_WINDOW),
+    "cohere2": (Cohere2Config, Cohere2ForCausalLM, IN_WINDOW),
+}
+
 
 class Pair(NamedTuple):
     ours: PreTrainedModel  # attention goes through our caches
@@ -39,7 +58,7 @@ class Pair(NamedTuple):
 
 def random_model(family: str = "llama", *, seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """Two layers, four query heads on two KV heads, 64 wide, float32; `overrides` go into the configuration."""
-    config_class, model_class, special = FAMILIES[family]
+    config_class, model_class, special = (FAMILIES | WINDOWED)[family]
     values = {
         "vocab_size": 256,
         "hidden_size": 64,

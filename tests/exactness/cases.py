@@ -24,6 +24,7 @@ from triforce_core.engine.engine import Engine, run_to_end
 from triforce_core.engine.sequence import Request, Sequence
 from triforce_core.kv.base import Held, Lack, Placement
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
+from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import GREEDY, Claim, Drafting, Proposer, SamplingParams, Tally, Tier, Verdict
 from triforce_core.models.load import ATTENTION, kv_geometry, load_model
 from triforce_core.plans import PLAIN, Plan
@@ -186,7 +187,8 @@ def engine_for(case: Case, events: Counter[str], requests: list[Request], graphs
     pool_tokens = sum(len(r.prompt) + r.max_tokens for r in requests)
     of_target = case.settings.target.model_copy(update={"kv_pool_tokens": pool_tokens})
     settings = case.settings.model_copy(update={"graphs": graphs, "target": of_target})
-    kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"])
+    chunks = ChunkSettings.halved(case.budget, case.chunk)
+    kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"], chunks)
     kv.events = events
     inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings), settings)
     engine = target_engine(target, settings, counted(inner, events), kv)

@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.conftest import HeldOut
 from tests.exactness.cases import AnyPlan
-from tests.random_models import random_model, random_tokens, with_noise
+from tests.random_models import WINDOWED, random_model, random_tokens, with_noise
 from triforce_core.building.assembly import local_engine
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine
@@ -85,6 +85,9 @@ def requests(document: Tokens, count: int, vocabulary: int) -> list[Request]:
         pytest.param("demo", "bfloat16", marks=pytest.mark.ci),
         pytest.param("llama", "bfloat16", marks=pytest.mark.slow),
         pytest.param("llama", "float32", marks=pytest.mark.slow),
+        pytest.param("gemma3", "bfloat16", marks=pytest.mark.ci),
+        *(pytest.param(name, "bfloat16", marks=pytest.mark.slow) for name in ("gpt_oss", "olmo3", "cohere2")),
+        *(pytest.param(name, "float32", marks=pytest.mark.slow) for name in WINDOWED),
     ],
 )
 def test_tokens_are_those_of_a_run_alone(name: str, dtype: str, held_out: HeldOut) -> None:

@@ -160,7 +160,8 @@ class Batch:
     rest: list[Forward] = field(default_factory=list)  # for the next pass: what the policy cannot take in this one
     reading: Reading | BlockReading | None = None  # which rows read what together; None: each reads alone
     in_window: BlockReading | None = None  # as `reading`, in layers with a window
-    masks: dict[int, Tensor] = field(default_factory=dict)  # of rows with trees, by `Row.first`: the same in all layers
+    # Of rows with trees, by `Row.first` and the number of keys: the same in all layers that see the same keys.
+    masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
     @property
     def num_tokens(self) -> int:
@@ -336,10 +337,10 @@ class KVCache(ABC):
             if row.placed.tree.tokens:
                 *ranges, (start, stop) = joined(alone, row.placed.writes)
                 near, near_values = pool_keys[:, start:stop], pool_values[:, start:stop]
-                if row.first not in batch.masks:
-                    parents = row.placed.tree.parents
-                    batch.masks[row.first] = tree_mask(self.kernel, query[:, own], near, parents)
-                mask = batch.masks[row.first]
+                which = row.first, stop - start
+                if which not in batch.masks:
+                    batch.masks[which] = tree_mask(self.kernel, query[:, own], near, row.placed.tree.parents)
+                mask = batch.masks[which]
                 parts.append(over_tree(self.kernel, query[:, own], near, near_values, scale, mask))
             elif len(row.placed.writes) == 1:  # the last range ends with the new tokens: one causal call covers it
                 *ranges, (start, stop) = joined(alone, row.placed.writes)
