@@ -2,14 +2,17 @@
 transformers' reader leaves out. The reader dequantises the weights, and builds the tokenizer with its chat template.
 """
 
+from __future__ import annotations
+
 import logging
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from transformers import AutoConfig, PreTrainedModel
+from transformers import AutoConfig
 from transformers.configuration_utils import PretrainedConfig
-from transformers.integrations.gguf.reader import read_gguf_metadata
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,8 @@ def gguf_config(file: str) -> PretrainedConfig:
     """The configuration of a file. Raises many kinds of errors for one that is damaged or cut off, and `ValueError`
     for what this engine does not know.
     """
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
     metadata, names = read_gguf_metadata(file)
     kind = metadata["general.architecture"]
     if kind not in KINDS:
@@ -82,11 +87,11 @@ def rope(said: dict[str, Any]) -> dict[str, Any]:
     return plain if kind == "none" else plain | {"rope_type": kind} | found
 
 
-@torch.no_grad()
 def complete(model: PreTrainedModel, file: str) -> list[str]:
     """Divide the model's RoPE frequencies by the factors that the file holds. Returns the names of the tensors that
     neither this nor transformers' reader, which passes over what it does not know, has read.
     """
+    import torch
     from gguf import GGUFReader
     from transformers import modeling_gguf_pytorch_utils as reader
 
@@ -97,7 +102,7 @@ def complete(model: PreTrainedModel, file: str) -> list[str]:
     tensors = {tensor.name: tensor for tensor in header.tensors}
     if FACTORS in tensors:
         frequencies = model.base_model.get_buffer("rotary_emb.inv_freq")
-        frequencies /= torch.tensor(tensors.pop(FACTORS).data)
+        frequencies /= torch.tensor(tensors.pop(FACTORS).data)  # buffers have no gradients
     types = {tensor.tensor_type.name for tensor in tensors.values() if len(tensor.shape) > 1}
     log.info("%s: dequantised from %s to %s", file, ", ".join(sorted(types)), str(model.dtype).removeprefix("torch."))
     return sorted(name for name in tensors if name.removesuffix(".weight") not in read)
