@@ -162,12 +162,16 @@ def check_models(settings: Settings) -> Limits:
         check_quantization,
         check_ranks,
         check_self_drafter,
+        check_tokenizer,
         kv_shape,
         load_config,
+        stop_token_ids,
     )
 
     drafter = None if settings.target.lossy else drafter_weights(settings)
     check_pair(settings.target.model, drafter)
+    check_tokenizer(settings.target.model)
+    stop_token_ids(settings.target.model)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)

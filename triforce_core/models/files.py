@@ -19,7 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.demo import weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.models.gguf import gguf_config, is_gguf
-from triforce_core.models.refused import NOT, UNQUANTISED, check_supported
+from triforce_core.models.refused import FILES, NOT, TOKENIZERS, UNQUANTISED, check_files, check_supported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NOT_GGUF = "download it again, or serve the model's safetensors"
@@ -36,20 +36,11 @@ def resolve(name: str, role: str) -> str:
         return str(weights_dir(role))
     path = Path(name).expanduser()
     if path.exists() or is_gguf(path) or name.startswith(("/", ".", "~")):
-        if (folder_of(path) / "adapter_config.json").exists():
-            rule = (
-                "holds a LoRA or another adapter (adapter_config.json), which is not supported: merge it into its model"
-            )
-            raise UnknownModelError(role, name, rule)
+        check_files(path.parent if is_gguf(path) else path, name, role, FILES[:1])  # transformers would apply it
         if not (path if is_gguf(path) else path / "config.json").is_file():
             raise UnknownModelError(role, name, "is not a directory with a config.json, or a *.gguf file")
         return str(path)
     return name
-
-
-def folder_of(path: Path) -> Path:
-    """The folder of a model's files, or the folder that holds its GGUF file."""
-    return path.parent if is_gguf(path) else path
 
 
 def load_config(name: str, role: str) -> PretrainedConfig:
@@ -86,8 +77,7 @@ def weight_files(name: str, role: str) -> list[Path] | None:
         folder = Path(cached).parent
         with suppress(OSError):  # there is no index, or the hub cannot be reached
             hf_hub_download(path, INDEX)
-    if any(folder.glob("shard-*.safetensors")):  # transformers would load these instead
-        raise UnknownModelError(role, name, "holds a distributed checkpoint: save it with save_pretrained")
+    check_files(folder, name, role, FILES)
     index = folder / INDEX
     if (folder / SINGLE).exists() or not index.exists():
         return [folder / SINGLE]
@@ -153,8 +143,15 @@ def tokenizer_at(path: str) -> Any:
         return AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()), trust_remote_code=False)
 
 
+def check_tokenizer(name: str) -> None:
+    """Raise `UnknownModelError` if the target's folder is here and has no tokenizer that loads, by its files' names."""
+    if (folder := Path(resolve(name, "target"))).is_dir():
+        check_files(folder, name, "target", TOKENIZERS)
+
+
 def load_tokenizer(name: str) -> Any:
     """The target's tokenizer."""
+    check_tokenizer(name)  # transformers makes an empty one of nothing
     path = resolve(name, "target")
     try:
         return tokenizer_at(path)
@@ -173,10 +170,13 @@ def stop_token_ids(name: str) -> tuple[int, ...]:
     except Exception as error:  # as for configurations
         rule = f"has a generation_config.json that does not load ({reason_of(error)})"
         raise UnknownModelError("target", name, rule) from None
-    found = load_config(name, "target").eos_token_id if found is None else found
+    config = load_config(name, "target")
+    found = config.eos_token_id if found is None else found
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    right = all(isinstance(each, int) for each in ids)
-    require(right, "target", name, f"must have token ids as its eos_token_id, not {found!r}")
+    size = config.vocab_size
+    right = all(isinstance(each, int) and 0 <= each < size for each in ids)
+    rule = f"must have token ids below {size}, its vocabulary, as eos_token_id, not {found!r}: correct it in"
+    require(right, "target", name, f"{rule} generation_config.json, or in config.json if there is none")
     return tuple(ids)
 
 
