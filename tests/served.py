@@ -17,11 +17,12 @@ from triforce_core.messages import GREEDY
 PROMPT, OUTPUT = 90, 24  # tokens; the prompt is more than the retrieval tier's budget
 
 
-def served(model: str, *, vocab: int = 256, length: int = PROMPT, **target: Any) -> list[int]:
-    """The tokens that all three tiers together give for a random prompt, in float32."""
+def served(model: str, *, vocab: int = 256, length: int = PROMPT, compile: str = "off", **target: Any) -> list[int]:
+    """The tokens that all three tiers together give for a random prompt, in float32. `target`: settings of it."""
     settings = load_settings(
         None,
         dtype="float32",
+        compile=compile,
         target={"model": model, "kv_pool_tokens": 4096, **target},
         retrieval={"budget": 64, "chunk": 8},
         draft={"model": model},

@@ -22,6 +22,7 @@ from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve
 from triforce_core.models.gguf import complete, is_gguf
+from triforce_core.models.passing import BATCH
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
 
@@ -41,8 +42,6 @@ def attention_through_kv(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
-    *,
-    kv: Batch,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in place of its own: query [1, heads, tokens, head_dim], key and
@@ -55,6 +54,7 @@ def attention_through_kv(
     for keyword in UNSUPPORTED_KEYWORDS:
         if asked.get(keyword) is not None:
             raise UnsupportedModelError(f"attention with {keyword} is not supported")
+    kv: Batch = BATCH.get()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return kv.cache.attend(layer, query[0], key[0], value[0], scale, kv).unsqueeze(0), None
