@@ -35,5 +35,5 @@ def served(model: str, *, vocab: int = 256, length: int = PROMPT, compile: str =
 def generated(theirs: PreTrainedModel, *, vocab: int = 256, length: int = PROMPT) -> list[int]:
     """The tokens that transformers gives for the same prompt."""
     prompt = torch.tensor([random_tokens(length, seed=1, vocab=vocab)])
-    end = {"eos_token_id": None, "pad_token_id": 0}
-    return theirs.generate(prompt, max_new_tokens=OUTPUT, do_sample=False, **end)[0, length:].tolist()  # type: ignore[no-any-return,operator]
+    whole = {"attention_mask": torch.ones_like(prompt), "eos_token_id": None, "pad_token_id": 0}
+    return theirs.generate(prompt, max_new_tokens=OUTPUT, do_sample=False, **whole)[0, length:].tolist()  # type: ignore[no-any-return,operator]

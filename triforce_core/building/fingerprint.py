@@ -10,8 +10,9 @@ from transformers.utils.hub import cached_file
 
 import triforce_core
 from triforce_core.config import Settings
-from triforce_core.models.files import resolve
+from triforce_core.models.files import load_config, resolve
 from triforce_core.models.gguf import gguf_config
+from triforce_core.models.longrope import is_long
 
 SAMPLES, SAMPLE_BYTES = 16, 4096  # SAMPLES + 1 are read of each file of weights: whole files take minutes
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -26,6 +27,8 @@ def target_fingerprint(settings: Settings) -> str:
     what = [triforce_core.__version__, target.model, settings.dtype, settings.device_type, settings.attention]
     if target.lossy:
         what += [target.lossy, str(target.heavy_share)]
+    if is_long(load_config(target.model, "target"), target.context_length):
+        what.append("long")
     digest = blake2b(json.dumps(what).encode(), digest_size=8)
     digest.update(model_digest(files_of(target.model)))
     return ("fp_lossy_" if target.lossy else "fp_") + digest.hexdigest()

@@ -22,6 +22,7 @@ from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve
 from triforce_core.models.gguf import complete, is_gguf
+from triforce_core.models.longrope import fix_longrope
 from triforce_core.models.passing import BATCH
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
@@ -63,8 +64,11 @@ def attention_through_kv(
 AttentionInterface.register(ATTENTION, attention_through_kv)
 
 
-def load_model(name: str, role: str, dtype: str, device: str, group: Group | None = None) -> PreTrainedModel:
-    """The model with weights in `dtype` on `device`, in evaluation mode. Safetensors only, no remote code.
+def load_model(
+    name: str, role: str, dtype: str, device: str, group: Group | None = None, longest: int | None = None
+) -> PreTrainedModel:
+    """The model with weights in `dtype` on `device`, in evaluation mode, for texts of up to `longest` tokens.
+    Safetensors or a GGUF file only, no remote code.
 
     With a group, this rank's share of the model, by transformers' own tensor-parallel plan; all ranks must load it at
     the same time.
@@ -109,6 +113,7 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
         if out_of_memory(error):
             raise too_large(role, name, error) from None
         raise
+    fix_longrope(model, longest)
     if group is not None:
         group.barrier()  # ranks may load at different speeds, but passes have a deadline
     check_attention(model, name)

@@ -14,7 +14,9 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.errors import UnknownModelError, UnsupportedModelError
 
-SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies do not depend on the current length
+# Kinds whose frequencies do not depend on the current length. longrope.py fixes those of longrope, unless kinds of
+# layers have each their own.
+SUPPORTED_ROPE = {"default", "linear", "llama3", "longrope", "yarn"}
 OWN_ATTENTION = ("bloom", "mpt")  # kinds that compute it within the model, with a bias by distance
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of causal language models end
 
@@ -76,7 +78,8 @@ def rope(config: Any) -> str:
         found,
         *(each for each in found.values() if isinstance(each, dict)),
     ]  # some have one for each kind of layer
-    odd = [kind for each in every if (kind := each.get("rope_type", "default")) not in SUPPORTED_ROPE]
+    kinds = [(each is found, each.get("rope_type", "default")) for each in every]
+    odd = [kind for sole, kind in kinds if kind not in SUPPORTED_ROPE or (kind == "longrope" and not sole)]
     return f"rope_type = {odd[0]!r}" if odd else ""
 
 

@@ -10,6 +10,8 @@ import torch
 from transformers import (
     NemotronConfig,
     NemotronForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
     StableLmConfig,
@@ -17,7 +19,9 @@ from transformers import (
 )
 
 from tests.compiling import needs_a_compiler
-from tests.served import generated, served
+from tests.served import OUTPUT, generated, served
+from triforce_core.building.fingerprint import target_fingerprint
+from triforce_core.config import load_settings
 
 SMALL = {
     "vocab_size": 256,
@@ -55,6 +59,42 @@ def test_the_tokens_that_transformers_gives(name: str, tmp_path: Path) -> None:
     theirs = KINDS[name]()
     theirs.save_pretrained(tmp_path)
     assert served(str(tmp_path)) == generated(theirs)
+
+
+def phi3(short: float = 1.0, long: float = 4.0) -> PreTrainedModel:
+    """The first training was up to 128 tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 1e4,
+        "short_factor": [short] * 6,
+        "long_factor": [long] * 6,
+        "original_max_position_embeddings": 128,
+        "partial_rotary_factor": 0.75,
+    }
+    config = Phi3Config(**SMALL, rope_parameters=rope, original_max_position_embeddings=128)
+    return random(Phi3ForCausalLM, config)
+
+
+@pytest.mark.parametrize("length", [64, 90, 400])
+@pytest.mark.parametrize("longest", [128, 129, None])
+def test_longrope_is_chosen_by_the_context_length_alone(longest: int | None, length: int, tmp_path: Path) -> None:
+    phi3().save_pretrained(tmp_path)
+    if longest and length + OUTPUT > longest:
+        return  # no request is so long
+    fixed = phi3(1.0, 1.0) if longest == 128 else phi3(4.0, 4.0)
+    ours = served(str(tmp_path), length=length, context_length=longest)
+    assert ours == generated(fixed, length=length)
+    if (length > 128) == (longest != 128):
+        assert ours == generated(phi3(), length=length), "transformers chooses the same for a text of this length"
+
+
+def test_a_fingerprint_tells_the_choice(tmp_path: Path) -> None:
+    phi3().save_pretrained(tmp_path)
+    long, longer, short = (
+        target_fingerprint(load_settings(None, target={"model": str(tmp_path), "context_length": longest}))
+        for longest in (129, 200, 128)
+    )
+    assert long == longer != short
 
 
 @needs_a_compiler
