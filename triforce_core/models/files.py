@@ -20,6 +20,7 @@ from triforce_core.demo import weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.models.gguf import gguf_config, is_gguf
 from triforce_core.models.refused import FILES, NOT, TOKENIZERS, UNQUANTISED, check_files, check_supported
+from triforce_core.models.text_part import text_part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NOT_GGUF = "download it again, or serve the model's safetensors"
@@ -47,7 +48,10 @@ def load_config(name: str, role: str) -> PretrainedConfig:
     """The model's configuration, checked for what this engine supports."""
     path = resolve(name, role)
     try:
-        config = gguf_config(path) if is_gguf(path) else AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if is_gguf(path):
+            config = gguf_config(path)
+        else:
+            config = text_part(AutoConfig.from_pretrained(path, trust_remote_code=False))
     except Exception as error:  # configurations raise many kinds of errors for wrong values
         rule = f"is neither a model directory nor a hub id that loads ({reason_of(error)})"
         if is_gguf(path):
@@ -135,28 +139,23 @@ def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> 
         require(heads % world == 0, field, world, f"must divide the {heads} {what} heads of {name!r}")
 
 
-def tokenizer_at(path: str) -> Any:
-    """The tokenizer of a path that `resolve` gave, as transformers loads it; raises any error."""
-    if not is_gguf(path):
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    with TemporaryDirectory() as empty:  # it would prefer files beside the GGUF file, which may be another model's
-        return AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()), trust_remote_code=False)
+def check_tokenizer(name: str, role: str = "target") -> None:
+    """Raise `UnknownModelError` if the model's folder is here and has no tokenizer that loads, by its files' names."""
+    if (folder := Path(resolve(name, role))).is_dir():
+        check_files(folder, name, role, TOKENIZERS)
 
 
-def check_tokenizer(name: str) -> None:
-    """Raise `UnknownModelError` if the target's folder is here and has no tokenizer that loads, by its files' names."""
-    if (folder := Path(resolve(name, "target"))).is_dir():
-        check_files(folder, name, "target", TOKENIZERS)
-
-
-def load_tokenizer(name: str) -> Any:
-    """The target's tokenizer."""
-    check_tokenizer(name)  # transformers makes an empty one of nothing
-    path = resolve(name, "target")
+def load_tokenizer(name: str, role: str = "target") -> Any:
+    """The model's tokenizer, as transformers loads it."""
+    check_tokenizer(name, role)  # transformers makes an empty one of nothing
+    path = resolve(name, role)
     try:
-        return tokenizer_at(path)
+        if not is_gguf(path):
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with TemporaryDirectory() as empty:  # it would prefer files beside the GGUF file, which may be another model's
+            return AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()), trust_remote_code=False)
     except Exception as error:  # tokenizers raise bare `Exception`s
-        raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason_of(error)})") from None
+        raise UnknownModelError(role, name, f"has no tokenizer that loads ({reason_of(error)})") from None
 
 
 def stop_token_ids(name: str) -> tuple[int, ...]:
@@ -200,8 +199,8 @@ def check_pair(target: str, drafter: str | None) -> None:
     rule = f"has {sizes[1]} tokens: must have the target's {sizes[0]}, {OR_NONE}"
     require(sizes[0] == sizes[1], "drafter", drafter, rule)
     try:
-        theirs = tokenizer_at(resolve(drafter, "drafter")).get_vocab()
-    except Exception:  # as in load_tokenizer
+        theirs = load_tokenizer(drafter, "drafter").get_vocab()
+    except UnknownModelError:
         return
     same = theirs == load_tokenizer(target).get_vocab()
     rule = f"has a vocabulary other than that of the target {target!r}: take another, {OR_NONE}"

@@ -26,6 +26,7 @@ from triforce_core.models.longrope import fix_longrope
 from triforce_core.models.passing import BATCH
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
+from triforce_core.models.text_part import NAMES, is_of_another_part
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
@@ -91,6 +92,7 @@ def load_model(
             trust_remote_code=False,
             output_loading_info=True,
             config=config,
+            key_mapping=NAMES,
             distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
     except Exception as error:  # the code of any architecture runs here, with any configuration
@@ -104,7 +106,8 @@ def load_model(
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
-    if unused := complete(model, path) if is_gguf(path) else sorted(info["unexpected_keys"]):
+    unused = complete(model, path) if is_gguf(path) else sorted(info["unexpected_keys"])
+    if unused := [key for key in unused if not is_of_another_part(key)]:
         rule = f"holds {len(unused)} weights that {type(model).__name__} has not: {', '.join(unused[:3])}"
         raise UnknownModelError(role, name, f"{rule}: serve the checkpoint as it was published, unquantised")
     try:
