@@ -152,7 +152,8 @@ class TierActor(ABC):
         """The model, or this rank's share if the model is divided over ranks."""
         from triforce_core.models.load import load_model
 
-        return load_model(name, role, self.settings.dtype, self.settings.device, ranks)
+        settings = self.settings
+        return load_model(name, role, settings.dtype, settings.device, ranks, settings.target.context_length)
 
     def connect(self, below: str, timeout_s: float, doorbell: Doorbell) -> RemoteProposer:
         """A link to the tier actor of this name. Waits a while for it, but returns even if it is not there yet."""

@@ -44,7 +44,8 @@ def executor_of(settings: Settings, tiers: tuple[str, ...], group: Follower) -> 
     """Load the models in the leader's order, allocate the KV caches, and capture graphs when the leader does."""
     target = retrieval = None
     if "target" in tiers:
-        target = retrieval = load_model(settings.target.model, "target", settings.dtype, settings.device, group)
+        name, longest = settings.target.model, settings.target.context_length
+        target = retrieval = load_model(name, "target", settings.dtype, settings.device, group, longest)
     if "retrieval" in tiers and (target is None or settings.retrieval.own_weights):
         retrieval = load_retrieval_model(settings, group)
     sparse = retrieval_kv(retrieval, settings) if retrieval is not None and "retrieval" in tiers else None

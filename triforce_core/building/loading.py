@@ -20,7 +20,7 @@ def load_retrieval_model(settings: Settings, group: Group | None = None) -> PreT
     """The retrieval tier's own model, or a second copy of the target, quantised if set; a rank's share with a group."""
     own = settings.retrieval.model
     name, role = (own, "self-drafter") if own else (settings.target.model, "target")
-    model = load_model(name, role, settings.dtype, settings.device, group)
+    model = load_model(name, role, settings.dtype, settings.device, group, settings.target.context_length)
     if settings.retrieval.quantization:
         quantize_weights(model, settings.retrieval.quantization)
     return model
@@ -48,7 +48,7 @@ def load_local_engine(
 
     def load(name: str, role: str, group: Leader | None = None) -> PreTrainedModel:
         check_kernel(settings, head_dim=kv_shape(load_config(name, role))[2])
-        return load_model(name, role, settings.dtype, settings.device, group)
+        return load_model(name, role, settings.dtype, settings.device, group, settings.target.context_length)
 
     return local_engine(
         load(settings.target.model, "target", ranks),

@@ -152,7 +152,7 @@ class Attending(Protocol):
 
 @dataclass(slots=True)
 class Batch:
-    """A prepared forward pass. The model passes it on to `attend` as the keyword `kv`."""
+    """A prepared forward pass. The model's attention hands it to `attend`."""
 
     cache: Attending
     rows: list[Row] = field(default_factory=list)

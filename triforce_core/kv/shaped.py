@@ -60,7 +60,7 @@ class Room:
 
 
 class ShapedBatch:
-    """A pass of one shape. The model gets it as the keyword `kv`, in place of a batch and its cache.
+    """A pass of one shape. The model's attention takes it for a batch and its cache.
 
     Token i of sequence s is at s * queries + i. Padding follows a sequence's own tokens, so that they do not see it. A
     padding token has id 0 and position 0, and its KV is written to the dump slot.

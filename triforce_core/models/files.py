@@ -8,6 +8,7 @@ import json
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -17,29 +18,28 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.demo import weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
-from triforce_core.models.refused import NOT, SLIDING, UNQUANTISED, check_supported
+from triforce_core.models.gguf import gguf_config, is_gguf
+from triforce_core.models.refused import FILES, NOT, SLIDING, TOKENIZERS, UNQUANTISED, check_files, check_supported
+from triforce_core.models.text_part import text_part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NOT_GGUF = "download it again, or serve the model's safetensors"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # the dtypes of weights that are not quantised, as safetensors names them
 
 
 def resolve(name: str, role: str) -> str:
-    """The path or hub id that transformers loads: `demo` names the demo pair; any other name is a directory, or else
-    a hub id.
+    """The path or hub id that transformers loads: `demo` names the demo pair; any other name is a directory or a GGUF
+    file, or else a hub id.
 
     `role` is `target`, `drafter` or `self-drafter`; errors name it as their field.
     """
     if name == "demo":
         return str(weights_dir(role))
     path = Path(name).expanduser()
-    if path.exists() or name.startswith(("/", ".", "~")):
-        if (path / "adapter_config.json").exists():
-            rule = (
-                "holds a LoRA or another adapter (adapter_config.json), which is not supported: merge it into its model"
-            )
-            raise UnknownModelError(role, name, rule)
-        if not (path / "config.json").is_file():
-            raise UnknownModelError(role, name, "is not a directory with a config.json")
+    if path.exists() or is_gguf(path) or name.startswith(("/", ".", "~")):
+        check_files(path.parent if is_gguf(path) else path, name, role, FILES[:1])  # transformers would apply it
+        if not (path if is_gguf(path) else path / "config.json").is_file():
+            raise UnknownModelError(role, name, "is not a directory with a config.json, or a *.gguf file")
         return str(path)
     return name
 
@@ -48,15 +48,20 @@ def load_config(name: str, role: str) -> PretrainedConfig:
     """The model's configuration, checked for what this engine supports."""
     path = resolve(name, role)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        if is_gguf(path):
+            config = gguf_config(path)
+        else:
+            config = text_part(AutoConfig.from_pretrained(path, trust_remote_code=False))
     except Exception as error:  # configurations raise many kinds of errors for wrong values
         rule = f"is neither a model directory nor a hub id that loads ({reason_of(error)})"
+        if is_gguf(path):
+            rule = f"is no GGUF file that loads ({reason_of(error)}): {NOT_GGUF}"
         raise UnknownModelError(role, name, rule) from None
     check_supported(config, name)
     check_stored(name, role)
     # A configuration may name code on the hub as its implementation. The engine chooses its own.
     config._attn_implementation = config._experts_implementation = None
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def weight_files(name: str, role: str) -> list[Path] | None:
@@ -66,6 +71,8 @@ def weight_files(name: str, role: str) -> list[Path] | None:
     files could run code when they are loaded, or be anyone's.
     """
     path = resolve(name, role)
+    if is_gguf(path):
+        return [Path(path)]
     folder = Path(path)
     if not folder.is_dir():
         cached = try_to_load_from_cache(path, "config.json")
@@ -74,8 +81,7 @@ def weight_files(name: str, role: str) -> list[Path] | None:
         folder = Path(cached).parent
         with suppress(OSError):  # there is no index, or the hub cannot be reached
             hf_hub_download(path, INDEX)
-    if any(folder.glob("shard-*.safetensors")):  # transformers would load these instead
-        raise UnknownModelError(role, name, "holds a distributed checkpoint: save it with save_pretrained")
+    check_files(folder, name, role, FILES)
     index = folder / INDEX
     if (folder / SINGLE).exists() or not index.exists():
         return [folder / SINGLE]
@@ -98,6 +104,8 @@ def check_stored(name: str, role: str) -> None:
     transformers would load them as they are, without their scales.
     """
     for file in weight_files(name, role) or []:
+        if is_gguf(file):
+            continue  # it tells how its weights are stored, and loading dequantises them
         try:
             with safe_open(file, "numpy") as tensors:
                 stored = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118  # no dict
@@ -140,29 +148,43 @@ def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> 
         require(heads % world == 0, field, world, f"must divide the {heads} {what} heads of {name!r}")
 
 
-def load_tokenizer(name: str) -> Any:
-    """The target's tokenizer, as transformers loads it."""
-    path = resolve(name, "target")
+def check_tokenizer(name: str, role: str = "target") -> None:
+    """Raise `UnknownModelError` if the model's folder is here and has no tokenizer that loads, by its files' names."""
+    if (folder := Path(resolve(name, role))).is_dir():
+        check_files(folder, name, role, TOKENIZERS)
+
+
+def load_tokenizer(name: str, role: str = "target") -> Any:
+    """The model's tokenizer, as transformers loads it."""
+    check_tokenizer(name, role)  # transformers makes an empty one of nothing
+    path = resolve(name, role)
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        if not is_gguf(path):
+            return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        with TemporaryDirectory() as empty:  # it would prefer files beside the GGUF file, which may be another model's
+            return AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()), trust_remote_code=False)
     except Exception as error:  # tokenizers raise bare `Exception`s
-        raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason_of(error)})") from None
+        raise UnknownModelError(role, name, f"has no tokenizer that loads ({reason_of(error)})") from None
 
 
 def stop_token_ids(name: str) -> tuple[int, ...]:
     """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
     path = resolve(name, "target")
     try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
+        # A GGUF file holds the ids itself; a file beside it may be another model's.
+        found = None if is_gguf(path) else GenerationConfig.from_pretrained(path).eos_token_id
     except OSError:
         found = None
     except Exception as error:  # as for configurations
         rule = f"has a generation_config.json that does not load ({reason_of(error)})"
         raise UnknownModelError("target", name, rule) from None
-    found = load_config(name, "target").eos_token_id if found is None else found
+    config = load_config(name, "target")
+    found = config.eos_token_id if found is None else found
     ids = found if isinstance(found, list) else [] if found is None else [found]
-    right = all(isinstance(each, int) for each in ids)
-    require(right, "target", name, f"must have token ids as its eos_token_id, not {found!r}")
+    size = config.vocab_size
+    right = all(isinstance(each, int) and 0 <= each < size for each in ids)
+    rule = f"must have token ids below {size}, its vocabulary, as eos_token_id, not {found!r}: correct it in"
+    require(right, "target", name, f"{rule} generation_config.json, or in config.json if there is none")
     return tuple(ids)
 
 
@@ -186,8 +208,8 @@ def check_pair(target: str, drafter: str | None) -> None:
     rule = f"has {sizes[1]} tokens: must have the target's {sizes[0]}, {OR_NONE}"
     require(sizes[0] == sizes[1], "drafter", drafter, rule)
     try:
-        theirs = AutoTokenizer.from_pretrained(resolve(drafter, "drafter"), trust_remote_code=False).get_vocab()
-    except (OSError, ValueError, KeyError):
+        theirs = load_tokenizer(drafter, "drafter").get_vocab()
+    except UnknownModelError:
         return
     same = theirs == load_tokenizer(target).get_vocab()
     rule = f"has a vocabulary other than that of the target {target!r}: take another, {OR_NONE}"

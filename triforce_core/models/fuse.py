@@ -17,6 +17,7 @@ from triforce_core.config import Settings
 from triforce_core.errors import reason_of
 from triforce_core.machine.toolchain import lacking
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
+from triforce_core.models.passing import run_pass
 from triforce_core.sampling.draw import Noisiest, noisiest
 
 ROTATE = "apply_rotary_pos_emb"  # the function of this name that transformers' attention modules call
@@ -180,4 +181,4 @@ def compile_kernels(model: PreTrainedModel) -> None:
     with compiling():
         for count in (2, 1):
             tokens = torch.zeros(1, count, dtype=torch.long, device=model.device)
-            model(input_ids=tokens, position_ids=tokens, use_cache=False, kv=NoContext())
+            run_pass(model, NoContext(), input_ids=tokens, position_ids=tokens)

@@ -25,6 +25,7 @@ from triforce_core.kv.shaped import PassShape, ShapedBatch, VerifyBatch
 from triforce_core.models.fallback import LOWER, fall_back, ignored, out_of_memory, shortage
 from triforce_core.models.files import context_length
 from triforce_core.models.fuse import compiled, compiling, give_up
+from triforce_core.models.passing import run_pass
 
 PROGRAMS = 2  # that a multiprocessor of an H100 runs at the same time, each of which reads one item of one KV head
 WARM_UPS = 2  # passes before capture, in which libraries allocate their permanent buffers
@@ -41,12 +42,12 @@ class EagerPass:
         """Logits of the tokens loaded into `batch`, [tokens of the shape, vocab] float32, the sampled tokens' first."""
         batch = self.batch
         batch.unpack()
-        output = self.model(
+        output = run_pass(
+            self.model,
+            batch,
             input_ids=batch.token_ids[None],
             position_ids=batch.positions[None],
             logits_to_keep=batch.sampled,
-            use_cache=False,
-            kv=batch,
         )
         logits: Tensor = output.logits[0].float()
         return logits

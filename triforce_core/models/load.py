@@ -4,11 +4,12 @@ Models with features that this engine does not support are refused, naming the f
 """
 
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -21,8 +22,12 @@ from triforce_core.machine.device import DTYPES, check_dtype, torch_device
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve, windows
+from triforce_core.models.gguf import complete, is_gguf
+from triforce_core.models.longrope import fix_longrope
+from triforce_core.models.passing import BATCH
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
+from triforce_core.models.text_part import NAMES, is_of_another_part
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
@@ -42,8 +47,6 @@ def attention_through_kv(
     scaling: float | None = None,
     dropout: float = 0.0,
     s_aux: Tensor | None = None,
-    *,
-    kv: Batch,
     **asked: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that transformers calls in place of its own: query [1, heads, tokens, head_dim], key and
@@ -57,6 +60,7 @@ def attention_through_kv(
     for keyword in UNSUPPORTED_KEYWORDS:
         if asked.get(keyword) is not None:
             raise UnsupportedModelError(f"attention with {keyword} is not supported")
+    kv: Batch = BATCH.get()
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     return kv.cache.attend(layer, query[0], key[0], value[0], Scoring(scale, s_aux), kv).unsqueeze(0), None
@@ -65,8 +69,11 @@ def attention_through_kv(
 AttentionInterface.register(ATTENTION, attention_through_kv)
 
 
-def load_model(name: str, role: str, dtype: str, device: str, group: Group | None = None) -> PreTrainedModel:
-    """The model with weights in `dtype` on `device`, in evaluation mode. Safetensors only, no remote code.
+def load_model(
+    name: str, role: str, dtype: str, device: str, group: Group | None = None, longest: int | None = None
+) -> PreTrainedModel:
+    """The model with weights in `dtype` on `device`, in evaluation mode, for texts of up to `longest` tokens.
+    Safetensors or a GGUF file only, no remote code.
 
     With a group, this rank's share of the model, by transformers' own tensor-parallel plan; all ranks must load it at
     the same time.
@@ -74,19 +81,22 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     where = torch_device(device)
     check_dtype(dtype, where)
-    config = load_config(name, role)
+    path, config = resolve(name, role), load_config(name, role)
     if group is not None:
         check_ranks(config, name, group.world, "tensor_parallel")
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(name, role),
+            Path(path).parent if is_gguf(path) else path,
+            gguf_file=Path(path).name if is_gguf(path) else None,
+            quantization_config=GgufConfig(dequantize=True) if is_gguf(path) else None,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
             use_safetensors=True,
             trust_remote_code=False,
             output_loading_info=True,
             config=config,
+            key_mapping=NAMES,
             distributed_config=group and DistributedConfig(tp_size=group.world, tp_plan="auto"),
         )
     except Exception as error:  # the code of any architecture runs here, with any configuration
@@ -100,7 +110,8 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
-    if unused := sorted(info["unexpected_keys"]):
+    unused = complete(model, path) if is_gguf(path) else sorted(info["unexpected_keys"])
+    if unused := [key for key in unused if not is_of_another_part(key)]:
         rule = f"holds {len(unused)} weights that {type(model).__name__} has not: {', '.join(unused[:3])}"
         raise UnknownModelError(role, name, f"{rule}: serve the checkpoint as it was published, unquantised")
     try:
@@ -109,6 +120,7 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
         if out_of_memory(error):
             raise too_large(role, name, error) from None
         raise
+    fix_longrope(model, longest)
     if group is not None:
         group.barrier()  # ranks may load at different speeds, but passes have a deadline
     check_attention(model, name)

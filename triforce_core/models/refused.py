@@ -1,22 +1,30 @@
-"""What a model's configuration may say that this engine does not support: one row for each kind, with the way out.
+"""What a model's configuration may say, and its folder may hold or lack, that this engine does not support: one row for
+each kind, with the way out.
 
-To refuse another kind, add a row to `REFUSED` and a case to `tests/unit/core/models/test_refused.py`.
+To refuse another kind, add a row to `REFUSED`, `FILES` or `TOKENIZERS`, and a case to
+`tests/unit/core/models/test_refused.py`.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from transformers.configuration_utils import PretrainedConfig
 
-from triforce_core.errors import UnsupportedModelError
+from triforce_core.errors import UnknownModelError, UnsupportedModelError
 
 SLIDING = "sliding_attention"  # the kind of a layer with a window, in `layer_types`
-SUPPORTED_ROPE = {"default", "linear", "llama3", "yarn"}  # kinds whose frequencies do not depend on the current length
+# Kinds whose frequencies do not depend on the current length. longrope.py fixes those of longrope, unless kinds of
+# layers have each their own.
+SUPPORTED_ROPE = {"default", "linear", "llama3", "longrope", "yarn"}
+OWN_ATTENTION = ("bloom", "mpt")  # kinds that compute it within the model, with a bias by distance
 CAUSAL = ("ForCausalLM", "LMHeadModel")  # how transformers' classes of causal language models end
 
 
 class Refused(NamedTuple):
-    what: Callable[[Any], str]  # what the configuration says, as `field = value`; empty if it does not say it
+    # What the configuration says, as `field = value`, or which files the folder has; empty if this row does not apply.
+    what: Callable[[Any], str]
     rule: str
     way_out: str
 
@@ -45,7 +53,14 @@ def several_models(config: Any) -> str:
 def quantization(config: Any) -> str:
     """The older of compressed-tensors' formats names its field otherwise."""
     found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
-    return said("quantization_config", found.get("quant_method", found) if isinstance(found, dict) else found)
+    if not isinstance(found, dict):
+        return said("quantization_config", found)
+    form = found.get("quant_algo") or found.get("format") if "quant_method" in found else None  # such as NVFP4
+    return said("quantization_config", found.get("quant_method", found)) + (f" ({form})" if form else "")
+
+
+def own_attention(config: Any) -> str:
+    return said("model_type", config.model_type) if config.model_type in OWN_ATTENTION else ""
 
 
 def layer_kinds(config: Any) -> str:
@@ -65,7 +80,8 @@ def rope(config: Any) -> str:
         found,
         *(each for each in found.values() if isinstance(each, dict)),
     ]  # some have one for each kind of layer
-    odd = [kind for each in every if (kind := each.get("rope_type", "default")) not in SUPPORTED_ROPE]
+    kinds = [(each is found, each.get("rope_type", "default")) for each in every]
+    odd = [kind for sole, kind in kinds if kind not in SUPPORTED_ROPE or (kind == "longrope" and not sole)]
     return f"rope_type = {odd[0]!r}" if odd else ""
 
 
@@ -93,6 +109,7 @@ DOWNLOAD = "compare config.json with the published one"
 # In this order, so that a model is refused for what it is, rather than for what therefore lacks.
 REFUSED = [
     Refused(set_to_anything("is_encoder_decoder"), NOT, CAUSAL_LM),
+    Refused(own_attention, "computes attention in a way that cannot be replaced", CAUSAL_LM),
     Refused(several_models, NOT, "serve a model of its family that takes and gives text alone"),
     Refused(no_causal_model, f"names no causal language model ({' or '.join(f'*{end}' for end in CAUSAL)})", CAUSAL_LM),
     Refused(quantization, NOT, UNQUANTISED),
@@ -117,6 +134,65 @@ REFUSED = [
     Refused(no_window, SIZE, DOWNLOAD),
     Refused(no_divisor, "must be a divisor of num_attention_heads", DOWNLOAD),
 ]
+
+
+def files(*patterns: str, without: str = "", unless_installed: str = "") -> Callable[[Path], str]:
+    """Whether a folder has a file of these patterns and none of the pattern `without`, and a package is missing."""
+
+    def what(folder: Path) -> str:
+        found = sorted(path.name for pattern in patterns for path in folder.glob(pattern))
+        spared = (without and any(folder.glob(without))) or (unless_installed and find_spec(unless_installed))
+        return "" if spared or not found else found[0]
+
+    return what
+
+
+def no_tokenizer(folder: Path) -> str:
+    known = (
+        "tokenizer.json",
+        "tokenizer.model",
+        "*.tiktoken",
+        "tekken.json",
+        "vocab.json",
+        "vocab.txt",
+        "spiece.model",
+    )
+    return "" if any(any(folder.glob(pattern)) for pattern in known) else "no tokenizer.json"
+
+
+SAVE = "load it with transformers where you trust it, and save it with save_pretrained"
+FILES = [
+    Refused(
+        files("adapter_config.json"),
+        "belongs to a LoRA or another adapter, which is not supported",
+        "merge it into its model (merge_and_unload of peft), and serve that",
+    ),
+    Refused(files("shard-*.safetensors"), "belongs to a distributed checkpoint", "save it with save_pretrained"),
+    Refused(
+        files("*.bin", "*.pth", "*.pt", "*.ckpt", without="*.safetensors"),
+        "could run code when it is loaded, and there are no safetensors",
+        f"take the checkpoint's safetensors, or {SAVE}",
+    ),
+]
+TOKENIZERS = [
+    Refused(
+        no_tokenizer,
+        "is there, nor another tokenizer",
+        "copy tokenizer.json and tokenizer_config.json from the published checkpoint",
+    ),
+    Refused(
+        files("tokenizer.model", "spiece.model", without="tokenizer.json", unless_installed="sentencepiece"),
+        "alone needs packages that are not installed",
+        "copy tokenizer.json from the published checkpoint, or pip install sentencepiece tiktoken",
+    ),
+]
+
+
+def check_files(folder: Path, name: str, role: str, rows: list[Refused]) -> None:
+    """Raise `UnknownModelError` for a folder to which one of the rows applies."""
+    for row in rows:
+        if what := row.what(folder):
+            raise UnknownModelError(role, name, f"{what} {row.rule}: {row.way_out}")
 
 
 def check_supported(config: PretrainedConfig, name: str) -> None:

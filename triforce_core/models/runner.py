@@ -16,6 +16,7 @@ from triforce_core.kv.base import Batch, Forward, KVCache, Row
 from triforce_core.kv.ranges import size_of
 from triforce_core.machine.threads import Threads, run_on
 from triforce_core.models.graphs import ShapedPasses
+from triforce_core.models.passing import run_pass
 from triforce_core.sampling.draw import Noisiest, noisiest
 from triforce_core.transfer import on_device
 
@@ -123,9 +124,7 @@ class ModelRunner:
         sampled += [0] * (-num_sampled % self.padding)  # the output head's product is padded, too
         inputs = on_device([*token_ids, *positions, *sampled], torch.int64, self.kv.geometry.device)
         ids, places, wanted = inputs.split([len(token_ids), len(positions), len(sampled)])
-        output = self.model(
-            input_ids=ids[None], position_ids=places[None], logits_to_keep=wanted, use_cache=False, kv=batch
-        )
+        output = run_pass(self.model, batch, input_ids=ids[None], position_ids=places[None], logits_to_keep=wanted)
         logits: Tensor = output.logits[0, :num_sampled].float()
         return logits
 

@@ -70,13 +70,6 @@ REFUSED: dict[str, tuple[PretrainedConfig, str, str]] = {
         "50.0",
     ),
     "dynamic RoPE": (LlamaConfig(**TINY, rope_parameters=rope("dynamic", factor=2.0)), "rope_type", "dynamic"),
-    "longrope": (
-        LlamaConfig(
-            **TINY, rope_parameters=rope("longrope", factor=2.0, short_factor=[1.0] * 8, long_factor=[2.0] * 8)
-        ),
-        "rope_type",
-        "longrope",
-    ),
 }
 
 

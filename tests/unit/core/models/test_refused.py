@@ -5,6 +5,7 @@ do instead, and `triforce doctor` says the same.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from functools import partial
@@ -22,9 +23,16 @@ from tests.random_models import random_model
 from triforce_core.config import load_settings
 from triforce_core.demo import weights_dir
 from triforce_core.errors import InvalidValueError, TriForceError, UnknownModelError, UnsupportedModelError
-from triforce_core.models.files import context_length, kv_shape, load_config, stop_token_ids
+from triforce_core.models.files import (
+    check_tokenizer,
+    context_length,
+    kv_shape,
+    load_config,
+    load_tokenizer,
+    stop_token_ids,
+)
 from triforce_core.models.load import load_model
-from triforce_core.models.refused import REFUSED, check_supported
+from triforce_core.models.refused import FILES, REFUSED, check_supported
 
 KERNEL = "kernels-community/flash-attn"
 
@@ -52,6 +60,14 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
             *("mxfp4", "quark", "nobody-knows"),
         )
     },
+    "NVFP4 of ModelOpt": (
+        {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}},
+        "quantization_config = 'modelopt' (NVFP4)",
+    ),
+    "NVFP4 of compressed-tensors": (
+        {"quantization_config": {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}},
+        "quantization_config = 'compressed-tensors' (nvfp4-pack-quantized)",
+    ),
     "bitsandbytes of old": ({"quantization_config": {"load_in_8bit": True}}, "{'load_in_8bit': True}"),
     "compressed-tensors of old": ({"compression_config": {"format": "x"}}, "quantization_config = {'format': 'x'}"),
     "file of weights": ({"transformers_weights": "adapter_model.bin"}, "transformers_weights = 'adapter_model.bin'"),
@@ -79,10 +95,11 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "KV heads that do not divide": ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
 }
 WRAPPERS = (
-    *("gemma3", "gemma3n", "llama4", "mistral3", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "llava", "llava_next"),
+    *("gemma3n", "llama4", "qwen3_vl_moe", "llava", "llava_next", "llava_onevision"),
     *("idefics", "idefics2", "idefics3", "paligemma", "internvl", "smolvlm", "glm4v", "aria"),
 )
-OTHERS = ("mamba", "falcon_mamba", "rwkv", "jamba", "t5", "whisper", "vit", "clip", "pixtral", "bloom")
+OWN = ("mpt", "bloom")  # attention of their own
+OTHERS = ("mamba", "falcon_mamba", "rwkv", "jamba", "t5", "whisper", "vit", "clip", "pixtral", *OWN)
 
 
 @pytest.mark.parametrize("name", SAID)
@@ -103,12 +120,15 @@ def test_models_of_other_kinds_are_refused(kind: str, tmp_path: Path) -> None:
     CONFIG_MAPPING[kind]().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModelError) as refusal:
         load_config(str(tmp_path), "target")
+    assert (f"model_type = {kind!r} computes attention in a way" in str(refusal.value)) == (kind in OWN)
     assert (f"model_type = {kind!r}, made of parts (" in str(refusal.value)) == (kind in (*WRAPPERS, "clip"))
 
 
 def test_every_row_refuses_something(tmp_path: Path) -> None:
     hit = set()
-    for index, config in enumerate([*(values for values, _ in SAID.values()), CONFIG_MAPPING["gemma3"]().to_dict()]):
+    for index, config in enumerate(
+        [*(values for values, _ in SAID.values()), *(CONFIG_MAPPING[kind]().to_dict() for kind in ("llava", "mpt"))]
+    ):
         path = tmp_path / str(index)
         random_model().config.save_pretrained(path)
         edit(path, **config)
@@ -186,8 +206,15 @@ def adapter(folder: Path, *, alone: bool) -> None:
         (folder / "config.json").unlink()
 
 
+DISTRIBUTED = "shard-00001-model-00001-of-00001.safetensors"
+
+
 def distributed(folder: Path) -> None:
-    (folder / "model.safetensors").rename(folder / "shard-00001-model-00001-of-00001.safetensors")
+    (folder / "model.safetensors").rename(folder / DISTRIBUTED)
+
+
+def pickled(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
 
 
 @pytest.mark.parametrize(
@@ -202,10 +229,11 @@ def distributed(folder: Path) -> None:
         (index("[]"), "download it again"),
         (partial(indexed, metadata=None), "download it again"),
         *(
-            (partial(adapter, alone=alone), "a LoRA or another adapter (adapter_config.json), which is not supported")
+            (partial(adapter, alone=alone), f"adapter_config.json {FILES[0].rule}: merge it into its model")
             for alone in (True, False)
         ),
-        (distributed, "a distributed checkpoint: save it with save_pretrained"),
+        (distributed, f"{DISTRIBUTED} belongs to a distributed checkpoint: save it with save_pretrained"),
+        (pickled, "pytorch_model.bin could run code when it is loaded, and there are no safetensors: take the"),
     ],
 )
 def test_files_that_are_refused(
@@ -219,6 +247,44 @@ def test_files_that_are_refused(
     with pytest.raises(UnknownModelError) as again:
         CHECKS["weights"](load_settings(None, target={"model": str(folder)}))
     assert str(again.value) == str(refusal.value), "the doctor says the same"
+
+
+@pytest.mark.parametrize(
+    ("files", "named"),
+    [
+        ([], "no tokenizer.json is there, nor another tokenizer: copy tokenizer.json and tokenizer_config.json from"),
+        (["tokenizer.model"], "tokenizer.model alone needs packages that are not installed: copy tokenizer.json from"),
+        (["tokenizer.json"], "has no tokenizer that loads ("),
+    ],
+)
+def test_tokenizers_that_are_refused(
+    files: list[str], named: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("triforce_core.models.refused.find_spec", lambda _: None)
+    for each in ("tokenizer_config.json", *files):
+        (folder / each).write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    with pytest.raises(UnknownModelError) as refusal:
+        load_tokenizer(str(folder))
+    assert str(refusal.value).startswith(f"target: '{folder}' {named}")
+    if files != ["tokenizer.json"]:
+        with pytest.raises(UnknownModelError, match=re.escape(named)):
+            CHECKS["models"](load_settings(None, target={"model": str(folder)}, draft={"model": "ngram"}))
+
+
+def test_packages_that_read_a_tokenizer_are_enough(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("triforce_core.models.refused.find_spec", lambda _: True)
+    (folder / "tokenizer.model").write_text("")
+    check_tokenizer(str(folder))
+
+
+@pytest.mark.parametrize("found", [256, [1, 300], -1, [1, -3]])
+@pytest.mark.parametrize("file", ["generation_config.json", "config.json"])
+def test_stop_tokens_outside_the_vocabulary(found: object, file: str, folder: Path) -> None:
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    edit(folder, eos_token_id=1)
+    (folder / file).write_text(json.dumps(json.loads((folder / "config.json").read_text()) | {"eos_token_id": found}))
+    with pytest.raises(InvalidValueError, match="must have token ids below 256, its vocabulary, as eos_token_id, not"):
+        stop_token_ids(str(folder))
 
 
 def test_shards_load(folder: Path) -> None:
