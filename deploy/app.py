@@ -174,6 +174,7 @@ def run(settings: Settings) -> None:
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
     from actors.colocation import arranged
+    from deploy.choices import fitted, line
     from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
     from triforce_core.engine.limits import target_limits
@@ -186,6 +187,8 @@ def run(settings: Settings) -> None:
     prepare_environment()  # before the check of the placement, which imports Ray
     for check in CHECKS.values():
         check(settings)
+    given, settings = settings, fitted(settings)
+    tell(line(given, settings))
     context = target_limits(load_config(settings.target.model, "target"), settings).context_length
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)

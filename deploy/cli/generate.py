@@ -80,6 +80,7 @@ def generate(
     rule = "cannot be combined with --json-schema, --regex and the like: such an output must be able to end"
     require(guide is None or not ignore_eos, "ignore-eos", ignore_eos, rule)
 
+    from deploy.choices import fitted
     from triforce_core.building.followers import local_ranks
     from triforce_core.building.loading import load_local_engine
     from triforce_core.building.runners import grammars_for
@@ -87,7 +88,7 @@ def generate(
     from triforce_core.engine.sequence import FinishReason, Request, nth_seed
     from triforce_core.models.files import end_token_ids, load_tokenizer, stop_token_ids
 
-    tokenizer = load_tokenizer(settings.target.model)
+    settings, tokenizer = fitted(settings), load_tokenizer(settings.target.model)
     stop_strings = [StopString(text).text for text in stop or ()]  # refuses empty ones before anything is loaded
     banned = [tuple(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in spellings(bad_word or ())]
     stops = (*(() if ignore_eos else stop_token_ids(settings.target.model)), *(stop_token_id or ()))
