@@ -178,6 +178,7 @@ def run(settings: Settings) -> None:
     from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
     from triforce_core.engine.limits import target_limits
+    from triforce_core.models import generation
     from triforce_core.models.files import load_config
     from triforce_core.models.precision import resolved
 
@@ -189,6 +190,8 @@ def run(settings: Settings) -> None:
         check(settings)
     given, settings = settings, fitted(settings)
     tell(line(given, settings))
+    if defaults := generation.line(settings):
+        tell(defaults)
     context = target_limits(load_config(settings.target.model, "target"), settings).context_length
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)

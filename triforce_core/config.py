@@ -155,6 +155,11 @@ class TargetSettings(Strict):
         description="file with a jinja template that renders chats to prompts; by default the model's own, or a plain"
         " one for a model without",
     )
+    generation_config: Literal["model", "none"] = Field(
+        "model",
+        description="where requests get the sampling parameters that they do not state: from the model's"
+        " generation_config.json, if it has one; none: temperature 1, and the others off",
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs that the weights and KV heads are divided over, for models that one GPU cannot hold"
     )

@@ -56,10 +56,12 @@ def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None
     return decorate
 
 
-def sampling_params(logit_bias: list[str], **given: Any) -> SamplingParams:
-    """The sampling parameters from one option per number, and `--logit-bias`."""
-    biases = tuple(parse_bias(text) for text in logit_bias)
-    return SamplingParams(logit_bias=biases, **given)
+def sampling_params(logit_bias: list[str], **given: Any) -> dict[str, Any]:
+    """The sampling parameters that are given, from one option per number, and `--logit-bias`."""
+    stated = {name: value for name, value in given.items() if value is not None}
+    stated["logit_bias"] = tuple(parse_bias(text) for text in logit_bias)
+    SamplingParams(**stated)  # refuses what is out of range
+    return stated
 
 
 def parse_bias(text: str) -> tuple[int, float]:
@@ -75,7 +77,8 @@ sampling_params.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         *(
             parameter.replace(
                 kind=inspect.Parameter.KEYWORD_ONLY,
-                annotation=Annotated[parameter.annotation, typer.Option(help=SAMPLING_HELP.get(name))],
+                default=None,
+                annotation=Annotated[parameter.annotation | None, typer.Option(help=SAMPLING_HELP.get(name))],
             )
             for name, parameter in inspect.signature(SamplingParams, eval_str=True).parameters.items()
             if parameter.annotation in (int, float)

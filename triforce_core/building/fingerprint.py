@@ -23,6 +23,7 @@ def target_fingerprint(settings: Settings) -> str:
     """
     target = settings.target
     what = [triforce_core.__version__, target.model, settings.dtype, settings.device_type, settings.attention]
+    what.append(target.generation_config)  # what a request that is sent again leaves to the model
     if target.lossy:
         what += [target.lossy, str(target.heavy_share)]
     digest = blake2b(json.dumps(what).encode(), digest_size=8)
