@@ -116,4 +116,5 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "triforce",
         "context_length": model.limits.context_length,
         "max_model_len": model.limits.context_length,
+        "chats": bool(model.tokenizer.chat_template),  # has a template of its own
     }

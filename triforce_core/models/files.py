@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PretrainedConfig
 
-from triforce_core.demo import weights_dir
+from triforce_core.demo import smollm2_file, weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.models.refused import NOT, UNQUANTISED, check_supported
 
@@ -31,6 +31,8 @@ def resolve(name: str, role: str) -> str:
     """
     if name == "demo":
         return str(weights_dir(role))
+    if name == "smollm2":
+        return str(smollm2_file(role))
     path = Path(name).expanduser()
     if path.exists() or name.startswith(("/", ".", "~")):
         if (path / "adapter_config.json").exists():
