@@ -77,7 +77,7 @@ def weights(settings: Settings) -> str:
         try:
             count = parameters(name, role)
         except (OSError, ValueError, KeyError, SafetensorError) as error:
-            rule = f"has no weights that can be read: {error}: copy its *.safetensors again, whole (git lfs pull)"
+            rule = f"has no weights that can be read: {error}: copy its files again, whole (git lfs pull)"
             raise InvalidValueError(role, name, rule) from None
         found.append(f"{role} {name}: {'not downloaded yet' if count is None else f'{count / 1e6:.1f}M parameters'}")
     return "; ".join(found)
@@ -211,10 +211,13 @@ def parameters(name: str, role: str) -> int | None:
     from safetensors import safe_open
 
     from triforce_core.models.files import resolve, weight_files
+    from triforce_core.models.gguf import count_weights, is_gguf
 
+    if is_gguf(path := resolve(name, role)):
+        return count_weights(path)
     shards = weight_files(name, role)
     downloaded = shards is not None and all(shard.exists() for shard in shards)
-    if shards is None or not (downloaded or Path(resolve(name, role)).is_dir()):
+    if shards is None or not (downloaded or Path(path).is_dir()):
         return None
     count = 0
     for shard in shards:

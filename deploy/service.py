@@ -91,7 +91,7 @@ class ServedModel:
 
 
 def served_name(settings: Settings) -> str:
-    return settings.target.served_name or settings.target.model.rstrip("/").rpartition("/")[2]
+    return settings.target.served_name or settings.target.model.rstrip("/").rpartition("/")[2].removesuffix(".gguf")
 
 
 class Service:

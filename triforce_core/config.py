@@ -66,8 +66,8 @@ class DraftSettings(Strict):
 
     model: str = Field(  # a key of `building.drafters.DRAFTERS`, otherwise a model
         "demo",
-        description="directory, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup; by default the demo"
-        " pair's where the target is, else prompt lookup",
+        description="directory, *.gguf file, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup; by default"
+        " the demo pair's where the target is, else prompt lookup",
     )
     window: int = Field(
         252, ge=1, description="last tokens that a draft model sees; smaller for a short context or little memory"
@@ -148,8 +148,10 @@ class RetrievalSettings(Strict):
 class TargetSettings(Strict):
     """The model whose tokens are served, and its full KV cache."""
 
-    model: str = Field("demo", description="directory, hub id, or `demo` for the demo pair's")
-    served_name: str | None = Field(None, description="the name that clients use; by default the last part of `model`")
+    model: str = Field("demo", description="directory, *.gguf file, hub id, `smollm2`, or `demo` for the demo pair's")
+    served_name: str | None = Field(
+        None, description="the name that clients use; by default the last part of `model`, without .gguf"
+    )
     chat_template: str | None = Field(
         None,
         description="file with a jinja template that renders chats to prompts; by default the model's own, or a plain"

@@ -11,6 +11,7 @@ from transformers.utils.hub import cached_file
 import triforce_core
 from triforce_core.config import Settings
 from triforce_core.models.files import resolve
+from triforce_core.models.gguf import gguf_config
 
 SAMPLES, SAMPLE_BYTES = 16, 4096  # SAMPLES + 1 are read of each file of weights: whole files take minutes
 WEIGHTS = ("*.safetensors", "*.bin")
@@ -27,29 +28,32 @@ def target_fingerprint(settings: Settings) -> str:
     if target.lossy:
         what += [target.lossy, str(target.heavy_share)]
     digest = blake2b(json.dumps(what).encode(), digest_size=8)
-    digest.update(model_digest(folder_of(target.model)))
+    digest.update(model_digest(files_of(target.model)))
     return ("fp_lossy_" if target.lossy else "fp_") + digest.hexdigest()
 
 
-def folder_of(model: str) -> Path:
-    """Where the files of a target are."""
+def files_of(model: str) -> Path:
+    """The folder of a target's files, or its GGUF file."""
     path = resolve(model, "target")
-    if Path(path).is_dir():
+    if Path(path).exists():
         return Path(path)
     config = cached_file(path, "config.json")
     assert config is not None, "it raises where the file is missing"
     return Path(config).parent
 
 
-def model_digest(folder: Path) -> bytes:
+def model_digest(files: Path) -> bytes:
     """A digest of a model's descriptions, and of each file of weights its size and samples of its bytes. Other training
     changes weights everywhere and so the samples; they miss a change of a few bytes elsewhere.
     """
     digest = blake2b(digest_size=16)
-    for path in [folder / name for name in DESCRIPTIONS]:
+    for path in [files / name for name in DESCRIPTIONS]:
         if path.is_file():
             digest.update(path.name.encode() + blake2b(path.read_bytes()).digest())
-    for path in sorted(found for pattern in WEIGHTS for found in folder.glob(pattern)):
+    if files.is_file():
+        digest.update(repr(gguf_config(str(files))).encode())
+    found = [files] if files.is_file() else [path for pattern in WEIGHTS for path in files.glob(pattern)]
+    for path in sorted(found):
         size = path.stat().st_size
         digest.update(f"{path.name} {size}".encode())
         with path.open("rb") as file:

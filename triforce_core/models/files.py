@@ -8,6 +8,7 @@ import json
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from huggingface_hub import hf_hub_download, try_to_load_from_cache
@@ -17,15 +18,17 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.demo import smollm2_file, weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
+from triforce_core.models.gguf import gguf_config, is_gguf
 from triforce_core.models.refused import NOT, UNQUANTISED, check_supported
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NOT_GGUF = "download it again, or serve the model's safetensors"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # the dtypes of weights that are not quantised, as safetensors names them
 
 
 def resolve(name: str, role: str) -> str:
-    """The path or hub id that transformers loads: `demo` names the demo pair; any other name is a directory, or else
-    a hub id.
+    """The path or hub id that transformers loads: `demo` names the demo pair; any other name is a directory or a GGUF
+    file, or else a hub id.
 
     `role` is `target`, `drafter` or `self-drafter`; errors name it as their field.
     """
@@ -34,31 +37,38 @@ def resolve(name: str, role: str) -> str:
     if name == "smollm2":
         return str(smollm2_file(role))
     path = Path(name).expanduser()
-    if path.exists() or name.startswith(("/", ".", "~")):
-        if (path / "adapter_config.json").exists():
+    if path.exists() or is_gguf(path) or name.startswith(("/", ".", "~")):
+        if (folder_of(path) / "adapter_config.json").exists():
             rule = (
                 "holds a LoRA or another adapter (adapter_config.json), which is not supported: merge it into its model"
             )
             raise UnknownModelError(role, name, rule)
-        if not (path / "config.json").is_file():
-            raise UnknownModelError(role, name, "is not a directory with a config.json")
+        if not (path if is_gguf(path) else path / "config.json").is_file():
+            raise UnknownModelError(role, name, "is not a directory with a config.json, or a *.gguf file")
         return str(path)
     return name
+
+
+def folder_of(path: Path) -> Path:
+    """The folder of a model's files, or the folder that holds its GGUF file."""
+    return path.parent if is_gguf(path) else path
 
 
 def load_config(name: str, role: str) -> PretrainedConfig:
     """The model's configuration, checked for what this engine supports."""
     path = resolve(name, role)
     try:
-        config = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        config = gguf_config(path) if is_gguf(path) else AutoConfig.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # configurations raise many kinds of errors for wrong values
         rule = f"is neither a model directory nor a hub id that loads ({reason_of(error)})"
+        if is_gguf(path):
+            rule = f"is no GGUF file that loads ({reason_of(error)}): {NOT_GGUF}"
         raise UnknownModelError(role, name, rule) from None
     check_supported(config, name)
     check_stored(name, role)
     # A configuration may name code on the hub as its implementation. The engine chooses its own.
     config._attn_implementation = config._experts_implementation = None
-    return config  # type: ignore[no-any-return]
+    return config
 
 
 def weight_files(name: str, role: str) -> list[Path] | None:
@@ -68,6 +78,8 @@ def weight_files(name: str, role: str) -> list[Path] | None:
     files could run code when they are loaded, or be anyone's.
     """
     path = resolve(name, role)
+    if is_gguf(path):
+        return [Path(path)]
     folder = Path(path)
     if not folder.is_dir():
         cached = try_to_load_from_cache(path, "config.json")
@@ -100,6 +112,8 @@ def check_stored(name: str, role: str) -> None:
     transformers would load them as they are, without their scales.
     """
     for file in weight_files(name, role) or []:
+        if is_gguf(file):
+            continue  # it tells how its weights are stored, and loading dequantises them
         try:
             with safe_open(file, "numpy") as tensors:
                 stored = {key: tensors.get_slice(key).get_dtype() for key in tensors.keys()}  # noqa: SIM118  # no dict
@@ -133,25 +147,39 @@ def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> 
         require(heads % world == 0, field, world, f"must divide the {heads} {what} heads of {name!r}")
 
 
+def tokenizer_at(path: str) -> Any:
+    """The tokenizer of a path that `resolve` gave, as transformers loads it; raises any error."""
+    if not is_gguf(path):
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    with TemporaryDirectory() as empty:  # it would prefer files beside the GGUF file, which may be another model's
+        return AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()), trust_remote_code=False)
+
+
 def load_tokenizer(name: str) -> Any:
-    """The target's tokenizer, as transformers loads it."""
+    """The target's tokenizer."""
     path = resolve(name, "target")
     try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+        return tokenizer_at(path)
     except Exception as error:  # tokenizers raise bare `Exception`s
         raise UnknownModelError("target", name, f"has no tokenizer that loads ({reason_of(error)})") from None
 
 
-def stop_token_ids(name: str) -> tuple[int, ...]:
-    """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+def generation_config(name: str) -> dict[str, Any]:
+    """What the target's generation_config.json states; nothing where there is none."""
     path = resolve(name, "target")
     try:
-        found = GenerationConfig.from_pretrained(path).eos_token_id
+        # A GGUF file holds the ids itself; a file beside it may be another model's.
+        return {} if is_gguf(path) else GenerationConfig.from_pretrained(path).to_diff_dict()
     except OSError:
-        found = None
+        return {}
     except Exception as error:  # as for configurations
         rule = f"has a generation_config.json that does not load ({reason_of(error)})"
         raise UnknownModelError("target", name, rule) from None
+
+
+def stop_token_ids(name: str) -> tuple[int, ...]:
+    """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+    found = generation_config(name).get("eos_token_id")
     found = load_config(name, "target").eos_token_id if found is None else found
     ids = found if isinstance(found, list) else [] if found is None else [found]
     right = all(isinstance(each, int) for each in ids)
@@ -179,8 +207,8 @@ def check_pair(target: str, drafter: str | None) -> None:
     rule = f"has {sizes[1]} tokens: must have the target's {sizes[0]}, {OR_NONE}"
     require(sizes[0] == sizes[1], "drafter", drafter, rule)
     try:
-        theirs = AutoTokenizer.from_pretrained(resolve(drafter, "drafter"), trust_remote_code=False).get_vocab()
-    except (OSError, ValueError, KeyError):
+        theirs = tokenizer_at(resolve(drafter, "drafter")).get_vocab()
+    except Exception:  # as in load_tokenizer
         return
     same = theirs == load_tokenizer(target).get_vocab()
     rule = f"has a vocabulary other than that of the target {target!r}: take another, {OR_NONE}"

@@ -2,15 +2,12 @@
 defaults of requests; tokens that it excludes are excluded from every output.
 """
 
-from contextlib import suppress
 from typing import Any
-
-from transformers import GenerationConfig
 
 from triforce_core.config import Settings
 from triforce_core.errors import InvalidValueError, UnknownModelError
 from triforce_core.messages import UNCHANGED, SamplingParams
-from triforce_core.models.files import resolve
+from triforce_core.models.files import generation_config
 
 NUMBERS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 # What else in the file would change tokens, with the values that ask for nothing.
@@ -37,15 +34,8 @@ OTHERS: dict[str, tuple[Any, ...]] = {
 
 
 def stated(settings: Settings) -> dict[str, Any]:
-    """What the target's file states; nothing where there is none, or where the settings say that it is not read."""
-    if settings.target.generation_config == "none":
-        return {}
-    with suppress(OSError):
-        found: dict[str, Any] = GenerationConfig.from_pretrained(
-            resolve(settings.target.model, "target")
-        ).to_diff_dict()
-        return found
-    return {}
+    """What the target's file states; nothing where the settings say that it is not read."""
+    return {} if settings.target.generation_config == "none" else generation_config(settings.target.model)
 
 
 def default_sampling(settings: Settings) -> SamplingParams:

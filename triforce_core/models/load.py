@@ -4,11 +4,12 @@ Models with features that this engine does not support are refused, naming the f
 """
 
 from itertools import accumulate
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedModel
+from transformers import AttentionInterface, AutoModelForCausalLM, GgufConfig, PreTrainedModel
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.utils import logging as transformers_logging
 
@@ -20,6 +21,7 @@ from triforce_core.machine.device import DTYPES, check_dtype, torch_device
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
 from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve
+from triforce_core.models.gguf import complete, is_gguf
 from triforce_core.models.rank_group import Group
 from triforce_core.models.runner import ModelRunner
 
@@ -70,13 +72,15 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     require(dtype in DTYPES, "dtype", dtype, f"must be one of {', '.join(DTYPES)}")
     where = torch_device(device)
     check_dtype(dtype, where)
-    config = load_config(name, role)
+    path, config = resolve(name, role), load_config(name, role)
     if group is not None:
         check_ranks(config, name, group.world, "tensor_parallel")
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            resolve(name, role),
+            Path(path).parent if is_gguf(path) else path,
+            gguf_file=Path(path).name if is_gguf(path) else None,
+            quantization_config=GgufConfig(dequantize=True) if is_gguf(path) else None,
             dtype=DTYPES[dtype],
             attn_implementation=ATTENTION,
             use_safetensors=True,
@@ -96,7 +100,7 @@ def load_model(name: str, role: str, dtype: str, device: str, group: Group | Non
     absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
     if absent:
         raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
-    if unused := sorted(info["unexpected_keys"]):
+    if unused := complete(model, path) if is_gguf(path) else sorted(info["unexpected_keys"]):
         rule = f"holds {len(unused)} weights that {type(model).__name__} has not: {', '.join(unused[:3])}"
         raise UnknownModelError(role, name, f"{rule}: serve the checkpoint as it was published, unquantised")
     try:
