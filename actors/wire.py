@@ -5,7 +5,7 @@ A `…_from_proto` that finds a rule broken raises `InvalidValueError` with the 
 """
 
 from collections.abc import Iterable, Sequence, Sized
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from itertools import islice
 from math import inf
 
@@ -21,6 +21,7 @@ from triforce_core.messages import (
     MAX_BAD_WORD_TOKENS,
     MAX_BAD_WORDS,
     MAX_BIASED_TOKENS,
+    UNCHANGED,
     Drafting,
     Origin,
     Proposal,
@@ -106,15 +107,17 @@ def sampling_from_proto(
     return sampling
 
 
-def sampling_from_client(message: gen.Sampling) -> SamplingParams:
-    """Sampling parameters of a client, where an unset field takes its default. Errors name the field without a path."""
+def sampling_from_client(message: gen.Sampling, defaults: SamplingParams = UNCHANGED) -> SamplingParams:
+    """Sampling parameters of a client, where an unset field takes its default, and bad words come to the default ones.
+    Errors name the field without a path.
+    """
     # Of longer lists no more is read than shows that they are too long.
-    return SamplingParams(
+    words = [tuple(word.values[: MAX_BAD_WORD_TOKENS + 1]) for word in message.bad_word_ids[: MAX_BAD_WORDS + 1]]
+    return replace(
+        defaults,
         **{name: getattr(message, name) for name in NUMBERS if message.HasField(name)},
         logit_bias=tuple(sorted(islice(message.logit_bias.items(), MAX_BIASED_TOKENS + 1))),
-        bad_word_ids=tuple(
-            tuple(word.values[: MAX_BAD_WORD_TOKENS + 1]) for word in message.bad_word_ids[: MAX_BAD_WORDS + 1]
-        ),
+        bad_word_ids=(*defaults.bad_word_ids, *words),
     )
 
 

@@ -174,9 +174,11 @@ def run(settings: Settings) -> None:
     Raises `InvalidValueError` or a subclass before any tier is started; `UnavailableError` if the tiers do not start.
     """
     from actors.colocation import arranged
+    from deploy.choices import fitted, line
     from deploy.directions import check_endpoint, directions, open_ports, tiers_found
     from deploy.grpc_gate import KEYS
     from triforce_core.engine.limits import target_limits
+    from triforce_core.models import generation
     from triforce_core.models.files import load_config
     from triforce_core.models.precision import resolved
 
@@ -186,6 +188,10 @@ def run(settings: Settings) -> None:
     prepare_environment()  # before the check of the placement, which imports Ray
     for check in CHECKS.values():
         check(settings)
+    given, settings = settings, fitted(settings)
+    tell(line(given, settings))
+    if defaults := generation.line(settings):
+        tell(defaults)
     context = target_limits(load_config(settings.target.model, "target"), settings).context_length
     os.environ[KEYS] = settings.server.api_keys or ""
     lowered = max(LEAST_PORT_LIMIT, context * BYTES_PER_TOKEN)

@@ -91,17 +91,12 @@ def memory(settings: Settings) -> str:
     CUDA context, which a server's own process should not keep.
     """
     from triforce_core.building.target_kv import offload_directory
-    from triforce_core.machine.device import DTYPES, torch_device
-    from triforce_core.machine.memory import HOST, free_bytes, gib, named
+    from triforce_core.machine.device import torch_device
+    from triforce_core.machine.memory import free_bytes, gib, named
 
     offload_directory(settings.target.offload_path)
-    place, models, groups = torch_device(settings.device), models_of(settings), settings.placement.groups
-    needs = []
-    for group in groups:
-        loaded = {models[tier]: settings.ranks((tier,)) for tier in group.tiers if tier in models}
-        numbers = sum((parameters(*model) or 0) // (1 if place == HOST else ranks) for model, ranks in loaded.items())
-        needs.append(numbers * DTYPES[settings.dtype].itemsize)
-    alone = any(group.gpus >= 1 for group in groups)
+    place, needs = torch_device(settings.device), weight_bytes(settings)
+    alone = any(group.gpus >= 1 for group in settings.placement.groups)
     needed = max(needs) if alone else settings.server.replicas.min * sum(needs)
     free = free_bytes(place)
     rule = f"take {gib(needed)} where {gib(free)} are free in {named(place)}: choose smaller models"
@@ -197,6 +192,19 @@ def models_of(settings: Settings) -> dict[str, tuple[str, str]]:
     if drafter := drafter_weights(settings):
         found["draft"] = (drafter, "drafter")
     return found
+
+
+def weight_bytes(settings: Settings) -> list[int]:
+    """What the weights that are here take in each process of a pipeline, the target's first; on GPUs, in each rank."""
+    from triforce_core.machine.device import DTYPES
+
+    models, needs = models_of(settings), []
+    for group in settings.placement.groups:
+        loaded = {models[tier]: settings.ranks((tier,)) for tier in group.tiers if tier in models}
+        on_cpu = settings.device_type == "cpu"
+        numbers = sum((parameters(*model) or 0) // (1 if on_cpu else ranks) for model, ranks in loaded.items())
+        needs.append(numbers * DTYPES[settings.dtype].itemsize)
+    return needs
 
 
 def parameters(name: str, role: str) -> int | None:

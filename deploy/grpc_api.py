@@ -26,7 +26,7 @@ async def client_request_from(service: Service, request: pb.GenerateRequest) -> 
     converses = request.WhichOneof("prompt") == "messages"
     asked = ClientRequest(
         prompt="" if converses else await prompt_of(service, request),
-        sampling=sampling_from_client(request.sampling),
+        sampling=sampling_from_client(request.sampling, service.model.sampling),
         max_tokens=request.max_tokens if request.HasField("max_tokens") else None,
         seed=seed_from_proto(request.seed) if request.HasField("seed") else None,
         stop=tuple(request.stop),

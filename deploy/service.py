@@ -47,8 +47,9 @@ from triforce_core.errors import (
     UnknownModelError,
     require,
 )
-from triforce_core.messages import GREEDY, Drafting, SamplingParams, TokenLogprobs
+from triforce_core.messages import GREEDY, UNCHANGED, Drafting, SamplingParams, TokenLogprobs
 from triforce_core.models.files import end_token_ids, load_config, load_tokenizer, stop_token_ids
+from triforce_core.models.generation import default_sampling
 from triforce_core.sampling.guides import Guide, no_token
 from triforce_core.sampling.vetting import Vetting
 
@@ -72,6 +73,7 @@ class ServedModel:
     tokenizer: Any
     fingerprint: str  # while it is unchanged, the same seed gives the same output
     lossy: str | None = None  # what its cache forgets, in words; None: nothing
+    sampling: SamplingParams = UNCHANGED  # of requests that do not say
     created: int = field(default_factory=lambda: int(time.time()))
 
     @classmethod
@@ -84,6 +86,7 @@ class ServedModel:
             tokenizer=load_tokenizer(target),
             fingerprint=target_fingerprint(settings),
             lossy=settings.target.lossy,
+            sampling=default_sampling(settings),
         )
 
 

@@ -6,9 +6,14 @@ A larger initialisation than usual makes attention matter and keeps greedy decod
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from tokenizers.models import BPE
+from tokenizers.pre_tokenizers import ByteLevel
 from torch import Tensor
 from transformers import (
     Cohere2Config,
@@ -24,6 +29,7 @@ from transformers import (
     Olmo3Config,
     Olmo3ForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -112,3 +118,14 @@ def plain_logits(model: PreTrainedModel, tokens: tuple[int, ...], mask: Tensor |
     positions = torch.arange(len(tokens))[None]
     output = model(input_ids=input_ids, position_ids=positions, attention_mask=mask, use_cache=False)
     return output.logits[0].float()
+
+
+def byte_model(folder: Path, *, eos: int | None = None, **overrides: Any) -> str:
+    """Random weights over the 256 bytes: its text is full of characters of several tokens, broken and whole."""
+    alphabet = {character: token for token, character in enumerate(sorted(ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(BPE(alphabet, []))
+    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    random_model(eos_token_id=eos, **overrides).save_pretrained(folder)
+    return str(folder)

@@ -65,7 +65,9 @@ class DraftSettings(Strict):
     """The draft tier: a tiny model with a StreamingLLM cache, or prompt lookup instead. Sizes are in tokens."""
 
     model: str = Field(  # a key of `building.drafters.DRAFTERS`, otherwise a model
-        "demo", description="directory, *.gguf file, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup"
+        "demo",
+        description="directory, *.gguf file, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup; by default"
+        " the demo pair's where the target is, else prompt lookup",
     )
     window: int = Field(
         252, ge=1, description="last tokens that a draft model sees; smaller for a short context or little memory"
@@ -101,7 +103,8 @@ class RetrievalSettings(Strict):
     budget: int = Field(
         1024,
         ge=2,
-        description="most tokens in a snapshot; a larger budget raises acceptance and makes each step slower",
+        description="most tokens in a snapshot; a larger budget raises acceptance and makes each step slower; by"
+        " default 1024, or on one machine up to 4096 for a context of more than 32K",
     )
     chunk: int = Field(
         8, ge=1, description="tokens that are selected together; smaller chunks fit better but take longer to rank"
@@ -145,7 +148,7 @@ class RetrievalSettings(Strict):
 class TargetSettings(Strict):
     """The model whose tokens are served, and its full KV cache."""
 
-    model: str = Field("demo", description="directory, *.gguf file, hub id, or `demo` for the demo pair's")
+    model: str = Field("demo", description="directory, *.gguf file, hub id, `smollm2`, or `demo` for the demo pair's")
     served_name: str | None = Field(
         None, description="the name that clients use; by default the last part of `model`, without .gguf"
     )
@@ -154,11 +157,19 @@ class TargetSettings(Strict):
         description="file with a jinja template that renders chats to prompts; by default the model's own, or a plain"
         " one for a model without",
     )
+    generation_config: Literal["model", "none"] = Field(
+        "model",
+        description="where requests get the sampling parameters that they do not state: from the model's"
+        " generation_config.json, if it has one; none: temperature 1, and the others off",
+    )
     tensor_parallel: int = Field(
         1, ge=1, description="GPUs that the weights and KV heads are divided over, for models that one GPU cannot hold"
     )
     context_length: int | None = Field(
-        None, ge=2, description="most tokens of prompt and output together; by default as many as the model allows"
+        None,
+        ge=2,
+        description="most tokens of prompt and output together; by default as many as the model allows, and on"
+        " one machine as the free memory has room for",
     )
     kv_pool_tokens: int | None = Field(
         None,
@@ -506,7 +517,7 @@ class Settings(Strict):
     )
     target: TargetSettings = Field(TargetSettings(), validate_default=True)
     retrieval: RetrievalSettings = Field(RetrievalSettings(), validate_default=True)
-    draft: DraftSettings = DraftSettings()
+    draft: DraftSettings = Field(DraftSettings(), validate_default=True)
     speculation: SpeculationSettings = Field(SpeculationSettings(), validate_default=True)
     placement: PlacementSettings = Field(PlacementSettings(), validate_default=True)
     server: ServerSettings = ServerSettings()
@@ -558,7 +569,7 @@ class Settings(Strict):
         default_factory=lambda given: 1 if given.get("deterministic") else 8,
         ge=1,
         description="most requests that a pipeline decodes at the same time; more requests need more KV memory;"
-        " by default 8, or 1 where deterministic",
+        " by default 8, or on one machine fewer where memory is short, and 1 where deterministic",
     )
 
     @field_validator("target")
@@ -583,6 +594,15 @@ class Settings(Strict):
         if "lookaheads" in given.model_fields_set and any(given.lookaheads):
             raise ValueError(f"lookaheads {given.lookaheads} must be (0, 0) where target.eviction is {target.eviction}")
         return given.model_copy(update={"tiers": "target"})
+
+    @field_validator("draft")
+    @classmethod
+    def _lookup_for_any_target(cls, given: DraftSettings, others: ValidationInfo) -> DraftSettings:
+        """A drafter that is not named fits its target: the demo pair's, or prompt lookup, which fits all."""
+        target = others.data.get("target")
+        if target is None or target.model == "demo" or "model" in given.model_fields_set:
+            return given
+        return given.model_copy(update={"model": "ngram"})
 
     @field_validator("placement")
     @classmethod

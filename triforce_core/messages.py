@@ -104,6 +104,7 @@ class SamplingParams:
         return self.repetition_penalty != 1 or bool(self.presence_penalty or self.frequency_penalty)
 
 
+UNCHANGED = SamplingParams()
 GREEDY = SamplingParams(temperature=0.0)
 
 

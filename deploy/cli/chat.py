@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import fields
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -17,7 +16,6 @@ from deploy.cli.generate import legend, show
 from deploy.cli.options import sampling_params, with_options_of
 from triforce_core.detokenizer import TextDelta
 from triforce_core.errors import InvalidValueError, TriForceError
-from triforce_core.messages import SamplingParams
 
 if TYPE_CHECKING:
     from triforce_core.client import Chunk, TriForceClient
@@ -27,7 +25,7 @@ HELP = "/reset forgets the conversation, /quit ends; Ctrl-C stops an answer"
 
 @with_options_of(sampling_params)
 def chat(
-    sampling: SamplingParams,
+    sampling: dict[str, Any],
     address: Annotated[str, typer.Option(help="host:port of the server's gRPC API")] = "127.0.0.1:9000",
     api_key: Annotated[
         str | None,
@@ -46,7 +44,8 @@ def chat(
     """
     from triforce_core.client import TriForceClient
 
-    asked: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), **as_arguments(sampling)}
+    asked: dict[str, Any] = {"max_tokens": max_tokens, "seed": seed, "stop": stop or (), **sampling}
+    asked["logit_bias"] = dict(sampling["logit_bias"])
     try:
         client = TriForceClient(address, api_key=api_key, tls=tls, root_certificates=root_certificates)
     except OSError as error:
@@ -70,12 +69,6 @@ def chat(
                 if not interactive:
                     raise
                 typer.echo(f"triforce: {error}", err=True)
-
-
-def as_arguments(sampling: SamplingParams) -> dict[str, Any]:
-    """The sampling parameters as arguments of the SDK's calls."""
-    given = {field.name: getattr(sampling, field.name) for field in fields(sampling)}
-    return {**given, "logit_bias": dict(sampling.logit_bias)}
 
 
 def typed_lines() -> Iterator[str]:

@@ -19,7 +19,7 @@ from deploy.cli.options import JsonOption, SeedOption, decoding_settings, sampli
 from triforce_core.config import Settings
 from triforce_core.detokenizer import OutputText, StopString, TextDelta, TokenText, joined, spellings
 from triforce_core.errors import InvalidValueError, require
-from triforce_core.messages import Origin, SamplingParams, TokenLogprobs
+from triforce_core.messages import Origin, TokenLogprobs
 from triforce_core.sampling.guides import Guide, no_token
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def guide(
 
 @with_options_of(sampling_params, guide, decoding_settings)
 def generate(
-    sampling: SamplingParams,
+    sampling: dict[str, Any],
     guide: Guide | None,
     settings: Settings,
     prompt_file: Annotated[Path, typer.Option(help="text to continue; - reads standard input")],
@@ -80,21 +80,24 @@ def generate(
     rule = "cannot be combined with --json-schema, --regex and the like: such an output must be able to end"
     require(guide is None or not ignore_eos, "ignore-eos", ignore_eos, rule)
 
+    from deploy.choices import fitted
     from triforce_core.building.followers import local_ranks
     from triforce_core.building.loading import load_local_engine
     from triforce_core.building.runners import grammars_for
     from triforce_core.engine.engine import run_to_end
     from triforce_core.engine.sequence import FinishReason, Request, nth_seed
     from triforce_core.models.files import end_token_ids, load_tokenizer, stop_token_ids
+    from triforce_core.models.generation import default_sampling
 
-    tokenizer = load_tokenizer(settings.target.model)
+    settings, tokenizer = fitted(settings), load_tokenizer(settings.target.model)
+    own = default_sampling(settings)
     stop_strings = [StopString(text).text for text in stop or ()]  # refuses empty ones before anything is loaded
     banned = [tuple(tokenizer(word, add_special_tokens=False)["input_ids"]) for word in spellings(bad_word or ())]
     stops = (*(() if ignore_eos else stop_token_ids(settings.target.model)), *(stop_token_id or ()))
     request = Request(
         prompt=tuple(tokenizer(text)["input_ids"]),
         max_tokens=max_tokens,
-        sampling=replace(sampling, bad_word_ids=tuple(dict.fromkeys(banned))),
+        sampling=replace(own, **sampling, bad_word_ids=tuple(dict.fromkeys((*own.bad_word_ids, *banned)))),
         seed=seed,
         lookaheads=None if settings.controlled else settings.speculation.effective,
         stop_token_ids=stops,

@@ -56,10 +56,12 @@ def with_options_of(*makers: Callable[..., Any]) -> Callable[[Callable[..., None
     return decorate
 
 
-def sampling_params(logit_bias: list[str], **given: Any) -> SamplingParams:
-    """The sampling parameters from one option per number, and `--logit-bias`."""
-    biases = tuple(parse_bias(text) for text in logit_bias)
-    return SamplingParams(logit_bias=biases, **given)
+def sampling_params(logit_bias: list[str], **given: Any) -> dict[str, Any]:
+    """The sampling parameters that are given, from one option per number, and `--logit-bias`."""
+    stated = {name: value for name, value in given.items() if value is not None}
+    stated["logit_bias"] = tuple(parse_bias(text) for text in logit_bias)
+    SamplingParams(**stated)  # refuses what is out of range
+    return stated
 
 
 def parse_bias(text: str) -> tuple[int, float]:
@@ -75,7 +77,8 @@ sampling_params.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
         *(
             parameter.replace(
                 kind=inspect.Parameter.KEYWORD_ONLY,
-                annotation=Annotated[parameter.annotation, typer.Option(help=SAMPLING_HELP.get(name))],
+                default=None,
+                annotation=Annotated[parameter.annotation | None, typer.Option(help=SAMPLING_HELP.get(name))],
             )
             for name, parameter in inspect.signature(SamplingParams, eval_str=True).parameters.items()
             if parameter.annotation in (int, float)
@@ -108,9 +111,10 @@ class SettingOption:
     help: str
     field: str  # full name of the setting, such as "retrieval.budget"
     parse: Callable[[Any], Any] = lambda given: given
+    flags: tuple[str, ...] = ()  # by default the one of its name
 
     def parameter(self, name: str) -> inspect.Parameter:
-        annotation = Annotated[self.kind | None, typer.Option(help=self.help)]  # type: ignore[name-defined]
+        annotation = Annotated[self.kind | None, typer.Option(*self.flags, help=self.help)]  # type: ignore[name-defined]
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=annotation)
 
 
@@ -125,7 +129,9 @@ SETTING_OPTIONS = {
     "chunk": SettingOption(int, "tokens selected together", "retrieval.chunk"),
     "selector": SettingOption(str, f"how chunks are selected: {' | '.join(SELECTOR_NAMES)}", "retrieval.selector"),
     "dtype": SettingOption(str, "auto | float32 | bfloat16 | float16", "dtype"),
-    "target": SettingOption(str, "model directory or hub id", "target.model"),
+    "target": SettingOption(
+        str, "the model: its directory, hub id or .gguf file", "target.model", flags=("--model", "--target")
+    ),
     "drafter": SettingOption(str, "model directory or hub id, or ngram for prompt lookup", "draft.model"),
     "self_drafter_quantization": SettingOption(
         str, "quantise the retrieval tier's own copy of the target: int8 | int4 | fp8", "retrieval.quantization"
@@ -189,6 +195,6 @@ DECODING_OPTIONS = (
 decoding_settings = settings_of(*DECODING_OPTIONS, max_sequences=1)
 # Settings of `triforce serve`.
 serving_settings = settings_of(
-    *("host", "port", "dtype", "drafter", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel", *DEVICE_OPTIONS),
-    "cpu_latency_us",
+    *("target", "drafter", "host", "port", "dtype", "self_drafter_quantization", *KV_OPTIONS, "tensor_parallel"),
+    *(*DEVICE_OPTIONS, "cpu_latency_us"),
 )

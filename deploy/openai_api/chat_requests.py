@@ -139,7 +139,7 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
         sound = (each.role == "tool") == (each.tool_call_id is not None)
         require(sound, f"messages.{index}.tool_call_id", each.tool_call_id, rule)
     service.check_model(body.model or service.model.name)
-    asked = common_request_from(body, "", service.settings.speculation)
+    asked = common_request_from(body, "", service.settings.speculation, service.model.sampling)
     family = Family.of(service.chat.text)
     require(1 <= asked.n <= service.room, "n", asked.n, f"must be at least 1 and at most {service.room}")
     tools = offered(body, family)

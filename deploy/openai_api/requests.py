@@ -30,11 +30,12 @@ from deploy.no_effect import without_effect
 from triforce_core.config import SELECTOR_NAMES, TIER_SETS, SpeculationSettings, TierSet
 from triforce_core.engine.limits import MAX_STOP_TOKENS, check_selector
 from triforce_core.errors import require
-from triforce_core.messages import MAX_BIASED_TOKENS, SamplingParams
+from triforce_core.messages import MAX_BIASED_TOKENS, UNCHANGED, SamplingParams
 from triforce_core.sampling.guides import MAX_CHOICES, Guide
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 2048  # of a body, as at OpenAI's; `check_places` has the limit of the server, which is most often lower
+BY_DEFAULT = "by default what the model's generation_config.json says, else"
 SAMPLING_FIELDS = {field.name for field in fields(SamplingParams)} - {"logit_bias"}
 
 
@@ -185,8 +186,8 @@ class CommonRequest(Body):
     """The fields that all kinds of requests share: OpenAI's, those that vLLM's clients send, and this server's."""
 
     model: str | None = None
-    temperature: float | None = 1.0
-    top_p: float | None = Field(1.0, description="as in OpenAI's API; 0 is greedy")
+    temperature: float | None = Field(None, description=f"0 is greedy; {BY_DEFAULT} 1")
+    top_p: float | None = Field(None, description=f"as in OpenAI's API; 0 is greedy; {BY_DEFAULT} 1")
     seed: Int | None = None
     stop: Stop = None
     stream: bool | None = False
@@ -196,9 +197,13 @@ class CommonRequest(Body):
     logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASED_TOKENS)] = None
     n: Int | None = Field(1, description="independent outputs of a prompt; each takes a place of its own in the server")
     response_format: ResponseFormat | None = Field(None, description="the form of the output")
-    top_k: Int | None = Field(0, description="keep the k most probable tokens; 0 or -1 keeps all")
-    min_p: float | None = Field(0.0, description="keep tokens this probable relative to the most probable one")
-    repetition_penalty: float | None = Field(1.0, description="for tokens in prompt or output; 1 is off")
+    top_k: Int | None = Field(None, description=f"keep the k most probable tokens; 0 or -1 keeps all; {BY_DEFAULT} 0")
+    min_p: float | None = Field(
+        None, description=f"keep tokens this probable relative to the most probable one; {BY_DEFAULT} 0"
+    )
+    repetition_penalty: float | None = Field(
+        None, description=f"for tokens in prompt or output; 1 is off; {BY_DEFAULT} 1"
+    )
     min_tokens: Int | None = Field(0, description="nothing ends the output before it has this many tokens")
     stop_token_ids: Annotated[ListOf[int] | None, at_most(MAX_STOP_TOKENS)] = Field(
         None, description="tokens that end the output, besides the model's own"
@@ -242,9 +247,11 @@ class CompletionRequest(CommonRequest):
     )
 
 
-def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings, room: int) -> list[ClientRequest]:
+def client_requests_from(
+    body: CompletionRequest, defaults: SpeculationSettings, room: int, sampling: SamplingParams = UNCHANGED
+) -> list[ClientRequest]:
     """The service's form of a request, for each prompt, at most `room`. Raises `InvalidValueError` by field."""
-    asked, prompts = client_request_from(body, defaults), prompts_from(body.prompt)
+    asked, prompts = client_request_from(body, defaults, sampling), prompts_from(body.prompt)
     check_places(len(prompts), asked.n, room)
     alone = len(prompts) == 1 or not asked.resume
     rule = "cannot be resumed together: resume each completion in a request of its own"
@@ -252,12 +259,14 @@ def client_requests_from(body: CompletionRequest, defaults: SpeculationSettings,
     return [replace(asked, prompt=prompt) for prompt in prompts]
 
 
-def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) -> ClientRequest:
+def client_request_from(
+    body: CompletionRequest, defaults: SpeculationSettings, sampling: SamplingParams
+) -> ClientRequest:
     """The service's form of the request for the first prompt. Raises `InvalidValueError` naming the field."""
     echoed = body.logprobs if body.echo else None  # the prompt's logprobs come with the echo
     scored = [number for number in (body.prompt_logprobs, echoed) if number is not None]
     return replace(
-        common_request_from(body, prompts_from(body.prompt)[0], defaults),
+        common_request_from(body, prompts_from(body.prompt)[0], defaults, sampling),
         max_tokens=DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
         resume=tuple(body.resume_token_ids or ()),
         logprobs=body.logprobs,
@@ -270,9 +279,12 @@ def client_request_from(body: CompletionRequest, defaults: SpeculationSettings) 
 
 
 def common_request_from(
-    body: CommonRequest, prompt: str | tuple[int, ...], defaults: SpeculationSettings
+    body: CommonRequest, prompt: str | tuple[int, ...], defaults: SpeculationSettings, sampling: SamplingParams
 ) -> ClientRequest:
-    """The service's form of the fields that all kinds of requests share. Raises `InvalidValueError` by field."""
+    """The service's form of the fields that all kinds of requests share. `sampling`: where the body does not say.
+
+    Raises `InvalidValueError` by field.
+    """
     if body.stream_options is not None:
         require(bool(body.stream), "stream_options", body.stream_options.model_dump(), "needs stream: true")
 
@@ -281,12 +293,12 @@ def common_request_from(
     selector = body.speculation.selector if body.speculation else None
     check_selector("speculation.selector", selector)
     stop = [body.stop] if isinstance(body.stop, str) else body.stop
-    sampling = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
+    stated = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
     if body.top_p == 0:  # the most probable token alone
-        sampling |= {"temperature": 0.0, "top_p": 1.0}
+        stated |= {"temperature": 0.0, "top_p": 1.0}
     return ClientRequest(
         prompt=prompt,
-        sampling=SamplingParams(**sampling, logit_bias=biases_from(body.logit_bias or {})),
+        sampling=replace(sampling, **stated, logit_bias=biases_from(body.logit_bias or {})),
         max_tokens=None,
         seed=body.seed,
         stop=tuple(stop or ()),

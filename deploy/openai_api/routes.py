@@ -60,7 +60,8 @@ def http_app(service: Service) -> FastAPI:
     async def complete(body: CompletionRequest) -> Response:
         """Completes one prompt or several, whole or as server-sent events."""
         try:
-            asked = client_requests_from(body, service.settings.speculation, service.room)
+            defaults = service.settings.speculation, service.room, service.model.sampling
+            asked = client_requests_from(body, *defaults)
             if body.logprobs is not None or body.prompt_logprobs is not None:
                 await strings.load(service.model)
             answers = completions(service, body, strings, asked)
@@ -115,4 +116,5 @@ def model_card(model: ServedModel) -> dict[str, Any]:
         "owned_by": "triforce",
         "context_length": model.limits.context_length,
         "max_model_len": model.limits.context_length,
+        "chats": bool(model.tokenizer.chat_template),  # has a template of its own
     }

@@ -38,7 +38,7 @@ async function ask(path, options = {}) {
 // The served model: its name and its context length in tokens.
 export async function model() {
   const { data } = await (await ask("v1/models")).json();
-  return { name: data[0].id, context: data[0].max_model_len ?? data[0].context_length };
+  return { name: data[0].id, context: data[0].max_model_len ?? data[0].context_length, chats: data[0].chats };
 }
 
 // A long text that the server has.
@@ -46,9 +46,9 @@ export async function demo() {
   return (await ask("page/demo.py")).text();
 }
 
-// The chunks of a completion as they come. Throws `Refused`, or an AbortError after `signal`.
+// The chunks of a completion, or of a chat, as they come. Throws `Refused`, or an AbortError after `signal`.
 export async function* complete(body, signal) {
-  const answer = await ask("v1/completions", {
+  const answer = await ask(body.messages ? "v1/chat/completions" : "v1/completions", {
     method: "POST",
     headers: { "content-type": "application/json" },
     body: JSON.stringify({ ...body, stream: true, return_token_ids: true }),

@@ -8,7 +8,7 @@ const LARGEST = 16e6; // bytes of a file that is opened
 const PASTED_AT_ONCE = 5000; // characters
 const DEMO_CHARACTERS_PER_TOKEN = 1.5; // fewer than tokenizers pack, so that the demo document fits the context
 
-const tab = { context: null, stop: null, first: null };
+const tab = { context: null, chats: false, stop: null, first: null };
 
 function say(text) {
   get("status").textContent = text;
@@ -21,8 +21,9 @@ function complain(text) {
 
 async function findModel() {
   try {
-    const { name, context } = await api.model();
-    tab.context = context;
+    const { name, context, chats } = await api.model();
+    Object.assign(tab, { context, chats });
+    if (chats) get("continuation-hint").textContent = "The model answers what is placed here, after the document.";
     get("model").textContent = `${name} · context of ${number(context)} tokens`;
     get("model").hidden = false;
   } catch (error) {
@@ -71,8 +72,9 @@ function asked() {
   const continuation = get("continuation").value;
   const between = document && continuation && !document.endsWith("\n") ? "\n" : "";
   const seed = get("seed").value;
+  const prompt = document + between + continuation;
   return {
-    prompt: document + between + continuation,
+    ...(tab.chats && prompt ? { messages: [{ role: "user", content: prompt }] } : { prompt }),
     max_tokens: get("max-tokens").valueAsNumber,
     temperature: get("temperature").valueAsNumber,
     // Drawn here, so that the repetition without speculation has the same one.
@@ -82,7 +84,7 @@ function asked() {
 
 // Sends a request and shows its answer; returns the run, complete or not.
 async function answer(title, body) {
-  const run = new Run(title, body.prompt, tab.context);
+  const run = new Run(title, body.messages?.[0].content ?? body.prompt, tab.context);
   get("runs").append(run.element);
   if (get("results").getBoundingClientRect().top > innerHeight - 100) get("results").scrollIntoView(); // on a phone
   tab.stop = new AbortController();
@@ -93,7 +95,7 @@ async function answer(title, body) {
   const clock = setInterval(() => run.show(), 50);
   try {
     for await (const chunk of api.complete(body, tab.stop.signal)) {
-      if (!run.tokens.length && chunk.choices[0].token_ids.length) say("The answer streams.");
+      if (!run.tokens.length && chunk.choices[0].token_ids?.length) say("The answer streams.");
       run.add(chunk);
     }
     const rate = run.rate ? `, ${number(run.rate, 1)} tokens/s` : "";
@@ -117,7 +119,7 @@ async function answer(title, body) {
 
 async function start() {
   const body = asked();
-  if (!body.prompt) {
+  if (body.prompt === "") {
     complain("There is no text to continue: paste or open a document, or write a question.");
     return get("document").focus();
   }

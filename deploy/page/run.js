@@ -38,20 +38,21 @@ export class Run {
 
   // Takes what arrived; `show` puts it on the page.
   add(chunk) {
-    const [choice] = chunk.choices;
+    // A chunk of a chat has its text in `delta`, and no tokens where it opens the answer.
+    const [{ token_ids: ids = [], texts = [], origins = [], text = "", finish_reason: finish }] = chunk.choices;
     this.told = { ...this.told, ...chunk.triforce };
-    if (choice.token_ids.length) {
+    if (ids.length) {
       this.lastAt = performance.now();
       this.firstAt ??= this.lastAt;
-      this.firstTokens ??= choice.token_ids.length;
+      this.firstTokens ??= ids.length;
     }
-    this.tokens.push(...choice.token_ids);
-    this.texts.push(...choice.texts);
-    this.origins.push(...choice.origins);
-    for (const tier of choice.origins) this.counts[tier] += 1;
+    this.tokens.push(...ids);
+    this.texts.push(...texts);
+    this.origins.push(...origins);
+    for (const tier of origins) this.counts[tier] += 1;
     // What the server held back until the end, such as half a character, belongs to the last token.
-    this.held += choice.text.slice(choice.texts.join("").length);
-    this.complete = choice.finish_reason !== null;
+    this.held += text.slice(texts.join("").length);
+    this.complete = finish !== null;
   }
 
   // Shows the tokens that arrived since the last call. The browser lays out the whole text at each call, so that a

@@ -97,9 +97,9 @@ class DidNotStartError(Exception):
 TRIFORCE = (sys.executable, "-m", "deploy.cli")
 
 
-def start(config: Path, log: Path, triforce: Sequence[str] = TRIFORCE) -> subprocess.Popen[str]:
+def start(config: Path, log: Path, triforce: Sequence[str] = TRIFORCE, *options: str) -> subprocess.Popen[str]:
     """`triforce serve`, with what it prints in `log`; returns when it says that it is ready."""
-    command = [*triforce, "serve", "--config", str(config)]
+    command = [*triforce, "serve", "--config", str(config), *options]
     # Without what this process has set for its own Ray.
     variables = {name: value for name, value in os.environ.items() if ENVIRONMENT.get(name) != value}
     with log.open("w") as output:

@@ -80,12 +80,13 @@ def runs(expected: str) -> Handler:
 
 
 def is_what_the_tests_serve(block: Block, server: Server, folder: Path) -> None:
-    """`make serve` installs, and then runs what the tests' server runs. `make test` runs the tests. The slow test below
-    runs `make serve` itself.
+    """`make serve` installs, and then runs what the tests' server runs; `make chat` does so with another model. `make
+    test` runs the tests. The slow test below runs `make serve` itself.
     """
     recipes = (REPOSITORY / "Makefile").read_text()
-    assert {line.split()[1] for line in block.text.splitlines()} <= {"serve", "test"}
+    assert {line.split()[1] for line in block.text.splitlines()} <= {"serve", "chat", "test"}
     assert re.search(r"^serve: \$\(INSTALLED\)\n\t\$\(BIN\)/triforce serve$", recipes, re.MULTILINE)
+    assert re.search(r"^chat: \$\(INSTALLED\)\n.+\n\t\$\(BIN\)/triforce serve --model smollm2$", recipes, re.MULTILINE)
     assert server.process.args[2:4] == ["deploy.cli", "serve"]  # type: ignore[index]
 
 
@@ -150,6 +151,8 @@ def constructs(block: Block, server: Server, folder: Path) -> None:
 
 HANDLED: dict[tuple[str, str], Handler] = {
     ("docs/quickstart.md", "make serve"): is_what_the_tests_serve,
+    ("docs/quickstart.md", "make chat"): is_what_the_tests_serve,
+    ("docs/quickstart.md", '--8<-- "docs/examples/first_chat.sh"'): runs(r'"role":"assistant".+"completion_tokens":64'),
     ("docs/quickstart.md", '--8<-- "docs/examples/first_request.sh"'): runs(r'"text":".+"completion_tokens":64'),
     ("docs/quickstart.md", '--8<-- "docs/examples/openai_client.py"'): runs(r".+CompletionUsage\(completion_tokens=64"),
     ("docs/quickstart.md", '--8<-- "docs/examples/sdk_client.py"'): runs(r".+\n\{.*"),

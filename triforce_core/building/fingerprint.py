@@ -25,6 +25,7 @@ def target_fingerprint(settings: Settings) -> str:
     """
     target = settings.target
     what = [triforce_core.__version__, target.model, settings.dtype, settings.device_type, settings.attention]
+    what.append(target.generation_config)  # what a request that is sent again leaves to the model
     if target.lossy:
         what += [target.lossy, str(target.heavy_share)]
     if is_long(load_config(target.model, "target"), target.context_length):

@@ -16,7 +16,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 from transformers.configuration_utils import PretrainedConfig
 
-from triforce_core.demo import weights_dir
+from triforce_core.demo import smollm2_file, weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.models.gguf import gguf_config, is_gguf
 from triforce_core.models.refused import FILES, NOT, SLIDING, TOKENIZERS, UNQUANTISED, check_files, check_supported
@@ -35,6 +35,8 @@ def resolve(name: str, role: str) -> str:
     """
     if name == "demo":
         return str(weights_dir(role))
+    if name == "smollm2":
+        return str(smollm2_file(role))
     path = Path(name).expanduser()
     if path.exists() or is_gguf(path) or name.startswith(("/", ".", "~")):
         check_files(path.parent if is_gguf(path) else path, name, role, FILES[:1])  # transformers would apply it
@@ -167,18 +169,22 @@ def load_tokenizer(name: str, role: str = "target") -> Any:
         raise UnknownModelError(role, name, f"has no tokenizer that loads ({reason_of(error)})") from None
 
 
-def stop_token_ids(name: str) -> tuple[int, ...]:
-    """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+def generation_config(name: str) -> dict[str, Any]:
+    """What the target's generation_config.json states; nothing where there is none."""
     path = resolve(name, "target")
     try:
         # A GGUF file holds the ids itself; a file beside it may be another model's.
-        found = None if is_gguf(path) else GenerationConfig.from_pretrained(path).eos_token_id
+        return {} if is_gguf(path) else GenerationConfig.from_pretrained(path).to_diff_dict()
     except OSError:
-        found = None
+        return {}
     except Exception as error:  # as for configurations
         rule = f"has a generation_config.json that does not load ({reason_of(error)})"
         raise UnknownModelError("target", name, rule) from None
-    config = load_config(name, "target")
+
+
+def stop_token_ids(name: str) -> tuple[int, ...]:
+    """The target's end-of-sequence ids, from its generation config where there is one, else from its configuration."""
+    config, found = load_config(name, "target"), generation_config(name).get("eos_token_id")
     found = config.eos_token_id if found is None else found
     ids = found if isinstance(found, list) else [] if found is None else [found]
     size = config.vocab_size

@@ -11,15 +11,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tokenizers import Tokenizer
-from tokenizers.decoders import ByteLevel as ByteLevelDecoder
-from tokenizers.models import BPE
-from tokenizers.pre_tokenizers import ByteLevel
-from transformers import PreTrainedTokenizerFast
 
 from deploy.cli import app
 from tests.command_line import Refusals, run
-from tests.random_models import random_model
+from tests.random_models import byte_model
 from triforce_core import __version__
 from triforce_core.config import load_settings
 from triforce_core.errors import InvalidValueError, UnavailableError
@@ -137,17 +132,6 @@ def streamed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
     """The text that is shown, without the legend below it."""
     assert run(monkeypatch, "generate", *FAST[:-1], *arguments) == 0
     return capsys.readouterr().out.removesuffix("\n").rpartition("\n")[0]
-
-
-def byte_model(folder: Path, *, eos: int | None = None) -> str:
-    """Random weights over the 256 bytes: its text is full of characters of several tokens, broken and whole."""
-    alphabet = {character: token for token, character in enumerate(sorted(ByteLevel.alphabet()))}
-    tokenizer = Tokenizer(BPE(alphabet, []))
-    tokenizer.pre_tokenizer = ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = ByteLevelDecoder()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
-    random_model(eos_token_id=eos).save_pretrained(folder)
-    return str(folder)
 
 
 def test_the_text_streams_as_it_would_be_in_json(
