@@ -26,11 +26,13 @@ from triforce_core.models.gguf import complete, is_gguf
 from triforce_core.models.longrope import fix_longrope
 from triforce_core.models.passing import BATCH
 from triforce_core.models.rank_group import Group
+from triforce_core.models.refused import CAUSAL_LM
 from triforce_core.models.runner import ModelRunner
 from triforce_core.models.text_part import NAMES, is_of_another_part
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
+OWN_ATTENTION = "its attention cannot be replaced"
 NARROW = 3  # tokens of a window in this comparison
 # By how much of their size logits may differ by rounding: several times what models of up to 40 layers have shown.
 TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.1, torch.float16: 0.02}
@@ -103,7 +105,7 @@ def load_model(
         if out_of_memory(error):
             raise too_large(role, name, error) from None
         if ATTENTION in reason_of(error):  # the architecture looks it up among its own classes
-            raise UnsupportedModelError(f"model {name!r}: its attention cannot be replaced ({error})") from None
+            raise UnsupportedModelError(f"model {name!r}: {OWN_ATTENTION} ({error}): {CAUSAL_LM}") from None
         raise UnknownModelError(role, name, f"holds no weights that load ({reason_of(error)})") from None
     check_stored(name, role)  # again: a hub id's files are only now here
     model, info = loaded
@@ -173,12 +175,12 @@ def check_attention(model: PreTrainedModel, name: str) -> None:
         whole = model(input_ids=inputs[:1], position_ids=inputs[1:], use_cache=False).logits[0].float()
         model.set_attn_implementation(ATTENTION)
     except Exception as error:  # the code of any architecture may run here
-        raise UnsupportedModelError(f"model {name!r}: {reason_of(error)}") from None
+        raise UnsupportedModelError(f"model {name!r}: {OWN_ATTENTION} ({reason_of(error)}): {CAUSAL_LM}") from None
     finally:
         if window:
             model.config.sliding_window = window
     if kv.layers != list(range(model.config.num_hidden_layers)) * len(PASSES):
-        raise UnsupportedModelError(f"model {name!r}: not all layers use attention that can be replaced")
+        raise UnsupportedModelError(f"model {name!r}: {OWN_ATTENTION} in all layers: {CAUSAL_LM}")
     if not whole.isfinite().all():
         rule = f"its logits are not finite in {model.dtype}: choose another dtype, or download its weights again"
         raise UnsupportedModelError(f"model {name!r}: {rule}")
