@@ -17,6 +17,7 @@ from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
 from tests.random_models import random_model
 from tests.served import generated, served
+from tests.unit.core.models.test_kinds import mistral3
 from triforce_core.errors import UnknownModelError, UnsupportedModelError
 from triforce_core.models.files import check_ranks, load_config
 from triforce_core.models.load import load_model
@@ -82,16 +83,16 @@ FORMS: dict[str, tuple[Callable[[Tensor], Stored], dict[str, Any]]] = {
 }
 
 
-def quantised(folder: Path, form: str) -> PreTrainedModel:
+def quantised(folder: Path, form: str, model: PreTrainedModel | None = None) -> PreTrainedModel:
     """Write a checkpoint; returns the model with the values that it stores."""
     quantise, said = FORMS[form]
-    model = random_model()
+    model = model or random_model()
     model.save_pretrained(folder)
-    weights = load_file(folder / "model.safetensors")
-    for name in [name for name in weights if name.endswith("_proj.weight")]:
+    weights, own = load_file(folder / "model.safetensors"), dict(model.named_parameters())
+    for name in [name for name in weights if name.endswith("_proj.weight") and "vision_tower" not in name]:
         parts, values = quantise(weights.pop(name))
         weights |= {name.removesuffix("weight") + end: part.contiguous() for end, part in parts.items()}
-        model.get_parameter(name).data.copy_(values)
+        own[name.replace("language_model.model", "model.language_model")].data.copy_(values)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     edit(folder, quantization_config=said)
     return model
@@ -108,6 +109,13 @@ def test_what_is_stored_is_served(form: str, tmp_path: Path, caplog: pytest.LogC
     with caplog.at_level(logging.INFO, "triforce_core"):
         assert served(str(tmp_path)) == generated(theirs)
     assert f"{tmp_path}: dequantised from {FORMS[form][1]['quant_method']} to float32" in caplog.text
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_text_part_of_a_quantised_checkpoint(form: str, tmp_path: Path) -> None:
+    """Such as Ministral 3 as it is published."""
+    theirs = quantised(tmp_path, form, mistral3("ministral3", tie=False))
+    assert served(str(tmp_path)) == generated(theirs)
 
 
 def test_mxfp4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
