@@ -18,11 +18,13 @@ from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.demo import smollm2_file, weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
+from triforce_core.models.dequantise import method_of
 from triforce_core.models.gguf import gguf_config, is_gguf
 from triforce_core.models.refused import FILES, NOT, SLIDING, TOKENIZERS, UNQUANTISED, check_files, check_supported
 from triforce_core.models.text_part import text_part
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NOT_DIVIDED = "weights that are dequantised at load are not divided over ranks: serve an unquantised checkpoint"
 NOT_GGUF = "download it again, or serve the model's safetensors"
 FLOATS = {"F64", "F32", "F16", "BF16"}  # the dtypes of weights that are not quantised, as safetensors names them
 
@@ -60,7 +62,8 @@ def load_config(name: str, role: str) -> PretrainedConfig:
             rule = f"is no GGUF file that loads ({reason_of(error)}): {NOT_GGUF}"
         raise UnknownModelError(role, name, rule) from None
     check_supported(config, name)
-    check_stored(name, role)
+    if method_of(config) is None:
+        check_stored(name, role)
     # A configuration may name code on the hub as its implementation. The engine chooses its own.
     config._attn_implementation = config._experts_implementation = None
     return config
@@ -144,6 +147,8 @@ def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> 
     """Raise an error for a model that cannot be divided over `world` ranks; `field` is the setting that asks for it."""
     if world == 1:
         return
+    if is_gguf(name) or method_of(config):
+        raise UnsupportedModelError(f"model {name!r}: {field} = {world}: {NOT_DIVIDED}")
     if not getattr(config, "base_model_tp_plan", None):
         raise UnsupportedModelError(f"model {name!r}: transformers has no tensor-parallel plan for {config.model_type}")
     for what, heads in (("attention", config.num_attention_heads), ("KV", kv_shape(config)[1])):

@@ -3,6 +3,7 @@
 Models with features that this engine does not support are refused, naming the feature.
 """
 
+import logging
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from triforce_core.kv.base import Batch, Forward, KVGeometry, Windows
 from triforce_core.kv.full import FullKV
 from triforce_core.machine.device import DTYPES, check_dtype, torch_device
 from triforce_core.messages import SamplingParams, SequenceSpec, Span
+from triforce_core.models.dequantise import PASSED_OVER, method_of
 from triforce_core.models.fallback import out_of_memory
 from triforce_core.models.files import check_ranks, check_stored, kv_shape, load_config, resolve, windows
 from triforce_core.models.gguf import complete, is_gguf
@@ -29,6 +31,8 @@ from triforce_core.models.rank_group import Group
 from triforce_core.models.refused import CAUSAL_LM
 from triforce_core.models.runner import ModelRunner
 from triforce_core.models.text_part import NAMES, is_of_another_part
+
+log = logging.getLogger(__name__)
 
 ATTENTION = "triforce"
 PASSES = (5, 3)  # tokens of the passes that are compared with transformers' own attention
@@ -86,6 +90,8 @@ def load_model(
     path, config = resolve(name, role), load_config(name, role)
     if group is not None:
         check_ranks(config, name, group.world, "tensor_parallel")
+    if stored := method_of(config):
+        config.quantization_config["dequantize"] = True
     transformers_logging.disable_progress_bar()
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
@@ -107,15 +113,14 @@ def load_model(
         if ATTENTION in reason_of(error):  # the architecture looks it up among its own classes
             raise UnsupportedModelError(f"model {name!r}: {OWN_ATTENTION} ({error}): {CAUSAL_LM}") from None
         raise UnknownModelError(role, name, f"holds no weights that load ({reason_of(error)})") from None
-    check_stored(name, role)  # again: a hub id's files are only now here
+    if stored is None:
+        check_stored(name, role)  # again: a hub id's files are only now here
     model, info = loaded
-    absent = sorted(info["missing_keys"]) + sorted(str(key) for key in info["mismatched_keys"])
-    if absent:
-        raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {', '.join(absent[:3])}")
-    unused = complete(model, path) if is_gguf(path) else sorted(info["unexpected_keys"])
-    if unused := [key for key in unused if not is_of_another_part(key)]:
-        rule = f"holds {len(unused)} weights that {type(model).__name__} has not: {', '.join(unused[:3])}"
-        raise UnknownModelError(role, name, f"{rule}: serve the checkpoint as it was published, unquantised")
+    unused = complete(model, path) if is_gguf(path) else info["unexpected_keys"]
+    unused = [key for key in unused if not is_of_another_part(key) and not (stored and key.endswith(PASSED_OVER))]
+    check_weights(model, name, role, [*info["missing_keys"], *info["mismatched_keys"]], unused)
+    if stored:
+        log.info("%s: dequantised from %s to %s", name, stored, dtype)
     try:
         model.to(where).eval()
     except RuntimeError as error:
@@ -127,6 +132,18 @@ def load_model(
         group.barrier()  # ranks may load at different speeds, but passes have a deadline
     check_attention(model, name)
     return model  # type: ignore[no-any-return]
+
+
+def check_weights(model: PreTrainedModel, name: str, role: str, absent: list[object], unused: list[str]) -> None:
+    """Raise `UnknownModelError` unless the model has got the weights that it needs, and no more were there."""
+    if absent:
+        some = ", ".join(sorted(map(str, absent))[:3])
+        raise UnknownModelError(role, name, f"lacks weights or holds them in other shapes: {some}")
+    if unused:
+        some = f"{len(unused)} weights that {type(model).__name__} has not: {', '.join(sorted(unused)[:3])}"
+        raise UnknownModelError(role, name, f"holds {some}: serve the checkpoint as it was published, unquantised")
+    if odd := [key for key, weight in model.named_parameters() if weight.dtype not in DTYPES.values()]:
+        raise UnknownModelError(role, name, f"lacks the scale of {odd[0]}, which is quantised: download it again")
 
 
 def too_large(role: str, name: str, error: Exception) -> InvalidValueError:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from transformers.configuration_utils import PretrainedConfig
 
 from triforce_core.errors import UnknownModelError, UnsupportedModelError
+from triforce_core.models.dequantise import method_of, missing_package
 
 SLIDING = "sliding_attention"  # the kind of a layer with a window, in `layer_types`
 # Kinds whose frequencies do not depend on the current length. longrope.py fixes those of longrope, unless kinds of
@@ -52,11 +53,18 @@ def several_models(config: Any) -> str:
 
 def quantization(config: Any) -> str:
     """The older of compressed-tensors' formats names its field otherwise."""
+    if method_of(config):
+        return ""
     found = getattr(config, "quantization_config", None) or getattr(config, "compression_config", None)
     if not isinstance(found, dict):
         return said("quantization_config", found)
     form = found.get("quant_algo") or found.get("format") if "quant_method" in found else None  # such as NVFP4
     return said("quantization_config", found.get("quant_method", found)) + (f" ({form})" if form else "")
+
+
+def lacking_package(config: Any) -> str:
+    package = missing_package(config)
+    return f"quantization_config = {method_of(config)!r}: the package {package}" if package else ""
 
 
 def own_attention(config: Any) -> str:
@@ -113,6 +121,7 @@ REFUSED = [
     Refused(several_models, NOT, "serve a model of its family that takes and gives text alone"),
     Refused(no_causal_model, f"names no causal language model ({' or '.join(f'*{end}' for end in CAUSAL)})", CAUSAL_LM),
     Refused(quantization, NOT, UNQUANTISED),
+    Refused(lacking_package, "must be installed to read it", "pip install compressed-tensors"),
     Refused(set_to_anything("transformers_weights"), NOT, "name the file of the weights model.safetensors instead"),
     Refused(set_to_anything("is_heterogeneous"), NOT, "serve a model whose layers are all alike"),
     Refused(layer_kinds, NOT, WHOLE),
