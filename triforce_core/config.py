@@ -66,8 +66,8 @@ class DraftSettings(Strict):
 
     model: str = Field(  # a key of `building.drafters.DRAFTERS`, otherwise a model
         "demo",
-        description="directory, *.gguf file, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup; by default"
-        " the demo pair's where the target is, else prompt lookup",
+        description="directory, *.gguf file, hub id, `demo` for the demo pair's, or `ngram` for prompt lookup; by"
+        " default the demo pair's where the target is, else prompt lookup",
     )
     window: int = Field(
         252, ge=1, description="last tokens that a draft model sees; smaller for a short context or little memory"
