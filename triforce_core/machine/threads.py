@@ -20,8 +20,8 @@ BLOCK, BLOCKS = 3, 2  # three passes with each of two numbers of threads, twice 
 # be an error of measurement, and other processes may have a use for the cores.
 TIE = 0.9
 # Half and twice the number are tried again after `SETTLED` passes; the first time after `SOON`, because others may have
-# had the cores, as at a start, and where one thread was as good as two, no pass tells when two would be better. They are
-# tried sooner still if `FEW` in a row take clearly longer (`SLOWER`) than the first ones did.
+# had the cores, as at a start, and where one thread was as good as two, no pass tells when two would be better. Sooner
+# still, if `FEW` in a row take clearly longer (`SLOWER`) than the first ones did.
 SOON, SETTLED, FEW, SLOWER = 250, 1000, 16, 1.5
 
 
