@@ -19,9 +19,10 @@ BLOCK, BLOCKS = 3, 2  # three passes with each of two numbers of threads, twice 
 # More threads are kept only if a pass with them takes less than this share of its time with fewer: a smaller gain may
 # be an error of measurement, and other processes may have a use for the cores.
 TIE = 0.9
-# Half and twice the number are tried again after `SETTLED` passes, or sooner, if `FEW` in a row take clearly longer
-# (`SLOWER`) than the first ones did.
-SETTLED, FEW, SLOWER = 1000, 16, 1.5
+# Half and twice the number are tried again after `SETTLED` passes; the first time after `SOON`, because others may have
+# had the cores, as at a start, and where one thread was as good as two, no pass tells when two would be better. Sooner
+# still, if `FEW` in a row take clearly longer (`SLOWER`) than the first ones did.
+SOON, SETTLED, FEW, SLOWER = 250, 1000, 16, 1.5
 
 
 class Threads:
@@ -59,6 +60,7 @@ class Threads:
 
 def chosen_by_time(best: int, most: int) -> Passes:
     """The threads of passes of one size, one after another, without end; at first `best`."""
+    settled = SOON
     while True:
         before = best
         while best > 1 and (yield from as_good(best // 2, best)):
@@ -67,9 +69,12 @@ def chosen_by_time(best: int, most: int) -> Passes:
             while best < most and not (yield from as_good(best, min(2 * best, most))):
                 best = min(2 * best, most)
         usual = median((yield from timed(best, FEW)))
-        for _ in range(SETTLED // FEW):
+        for _ in range(settled // FEW):
             if median((yield from timed(best, FEW))) > SLOWER * usual:
+                settled = SOON
                 break
+        else:
+            settled = SETTLED
 
 
 def as_good(fewer: int, more: int) -> Generator[int, float, bool]:

@@ -60,7 +60,8 @@ def line(settings: Settings) -> str:
     found, defaults = stated(settings), default_sampling(settings)
     says = [f"{name} {value:g}" for name in NUMBERS if (value := getattr(defaults, name)) != getattr(UNCHANGED, name)]
     if defaults.bad_word_ids:
-        says.append(f"{len(defaults.bad_word_ids)} words that never occur")
+        says.append(f"words that never occur: {len(defaults.bad_word_ids)}")
     ignored = [name for name, neutral in OTHERS.items() if found.get(name) not in neutral]
     applied = f"requests by default: {', '.join(says)} (the model's generation_config.json)" if says else ""
-    return "; ".join(filter(None, (applied, f"NOT applied of it: {', '.join(ignored)}" if ignored else "")))
+    rest = f"NOT applied of generation_config.json: {', '.join(ignored)}" if ignored else ""
+    return "; ".join(filter(None, (applied, rest)))

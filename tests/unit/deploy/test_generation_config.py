@@ -46,8 +46,8 @@ def test_what_is_stated_is_the_default(tmp_path: Path) -> None:
     settings = settings_with(tmp_path, {**STATED, **ids, "do_sample": True, "suppress_tokens": [7]})
     assert default_sampling(settings) == DEFAULTS
     assert generation.line(settings) == (
-        "requests by default: temperature 0.25, top_k 5, top_p 0.5, min_p 0.125, repetition_penalty 1.5, 1 words that"
-        " never occur (the model's generation_config.json)"
+        "requests by default: temperature 0.25, top_k 5, top_p 0.5, min_p 0.125, repetition_penalty 1.5, words that"
+        " never occur: 1 (the model's generation_config.json)"
     )
     off = settings_with(tmp_path, STATED, generation_config="none")
     assert default_sampling(off) == UNCHANGED
@@ -69,7 +69,10 @@ def test_a_file_that_says_nothing_changes_nothing(tmp_path: Path, asked: Any) ->
 def test_what_is_not_applied_is_named(tmp_path: Path) -> None:
     asked = {"begin_suppress_tokens": [1], "forced_eos_token_id": 0, "no_repeat_ngram_size": 3, "num_beams": 1}
     line = generation.line(settings_with(tmp_path, asked))
-    assert line == "NOT applied of it: begin_suppress_tokens, forced_eos_token_id, no_repeat_ngram_size"
+    assert (
+        line
+        == "NOT applied of generation_config.json: begin_suppress_tokens, forced_eos_token_id, no_repeat_ngram_size"
+    )
 
 
 @pytest.mark.parametrize("wrong", [{"temperature": -1}, {"top_p": "most"}, {"suppress_tokens": [*range(300)]}])

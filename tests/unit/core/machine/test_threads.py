@@ -15,7 +15,7 @@ from triforce_core.building.loading import load_local_engine
 from triforce_core.config import load_settings
 from triforce_core.kv.base import Forward
 from triforce_core.machine.cpu import usable_cores
-from triforce_core.machine.threads import SETTLED, Threads, run_on, threads_for
+from triforce_core.machine.threads import SETTLED, SOON, Threads, run_on, threads_for
 from triforce_core.messages import GREEDY, SequenceSpec, Span, Tier
 
 Milliseconds = Callable[[int], float]  # of a pass with this number of threads
@@ -58,9 +58,17 @@ def test_half_and_twice_are_tried_again_after_a_while() -> None:
     run(threads, 100, {8: 80, 4: 40, 2: 20, 1: 25}.__getitem__)
     assert threads.latest == 2
     used = run(threads, 2 * SETTLED, {8: 5, 4: 10, 2: 20, 1: 40}.__getitem__)
-    assert used[:500] == [2] * 500
+    assert used[: SOON // 2] == [2] * (SOON // 2)
     assert used[-1] == 8
     assert 1 in used
+
+
+def test_a_number_that_was_found_while_others_had_the_cores_is_corrected_soon() -> None:
+    threads = Threads(2)
+    run(threads, 100, {1: 20, 2: 19}.__getitem__)
+    assert threads.latest == 1
+    used = run(threads, SETTLED, {1: 20, 2: 11}.__getitem__)  # a pass on one thread takes what it took
+    assert used[SOON + 50 :] == [2] * (SETTLED - SOON - 50)
 
 
 def test_both_are_tried_again_soon_where_passes_become_slower() -> None:
@@ -68,7 +76,7 @@ def test_both_are_tried_again_soon_where_passes_become_slower() -> None:
     run(threads, 100, {1: 20, 2: 19}.__getitem__)
     assert threads.latest == 1
     assert run(threads, 100, {1: 40, 2: 22}.__getitem__)[-1] == 2
-    assert 1 not in run(threads, 500, {1: 50, 2: 28}.__getitem__), "a little slower is no change"
+    assert 1 not in run(threads, SOON // 2, {1: 50, 2: 28}.__getitem__), "a little slower is no change"
 
 
 def test_few_passes_run_on_what_is_not_best() -> None:
