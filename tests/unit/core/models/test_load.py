@@ -19,9 +19,8 @@ from transformers import (
     FalconConfig,
     FalconForCausalLM,
     Gemma2Config,
-    GptOssConfig,
-    GptOssForCausalLM,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     PretrainedConfig,
     PreTrainedModel,
@@ -57,17 +56,11 @@ def rope(kind: str, **values: Any) -> dict[str, Any]:
 
 
 REFUSED: dict[str, tuple[PretrainedConfig, str, str]] = {
-    "Mistral as published": (MistralConfig(**TINY), "sliding_window", "4096"),
-    "Qwen2 with its window on": (
-        Qwen2Config(**TINY, use_sliding_window=True, sliding_window=512, max_window_layers=1),
+    "Gemma 2": (Gemma2Config(**TINY), "attn_logit_softcapping", "50.0"),
+    "layers with a window of no length": (
+        Qwen2Config(**TINY, sliding_window=None, layer_types=["sliding_attention", "full_attention"]),
         "sliding_window",
-        "512",
-    ),
-    "Gemma 2": (Gemma2Config(**TINY), "sliding_window", "4096"),
-    "Gemma 2 without windows": (
-        Gemma2Config(**TINY, sliding_window=None, layer_types=["full_attention"] * 2),
-        "attn_logit_softcapping",
-        "50.0",
+        "None",
     ),
     "dynamic RoPE": (LlamaConfig(**TINY, rope_parameters=rope("dynamic", factor=2.0)), "rope_type", "dynamic"),
 }
@@ -86,13 +79,15 @@ def test_features_that_are_not_honoured_are_refused_by_name(name: str, tmp_path:
 @pytest.mark.parametrize(
     "config",
     [
+        MistralConfig(**TINY),
         MistralConfig(**TINY, sliding_window=None),
         Qwen2Config(**TINY),  # has a sliding_window, and use_sliding_window off
+        Qwen2Config(**TINY, use_sliding_window=True, sliding_window=512, max_window_layers=1),
         LlamaConfig(**TINY, rope_parameters=rope("linear", factor=2.0)),
         LlamaConfig(**TINY, rope_parameters=rope("yarn", factor=2.0)),
         LlamaConfig(**TINY, rope_parameters=rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)),
     ],
-    ids=["mistral", "qwen2", "linear", "yarn", "llama3"],
+    ids=["mistral", "mistral without a window", "qwen2", "qwen2 with its window on", "linear", "yarn", "llama3"],
 )
 def test_features_that_are_off_or_honoured_pass(config: PretrainedConfig) -> None:
     check_supported(config, "a model")
@@ -110,16 +105,7 @@ def test_every_family_loads_and_says_the_shape_of_its_kv(family: str, tmp_path: 
 
 
 UNSEEN = {
-    "attention sinks that only the weights show": lambda: GptOssForCausalLM(
-        GptOssConfig(
-            **TINY,
-            num_local_experts=2,
-            num_experts_per_tok=1,
-            sliding_window=None,
-            layer_types=["full_attention"] * 2,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e4},
-        )
-    ),
+    "a window that the model does not heed": lambda: LlamaForCausalLM(LlamaConfig(**TINY, sliding_window=64)),
     "attention that bypasses our caches": lambda: BloomForCausalLM(
         BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=2)
     ),

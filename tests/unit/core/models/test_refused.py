@@ -75,7 +75,7 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
         {"per_layer_config": {"0": {"head_dim": 16}, "1": {"head_dim": 32}}},
         "is_heterogeneous = True",
     ),
-    "window": ({"sliding_window": 512}, "sliding_window = 512"),
+    "window": ({"sliding_window": -512}, "sliding_window = -512"),
     "layer types": ({"layer_types": ["full_attention", "linear_attention"]}, "layer_types = ['linear_attention']"),
     "rope": ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope_type = 'dynamic'"),
     "rope of a kind of layer": (
