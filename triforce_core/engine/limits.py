@@ -7,7 +7,7 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.config import REMOVED_SELECTORS, SELECTOR_NAMES, Settings
 from triforce_core.engine.sequence import Request
 from triforce_core.errors import ContextLengthError, require
-from triforce_core.models.files import context_length, kv_shape
+from triforce_core.models.files import context_length, kv_shape, windows
 
 MAX_STOP_TOKENS = 256  # every tier looks for them at every position
 MAX_LOGPROBS = 20  # alternatives per token, as in OpenAI's chat completions
@@ -82,5 +82,8 @@ def target_limits(config: PretrainedConfig, settings: Settings) -> Limits:
     require(context <= allowed, "target.context_length", context, f"must be at most the model's {allowed} positions")
     layers, resident = kv_shape(config)[0], settings.target.resident_layers
     require(resident <= layers, "target.resident_layers", resident, f"must be at most the model's {layers} layers")
+    size, _ = windows(config)
+    rule = f"must be none: the model has sliding windows of {size} tokens, which are not combined with eviction"
+    require(not size or settings.target.eviction == "none", "target.eviction", settings.target.eviction, rule)
     pool = settings.target.kv_pool_tokens or context  # at least; without the setting the target measures its room
     return Limits(context, pool, config.vocab_size, settings.target.eviction)

@@ -14,6 +14,7 @@ from triforce_core.kv.mass import with_more
 from triforce_core.kv.ranges import sliced
 from triforce_core.kv.selectors import Landmark, Selector, grouped
 from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot, arrange
+from triforce_core.transfer import on_device
 
 if TYPE_CHECKING:
     from triforce_core.kv.full import FullKV
@@ -41,8 +42,7 @@ class SnapshotCutter:
         nothing = chosen.new_empty(self.geometry.num_layers, self.geometry.num_kv_heads, 0)
         known = nothing if before is None else before.chunks
         kept, complete = min(known.shape[-1], chosen.shape[-1]), self.position // self.chunk
-        arranged, fresh = self._in_windows(known[..., :kept], chosen.shape[-1])
-        arranged[self.whole], fresh[self.whole] = arrange(known[self.whole], chosen, complete)
+        arranged, fresh = self._arranged(known[..., :kept], chosen)
         changes = None
         if before is not None:
             replaced = fresh[..., :kept]
@@ -91,15 +91,25 @@ class SnapshotCutter:
         local = torch.arange(first_local, complete, device=self.slots.device).expand(layers, kv_heads, -1)
         return torch.cat([best, local], dim=2)
 
-    def _in_windows(self, known: Tensor, places: int) -> tuple[Tensor, Tensor]:
-        """As `arrange`, for layers with a window: see `ChunkSettings.near`."""
-        numbers, last = torch.arange(places, device=known.device), self.position // self.chunk - 1
+    def _arranged(self, known: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor]:
+        """As `arrange`, for all layers, where `chosen` is for those without a window. For the others see
+        `ChunkSettings.near`.
+        """
+        complete, places = self.position // self.chunk, chosen.shape[-1]
+        if not self.geometry.windows.layers:
+            return arrange(known, chosen, complete)
+        numbers, last = torch.arange(places, device=known.device), complete - 1
         near = self.settings.near(self.geometry.windows.size)
         latest = torch.where(numbers < near, last - (last - numbers) % near, numbers)
         arranged = latest.repeat(*known.shape[:2], 1)
         arranged[..., near : known.shape[-1]] = known[..., near:]
         fresh = torch.ones_like(arranged, dtype=torch.bool)
         fresh[..., : known.shape[-1]] = arranged[..., : known.shape[-1]] != known
+        whole = on_device(self.whole, torch.int64, known.device)
+        for every, of_whole in zip(
+            (arranged, fresh), arrange(known.index_select(0, whole), chosen, complete), strict=True
+        ):
+            every.index_copy_(0, whole, of_whole)
         return arranged, fresh
 
     def keys(self, layer: int, start: int, stop: int, together: int) -> Iterator[tuple[int, Tensor]]:

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from triforce_core.attention import Kernel, Scoring
+from triforce_core.attention.blocks import BLOCK
 from triforce_core.errors import require
 from triforce_core.kv.base import Batch, Forward, KVGeometry, Row, joined
 from triforce_core.kv.copy_stream import StreamEvent, copy_slots, copy_stream
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.pinned import PinnedStaging, lock
-from triforce_core.kv.ranges import Range, rounded_up, union
+from triforce_core.kv.ranges import Range, rounded_up, sliced, union
 from triforce_core.kv.selectors import Selector
 from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.machine.memory import gib, mapped
@@ -115,9 +116,16 @@ class OffloadedKV(FullKV):
         return self.staging[(layer - self.resident_layers) % len(self.staging)]
 
     def _fetch(self, layer: int, batch: Batch) -> None:
-        """Start copying the slots that the batch sees, once each, after the buffer's previous layer has attended."""
-        staging = self._staging(layer)
-        visible = union([slots for row in batch.rows for slots in row.placed.visible])
+        """Start copying the slots that the batch sees, once each, after the buffer's previous layer has attended. Of a
+        layer with a window, the blocks that it reaches.
+        """
+        staging, window = self._staging(layer), self.geometry.windows.of(layer)
+        seen = []
+        for row in batch.rows:
+            position = row.placed.positions.start
+            first = 0 if window is None else max(0, position - window + 1) // BLOCK * BLOCK
+            seen += sliced(row.placed.visible, first, position)
+        visible = union(seen)
         with self.stream.copying(after=staging.attended):
             copy_slots(self.host[layer - self.resident_layers], staging.pool, visible)
         staging.fetched = self.stream.copied()

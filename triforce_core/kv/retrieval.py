@@ -139,16 +139,25 @@ class RetrievalKV(FixedKV):
             positions=range(keep, end),
             writes=sliced(held.ranges, before + keep, before + behind),
             visible=sliced(held.ranges, 0, before + keep),
-            near=self._near(held, before + keep),
+            near=self._near(held, keep),
         )
 
-    def _near(self, held: RetrievalHeld, stop: int) -> list[Range] | None:
-        """What layers with a window see of the slots below `stop`."""
-        if not self.geometry.windows.size:
+    def _near(self, held: RetrievalHeld, first: int) -> list[Range] | None:
+        """What layers with a window see when the tokens from position `first` on are forwarded: whole chunks of the
+        snapshot, and each token after them.
+        """
+        window, chunk = self.geometry.windows.size, self.chunks.chunk
+        if not window:
             return None
-        complete = held.snapshot_tokens - held.position % self.chunks.chunk
-        latest = min(complete, self.chunks.near(self.geometry.windows.size) * self.chunks.chunk)
-        return sliced(held.ranges, 0, latest) + sliced(held.ranges, complete, stop)
+        oldest, complete, near = max(0, first - window + 1), held.position // chunk, self.chunks.near(window)
+        begin = max(oldest // chunk, complete - near)  # the first chunk; they lie in a circle of `near` places
+        place, count = begin % near, max(0, complete - begin)
+        before = held.snapshot_tokens - held.position
+        return [
+            *sliced(held.ranges, place * chunk, min(place + count, near) * chunk),
+            *sliced(held.ranges, 0, max(0, place + count - near) * chunk),
+            *sliced(held.ranges, before + max(complete * chunk, oldest), before + first),
+        ]
 
     def _install(self, sequence_id: int, held: RetrievalHeld) -> bool:
         """Copy newer snapshots into the pool, its only tensor work but `attend`; returns whether any had arrived."""

@@ -92,8 +92,8 @@ class ShapedBatch:
         return Room(readers, self.shape.tokens // readers, splits, longest)
 
     def _room_in_window(self, workers: int) -> Room:
-        """The room for layers with a window, of which a snapshot has two ranges."""
-        return self._room(self.shape.sequences, self.longest, workers, 2)
+        """The room for layers with a window, of which a snapshot has three ranges."""
+        return self._room(self.shape.sequences, self.longest, workers, 3)
 
     def _seen(self, row: Row) -> list[list[list[Range]]]:
         """By room, the slots that each reader of a sequence sees."""

@@ -223,6 +223,21 @@ def test_trees(device: Device, name: str, graphs: str, monkeypatch: pytest.Monke
     assert max(syncs["tolist"] for syncs in made.rounds) <= 3 * 9
 
 
+@pytest.mark.parametrize("graphs", ["auto", "eager", pytest.param("off", marks=pytest.mark.slow)])
+def test_layers_with_a_window(device: Device, graphs: str) -> None:
+    """The first of two layers sees 1,024 tokens, in captured passes, too; each token's own."""
+    shape = geometry("llama-3.1-8b")
+    shape.target.sliding_window, shape.target.layer_types = 1024, ["sliding_attention", "full_attention"]
+    made = run(
+        device, shape, request(tokens=16_384), request(SAMPLED, 16_384), together=True, max_sequences=2, graphs=graphs
+    )
+    assert made.target.geometry.windows.layers == {0}
+    assert (device.replays > 0) is (graphs == "auto")
+    assert made.counted <= made.reserved
+    assert device.pageable == 0
+    assert max(syncs["tolist"] for syncs in made.rounds) <= 3 * 9
+
+
 @pytest.mark.parametrize("graphs", ["eager", "off"])
 def test_passes_that_are_not_captured(device: Device, graphs: str) -> None:
     """These run the code that graphs hold, which fake graphs do not replay. Ordinary passes run, too."""

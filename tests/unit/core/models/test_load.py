@@ -27,9 +27,10 @@ from transformers import (
     Qwen2Config,
 )
 
-from tests.random_models import FAMILIES, random_model, random_pair
+from tests.random_models import FAMILIES, WINDOWED, random_model, random_pair
 from triforce_core import __version__
 from triforce_core.errors import InvalidValueError, UnknownModelError, UnsupportedModelError
+from triforce_core.models import load
 from triforce_core.models.files import (
     check_pair,
     context_length,
@@ -123,11 +124,34 @@ def test_what_the_configuration_does_not_show_is_refused_too(name: str, tmp_path
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, *WINDOWED])
 def test_attention_that_differs_by_rounding_alone(family: str, dtype: torch.dtype) -> None:
     ours = random_pair(family).ours.to(dtype)
     check_attention(ours, "a model")
     assert ours.config._attn_implementation == ATTENTION, "it attends through our caches again"
+
+
+@pytest.mark.parametrize("family", WINDOWED)
+@pytest.mark.parametrize("wrong", [-1, 1, None])
+def test_windows_that_are_not_those_of_transformers(
+    family: str, wrong: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of another length, or none: in eight tokens, too, though the model's own are longer."""
+    monkeypatch.setattr(load, "windows", lambda config: (config.sliding_window + wrong, {0}) if wrong else (0, {}))
+    with pytest.raises(UnsupportedModelError, match="attention through our caches changes its logits"):
+        check_attention(random_pair(family).ours, "mine")
+
+
+def test_sinks_that_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(*given: Any, s_aux: Tensor, **asked: Any) -> Any:
+        return attention_through_kv(*given, s_aux=s_aux if keep else None, **asked)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, ATTENTION, attention)
+    model, keep = random_pair("gpt_oss").ours, True
+    check_attention(model, "mine")
+    keep = False
+    with pytest.raises(UnsupportedModelError, match="attention through our caches changes its logits"):
+        check_attention(model, "mine")
 
 
 def scaled(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -220,9 +244,13 @@ def test_a_pair_with_other_vocabularies_is_refused_before_weights_are_loaded(tmp
 def test_the_demo_pair_where_its_weights_are_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "triforce_serve_demo", None)  # its import raises what that of no package raises
     needed = re.escape(f"pip install triforce-serve-demo=={__version__}")
-    for load in (lambda: load_config("demo", "target"), lambda: load_tokenizer("demo"), lambda: stop_token_ids("demo")):
+    for given in (
+        lambda: load_config("demo", "target"),
+        lambda: load_tokenizer("demo"),
+        lambda: stop_token_ids("demo"),
+    ):
         with pytest.raises(UnknownModelError, match=rf"^target: 'demo' needs the weights .*: {needed}$"):
-            load()
+            given()
 
 
 def test_the_demo_pair() -> None:
