@@ -165,8 +165,6 @@ def check_models(settings: Settings) -> Limits:
 
     drafter = None if settings.target.lossy else drafter_weights(settings)
     check_pair(settings.target.model, drafter)
-    check_tokenizer(settings.target.model)
-    stop_token_ids(settings.target.model)
     if settings.retrieval.model:
         check_self_drafter(settings.target.model, settings.retrieval.model)
     check_quantization(settings.retrieval.quantization)
@@ -177,6 +175,8 @@ def check_models(settings: Settings) -> Limits:
     check_ranks(lower, own or shared, settings.ranks(("retrieval",)), "retrieval.tensor_parallel")
     for config in (target, load_config(drafter, "drafter")) if drafter else (target,):
         check_kernel(settings, head_dim=kv_shape(config)[2])
+    check_tokenizer(settings.target.model)
+    stop_token_ids(settings.target.model)
     return target_limits(target, settings)
 
 
