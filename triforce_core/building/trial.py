@@ -90,7 +90,7 @@ def text_bytes(model: PreTrainedModel, kv: FullKV, length: int, settings: Settin
 
     KVCache.prepare(kv, [Forward(Span(SEQUENCE, 0, (0,) * known, spec), 0)])  # held, without having been computed
     held.queries, held.count_to = KeptQueries(kv.geometry.num_layers), known
-    held.mass = [each.new_ones(len(each), known) for each in held.mass]
+    held.mass = {layer: each.new_ones(len(each), known) for layer, each in held.mass.items()}
     forward(chunk, 1)  # libraries allocate what they keep
     reading, _ = taken(lambda: forward(chunk, settings.max_sequences), device)
     scoring, _ = taken(score, device)

@@ -50,6 +50,11 @@ class KVGeometry:
     windows: Windows = NO_WINDOWS
 
     @property
+    def whole_layers(self) -> list[int]:
+        """The layers without a window, ascending."""
+        return [layer for layer in range(self.num_layers) if layer not in self.windows.layers]
+
+    @property
     def bytes_per_token(self) -> int:
         return 2 * self.num_layers * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 

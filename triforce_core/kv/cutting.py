@@ -28,7 +28,7 @@ class SnapshotCutter:
         assert position <= held.cached, "a snapshot is cut of settled KV"
         self.pools, self.held, self.position, self.settings, self.selector = pools, held, position, chunks, selector
         self.geometry, self.chunk = pools.geometry, chunks.chunk
-        self.whole = sorted({*range(self.geometry.num_layers)} - self.geometry.windows.layers)
+        self.whole = self.geometry.whole_layers
         device = self.geometry.device
         ranges = [torch.arange(start, stop, device=device) for start, stop in sliced(held.ranges, 0, position)]
         self.slots = torch.cat(ranges or [torch.arange(0, device=device)])  # the slot of each token, [position] int64

@@ -59,11 +59,13 @@ class FullKV(KVCache):
         self.landmarks = LandmarkPool(landmark, unit, geometry, self.keys) if landmark else None
 
     def new_held(self, spec: SequenceSpec, ranges: list[Range]) -> FullHeld:
-        num_queries, queries = SELECTORS[spec.selector]().num_queries, KeptQueries(self.geometry.num_layers)
+        # Where all layers have windows, no chunks are selected.
+        num_queries = SELECTORS[spec.selector]().num_queries if self.geometry.whole_layers else 1
+        queries = KeptQueries(self.geometry.num_layers)
         held = FullHeld(spec, ranges=ranges, next_growth=FIRST_GROWTH, queries=queries, num_queries=num_queries)
         if num_queries is None:
             nothing = torch.zeros(self.geometry.num_kv_heads, 0, device=self.geometry.device)
-            held.mass = [nothing] * self.geometry.num_layers
+            held.mass = dict.fromkeys(self.geometry.whole_layers, nothing)
         return held
 
     def slots_for(self, spec: SequenceSpec) -> int:
@@ -259,7 +261,7 @@ class FullKV(KVCache):
         `queries` [heads, tokens of the pass, head_dim]. The KV of these tokens must be in the cache. `together`: see
         `KeptQueries.take`.
         """
-        if held.mass:
+        if layer in held.mass:
             self._count(layer, held, queries)
         held.queries.take(layer, queries, together)
 

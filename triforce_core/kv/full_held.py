@@ -47,10 +47,10 @@ class FullHeld(Held):
 
     num_queries: int | None = 1  # that the request's selector needs
     queries: KeptQueries = field(default_factory=lambda: KeptQueries(0))
-    # Attention mass, only if `num_queries` is None: [kv_heads, n] float32 per layer. It covers the first n tokens,
-    # which are settled. A token's mass is the attention that it got from the queries of these n tokens. Later queries
-    # are not counted yet.
-    mass: list[Tensor] = field(default_factory=list)
+    # Attention mass, only if `num_queries` is None: [kv_heads, n] float32 by layer, for those without a window. It
+    # covers the first n tokens, which are settled. A token's mass is the attention that it got from the queries of
+    # these n tokens. Later queries are not counted yet.
+    mass: dict[int, Tensor] = field(default_factory=dict)
     count_to: int = 0  # the next pass counts queries below this position
 
     @property
@@ -62,8 +62,7 @@ class FullHeld(Held):
 
     def roll_back(self, keep: int) -> None:
         """Forget what was computed of tokens from `keep` on."""
-        if self.mass and self.mass[0].shape[1] > keep:
-            self.mass = [each[:, :keep] for each in self.mass]
+        self.mass = {layer: each[:, :keep] for layer, each in self.mass.items()}
 
     def expect_queries(self, keep: int, end: int, num_sampled: int) -> None:
         """Decide which queries are kept after the next pass. This pass computes the queries of tokens `keep` to `end`.
@@ -81,7 +80,7 @@ class FullHeld(Held):
         known = before.start if before.start <= keep <= before.stop else keep
         earliest = first = max(known, settled - (self.num_queries or 1))
         if self.num_queries is None:
-            counted = self.mass[0].shape[1]
+            counted = next(iter(self.mass.values())).shape[1]
             self.count_to = settled if settled - counted >= COUNTED_TOGETHER else counted
             first = max(known, min(first, self.count_to))
             earliest = min(first, counted)

@@ -40,7 +40,7 @@ def fill(kv: FullKV, span: Span, group: int = 1) -> None:
         shape = group * geometry.num_kv_heads, drawn_queries, geometry.head_dim
         queries = torch.empty(shape, dtype=geometry.dtype, device=geometry.device).normal_()
         held.queries.take(layer, queries, drawn_queries)
-        if held.mass:
+        if layer in held.mass:
             held.mass[layer] = torch.ones(geometry.num_kv_heads, held.count_to, device=geometry.device)
     if kv.landmarks:
         fill_landmarks(kv.landmarks, kv.keys, placed.writes)

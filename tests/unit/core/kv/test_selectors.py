@@ -229,7 +229,7 @@ def test_mass_counts_settled_queries_only_and_few_wait(pair: Pair) -> None:
     group = runner.model.config.num_attention_heads // runner.model.config.num_key_value_heads
     held, counted = full_kv(runner).held[1], set()
     for settled in decode(runner, text, "h2o"):
-        for mass in held.mass:
+        for mass in held.mass.values():
             tokens = mass.shape[1]
             assert settled - 64 - 9 <= tokens <= settled, "of settled queries, all but a few"
             torch.testing.assert_close(mass.sum(1), torch.full((len(mass),), float(group * tokens)))
@@ -259,7 +259,7 @@ def test_a_prompt_with_logprobs_counts_every_query_once(pair: Pair) -> None:
         state(runner, text[:stop], stop - max(0, start - 1), "h2o")
     assert torch.equal(chosen(full_kv(runner), PROMPT, "h2o"), dense_choice("h2o", record, PROMPT))
     group = runner.model.config.num_attention_heads // runner.model.config.num_key_value_heads
-    for mass in full_kv(runner).held[1].mass:
+    for mass in full_kv(runner).held[1].mass.values():
         torch.testing.assert_close(mass.sum(1), torch.full((len(mass),), float(group * PROMPT)))
 
 

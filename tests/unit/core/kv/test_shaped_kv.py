@@ -194,7 +194,7 @@ class Both:
                 for layer in range(LAYERS):
                     torch.testing.assert_close(ours.queries.of(layer), theirs.queries.of(layer), atol=0, rtol=0)
                 torch.testing.assert_close(ours.mass, theirs.mass, atol=1e-5, rtol=0)
-                self.counted = max(self.counted, sum(mass.shape[1] for mass in theirs.mass))
+                self.counted = max(self.counted, sum(mass.shape[1] for mass in theirs.mass.values()))
 
     def check_inputs(self, batch: Batch, places: list[int]) -> None:
         assert self.pass_.token_ids[places].tolist() == [t for row in batch.rows for t in row.placed.tokens]
