@@ -33,11 +33,13 @@ def models(family: str) -> tuple[PreTrainedModel, PreTrainedModel]:
 
 
 def settings(**given: Any) -> Settings:
-    target = {"kv_pool_tokens": 600, **given.pop("target", {})}  # fragmented soon
-    retrieval = {"budget": 64, "refresh_every": 16, **given.pop("retrieval", {})}
-    return load_settings(
-        dtype="float32", max_sequences=3, target=target, retrieval=retrieval, draft={"window": 60}, **given
-    )
+    defaults = {
+        "target": {"kv_pool_tokens": 600},  # fragmented soon
+        "retrieval": {"budget": 64, "refresh_every": 16},
+        "draft": {"window": 60},
+    }
+    sections = {name: values | given.pop(name, {}) for name, values in defaults.items()}
+    return load_settings(dtype="float32", max_sequences=3, **sections, **given)
 
 
 @cache

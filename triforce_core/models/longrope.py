@@ -2,9 +2,15 @@
 training and another beyond it, so a text's keys would change while it grows.
 """
 
-from transformers import PreTrainedModel
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
 from transformers.configuration_utils import PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LONGROPE = "longrope"
 
