@@ -4,6 +4,7 @@ transformers' own attention gives, through three tiers, or it is refused in word
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from triforce_core.models.refused import REFUSED as TABLE
 from triforce_core.sampling.draw import Draw, draw_tokens
 
 NUM_TOKENS = 24
+REPOSITORY = Path(__file__).parents[2]
 SETTINGS = Settings.model_validate(
     {
         "dtype": "float32",
@@ -81,7 +83,6 @@ SERVED: dict[str, dict[str, Any]] = {
     "jais2": {},
     "kolibri1": {},
     "laguna": {},
-    "lfm2": {"layer_types": ["full_attention"] * 2},
     "llama": {},
     "mellum": {},
     "minimax_m2": {},
@@ -209,7 +210,17 @@ REFUSED: dict[str, list[str]] = {
     ],
     "layer_types": [
         *("axk2", "bailing_hybrid", "bamba", "deepseek_v32", "deepseek_v4", "falcon_h1", "falcon_mamba", "glm_moe_dsa"),
-        *("granitemoehybrid", "hy_v4", "inkling2_text", "inkling_text", "jamba", "kimi_linear", "lfm2_moe", "lfm3"),
+        *(
+            "granitemoehybrid",
+            "hy_v4",
+            "inkling2_text",
+            "inkling_text",
+            "jamba",
+            "kimi_linear",
+            "lfm2",
+            "lfm2_moe",
+            "lfm3",
+        ),
         *("llama4_text", "mamba", "mamba2", "minimax", "nemotron_h", "olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text"),
         *("qwen3_next", "qwen4_exp_text", "recurrent_gemma", "zamba", "zamba2", "zaya"),
     ],
@@ -255,7 +266,7 @@ def test_others_are_refused_in_words_that_say_why(kind: str, tmp_path: Path) -> 
 def saved(kind: str, folder: Path) -> None:
     """A tiny model of this kind, or its configuration alone if it would be large or cannot be made small."""
     try:
-        config = tiny_config(kind, **({"layer_types": ["conv", "full_attention"]} if kind == "lfm2_moe" else {}))
+        config = tiny_config(kind, **({"layer_types": ["conv", "full_attention"]} if kind.startswith("lfm2") else {}))
         with torch.device("meta"):
             weights = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
     except Exception:  # the code of any kind of model
@@ -264,3 +275,11 @@ def saved(kind: str, folder: Path) -> None:
         AutoConfig.for_model(kind).save_pretrained(folder)
     else:
         tiny_model(config).save_pretrained(folder)
+
+
+def test_the_page_names_the_families() -> None:
+    """docs/models.md has what this file tests."""
+    page = (REPOSITORY / "docs" / "models.md").read_text()
+    served, refused = (section.split("\n## ")[0] for section in page.split("## By family")[1].split("Refused:"))
+    assert set(re.findall(r"`([^`]+)`", served)) == {"model_type", *SERVED, *WHOLES}
+    assert set(re.findall(r"`([^`]+)`", refused)) == {kind for kinds in REFUSED.values() for kind in kinds}

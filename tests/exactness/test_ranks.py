@@ -124,6 +124,8 @@ def with_ranks(settings: Settings) -> Settings:
         pytest.param("qwen2", ("target",), {}, marks=pytest.mark.slow),
         pytest.param("qwen3", ("retrieval",), {"refresh_every": 5}, marks=pytest.mark.slow),
         pytest.param("mistral", BOTH, {}, marks=pytest.mark.slow),
+        pytest.param("cohere2", BOTH, {}, marks=pytest.mark.slow),
+        pytest.param("gemma3", ("target",), {"refresh_every": 5}, marks=pytest.mark.slow),
         pytest.param("llama", ("target",), {"refresh_every": 5}, marks=pytest.mark.slow),
         pytest.param("llama", ("retrieval",), {}, marks=pytest.mark.slow),
     ],
