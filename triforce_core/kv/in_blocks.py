@@ -75,10 +75,9 @@ def groups_of(first: int, positions: range, text: list[Range], window: int | Non
     With a window, the tokens of a group also have the first block that they see in common, so that a token's result
     is merged of the same blocks whatever else is in the pass.
     """
-    groups = []
-    changes = [0] if window is None else [0, (window - 1) % BLOCK]  # modulo the block, where another group begins
-    edges = {position for change in changes for position in range(change, positions.stop, BLOCK)}
-    edges = {positions.start, positions.stop, *(edge for edge in edges if edge > positions.start)}
+    groups, edges = [], {positions.start, positions.stop}
+    for change in (0,) if window is None else (0, window - 1):  # modulo the block, where another group begins
+        edges.update(range(positions.start + (change - positions.start) % BLOCK, positions.stop, BLOCK))
     for start, stop in pairwise(sorted(edges)):
         block = start // BLOCK
         tokens = slice(first + start - positions.start, first + stop - positions.start)
