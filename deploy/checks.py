@@ -214,7 +214,8 @@ def parameters(name: str, role: str) -> int | None:
     """
     from safetensors import safe_open
 
-    from triforce_core.models.files import resolve, weight_files
+    from triforce_core.models.dequantise import weights_of
+    from triforce_core.models.files import load_config, resolve, weight_files
     from triforce_core.models.gguf import count_weights, is_gguf
 
     if is_gguf(path := resolve(name, role)):
@@ -223,8 +224,9 @@ def parameters(name: str, role: str) -> int | None:
     downloaded = shards is not None and all(shard.exists() for shard in shards)
     if shards is None or not (downloaded or Path(path).is_dir()):
         return None
-    count = 0
+    count, config = 0, load_config(name, role)
     for shard in shards:
         with safe_open(shard, "numpy") as tensors:
-            count += sum(prod(tensors.get_slice(key).get_shape()) for key in tensors.keys())  # noqa: SIM118  # no dict
+            for key in tensors.keys():  # noqa: SIM118  # no dict
+                count += weights_of(key, prod(tensors.get_slice(key).get_shape()), config)
     return count

@@ -13,6 +13,7 @@ from triforce_core.engine.limits import target_limits
 from triforce_core.machine.device import DTYPES, torch_device
 from triforce_core.machine.memory import HOST, free_bytes
 from triforce_core.models.files import context_length, kv_shape, load_config
+from triforce_core.models.longrope import is_long
 
 # Of the memory that the weights leave: the most that one context takes, and the most that snapshots take.
 GPU_PART, SNAPSHOT_PART = 0.75, 0.25
@@ -32,7 +33,10 @@ def fitted(settings: Settings) -> Settings:
     context = target_limits(config, settings).context_length
     if target.context_length is None and target.offload == "none" and not target.lossy:
         part = GPU_PART if settings.device_type == "cuda" else HOST_PART
-        context = min(context, max(STEP, int(left * part) // token // STEP * STEP))
+        least = STEP
+        if is_long(config, context):  # a shorter context would take the frequencies for short texts: other tokens
+            least += config.rope_parameters["original_max_position_embeddings"] // STEP * STEP
+        context = min(context, max(least, int(left * part) // token // STEP * STEP))
     budget = retrieval.budget
     if "budget" not in retrieval.model_fields_set:
         wanted = min(MOST_BUDGET, context // CONTEXT_PER_BUDGET)
@@ -68,7 +72,7 @@ def line(given: Settings, chosen: Settings) -> str:
     why = "as set" if given.target.context_length else "the model's own"
     if not given.target.context_length and context < own:
         why = f"of the model's {own:,}: free memory holds no more"
-    drafter = {"ngram": "prompt lookup (no model was named)", "demo": "the demo pair's"}.get(given.draft.model)
+    drafter = {"ngram": "prompt lookup (draft.model names none)", "demo": "the demo pair's"}.get(given.draft.model)
     parts = {
         "drafter": "none" if given.target.lossy else drafter or given.draft.model,
         "context": f"{context:,} tokens ({why})",

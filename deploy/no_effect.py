@@ -71,7 +71,6 @@ NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "spaces_between_special_tokens": ((True,), "use return_token_ids"),
     "store": ((False,), ""),
     "suffix": (("",), ""),
-    "top_k": ((-1,), ""),
     "truncate_prompt_tokens": ((), "use /v1/completions"),
     "typical_p": ((1,), ""),
     "use_beam_search": ((False,), "use n"),

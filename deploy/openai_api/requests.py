@@ -296,6 +296,8 @@ def common_request_from(
     stated = body.model_dump(include=SAMPLING_FIELDS, exclude_none=True)
     if body.top_p == 0:  # the most probable token alone
         stated |= {"temperature": 0.0, "top_p": 1.0}
+    if body.top_k == -1:  # as vLLM's clients say that all tokens are kept
+        stated |= {"top_k": 0}
     return ClientRequest(
         prompt=prompt,
         sampling=replace(sampling, **stated, logit_bias=biases_from(body.logit_bias or {})),

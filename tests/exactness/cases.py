@@ -188,7 +188,7 @@ def engine_for(case: Case, events: Counter[str], requests: list[Request], graphs
     of_target = case.settings.target.model_copy(update={"kv_pool_tokens": pool_tokens})
     settings = case.settings.model_copy(update={"graphs": graphs, "target": of_target})
     chunks = ChunkSettings.halved(case.budget, case.chunk)
-    kv = CountingRetrievalKV(kv_geometry(retrieval), 5, case.budget, case.refresh[1], KERNELS["cpu_flash"], chunks)
+    kv = CountingRetrievalKV(kv_geometry(retrieval), 5, chunks, case.refresh[1], KERNELS["cpu_flash"])
     kv.events = events
     inner = retrieval_decoder(retrieval, kv, draft_proposer(drafter, settings), settings)
     engine = target_engine(target, settings, counted(inner, events), kv)

@@ -19,6 +19,7 @@ from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import Claim, Proposal, SamplingParams, SequenceSpec, Span, Tier, Verdict, Work
 from triforce_core.models.load import kv_geometry
 from triforce_core.sampling.draw import Draw, draw_tokens
@@ -68,7 +69,7 @@ def test_the_engines_samples_follow_the_targets_distribution(
         probabilities = {(*t, v): p * float(rows[t][v]) for t, p in probabilities.items() for v in range(VOCAB)}
 
     settings = Settings.model_validate({"dtype": "float32", "max_sequences": 128, "retrieval": {"budget": 64}})
-    kv = RetrievalKV(kv_geometry(target), 128, 64, 32, KERNELS["cpu_flash"])
+    kv = RetrievalKV(kv_geometry(target), 128, ChunkSettings(64), 32, KERNELS["cpu_flash"])
     inner = retrieval_decoder(with_noise(target, 0.3), kv, draft_proposer(with_noise(target, 0.6), settings), settings)
     engine = target_engine(target, settings, inner, kv)
     outcome = finish(engine, [Request(PROMPT, 3, params, seed, lookaheads) for seed in range(4000)])

@@ -24,6 +24,7 @@ from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
 from triforce_core.kv.retrieval import RetrievalKV
+from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.messages import SamplingParams
 from triforce_core.models.drawing import Drawer, LogitsOf
 from triforce_core.models.load import kv_geometry
@@ -60,7 +61,7 @@ def engine(tokenizer: Path) -> Engine:
     settings = Settings.model_validate(
         {"dtype": "float32", "max_sequences": 128, "retrieval": {"budget": 64}, "target": {"model": str(tokenizer)}}
     )
-    kv = RetrievalKV(kv_geometry(TARGET), 128, 64, 32, KERNELS["cpu_flash"])
+    kv = RetrievalKV(kv_geometry(TARGET), 128, ChunkSettings(64), 32, KERNELS["cpu_flash"])
     inner = retrieval_decoder(RETRIEVAL, kv, draft_proposer(DRAFTER, settings), settings)
     return target_engine(TARGET, settings, inner, kv)
 

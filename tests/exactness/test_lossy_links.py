@@ -18,7 +18,7 @@ from triforce_core.building.draft_model import draft_proposer
 from triforce_core.config import Settings
 from triforce_core.engine.engine import Engine
 from triforce_core.engine.sequence import Request
-from triforce_core.kv.snapshot import Snapshot
+from triforce_core.kv.snapshot import ChunkSettings, Snapshot
 from triforce_core.messages import Drafting, Proposal, Proposer, SamplingParams, Tally, Tier, Work
 from triforce_core.models.load import ATTENTION, kv_geometry
 from triforce_core.models.runner import ModelRunner
@@ -84,7 +84,7 @@ class LossyChain:
         return LossyLink(make_peer, self.rng, self.events, faults=self.faults, patience=self.patience)
 
     def make_retrieval(self) -> Proposer:
-        self.kv = CountingRetrievalKV(kv_geometry(self.retrieval), 3, BUDGET, TAIL, KERNELS["cpu_flash"])
+        self.kv = CountingRetrievalKV(kv_geometry(self.retrieval), 3, ChunkSettings(BUDGET), TAIL, KERNELS["cpu_flash"])
         self.kv.events = self.events
         verifier = ModelVerifier(ModelRunner(self.retrieval, self.kv), Tier.RETRIEVAL)
         several = self.micro_batches

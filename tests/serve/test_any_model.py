@@ -45,5 +45,7 @@ def test_a_folder_is_served_with_all_that_follows_from_it(local_ray: LocalRay, t
     finally:
         stop(server, log)
     said = log.read_text()
-    assert "serving tiny: drafter prompt lookup (no model was named), context 8,192 tokens (the model's own)" in said
+    assert (
+        "serving tiny: drafter prompt lookup (draft.model names none), context 8,192 tokens (the model's own)" in said
+    )
     assert "requests by default: temperature 0, repetition_penalty 1.25 (the model's generation_config.json)" in said

@@ -40,7 +40,7 @@ def retrieval_kv(model: PreTrainedModel, settings: Settings) -> RetrievalKV:
     num_bytes = geometry.bytes_per_token * (budget + tail) * sequences
     check_room(geometry.device, num_bytes, "retrieval.budget", budget, f"lower it or max_sequences, {sequences}")
     chunks = ChunkSettings.halved(budget, settings.retrieval.chunk)
-    return RetrievalKV(geometry, sequences, budget, tail, kernel_for(settings, geometry.head_dim), chunks)
+    return RetrievalKV(geometry, sequences, chunks, tail, kernel_for(settings, geometry.head_dim))
 
 
 def few_retrieval_tokens(settings: Settings) -> int:

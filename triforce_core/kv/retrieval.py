@@ -35,14 +35,13 @@ class RetrievalKV(FixedKV):
         self,
         geometry: KVGeometry,
         max_sequences: int,
-        budget: int,
+        chunks: ChunkSettings,
         tail_tokens: int,
         kernel: Kernel,
-        chunks: ChunkSettings | None = None,
     ) -> None:
-        """`chunks`: how the target cuts snapshots, which matters for layers with a window."""
-        super().__init__(geometry, max_sequences, budget + tail_tokens, kernel)
-        self.budget, self.tail_tokens, self.chunks = budget, tail_tokens, chunks or ChunkSettings(budget)
+        """`chunks`: how the target cuts snapshots."""
+        super().__init__(geometry, max_sequences, chunks.budget + tail_tokens, kernel)
+        self.chunks, self.tail_tokens = chunks, tail_tokens
         self.arrived: dict[int, list[Snapshot]] = {}  # not installed yet, oldest first; each is the base of the next
         self.released: dict[int, None] = {}  # sequence ids, the latest last
         self.max_sequences = max_sequences
@@ -68,7 +67,7 @@ class RetrievalKV(FixedKV):
                 waiting = []
             elif snapshot.changes.base != latest or len(waiting) == MAX_WAITING:
                 return False
-            if snapshot.num_tokens > self.budget:
+            if snapshot.num_tokens > self.chunks.budget:
                 return False
             self.arrived.pop(snapshot.sequence_id, None)  # so that it moves to the end
             self.arrived[snapshot.sequence_id] = [*waiting, snapshot]

@@ -33,3 +33,15 @@ def missing_package(config: PretrainedConfig) -> str:
     """The package that must be installed to read this checkpoint; empty if none is missing."""
     package = PACKAGES.get(method_of(config) or "")
     return "" if package is None or find_spec(package) else package.replace("_", "-")
+
+
+def weights_of(name: str, numbers: int, config: PretrainedConfig) -> int:
+    """How many weights a stored tensor of this name and so many numbers becomes, if the checkpoint is quantised."""
+    if (method := method_of(config)) is None:
+        return numbers
+    if name.endswith("_blocks"):  # of MXFP4: two in a byte
+        return 2 * numbers
+    if name.endswith("_packed"):
+        (group, *_) = config.quantization_config["config_groups"].values()
+        return numbers * 32 // int(group["weights"]["num_bits"])
+    return numbers if method == "fp8" or name.endswith((".weight", ".bias")) else 0

@@ -19,7 +19,7 @@ from transformers.configuration_utils import PretrainedConfig
 from triforce_core.demo import smollm2_file, weights_dir
 from triforce_core.errors import UnknownModelError, UnsupportedModelError, reason_of, require
 from triforce_core.models.dequantise import method_of
-from triforce_core.models.gguf import gguf_config, is_gguf
+from triforce_core.models.gguf import gguf_config, is_gguf, split_words
 from triforce_core.models.refused import FILES, NOT, SLIDING, TOKENIZERS, UNQUANTISED, check_files, check_supported
 from triforce_core.models.text_part import text_part
 
@@ -140,14 +140,15 @@ def windows(config: PretrainedConfig) -> tuple[int, frozenset[int]]:
     if not size or not getattr(config, "use_sliding_window", True):
         return 0, frozenset()
     kinds = getattr(config, "layer_types", None) or [SLIDING] * config.num_hidden_layers
-    return size, frozenset(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+    layers = frozenset(layer for layer, kind in enumerate(kinds) if kind == SLIDING)
+    return size if layers else 0, layers
 
 
 def check_ranks(config: PretrainedConfig, name: str, world: int, field: str) -> None:
     """Raise an error for a model that cannot be divided over `world` ranks; `field` is the setting that asks for it."""
     if world == 1:
         return
-    if is_gguf(name) or method_of(config):
+    if is_gguf(resolve(name, "target")) or method_of(config):
         raise UnsupportedModelError(f"model {name!r}: {field} = {world}: {NOT_DIVIDED}")
     if not getattr(config, "base_model_tp_plan", None):
         raise UnsupportedModelError(f"model {name!r}: transformers has no tensor-parallel plan for {config.model_type}")
@@ -169,7 +170,10 @@ def load_tokenizer(name: str, role: str = "target") -> Any:
         if not is_gguf(path):
             return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
         with TemporaryDirectory() as empty:  # it would prefer files beside the GGUF file, which may be another model's
-            return AutoTokenizer.from_pretrained(empty, gguf_file=str(Path(path).absolute()), trust_remote_code=False)
+            file = str(Path(path).absolute())
+            tokenizer = AutoTokenizer.from_pretrained(empty, gguf_file=file, trust_remote_code=False)
+        split_words(tokenizer, path)
+        return tokenizer
     except Exception as error:  # tokenizers raise bare `Exception`s
         raise UnknownModelError(role, name, f"has no tokenizer that loads ({reason_of(error)})") from None
 

@@ -34,6 +34,8 @@ OPTIONAL = {
 }
 ROPE = {"factor": "factor", "original_max_position_embeddings": "original_context_length"}
 IGNORED = {"type", "finetuned"}  # of what describes a scaling of RoPE, besides
+SPLIT_AS_GPT2 = ("gpt-2", "default")  # what transformers does where it does not know how texts are split into words
+DIGITS_APART = ("smollm",)  # the same, and each digit is a word; transformers does not know it
 ENDS = ("eos", "eot", "eom")  # of a text, of a turn, of a message that awaits a tool's answer
 FACTORS = "rope_freqs.weight"  # by which Llama 3's frequencies are divided, in place of a description of its RoPE
 
@@ -113,3 +115,23 @@ def count_weights(file: str) -> int:
     from gguf import GGUFReader
 
     return sum(int(tensor.n_elements) for tensor in GGUFReader(file).tensors)
+
+
+def split_words(tokenizer: Any, file: str) -> None:
+    """Let a tokenizer that transformers made of a file split texts into words as the file says, if transformers does
+    not know how.
+    """
+    from tokenizers import pre_tokenizers
+    from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS
+    from transformers.integrations.gguf.reader import read_gguf_metadata
+
+    metadata, _ = read_gguf_metadata(file)
+    how = metadata.get("tokenizer.ggml.pre", "default")
+    if metadata.get("tokenizer.ggml.model") != "gpt2" or how in GGUF_PRE_TOKENIZER_SPLITS or how in SPLIT_AS_GPT2:
+        return
+    if how in DIGITS_APART:
+        apart = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        tokenizer.backend_tokenizer.pre_tokenizer = pre_tokenizers.Sequence(apart)
+    else:
+        rule = "is not known here: texts are split into words as for GPT-2, so some tokens may be unusual for the model"
+        log.warning("%s: tokenizer.ggml.pre = %r %s", file, how, rule)

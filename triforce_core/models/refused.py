@@ -93,6 +93,12 @@ def rope(config: Any) -> str:
     return f"rope_type = {odd[0]!r}" if odd else ""
 
 
+def own_longrope(config: Any) -> str:
+    """Phi-3.5-MoE computes its LongRoPE in its own way, by the longest text of a pass."""
+    found = getattr(config, "rope_parameters", None) or {}
+    return said("rope_parameters", sorted({"long_mscale", "short_mscale"} & found.keys()))
+
+
 def no_causal_model(config: Any) -> str:
     names = getattr(config, "architectures", None) or []
     names = [names] if isinstance(names, str) else names
@@ -126,6 +132,7 @@ REFUSED = [
     Refused(set_to_anything("is_heterogeneous"), NOT, "serve a model whose layers are all alike"),
     Refused(layer_kinds, NOT, WHOLE),
     Refused(rope, f"must be one of {', '.join(sorted(SUPPORTED_ROPE))}", "serve a model with one of these"),
+    Refused(own_longrope, NOT, "serve a model whose rotary embeddings do not depend on the length of texts"),
     Refused(set_to_anything("attn_logit_softcapping"), NOT, "serve a model without it"),
     Refused(set_to_anything("attention_chunk_size"), NOT, WHOLE),
     Refused(set_to_anything("kv_lora_rank"), NOT, "serve a model without latent attention"),
@@ -159,12 +166,11 @@ def files(*patterns: str, without: str = "", unless_installed: str = "") -> Call
 def no_tokenizer(folder: Path) -> str:
     known = (
         "tokenizer.json",
-        "tokenizer.model",
+        "*.model",
         "*.tiktoken",
         "tekken.json",
         "vocab.json",
         "vocab.txt",
-        "spiece.model",
     )
     return "" if any(any(folder.glob(pattern)) for pattern in known) else "no tokenizer.json"
 

@@ -43,7 +43,7 @@ def test_with_room_the_context_is_the_models_own(monkeypatch: pytest.MonkeyPatch
     chosen, line = fitted(monkeypatch, 10_000_000, target={"model": model})
     assert (chosen.target.context_length, chosen.retrieval.budget, chosen.max_sequences) == (131_072, 4096, 8)
     assert line == (
-        "serving Tiny-128K: drafter prompt lookup (no model was named), context 131,072 tokens (the model's own),"
+        "serving Tiny-128K: drafter prompt lookup (draft.model names none), context 131,072 tokens (the model's own),"
         " retrieval budget 4,096 tokens, requests together up to 8"
     )
 
@@ -54,6 +54,22 @@ def test_without_room_the_context_is_half_of_what_is_free(monkeypatch: pytest.Mo
     assert "context 24,576 tokens (of the model's 131,072: free memory holds no more)" in line
     shared, _ = fitted(monkeypatch, 50_000, target={"model": model}, server={"replicas": {"max": 2}})
     assert shared.target.context_length == 12 * 1024
+
+
+def test_free_memory_does_not_choose_the_frequencies_of_longrope(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Those for long texts are taken for contexts beyond the length of the first training: other tokens."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 8, "long_factor": [2.0] * 8}
+    made = random_model(
+        max_position_embeddings=131_072, rope_parameters=rope | {"original_max_position_embeddings": 16_384}
+    )
+    made.save_pretrained(tmp_path)
+    for free_tokens, context in ((10_000_000, 131_072), (50_000, 24 * 1024), (10_000, 17 * 1024)):
+        chosen, _ = fitted(monkeypatch, free_tokens, target={"model": str(tmp_path)})
+        assert chosen.target.context_length == context
+    chosen, _ = fitted(monkeypatch, 10_000, target={"model": str(tmp_path), "context_length": 4096})
+    assert chosen.target.context_length == 4096, "who sets it chooses"
 
 
 def test_weights_are_not_free(monkeypatch: pytest.MonkeyPatch, model: str) -> None:

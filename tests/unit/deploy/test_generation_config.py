@@ -113,6 +113,10 @@ def test_every_door_fills_what_a_request_leaves_unset_and_nothing_else() -> None
     assert sent() == replace(DEFAULTS, temperature=0.0, bad_word_ids=((7,), (8, 9)))
     assert ask(client, top_p=0).status_code == 200
     assert sent() == replace(DEFAULTS, temperature=0.0, top_p=1.0)
+    for path in ("/v1/completions", "/v1/chat/completions"):  # -1 is no default: it keeps all tokens
+        body = {"prompt": "def"} if path == "/v1/completions" else chat
+        assert client.post(path, json=body | {"top_k": -1}).status_code == 200
+        assert sent() == replace(DEFAULTS, top_k=0)
 
 
 def test_without_a_file_requests_are_as_at_openai() -> None:

@@ -117,7 +117,8 @@ def cut_by(name: str, reading: Reading, text: Input, budget: int) -> LogitsOf:
     selector, runner = SELECTORS[name](), reading.runners[Tier.RETRIEVAL]
 
     def logits(stretch: Stretch) -> Tensor:
-        sparse = RetrievalKV(reading.geometry, 1, budget, stretch.stop - stretch.start, reading.kernel)
+        chunks = ChunkSettings.halved(budget, reading.settings.retrieval.chunk)
+        sparse = RetrievalKV(reading.geometry, 1, chunks, stretch.stop - stretch.start, reading.kernel)
         taken = sparse.take(reading.cut(stretch, budget, selector))
         assert taken, "the snapshot has at most the budget"
         return Reader(runner, sparse, text.tokens).logits(stretch)

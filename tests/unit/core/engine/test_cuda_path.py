@@ -144,7 +144,7 @@ def test_a_cut_launches_few_operators(device: Device) -> None:
     layers, kv_heads, lines = 32, 32, 512
     geometry = KVGeometry(layers, kv_heads, 128, torch.bfloat16, torch.device("cuda", 0))
     full = FullKV(geometry, CONTEXT, KERNELS["cuda_flash"], unit=8, chunk_sums=triton_chunk_sums)
-    sparse = RetrievalKV(geometry, 1, 4096, 64, KERNELS["cuda_flash"])
+    sparse = RetrievalKV(geometry, 1, ChunkSettings(4096), 64, KERNELS["cuda_flash"])
     every = layers * kv_heads * lines
     device.true_values = lambda mask: every if mask.shape[-1] > lines else every // 10
     spec = SequenceSpec(SamplingParams(), 0, CONTEXT, CONTEXT)

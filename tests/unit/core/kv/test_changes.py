@@ -68,7 +68,7 @@ class Writer:
 
 
 def reader(writer: Writer, budget: int, *, pieces: bool = False) -> RetrievalKV:
-    kv = RetrievalKV(writer.geometry, 2, budget, TAIL, KERNELS["cpu_flash"])
+    kv = RetrievalKV(writer.geometry, 2, ChunkSettings(budget), TAIL, KERNELS["cpu_flash"])
     if pieces:
         fragment(kv, 13, budget + TAIL)
     return kv
@@ -205,7 +205,7 @@ def test_what_waits_is_bounded() -> None:
     larger = replace(chunks, budget=chunks.budget + chunks.chunk)
     for base in (0, kv.confirmed(1)):
         longer = writer.kv.cut(1, 400, larger, MeanKey(), base)
-        assert longer.num_tokens == larger.budget
+        assert longer.num_tokens == larger.chunks.budget
         assert not kv.take(longer)
 
 

@@ -31,7 +31,7 @@ def pair(request: pytest.FixtureRequest) -> Pair:
 
 
 def retrieval_runner(pair: Pair, max_sequences: int = 2, tail: int = TAIL) -> tuple[ModelRunner, RetrievalKV]:
-    kv = RetrievalKV(geometry(pair), max_sequences, BUDGET, tail, KERNELS["cpu_flash"])
+    kv = RetrievalKV(geometry(pair), max_sequences, ChunkSettings(BUDGET), tail, KERNELS["cpu_flash"])
     return ModelRunner(pair.ours, kv), kv
 
 

@@ -62,12 +62,12 @@ def streaming() -> StreamingKV:
 
 
 def retrieval() -> RetrievalKV:
-    return RetrievalKV(GEOMETRY, MAX_SEQUENCES, 24, 20, KERNELS["reference"])
+    return RetrievalKV(GEOMETRY, MAX_SEQUENCES, ChunkSettings(24), 20, KERNELS["reference"])
 
 
 def long_retrieval() -> RetrievalKV:
     """Long enough to be read in several pieces."""
-    return RetrievalKV(GEOMETRY, MAX_SEQUENCES, 600, 20, KERNELS["reference"])
+    return RetrievalKV(GEOMETRY, MAX_SEQUENCES, ChunkSettings(600), 20, KERNELS["reference"])
 
 
 def full() -> FullKV:
@@ -76,7 +76,7 @@ def full() -> FullKV:
 
 
 def retrieval_in_window() -> RetrievalKV:
-    return RetrievalKV(WINDOWED, MAX_SEQUENCES, 24, 20, KERNELS["reference"], ChunkSettings(24, 3))
+    return RetrievalKV(WINDOWED, MAX_SEQUENCES, ChunkSettings(24, 3), 20, KERNELS["reference"])
 
 
 def full_in_window() -> FullKV:
@@ -134,7 +134,7 @@ class Both:
         text = self.texts.get(sequence, ())
         if isinstance(self.ordinary, RetrievalKV) and text:
             self.versions += 1
-            keys, values = normal(self.versions, 2, LAYERS, KV_HEADS, self.ordinary.budget, HEAD_DIM)
+            keys, values = normal(self.versions, 2, LAYERS, KV_HEADS, self.ordinary.chunks.budget, HEAD_DIM)
             for kv in (self.ordinary, self.fixed):
                 assert isinstance(kv, RetrievalKV)
                 kv.deliver(Snapshot(sequence, self.versions, len(text), keys, values))

@@ -18,6 +18,7 @@ from triforce_core.kv.base import NO_TREE, Forward, Lack
 from triforce_core.kv.fixed import FixedKV
 from triforce_core.kv.retrieval import RetrievalKV
 from triforce_core.kv.shaped import PassShape, ShapedBatch
+from triforce_core.kv.snapshot import ChunkSettings
 from triforce_core.kv.streaming import StreamingHeld, StreamingKV, WindowSettings
 from triforce_core.messages import Span, Tree
 from triforce_core.models.graphs import EagerPass, ShapedPasses
@@ -88,7 +89,10 @@ def test_the_window_sees_a_tree(pair: Pair, of: Callable[[Pair, FixedKV], ModelR
 
 @pytest.mark.parametrize("of", [ordinary, constant])
 def test_the_tail_of_a_snapshot_sees_a_tree(pair: Pair, of: Callable[[Pair, FixedKV], ModelRunner]) -> None:
-    rng, kv = random.Random(2), RetrievalKV(geometry(pair), 2, BUDGET, TAIL + NODES, KERNELS["cpu_flash"])
+    rng, kv = (
+        random.Random(2),
+        RetrievalKV(geometry(pair), 2, ChunkSettings(BUDGET), TAIL + NODES, KERNELS["cpu_flash"]),
+    )
     runner, text = of(pair, kv), random_tokens(100, seed=3)
     chosen = sorted(rng.sample(range(90), BUDGET))
     kv.deliver(snapshot_of(pair, text[:90], chosen))
@@ -103,7 +107,7 @@ def test_the_tail_of_a_snapshot_sees_a_tree(pair: Pair, of: Callable[[Pair, Fixe
 
 
 def test_a_tree_for_which_the_tail_has_no_room_wants_a_snapshot(pair: Pair) -> None:
-    kv = RetrievalKV(geometry(pair), 2, BUDGET, TAIL, KERNELS["cpu_flash"])
+    kv = RetrievalKV(geometry(pair), 2, ChunkSettings(BUDGET), TAIL, KERNELS["cpu_flash"])
     runner, text = ordinary(pair, kv), random_tokens(100, seed=3)
     kv.deliver(snapshot_of(pair, text[:80], [*range(BUDGET)]))
     for end, room in ((80 + TAIL - 5, True), (80 + TAIL - 4, False)):

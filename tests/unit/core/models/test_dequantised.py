@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import GptOssConfig, GptOssForCausalLM, PreTrainedModel
 
+from deploy.checks import parameters
 from tests.random_models import random_model
 from tests.served import generated, served
 from tests.unit.core.models.test_kinds import mistral3
@@ -108,6 +109,9 @@ def test_what_is_stored_is_served(form: str, tmp_path: Path, caplog: pytest.LogC
     theirs = quantised(tmp_path, form)
     with caplog.at_level(logging.INFO, "triforce_core"):
         assert served(str(tmp_path)) == generated(theirs)
+    counted, held = parameters(str(tmp_path), "target"), sum(each.numel() for each in theirs.parameters())
+    assert counted is not None
+    assert held <= counted < 1.1 * held, "what is counted before it is loaded is what it takes"
     assert f"{tmp_path}: dequantised from {FORMS[form][1]['quant_method']} to float32" in caplog.text
 
 

@@ -130,6 +130,23 @@ def test_everything_comes_from_the_file(file: str, caplog: pytest.LogCaptureFixt
     assert f"{file}: dequantised from Q8_0 to bfloat16" in caplog.text
 
 
+def test_how_texts_are_split_into_words(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Digits may be words of their own, which transformers does not know. Others are split as for GPT-2."""
+    words = {}
+    for how in ("qwen2", "smollm", "gpt-2", "nobody-knows"):
+        file = tmp_path / f"{how}.gguf"
+        write_gguf(file, random_model(), "llama", Q8, extra={"tokenizer.ggml.pre": how})
+        splits = load_tokenizer(str(file)).backend_tokenizer.pre_tokenizer.pre_tokenize_str("in 12")
+        words[how] = [word for word, _ in splits]
+    assert words["smollm"] == ["in", "Ġ", "1", "2"]
+    assert words["gpt-2"] == words["nobody-knows"] == ["in", "Ġ12"]
+    assert words["qwen2"] == ["in", "Ġ", "1", "2"]
+    assert [record.message for record in caplog.records if "is not known" in record.message] == [
+        f"{tmp_path / 'nobody-knows.gguf'}: tokenizer.ggml.pre = 'nobody-knows' is not known here: texts are split into"
+        " words as for GPT-2, so some tokens may be unusual for the model"
+    ]
+
+
 def test_what_else_names_a_model(file: str) -> None:
     settings = load_settings(None, target={"model": file}, draft={"model": "ngram"})
     assert served_name(settings) == "mine"

@@ -82,6 +82,20 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
         {"rope_parameters": {"full_attention": {"rope_type": "longrope", "rope_theta": 1e4}}},
         "rope_type = 'longrope'",
     ),
+    "LongRoPE of Phi-3.5-MoE": (
+        {
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "original_max_position_embeddings": 4096,
+                "short_factor": [1.0] * 8,
+                "long_factor": [2.0] * 8,
+                "long_mscale": 1.2,
+                "short_mscale": 1.1,
+            }
+        },
+        "rope_parameters = ['long_mscale', 'short_mscale']",
+    ),
     "softcapping": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
     "chunks": ({"attention_chunk_size": 64}, "attention_chunk_size = 64"),
     "latent attention": ({"kv_lora_rank": 32}, "kv_lora_rank = 32"),

@@ -20,7 +20,7 @@ from triforce_core.attention import KERNELS
 from triforce_core.kv.base import Forward, KVCache, KVGeometry
 from triforce_core.kv.full import FullKV
 from triforce_core.kv.retrieval import RetrievalHeld, RetrievalKV
-from triforce_core.kv.snapshot import Changes, Snapshot
+from triforce_core.kv.snapshot import Changes, ChunkSettings, Snapshot
 from triforce_core.messages import Span
 from triforce_core.models.replay import CallExecutor, LeadingFullKV, LeadingRetrievalKV
 
@@ -65,7 +65,7 @@ class Passes:
 
 def cache(kv_heads: int) -> RetrievalKV:
     geometry = KVGeometry(LAYERS, kv_heads, DIM, torch.float32, torch.device("cpu"))
-    kv = RetrievalKV(geometry, SEQUENCES, BUDGET, TAIL, KERNELS["reference"])
+    kv = RetrievalKV(geometry, SEQUENCES, ChunkSettings(BUDGET), TAIL, KERNELS["reference"])
     for pool in (*kv.keys, *kv.values):
         pool.zero_()
     return kv
