@@ -114,7 +114,7 @@ def shaped_passes(
     capture = settings.graphs == "on" or (settings.graphs == "auto" and settings.device_type == "cuda")
     if not capture and settings.graphs != "eager":
         return None
-    if why := unshaped(kv, settings, most_queries, capture=capture):
+    if why := next(unshaped(kv, settings, most_queries, capture=capture), None):
         ignored("graphs", settings.graphs, why)
         return None
     try:
@@ -129,25 +129,21 @@ def shaped_passes(
     return None
 
 
-def unshaped(kv: KVCache, settings: Settings, most_queries: int, *, capture: bool) -> str | None:
-    """Why this cache has no passes of constant shape; None if it has them."""
-    offload, window, full = settings.target.offload, kv.geometry.windows.size, isinstance(kv, FullKV)
-    kernel = kernel_name(settings)
-    reasons = {
-        f"with target.offload: {offload} what the target copies differs from pass to pass": isinstance(kv, OffloadedKV),
-        f"with exact: {settings.exact} the target attends in blocks of keys, which these passes do not": (
-            isinstance(kv, FullKV) and kv.in_blocks
-        ),
-        f"sliding windows of {window} tokens are shorter than a pass of {most_queries}": 0 < window < most_queries,
-        f"with attention: {kernel} a graph of the target would copy every context at its greatest length": (
-            capture and full and ranged_for(settings) is gathered
-        ),
-        "the heavy-hitter cache keeps the queries of each pass, which these passes do not": (
-            isinstance(kv, HeavyHitterKV)
-        ),
-        f"the cache policy {type(kv).__name__} has no passes of constant shape": not isinstance(kv, FixedKV | FullKV),
-    }
-    return next((reason for reason, holds in reasons.items() if holds), None)
+def unshaped(kv: KVCache, settings: Settings, most_queries: int, *, capture: bool) -> Iterator[str]:
+    """Why this cache has no passes of constant shape; nothing if it has them."""
+    window, kernel = kv.geometry.windows.size, kernel_name(settings)
+    if isinstance(kv, OffloadedKV):
+        yield f"with target.offload: {settings.target.offload} what the target copies differs from pass to pass"
+    if isinstance(kv, FullKV) and kv.in_blocks:
+        yield f"with exact: {settings.exact} the target attends in blocks of keys, which these passes do not"
+    if 0 < window < most_queries:
+        yield f"sliding windows of {window} tokens are shorter than a pass of {most_queries}"
+    if capture and isinstance(kv, FullKV) and ranged_for(settings) is gathered:
+        yield f"with attention: {kernel} a graph of the target would copy every context at its greatest length"
+    if isinstance(kv, HeavyHitterKV):
+        yield "the heavy-hitter cache keeps the queries of each pass, which these passes do not"
+    if not isinstance(kv, FixedKV | FullKV):
+        yield f"the cache policy {type(kv).__name__} has no passes of constant shape"
 
 
 def build_passes(

@@ -205,7 +205,7 @@ def test_what_waits_is_bounded() -> None:
     larger = replace(chunks, budget=chunks.budget + chunks.chunk)
     for base in (0, kv.confirmed(1)):
         longer = writer.kv.cut(1, 400, larger, MeanKey(), base)
-        assert longer.num_tokens == larger.chunks.budget
+        assert longer.num_tokens == larger.budget
         assert not kv.take(longer)
 
 

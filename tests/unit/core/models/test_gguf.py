@@ -179,7 +179,7 @@ def test_a_damaged_file(damage: Callable[[Path], None], file: str) -> None:
     damage(Path(file))
     with pytest.raises(UnknownModelError) as refusal:
         load_model(file, "drafter", "float32", "cpu")
-    assert str(refusal.value).startswith(f"drafter: '{file}' ")
+    assert str(refusal.value).startswith(f"drafter: '{file[:60]}"), "long paths are shortened"
     assert "\n" not in str(refusal.value)
 
 

@@ -173,7 +173,7 @@ def test_weights_that_cannot_be_read(damage: Callable[[Path], None], copied: Pat
 
 def test_weights_in_shards(tmp_path: Path) -> None:
     index = {"metadata": {}, "weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
-    (tmp_path / "config.json").write_text("{}")
+    random_model().config.save_pretrained(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     save_file({"a": torch.zeros(2, 3)}, tmp_path / "1.safetensors")
     with pytest.raises(FileNotFoundError):
