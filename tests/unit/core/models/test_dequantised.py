@@ -158,6 +158,8 @@ def test_mxfp4(tmp_path: Path) -> None:
     for name, values in expected.items():
         torch.testing.assert_close(loaded[name], values, atol=0, rtol=0)
     model.load_state_dict(expected, strict=False)
+    held = sum(each.numel() for each in model.parameters())
+    assert 0.99 * held < (parameters(str(tmp_path), "target") or 0) < 1.1 * held
     assert served(str(tmp_path)) == generated(model.eval())
 
 
