@@ -63,7 +63,7 @@ WAYS: dict[str, Callable[[Path], Settings]] = {
     "chunks of one token": lambda _: settings(retrieval={"chunk": 1}),
     "drafts of a heavy-hitter cache": lambda _: settings(draft={"window": 60, "cache": "heavy_hitter"}),
 }
-QUICK = [("gpt_oss", "passes of constant shape"), ("gemma3", "ordinary passes")]
+QUICK = [("gpt_oss", "passes of constant shape"), ("gemma3", "ordinary passes"), ("olmo3", "selector h2o")]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])

@@ -136,7 +136,6 @@ REFUSED = [
     Refused(set_to_anything("attn_logit_softcapping"), NOT, "serve a model without it"),
     Refused(set_to_anything("attention_chunk_size"), NOT, WHOLE),
     Refused(set_to_anything("kv_lora_rank"), NOT, "serve a model without latent attention"),
-    Refused(set_to_anything("sinks"), NOT, "serve a model without learned sinks"),
     *(
         Refused(no_size(field), SIZE, f"{DOWNLOAD}; a model of another kind, without it, is not supported")
         for field in (

@@ -99,7 +99,6 @@ SAID: dict[str, tuple[dict[str, Any], str]] = {
     "softcapping": ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping = 50.0"),
     "chunks": ({"attention_chunk_size": 64}, "attention_chunk_size = 64"),
     "latent attention": ({"kv_lora_rank": 32}, "kv_lora_rank = 32"),
-    "sinks": ({"sinks": True}, "sinks = True"),
     "heads": ({"num_attention_heads": -4}, "num_attention_heads = -4"),
     "layers": ({"num_hidden_layers": 0}, "num_hidden_layers = 0"),
     "width": ({"hidden_size": 0}, "hidden_size = 0"),
