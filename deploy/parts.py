@@ -39,6 +39,7 @@ class Done:
     finish_reason: FinishReason
     completion_tokens: int
     stats: Stats
+    stop: str | None = None  # the stop string that ended it
 
 
 @dataclass(frozen=True, slots=True)

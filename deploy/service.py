@@ -344,7 +344,9 @@ class Service:
             output.feed(tokens, bytes(len(tokens)))
             await asyncio.sleep(0)  # other streams go on
         if output.stopped:  # the client already has the whole output
-            yield replace(frame, piece=output.finish(), done=Done(FinishReason.STOP, output.num_tokens, Stats()))
+            yield replace(
+                frame, piece=output.finish(), done=Done(FinishReason.STOP, output.num_tokens, Stats(), output.found)
+            )
             return
         echoed = self.prompt_text(asked, request) if asked.echo and not request.resume else ""
         scores: tuple[TokenLogprobs, ...] = ()
@@ -371,7 +373,7 @@ class Service:
         reason = FinishReason.STOP if output.stopped or finish_reason is None else finish_reason
         if asked.only_prompt:
             reason = FinishReason.LENGTH
-        done = Done(reason, output.num_tokens, stats_from_proto(event.stats))
+        done = Done(reason, output.num_tokens, stats_from_proto(event.stats), output.found)
         last = replace(last, text=echoed + last.text)
         yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed))
 

@@ -189,9 +189,13 @@ class OutputText:
         self.end_tokens = frozenset(end_tokens)
         self.held: deque[HeldToken] = deque()
         self.min_tokens, self.include_stop = min_tokens, include_stop
-        self.stopped = False  # a stop string was found: later tokens are ignored
+        self.found: str | None = None  # the stop string that ended the output: later tokens are ignored
         self.num_tokens = 0  # tokens of the output so far, resumed ones included
         self.num_known = num_resumed
+
+    @property
+    def stopped(self) -> bool:
+        return self.found is not None
 
     def feed(self, tokens: Sequence[int], origins: bytes, logprobs: Sequence[TokenLogprobs] = ()) -> TextDelta:
         """Take newly committed tokens, with logprobs or none; return what is certain. Check `stopped` afterwards."""
@@ -214,15 +218,15 @@ class OutputText:
         """Add text to the newest held token, up to the first stop string."""
         for character in text:
             self.held[-1].text += character
-            found = [len(stop.text) for stop in self.stops if stop.see(character)]
-            if any(self._cut(num_characters) for num_characters in sorted(found, reverse=True)):
+            found = [stop.text for stop in self.stops if stop.see(character)]
+            if any(self._cut(stop) for stop in sorted(found, key=len, reverse=True)):
                 return
 
-    def _cut(self, num_characters: int) -> bool:
-        """End the output `num_characters` before the end of the held text, unless it would be too short; return whether
-        it has ended.
+    def _cut(self, stop: str) -> bool:
+        """End the output before this stop string, which ends the held text, unless it would be too short; return
+        whether it has ended.
         """
-        left = sum(len(held.text) for held in self.held) - num_characters
+        left = sum(len(held.text) for held in self.held) - len(stop)
         kept: deque[HeldToken] = deque()
         while left > 0:
             held = self.held[len(kept)]
@@ -230,7 +234,7 @@ class OutputText:
             left -= len(held.text)
         if self.num_tokens + sum(held.token is not None for held in kept) < self.min_tokens:
             return False
-        self.stopped = True
+        self.found = stop
         if not self.include_stop:
             self.held = kept
         return True

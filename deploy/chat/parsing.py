@@ -65,11 +65,16 @@ class Parser(Protocol):
         """Whether the latest call has no end yet."""
         ...
 
+    @property
+    def in_reasoning(self) -> bool:
+        """Whether the latest character belongs to reasoning or its markers."""
+        ...
+
 
 class PlainText:
     """Finds nothing: all is content."""
 
-    in_call = False
+    in_call = in_reasoning = False
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []
@@ -162,6 +167,10 @@ class SplitsReasoning:
     @property
     def in_call(self) -> bool:
         return self.inner.in_call
+
+    @property
+    def in_reasoning(self) -> bool:
+        return self.state in ("skip", "inside")
 
 
 @dataclass(frozen=True, slots=True)
@@ -390,3 +399,5 @@ class FindsCalls:
     @property
     def in_call(self) -> bool:
         return self.state == "call" and self.call.announced
+
+    in_reasoning = False

@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 import uuid
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Iterator
-from contextlib import aclosing
+from collections.abc import Callable, Iterator
 from itertools import accumulate, pairwise
 from typing import Any, Protocol
 
-from fastapi.responses import Response
-
 from actors.wire import stats_from_proto
 from deploy.openai_api.errors import answer_to
-from deploy.openai_api.large import json_response
 from deploy.openai_api.requests import StreamOptions
-from deploy.openai_api.streaming import Coming, EventStream, event
+from deploy.openai_api.streaming import COMMENT, event
 from deploy.parts import Part
 from deploy.service import Service
 from triforce_core.messages import Origin
@@ -34,9 +29,16 @@ class Choice(Protocol):
         """The completion as a choice of a whole answer; `end`: its last part. May take long: not for an event loop."""
         ...
 
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """The tokens of its reasoning so far; None if it is no chat's."""
+        ...
+
 
 class Answers:
-    """The completions that one call asks for, in order."""
+    """The completions that one call asks for, in order: a `streaming.Answer`."""
+
+    alive = COMMENT
 
     def __init__(
         self, service: Service, kind: str, id_prefix: str, count: int, usage: Usage, new_choice: Callable[[int], Choice]
@@ -46,6 +48,7 @@ class Answers:
         """
         self.count, self.usage, self.new_choice = count, usage, new_choice
         self.choices: dict[int, Choice] = {}
+        self.latest: dict[int, Part] = {}  # by completion; not of streams
         self.begun = set[int]()  # the completions of which the client has a chunk
         self.frame = {
             "id": f"{id_prefix}-{uuid.uuid4().hex}",
@@ -55,55 +58,40 @@ class Answers:
             "system_fingerprint": service.model.fingerprint,
         }
 
-    async def sent(self, parts: AsyncGenerator[Part, None], stream: bool | None, idle_s: float) -> Response:
-        """The answer, whole or as events. What is raised before the first event is raised here."""
-        if not stream:
-            return await json_response(await self.whole(parts))
-        coming = Coming(parts)
-        try:
-            begun = await coming.within(idle_s)
-            return EventStream(self.events(coming, idle_s, idle=not begun), coming)
-        except BaseException:
-            await coming.close()
-            raise
+    def events(self, part: Part) -> Iterator[str]:
+        self.saw(part)
+        for chunk in self.chunks(part):
+            yield event({**self.frame, **chunk, **self.usage.of_chunk(self.reasoning_tokens)})
 
-    async def whole(self, parts: AsyncGenerator[Part, None]) -> dict[str, Any]:
+    def last_events(self) -> Iterator[str]:
+        if self.usage.at_end:
+            yield event({**self.frame, "choices": [], "usage": self.usage.tokens(self.reasoning_tokens)})
+        yield "data: [DONE]\n\n"
+
+    def failed(self, error: Exception) -> str:
+        return event(answer_to(error)[1])
+
+    def add(self, part: Part) -> None:
+        self.saw(part)
+        self.chunks_of(part)
+        self.latest[part.index] = part
+
+    def whole(self) -> dict[str, Any]:
         """The whole answer. How an output was made stands beside the choices if there is one, else in each."""
-        ends: dict[int, Part] = {}
-        async with aclosing(parts):
-            async for part in parts:
-                self.saw(part)
-                self.chunks_of(part)
-                ends[part.index] = part
-        # Some have a hundred thousand entries.
-        choices = [await asyncio.to_thread(self.choices[index].whole, ends[index]) for index in range(self.count)]
-        made = [{"triforce": extras(ends[index])} for index in range(self.count)]
-        answer = {**self.frame, "choices": choices, "usage": self.usage.tokens()}
+        ends = [self.latest[index] for index in range(self.count)]
+        choices = [self.choices[index].whole(end) for index, end in enumerate(ends)]
+        made = [{"triforce": extras(end)} for end in ends]
+        answer = {**self.frame, "choices": choices, "usage": self.usage.tokens(self.reasoning_tokens)}
         if self.count == 1:
             return answer | made[0]
         return answer | {"choices": [choice | each for choice, each in zip(choices, made, strict=True)]}
 
-    async def events(self, coming: Coming[Part], idle_s: float, *, idle: bool) -> AsyncGenerator[str, None]:
-        """Server-sent events: the chunks of each part, and a comment whenever none came for `idle_s` seconds, at once
-        if `idle`.
-        """
-        ended = 0
-        try:
-            while ended < self.count:
-                if idle or not await coming.within(idle_s):
-                    yield ": waiting\n\n"
-                    idle = False
-                    continue
-                part = coming.take()
-                self.saw(part)
-                for chunk in self.chunks(part):
-                    yield event({**self.frame, **chunk, **self.usage.of_chunk()})
-                ended += part.done is not None
-            if self.usage.at_end:
-                yield event({**self.frame, "choices": [], "usage": self.usage.tokens()})
-            yield "data: [DONE]\n\n"
-        except Exception as error:  # the HTTP status is already sent, so the error goes into an event
-            yield event(answer_to(error)[1])
+    @property
+    def reasoning_tokens(self) -> int | None:
+        """Of all completions so far; None if these are no chats."""
+        counts = [choice.reasoning_tokens for choice in self.choices.values()]
+        known = [count for count in counts if count is not None]
+        return sum(known) if known else None
 
     def saw(self, part: Part) -> None:
         """To be called before anything of the part is sent."""
@@ -146,7 +134,7 @@ class Usage:
         if part.done:
             self.output[part.index] = part.done.completion_tokens
 
-    def tokens(self) -> dict[str, Any]:
+    def tokens(self, reasoning_tokens: int | None) -> dict[str, Any]:
         prompts = [part for index, part in self.latest.items() if index % self.n == 0]
         prompt_tokens, completion_tokens = sum(part.prompt_tokens for part in prompts), sum(self.output.values())
         cached_tokens = sum(part.cached_tokens for part in prompts)
@@ -155,11 +143,11 @@ class Usage:
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
             "prompt_tokens_details": {"cached_tokens": cached_tokens},
-        }
+        } | ({} if reasoning_tokens is None else {"completion_tokens_details": {"reasoning_tokens": reasoning_tokens}})
 
-    def of_chunk(self) -> dict[str, Any]:
+    def of_chunk(self, reasoning_tokens: int | None) -> dict[str, Any]:
         """The field of a chunk before the last: null, unless each chunk tells the usage until then."""
-        return {"usage": self.tokens() if self.in_chunks else None} if self.at_end else {}
+        return {"usage": self.tokens(reasoning_tokens) if self.in_chunks else None} if self.at_end else {}
 
 
 def tokens_of(part: Part) -> dict[str, list[Any]]:

@@ -6,13 +6,14 @@ from typing import Any
 from fastapi import APIRouter
 from fastapi.responses import Response
 
-from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning
+from deploy.chat.parsing import Call, Content, Event, Reasoning
+from deploy.chat.reading import Reading
 from deploy.openai_api.answers import Answers, Usage, tokens_of
 from deploy.openai_api.chat_requests import Chat, ChatRequest, chat_from
 from deploy.openai_api.errors import ANSWERS, documented, error_response
 from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.logprobs import TokenStrings
-from deploy.openai_api.streaming import WHOLE_OR_EVENTS
+from deploy.openai_api.streaming import WHOLE_OR_EVENTS, sent
 from deploy.parts import Part
 from deploy.service import Service
 from triforce_core.errors import InvalidValueError
@@ -25,25 +26,24 @@ class Choice:
 
     def __init__(self, chat: Chat, body: ChatRequest, strings: TokenStrings, index: int) -> None:
         self.chat, self.body, self.strings, self.index = chat, body, strings, index
-        self.parser: Parser | None = None  # until the first part
+        self.reading = Reading(chat)
+        self.begun = False  # whether a part came
         self.content: list[str] = []
         self.reasoning: list[str] = []
         self.calls: list[dict[str, Any]] = []  # without their arguments
         self.arguments: list[list[str]] = []  # of each call, in pieces
-        self.ignores = False  # the latest call is one too many
         self.logprobs: list[dict[str, Any]] = []
         self.tokens: dict[str, list[Any]] = {"token_ids": [], "origins": [], "texts": []}
 
+    @property
+    def reasoning_tokens(self) -> int:
+        return self.reading.reasoning_tokens
+
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         """The first chunk of all has the role; the last of each part its logprobs, token ids and finish reason."""
-        begin = []
-        if self.parser is None:
-            self.parser = self.chat.parser(part.prompt)
-            begin = [self.chunk({"role": "assistant", "content": ""})]
-        events = self.parser.feed(part.piece.text)
-        if part.done:
-            events = [*events, *self.parser.finish()]
-        deltas = [delta for each in events for delta in self.deltas(each)]
+        begin = [] if self.begun else [self.chunk({"role": "assistant", "content": ""})]
+        self.begun = True
+        deltas = [self.delta(each) for each in self.reading.events(part)]
         logprobs = self.scored(part)
         tokens = tokens_of(part) if self.body.return_token_ids else {}
         if not self.body.stream:
@@ -62,27 +62,21 @@ class Choice:
     def chunk(self, delta: dict[str, Any]) -> dict[str, Any]:
         return {"index": self.index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def deltas(self, found: Event) -> list[dict[str, Any]]:
+    def delta(self, found: Event) -> dict[str, Any]:
         """What the client sees of an event."""
         if isinstance(found, Content):
             self.keep(self.content, found.text)
-            return [{"content": found.text}]
+            return {"content": found.text}
         if isinstance(found, Reasoning):
             self.keep(self.reasoning, found.text)
-            return [{"reasoning_content": found.text, "reasoning": found.text}]
+            return {"reasoning_content": found.text, "reasoning": found.text}
         if isinstance(found, Call):
-            self.ignores = self.chat.single_call and bool(self.calls)
-            if self.ignores:
-                return []
             function = {"name": found.name, "arguments": ""}
             self.calls.append({"id": uuid.uuid4().hex[:ID_CHARACTERS], "type": "function", "function": function})
             self.arguments.append([])
-            return [{"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}]
-        if self.ignores:
-            return []
-        assert isinstance(found, Arguments)
+            return {"tool_calls": [{"index": len(self.calls) - 1, **self.calls[-1]}]}
         self.keep(self.arguments[-1], found.text)
-        return [{"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": found.text}}]}]
+        return {"tool_calls": [{"index": len(self.calls) - 1, "function": {"arguments": found.text}}]}
 
     def keep(self, texts: list[str], text: str) -> None:
         if not self.body.stream:
@@ -106,9 +100,7 @@ class Choice:
     def finish_reason(self, part: Part) -> str | None:
         if part.done is None:
             return None
-        cut = self.parser is not None and self.parser.in_call and not self.ignores  # such as by a stop string
-        ends_in_calls = part.done.finish_reason == "stop" and self.calls and not cut
-        return "tool_calls" if ends_in_calls else part.done.finish_reason
+        return "tool_calls" if self.reading.called(part) and not self.chat.named else part.done.finish_reason
 
     def whole(self, end: Part) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "content": "".join(self.content), "refusal": None}
@@ -140,7 +132,7 @@ def chat_completion(service: Service, body: ChatRequest, chat: Chat, strings: To
     return Answers(service, kind, "chatcmpl", chat.asked.n, usage, lambda index: Choice(chat, body, strings, index))
 
 
-def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRouter:
+def chat_routes(service: Service, strings: TokenStrings) -> APIRouter:
     router = APIRouter(route_class=LargeBodyRoute)
     refusals = {answer.status for answer in ANSWERS.values()}
 
@@ -152,7 +144,7 @@ def chat_routes(service: Service, strings: TokenStrings, idle_s: float) -> APIRo
             if chat.asked.logprobs is not None:
                 await strings.load(service.model)
             answers = chat_completion(service, body, chat, strings)
-            return await answers.sent(service.complete(chat.asked), body.stream, idle_s)
+            return await sent(answers, service.complete(chat.asked), stream=body.stream)
         except InvalidValueError as error:
             if error.field == "prompt":  # chats have messages in its place
                 error = type(error)("messages", error.value, error.rule)

@@ -118,6 +118,7 @@ class Chat:
     family: Family
     tools: tuple[str, ...]  # names of the functions that may be called
     single_call: bool
+    named: bool  # one function was forced by its name, which OpenAI's finish reasons do not call `tool_calls`
     tokenizer: Any
 
     def reasoning_begun(self, prompt: Sequence[int]) -> bool:
@@ -150,7 +151,8 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
         shown=family.markers if tools else family.reasoning_markers,
     )
     names = tuple(tool.function.name for tool in tools)
-    chat = Chat(asked, family, names, body.parallel_tool_calls is False, service.model.tokenizer)
+    named = isinstance(body.tool_choice, NamedTool)
+    chat = Chat(asked, family, names, body.parallel_tool_calls is False, named, service.model.tokenizer)
 
     async def prepare() -> ClientRequest:
         messages, described = await asyncio.to_thread(plain, body.messages, tools)

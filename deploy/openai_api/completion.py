@@ -32,6 +32,8 @@ class Choice:
         if body.logprobs is not None:
             self.logprobs = CompletionLogprobs(strings, service.meaning, body.logprobs)
 
+    reasoning_tokens = None
+
     def chunks(self, part: Part) -> list[dict[str, Any]]:
         wants_tokens = self.body.return_token_ids or self.logprobs is not None
         if not (part.done or part.piece.text or part.prompt_logprobs or (wants_tokens and part.piece.tokens)):

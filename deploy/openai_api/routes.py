@@ -26,13 +26,11 @@ from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.logprobs import TokenStrings
 from deploy.openai_api.operators import operator_routes
 from deploy.openai_api.requests import CompletionRequest, client_requests_from
-from deploy.openai_api.streaming import WHOLE_OR_EVENTS
+from deploy.openai_api.streaming import WHOLE_OR_EVENTS, sent
 from deploy.openai_api.tokens import token_routes
 from deploy.page import add_page
 from deploy.service import ServedModel, Service
 from triforce_core.errors import TriForceError
-
-IDLE_S = 10.0  # an idle stream sends a comment this often, so that clients do not take it for dead
 
 
 def http_app(service: Service) -> FastAPI:
@@ -65,7 +63,7 @@ def http_app(service: Service) -> FastAPI:
             if body.logprobs is not None or body.prompt_logprobs is not None:
                 await strings.load(service.model)
             answers = completions(service, body, strings, asked)
-            return await answers.sent(service.complete(*asked), body.stream, IDLE_S)
+            return await sent(answers, service.complete(*asked), stream=body.stream)
         except Exception as error:
             return error_response(error)
 
@@ -81,7 +79,7 @@ def http_app(service: Service) -> FastAPI:
         return model_card(service.model)
 
     app.include_router(operator_routes(service))
-    app.include_router(chat_routes(service, strings, IDLE_S))
+    app.include_router(chat_routes(service, strings))
     app.include_router(token_routes(service))
 
     @app.post("/v1/responses", include_in_schema=False)

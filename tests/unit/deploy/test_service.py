@@ -22,7 +22,7 @@ from deploy.client_request import MAX_STOP_CHARACTERS, ClientRequest
 from deploy.encoding import SHORT_CHARACTERS, Encoder
 from deploy.errors import EngineCrashError, OverloadedError
 from deploy.grpc_errors import status_of
-from deploy.openai_api import routes
+from deploy.openai_api import streaming
 from deploy.openai_api.routes import http_app
 from deploy.parts import Part
 from deploy.service import RESUMED_AT_ONCE, ServedModel, Service
@@ -214,7 +214,7 @@ def test_a_stop_string_ends_the_request_of_the_pipeline() -> None:
 
 
 def test_a_silent_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "IDLE_S", 0.05)
+    monkeypatch.setattr(streaming, "IDLE_S", 0.05)
     client, service, _ = served(0.3, event(ids("a")), 0.2, event(ids(" b"), gen.FINISH_REASON_LENGTH))
     answer = ask(client, stream=True)
     assert answer.text.count(": waiting\n\n") >= 4
@@ -224,7 +224,7 @@ def test_a_silent_stream_shows_that_it_lives(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_the_first_comment_comes_with_the_headers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(routes, "IDLE_S", 0.5)
+    monkeypatch.setattr(streaming, "IDLE_S", 0.5)
     client, _, _ = served(0.7, event(ids("a"), gen.FINISH_REASON_LENGTH))
     assert ask(client, stream=True).text.startswith(": waiting\n\ndata: ")
 

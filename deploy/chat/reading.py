@@ -1,0 +1,66 @@
+"""Reads one answer to a chat while its parts come: what its parser finds, how much of it is reasoning, how it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING
+
+from deploy.chat.parsing import Arguments, Call, Event, Parser, merged
+from deploy.parts import Part
+
+if TYPE_CHECKING:
+    from deploy.openai_api.chat_requests import Chat
+
+
+class Reading:
+    """One answer. Calls beyond the first are left out if the chat wants a single one."""
+
+    def __init__(self, chat: Chat) -> None:
+        self.chat = chat
+        self.parser: Parser | None = None  # until the first part
+        self.num_calls = 0
+        self.reasoning_tokens = 0
+        self.ignores = False  # the latest call is one too many
+
+    def events(self, part: Part) -> list[Event]:
+        """What a part adds. Parts must come in order."""
+        if self.parser is None:
+            self.parser = self.chat.parser(part.prompt)
+        found = [event for text in self._pieces(part) for event in self._fed(self.parser, text)]
+        if part.done:
+            found += self.parser.finish()
+        return [event for event in merged(found) if self._wanted(event)]
+
+    def _pieces(self, part: Part) -> Iterator[tuple[str, int]]:
+        """The part's text in pieces, each with the number of tokens that end in it: token by token, to know which are
+        reasoning. Where text was held back, the last piece may have no token.
+        """
+        text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
+        if self.chat.family.reasoning is None:
+            yield text, len(part.piece.tokens)
+            return
+        for begin, end in pairwise(ends):
+            yield text[begin:end], 1
+        yield text[ends[-1] :], 0
+
+    def _fed(self, parser: Parser, piece: tuple[str, int]) -> list[Event]:
+        text, tokens = piece
+        before = parser.in_reasoning
+        found = parser.feed(text)
+        if before or parser.in_reasoning:
+            self.reasoning_tokens += tokens
+        return found
+
+    def _wanted(self, event: Event) -> bool:
+        if isinstance(event, Call):
+            self.ignores = self.chat.single_call and self.num_calls > 0
+            self.num_calls += not self.ignores
+        return not (self.ignores and isinstance(event, Call | Arguments))
+
+    def called(self, end: Part) -> bool:
+        """Whether the answer, whose last part this is, ended after whole calls, and not in one, such as by a stop
+        string.
+        """
+        cut = self.parser is not None and self.parser.in_call and not self.ignores
+        return end.done is not None and end.done.finish_reason == "stop" and self.num_calls > 0 and not cut
