@@ -28,6 +28,7 @@ class ClientRequest:
     prompt: str | tuple[int, ...]
     sampling: SamplingParams
     max_tokens: int | None  # None: bounded by the context and the KV pool only
+    fits: bool = False  # of `max_tokens`, no more are asked for than the context has room for
     seed: int | None = None  # None: the service draws a seed
     stop: tuple[str, ...] = ()
     include_stop: bool = False  # the output ends after the stop string, not before it

@@ -61,16 +61,17 @@ class ApiKeys:
             require(len(keys) > 0, FIELD, str(path), "must hold at least one key, each on a line of its own")
             self._hold(keys)
 
-    def owner(self, authorization: str | None) -> str:
+    def owner(self, authorization: str | None, api_key: str | None = None) -> str:
         """The name of the key in the value of an `authorization` header or metadata; "" where no key is needed.
 
-        The key is a bearer token or, as browsers send it for the page, the password of basic authentication. Raises
+        The key is a bearer token or, as browsers send it for the page, the password of basic authentication. Where
+        there is neither, it is `api_key`, the value of the header that Anthropic's clients send. Raises
         `UnauthenticatedError`.
         """
         if self.path is None:
             return ""
         self._renew(self.path)
-        key = key_in(authorization or "")
+        key = key_in(authorization or "") or api_key
         if not key:
             raise UnauthenticatedError("no API key was given: send `Authorization: Bearer <key>`")
         given = hashed(key)

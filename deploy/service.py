@@ -237,6 +237,8 @@ class Service:
             prompt = prompt[-kept:]
         limits, own_stops = self.model.limits, () if asked.ignore_eos else self.model.stop_token_ids
         longest_output = limits.longest_output(len(prompt)) if asked.max_tokens is None else asked.max_tokens
+        if asked.fits:
+            longest_output = min(longest_output, limits.longest_output(len(prompt)))
         request = Request(
             prompt=prompt,
             max_tokens=1 if asked.only_prompt else longest_output,

@@ -131,3 +131,11 @@ def styled(schema: Any) -> str:
 def escaped(text: str) -> str:
     """The text in a regular expression between slashes."""
     return re.sub(r"([][/\\(){}.*+?|^$])", r"\\\1", text)
+
+
+def thinking_variables(template: str, effort: str | None) -> dict[str, Any]:
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if "enable_thinking" in template else {}

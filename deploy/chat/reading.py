@@ -3,14 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from deploy.chat.parsing import Arguments, Call, Event, Parser, merged
+from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, merged
 from deploy.parts import Part
 
 if TYPE_CHECKING:
     from deploy.openai_api.chat_requests import Chat
+
+
+@dataclass(slots=True)
+class Block:
+    """A stretch of an answer that is one thing: text, reasoning, or a call, whose text is the JSON of its arguments."""
+
+    kind: str  # text, reasoning or call
+    name: str = ""  # of the function that is called
+    pieces: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Step(NamedTuple):
+    """What a piece of output does to a block: it begins it, extends it by `text`, or ends it."""
+
+    does: Literal["begin", "extend", "end"]
+    block: Block
+    text: str = ""
+    cut: bool = False  # the output ended within the block
 
 
 class Reading:
@@ -22,6 +45,7 @@ class Reading:
         self.num_calls = 0
         self.reasoning_tokens = 0
         self.ignores = False  # the latest call is one too many
+        self.block: Block | None = None  # which may go on
 
     def events(self, part: Part) -> list[Event]:
         """What a part adds. Parts must come in order."""
@@ -31,6 +55,28 @@ class Reading:
         if part.done:
             found += self.parser.finish()
         return [event for event in merged(found) if self._wanted(event)]
+
+    def steps(self, part: Part) -> Iterator[Step]:
+        """What a part adds, as steps of blocks that follow each other. Use either this or `events`."""
+        for event in self.events(part):
+            if isinstance(event, Call):
+                yield from self._next(Block("call", event.name))
+                continue
+            kind = "text" if isinstance(event, Content) else "call" if isinstance(event, Arguments) else "reasoning"
+            if self.block is None or self.block.kind != kind:
+                yield from self._next(Block(kind))
+            assert self.block is not None
+            self.block.pieces.append(event.text)
+            yield Step("extend", self.block, event.text)
+        if part.done:
+            yield from self._next(None, cut=part.done.finish_reason == "length" or self._in_call)
+
+    def _next(self, block: Block | None, *, cut: bool = False) -> Iterator[Step]:
+        if self.block is not None:
+            yield Step("end", self.block, cut=cut)
+        self.block = block
+        if block is not None:
+            yield Step("begin", block)
 
     def _pieces(self, part: Part) -> Iterator[tuple[str, int]]:
         """The part's text in pieces, each with the number of tokens that end in it: token by token, to know which are
@@ -62,5 +108,9 @@ class Reading:
         """Whether the answer, whose last part this is, ended after whole calls, and not in one, such as by a stop
         string.
         """
-        cut = self.parser is not None and self.parser.in_call and not self.ignores
-        return end.done is not None and end.done.finish_reason == "stop" and self.num_calls > 0 and not cut
+        stopped = end.done is not None and end.done.finish_reason == "stop"
+        return stopped and self.num_calls > 0 and not self._in_call
+
+    @property
+    def _in_call(self) -> bool:
+        return self.parser is not None and self.parser.in_call and not self.ignores

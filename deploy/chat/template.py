@@ -32,6 +32,9 @@ RESERVED = {
     *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
     *("conversations", "messages", "raise_exception", "strftime_now"),
 }
+# Chats with a message of the system after the first, as agents send them, and its text.
+LATE_SYSTEM = (("user", "system"), ("user", "assistant", "system", "user"))
+LATE = "a late word"
 # What a template raises: by `raise_exception`, or because a message lacks what it expects.
 TEMPLATE_ERRORS = (
     TemplateError,
@@ -61,6 +64,16 @@ class ChatTemplate:
         if self.plain:
             self.source = PLAIN
         self.text: str = tokenizer.get_chat_template(self.source, [{}])  # the template for chats with tools
+        # Whether it writes messages of the system that are not at the beginning, rather than refuse or forget them.
+        self.system_anywhere = all(LATE in self.trial(tokenizer, roles) for roles in LATE_SYSTEM)
+
+    def trial(self, tokenizer: Any, roles: Sequence[str]) -> str:
+        """The text of a chat with these roles; empty if the template refuses it."""
+        chat = [{"role": role, "content": LATE if role == "system" else "a"} for role in roles]
+        try:
+            return str(tokenizer.apply_chat_template(chat, chat_template=self.source, tokenize=False))
+        except TEMPLATE_ERRORS:
+            return ""
 
     async def render(
         self,

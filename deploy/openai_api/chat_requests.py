@@ -129,9 +129,9 @@ class Chat:
         return self.family.parser(self.tools, reasoning_begun=self.reasoning_begun(prompt))
 
 
-def chat_from(body: ChatRequest, service: Service) -> Chat:
+def chat_from(body: ChatRequest, service: Service, *, fits: bool = False) -> Chat:
     """The request, converted and checked as far as that is quick. The prompt is rendered, and the guide compiled, once
-    the service has admitted the request.
+    the service has admitted the request. `fits`: where the context has less room, the answer may be shorter than asked.
 
     Raises `InvalidValueError` or a subclass, naming the field, as does the request's `prepare`.
     """
@@ -147,6 +147,7 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
     asked = replace(
         asked,
         max_tokens=max_tokens_of(body),
+        fits=fits,
         logprobs=logprobs_of(body),
         shown=family.markers if tools else family.reasoning_markers,
     )

@@ -64,19 +64,19 @@ class Guard:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
                 if path not in OPEN_PATHS:
-                    call.key = self.keys.owner(headers.get("authorization"))
+                    call.key = self.keys.owner(headers.get("authorization"), headers.get("x-api-key"))
                     if scope["method"] == "POST":
                         with self.service.placed():  # whoever sends slowly holds no more than waiting requests do
                             receive = replayed(await whole(receive, headers, self.service.most_body_bytes), receive)
             except TriForceError as error:
-                await error_response(error)(scope, receive, tell)
+                await error_response(error, path)(scope, receive, tell)
             else:
                 await self.app(scope, receive, tell)
         except ClientDisconnect:
             pass  # nobody is there to be told
         except Exception as error:
             if call.status is None:
-                await error_response(error)(scope, receive, tell)
+                await error_response(error, path)(scope, receive, tell)
             else:  # the answer has begun, and must not end as if it were whole
                 raise RuntimeError(internal_error(error)) from None  # Serve logs what is raised, with the message
         finally:

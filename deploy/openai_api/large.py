@@ -27,21 +27,21 @@ class LargeBodyRoute(APIRoute):
         if field is None:
             return handle
 
-        def read(content: bytes) -> Any:
+        def read(content: bytes, path: str) -> Any:
             """The validated body, or the answer that refuses it. What was raised would hold the body for long."""
             try:
                 given = bounded_loads(content, "body")
             except InvalidValueError as error:
-                return error_response(error)
+                return error_response(error, path)
             found, errors = field.validate(given, loc=("body",))
-            return malformed_response(RequestValidationError(errors)) if errors else found
+            return malformed_response(RequestValidationError(errors), path) if errors else found
 
         async def handler(request: Request) -> Response:
             content = await request.body()
             if len(content) <= LARGE_BYTES or "json" not in request.headers.get("content-type", "").lower():
                 return await handle(request)
             try:
-                found = await asyncio.to_thread(read, content)
+                found = await asyncio.to_thread(read, content, request.url.path)
             except (ValueError, RecursionError):  # no JSON, which FastAPI then reports
                 return await handle(request)
             return found if isinstance(found, Response) else await handle(Validated(request, content, found))

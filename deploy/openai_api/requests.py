@@ -182,21 +182,14 @@ class ResponseFormat(Body):
     json_schema: NamedSchema | None = Field(None, description="with `type: json_schema`, and only then")
 
 
-class CommonRequest(Body):
-    """The fields that all kinds of requests share: OpenAI's, those that vLLM's clients send, and this server's."""
+class AnyRequest(Body):
+    """The fields that the requests of all APIs share: OpenAI's and Anthropic's, and this server's."""
 
     model: str | None = None
     temperature: float | None = Field(None, description=f"0 is greedy; {BY_DEFAULT} 1")
     top_p: float | None = Field(None, description=f"as in OpenAI's API; 0 is greedy; {BY_DEFAULT} 1")
-    seed: Int | None = None
-    stop: Stop = None
     stream: bool | None = False
-    stream_options: StreamOptions | None = None
-    presence_penalty: float | None = 0.0
-    frequency_penalty: float | None = 0.0
-    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASED_TOKENS)] = None
-    n: Int | None = Field(1, description="independent outputs of a prompt; each takes a place of its own in the server")
-    response_format: ResponseFormat | None = Field(None, description="the form of the output")
+    seed: Int | None = None
     top_k: Int | None = Field(None, description=f"keep the k most probable tokens; 0 or -1 keeps all; {BY_DEFAULT} 0")
     min_p: float | None = Field(
         None, description=f"keep tokens this probable relative to the most probable one; {BY_DEFAULT} 0"
@@ -204,6 +197,24 @@ class CommonRequest(Body):
     repetition_penalty: float | None = Field(
         None, description=f"for tokens in prompt or output; 1 is off; {BY_DEFAULT} 1"
     )
+    priority: Int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
+    cache_salt: str | None = Field(
+        None, description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters"
+    )
+    speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
+    timeout_s: float | None = Field(None, description="give up after this many seconds")
+
+
+class CommonRequest(AnyRequest):
+    """The fields that completions and chats share: OpenAI's, those that vLLM's clients send, and this server's."""
+
+    stop: Stop = None
+    stream_options: StreamOptions | None = None
+    presence_penalty: float | None = 0.0
+    frequency_penalty: float | None = 0.0
+    logit_bias: Annotated[dict[str, float] | None, at_most(MAX_BIASED_TOKENS)] = None
+    n: Int | None = Field(1, description="independent outputs of a prompt; each takes a place of its own in the server")
+    response_format: ResponseFormat | None = Field(None, description="the form of the output")
     min_tokens: Int | None = Field(0, description="nothing ends the output before it has this many tokens")
     stop_token_ids: Annotated[ListOf[int] | None, at_most(MAX_STOP_TOKENS)] = Field(
         None, description="tokens that end the output, besides the model's own"
@@ -220,13 +231,7 @@ class CommonRequest(Body):
     guided_regex: str | None = Field(None, description="a regular expression that the output matches as a whole")
     guided_choice: Choice = Field(None, description="texts, one of which is the output")
     guided_grammar: str | None = Field(None, description="a grammar of the output in EBNF, as for Lark or llama.cpp")
-    priority: Int | None = Field(0, description="-100 to 100: waiting requests with a lower number are served earlier")
-    cache_salt: str | None = Field(
-        None, description="KV of equal prefixes is shared with requests of the same salt only; at most 128 characters"
-    )
-    speculation: Speculation | None = Field(None, description="how it is drafted; by default the server decides")
     return_token_ids: bool = Field(False, description="give token_ids, their origins and texts with each choice")
-    timeout_s: float | None = Field(None, description="give up after this many seconds")
 
 
 class CompletionRequest(CommonRequest):

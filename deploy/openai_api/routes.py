@@ -1,5 +1,6 @@
 """The HTTP application: the routes of OpenAI's API, those of vLLM that its users send to, and those for operators."""
 
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -8,6 +9,7 @@ from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 import triforce_core
+from deploy.anthropic_api.routes import anthropic_routes
 from deploy.openai_api.chat import chat_routes
 from deploy.openai_api.completion import completions
 from deploy.openai_api.document import describe
@@ -29,6 +31,7 @@ from deploy.openai_api.requests import CompletionRequest, client_requests_from
 from deploy.openai_api.streaming import WHOLE_OR_EVENTS, sent
 from deploy.openai_api.tokens import token_routes
 from deploy.page import add_page
+from deploy.responses_api.routes import response_routes
 from deploy.service import ServedModel, Service
 from triforce_core.errors import TriForceError
 
@@ -41,16 +44,16 @@ def http_app(service: Service) -> FastAPI:
     strings = TokenStrings()
 
     @app.exception_handler(TriForceError)
-    async def refuse(_: Request, error: TriForceError) -> Response:
-        return error_response(error)
+    async def refuse(request: Request, error: TriForceError) -> Response:
+        return error_response(error, request.url.path)
 
     @app.exception_handler(RequestValidationError)
-    async def refuse_shape(_: Request, error: RequestValidationError) -> Response:
-        return malformed_response(error)
+    async def refuse_shape(request: Request, error: RequestValidationError) -> Response:
+        return malformed_response(error, request.url.path)
 
     @app.exception_handler(HTTPException)
-    async def refuse_path(_: Request, error: HTTPException) -> Response:
-        return http_error_response(error)
+    async def refuse_path(request: Request, error: HTTPException) -> Response:
+        return http_error_response(error, request.url.path)
 
     refusals = {answer.status for answer in ANSWERS.values()}
 
@@ -69,8 +72,10 @@ def http_app(service: Service) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        """Lists the served model."""
-        return {"object": "list", "data": [model_card(service.model)]}
+        """Lists the served model, with the fields of OpenAI's API and of Anthropic's."""
+        name = service.model.name
+        pages = {"has_more": False, "first_id": name, "last_id": name}
+        return {"object": "list", "data": [model_card(service.model)], **pages}
 
     @app.get("/v1/models/{name:path}", responses=documented(404))
     async def model(name: str) -> dict[str, Any]:
@@ -80,9 +85,10 @@ def http_app(service: Service) -> FastAPI:
 
     app.include_router(operator_routes(service))
     app.include_router(chat_routes(service, strings))
+    app.include_router(response_routes(service))
+    app.include_router(anthropic_routes(service))
     app.include_router(token_routes(service))
 
-    @app.post("/v1/responses", include_in_schema=False)
     @app.post("/v1/embeddings", include_in_schema=False)
     async def unsupported(request: Request) -> Response:
         message = f"{request.url.path} is not supported by this server; {app.url_path_for('complete')} is"
@@ -110,7 +116,10 @@ def model_card(model: ServedModel) -> dict[str, Any]:
     return lossy | {
         "id": model.name,
         "object": "model",
+        "type": "model",
+        "display_name": model.name,
         "created": model.created,
+        "created_at": datetime.fromtimestamp(model.created, UTC).isoformat(),
         "owned_by": "triforce",
         "context_length": model.limits.context_length,
         "max_model_len": model.limits.context_length,
