@@ -18,8 +18,9 @@ from deploy.bounded_json import MOST
 from deploy.grpc_errors import status_of
 from deploy.openai_api.routes import http_app
 from deploy.service import Service
+from tests.answering import TOOLS, USER, Answering, service_of
 from tests.scripted import ENDED, ids, served
-from tests.unit.deploy.test_chat import TEXT, TOOLS, USER, Answering, service_of, tool
+from tests.unit.deploy.test_chat import TEXT, tool
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from triforce_core.client import CallError, TriForceClient
