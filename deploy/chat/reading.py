@@ -82,7 +82,7 @@ class Reading:
         """The part's text in pieces, each with the number of tokens that end in it: token by token, to know which are
         reasoning. Where text was held back, the last piece may have no token.
         """
-        text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
+        text, ends = part.piece.text, [0, *accumulate(part.piece.lengths)]
         if self.chat.family.reasoning is None:
             yield text, len(part.piece.tokens)
             return
