@@ -19,6 +19,7 @@ from triforce_core.sampling.guides import Guide
 
 MAX_TOP_LOGPROBS = 20
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+JSON_FORMS = ("json_schema", "json_object")  # of guides that allow for calls, too
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
 
 
@@ -116,7 +117,7 @@ class Chat:
 
     asked: ClientRequest
     family: Family
-    tools: tuple[str, ...]  # names of the functions that may be called
+    tools: dict[str, Any]  # the schemas of the arguments of the functions that may be called, by name
     single_call: bool
     tokenizer: Any
 
@@ -149,8 +150,8 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
         logprobs=logprobs_of(body),
         shown=family.markers if tools else family.reasoning_markers,
     )
-    names = tuple(tool.function.name for tool in tools)
-    chat = Chat(asked, family, names, body.parallel_tool_calls is False, service.model.tokenizer)
+    schemas = {tool.function.name: tool.function.parameters for tool in tools}
+    chat = Chat(asked, family, schemas, body.parallel_tool_calls is False, service.model.tokenizer)
 
     async def prepare() -> ClientRequest:
         messages, described = await asyncio.to_thread(plain, body.messages, tools)
@@ -212,33 +213,33 @@ async def guide_of(
     if forced:
         require(guide is None, field, given, f"contradicts {guide and guide.name}")
         require(not chat.asked.stop, "stop", body.stop, "contradicts tool_choice: a forced call must not be cut")
-    answer: Any = None
+    answer: str | None = None
     parts: list[Guide] = []  # of the form, each by the client's name
     if guide is not None:
-        if guide.form not in ("json_schema", "json_object") or (chat.family.reasoning is None and not tools):
-            require(not tools, "tools", chat.tools, f"contradict {guide.name}")
+        if chat.family.reasoning is None and not tools:
             return guide
-        await asyncio.to_thread(guide.grammar)  # refuses what is no schema, or cannot be kept
-        answer = {"type": "object"} if guide.form == "json_object" else json.loads(guide.value)
+        require(not tools or guide.form in JSON_FORMS, "tools", [*chat.tools], f"contradict {guide.name}")
+        answer = await asyncio.to_thread(guide.grammar)  # refuses what is no schema, or cannot be kept
         field, given, parts = guide.name, guide.value, [guide]
     elif not forced:
         return None
-    for index, tool in enumerate(tools):
-        schema = tool["function"].get("parameters")
+    functions = [tool["function"] for tool in tools]
+    for index, function in enumerate(functions):
+        schema = function.get("parameters")
         if schema:
             parts.append(Guide("json_schema", json.dumps(schema), f"tools.{index}.function.parameters", schema))
             await asyncio.to_thread(parts[-1].grammar)
     if isinstance(choice, NamedTool):
-        tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        functions = [function for function in functions if function["name"] == choice.function.name]
     text = grammar(
         chat.family,
-        tools,
+        functions,
         service.added_ids,
         reasoning_begun=chat.reasoning_begun(prompt),
         several=not chat.single_call and not isinstance(choice, NamedTool),
         answer=answer,
     )
-    whole = Guide("grammar", text, field, given)
+    whole = Guide("composed", text, field, given)
     try:
         await service.grammar(chat.asked, whole)  # the service keeps what it has compiled
     except InvalidValueError as error:
