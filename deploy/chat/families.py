@@ -71,10 +71,9 @@ MINIMAX = ParameterCalls(
     '">',
     "",
     "</parameter>\n",
-    "</invoke>",
+    "</invoke>\n",
     first="<minimax:tool_call>\n",
-    last="\n</minimax:tool_call>",
-    next="\n",
+    last="</minimax:tool_call>",
 )
 GLM = ParameterCalls(
     "<tool_call>",
@@ -86,6 +85,7 @@ GLM = ParameterCalls(
     "</tool_call>",
     next="\n",
 )
+FLAT_GLM = ParameterCalls("<tool_call>", "", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
 CHANNELS = ChannelCalls()
 THINK = ReasoningForm("<think>", "</think>")
 BRACKETED_THINK = ReasoningForm("[THINK]", "[/THINK]")
@@ -102,6 +102,7 @@ TOOL_FORMS: dict[tuple[str, ...], CallForm | ChannelCalls] = {
     ("<minimax:tool_call>", "<invoke name="): MINIMAX,
     ("<seed:tool_call>", "<function="): SEED,
     ("<tool_call>", "<function=", "<parameter="): QWEN_CODER,
+    ("<tool_call>", "</arg_key><arg_value>"): FLAT_GLM,
     ("<tool_call>", "<arg_key>"): GLM,
     ("<tool_call>",): HERMES,
     ('"parameters"', "ipython"): LLAMA3,

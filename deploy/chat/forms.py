@@ -121,7 +121,11 @@ class Markers:
 
 
 class Written:
-    """The grammar of texts that are to come as they stand. `ids`: the markers in them that are tokens of their own."""
+    """The grammar of texts that are to come as they stand. `ids`: the markers in them that are tokens of their own.
+
+    Where two texts can follow, neither may begin as the other one does and end sooner, unless it is followed by what
+    tells them apart at once: the library reads the longer one as far as it goes, and does not turn back.
+    """
 
     def __init__(self, ids: Mapping[str, int]) -> None:
         self.ids = ids
@@ -381,13 +385,11 @@ class ParameterCalls:
             return f"%json {styled(value.schema)} {written(self.valued)}"
         if isinstance(value, Words):
             return f"({' | '.join(map(quoted, value.texts))}) {written(self.valued)}"
-        tag = self.valued.strip()
+        space, tag, _ = self.valued.partition(self.valued.strip())
         text = f"(/(?s:.{{{value.least},{value.most}}})/ & ~/(?s:.*){escaped(tag)}(?s:.*)/)"
-        if tag in written.ids:
-            more.append(f"{name}: {text}")
-            return f"{name} {written(self.valued.lstrip())}"
-        more.append(f"{name}: {text} {quoted(self.valued.rstrip())}")
-        return f"{name} {written(self.valued[len(self.valued.rstrip()) :])}"
+        end = space if tag in written.ids else space + tag
+        more.append(f"{name}: {text} {quoted(end) if end else ''}")
+        return f"{name} {written(self.valued.removeprefix(end))}"
 
 
 class ChannelCalls:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import jsonschema
 import pytest
 from llguidance import LLMatcher
 from llguidance.hf import from_tokenizer
@@ -25,7 +27,7 @@ from triforce_core.errors import InvalidValueError
 from triforce_core.sampling.guides import Guide
 
 TEMPLATES = Path(__file__).parents[3] / "templates"
-PARAMETERS = {
+PARAMETERS: dict[str, Any] = {
     "type": "object",
     "properties": {
         "text": {"type": "string", "description": "any"},
@@ -36,6 +38,7 @@ PARAMETERS = {
         "names": {"type": "array", "items": {"type": "string"}, "description": "a list"},
         "limit": {"anyOf": [{"type": "integer"}, {"type": "null"}], "description": "or none"},
     },
+    "additionalProperties": False,
 }
 TOOLS = [
     {"type": "function", "function": {"name": name, "description": "Looks.", "parameters": PARAMETERS}}
@@ -103,7 +106,7 @@ MODELS = [
     Model("ByteDance-Seed-OSS", families.SEED, "assistant\n", "<seed:eos>", reasons=True, nested=False),
     Model("of_minimax", families.MINIMAX, "]~b]assistant\n", "[e~[", reasons=True),
     Model("GLM-4.6", families.GLM, *GLM, reasons=True),
-    Model("GLM-4.7-Flash", families.GLM, *GLM, reasons=True),
+    Model("GLM-4.7-Flash", families.FLAT_GLM, *GLM, reasons=True),
     Model(
         "deepseek-ai-DeepSeek-R1-Distill-Qwen-32B",
         families.DEEPSEEK_R1,
@@ -221,3 +224,167 @@ def test_reasoning_that_the_prompt_began_is_reasoning(model: Model) -> None:
     events = parsed(model, [text.removeprefix(form.begin)], begun=True)
     assert events == parsed(model, [text])
     assert isinstance(events[0], Reasoning)
+
+
+# -- grammars ----------------------------------------------------------------------------------------------------------
+
+TOKEN = re.compile(
+    r"<[|｜].*[|｜]>|</?[a-z_:]+>|\[/?[A-Z_]+\]"
+)  # the markers that are tokens of their own, in most models
+LEAF = {"enum": ["red", "green"]}
+BOUNDED = {
+    "type": "object",
+    "properties": {
+        "text": {"type": "string", "maxLength": 5},
+        "color": {"enum": ["red", "dark blue"]},
+        "days": {"type": "integer", "minimum": 0, "maximum": 99},
+        "exact": {"type": "boolean"},
+        "names": {"type": "array", "items": LEAF, "maxItems": 2},
+        "nested": {"type": "object", "properties": {"a": LEAF}, "required": ["a"], "additionalProperties": False},
+        "limit": {"anyOf": [{"type": "integer", "maximum": 9, "minimum": 0}, {"type": "null"}]},
+        "needed": {"type": "string", "minLength": 1, "maxLength": 3},
+    },
+    "required": ["text", "needed"],
+    "additionalProperties": False,
+}
+FUNCTIONS = [{"name": "f", "parameters": BOUNDED}, {"name": "g-h"}]
+both = pytest.mark.parametrize("tokens", [True, False], ids=["marked by tokens", "marked by text"])
+
+
+@cache
+def tokenizer(file: str, tokens: bool) -> Any:
+    [model] = [each for each in MODELS if each.file == file]
+    marks = [text for text in dict.fromkeys(model.family.markers) if TOKEN.fullmatch(text)] if tokens else []
+    return of_bytes(["<eos>"], marks, None, "<eos>")
+
+
+@cache
+def vocabulary(file: str, tokens: bool) -> Any:
+    return from_tokenizer(tokenizer(file, tokens))
+
+
+def matcher(model: Model, tokens: bool, functions: list[dict[str, Any]], **asked: Any) -> LLMatcher:
+    added = {text: index for text, index in tokenizer(model.file, tokens).get_added_vocab().items() if text != "<eos>"}
+    asked = {"reasoning_begun": False, "several": True, **asked}
+    made = LLMatcher(vocabulary(model.file, tokens), grammar(model.family, functions, added, **asked), log_level=0)
+    assert not made.is_error(), made.get_error()
+    return made
+
+
+def allows(model: Model, tokens: bool, text: str, functions: list[dict[str, Any]], **asked: Any) -> bool:
+    made = matcher(model, tokens, functions, **asked)
+    ids = tokenizer(model.file, tokens).encode(text, add_special_tokens=False)
+    return bool(made.try_consume_tokens(ids) == len(ids) and made.is_accepting())
+
+
+@both
+@by_name
+def test_a_grammar_allows_what_the_template_writes(model: Model, tokens: bool) -> None:
+    if model.form is families.CHANNELS and not tokens:
+        return  # its markers are tokens in all its models
+    given: list[dict[str, Any]] = [{"text": "Łódź 😀\nb", "days": 3}, {}]
+    given += [{"filter": {"a": [1, {"b": "c"}]}, "names": ["x"]}] if model.nested and model.several > 2 else []
+    calls = [call(model, arguments, index) for index, arguments in enumerate(given)][: model.several]
+    if model.file == "StepFun3.5-Flash":
+        del calls[1:]  # it has no newline between calls, as the other models of its form have
+    text = answer(model, calls, reasoning="so" if model.reasons else "")
+    text = re.sub(r', "id": "call\d+"|\[CALL_ID\]call\d+', "", text).lstrip("\n")
+    functions = [tool["function"] for tool in TOOLS]
+    assert allows(model, tokens, text, functions)  # type: ignore[arg-type]
+    assert not allows(model, tokens, text.replace("look_up", "look_at"), functions)  # type: ignore[arg-type]
+    assert not allows(model, tokens, text.replace("days", "weeks"), functions)  # type: ignore[arg-type]
+    assert not allows(model, tokens, "It is so.", functions)  # type: ignore[arg-type]
+    assert allows(model, tokens, text, functions, several=False) == (len(calls) == 1)  # type: ignore[arg-type]
+
+
+def walk(model: Model, tokens: bool, seed: int, **asked: Any) -> str:
+    """A text that the grammar allows, drawn at random, with a preference for markers, and for an early end."""
+    made, draws = matcher(model, tokens, FUNCTIONS, **asked), random.Random(seed)
+    marks = {index for text, index in tokenizer(model.file, tokens).get_added_vocab().items() if text != "<eos>"}
+    end = model.family.reasoning.end if model.family.reasoning else ""
+    written: list[int] = tokenizer(model.file, tokens).encode(f"hm{end}", add_special_tokens=False) if end else []
+    assert made.consume_tokens(written)
+    while not (made.is_accepting() and draws.random() < 0.5) and len(written) < 2000:
+        bias = made.compute_logit_bias()
+        allowed = [
+            index for index, each in enumerate(bias) if each and index != tokenizer(model.file, tokens).eos_token_id
+        ]
+        if not allowed:
+            break
+        likely = [index for index in allowed if index in marks]
+        common = [index for index in allowed if tokenizer(model.file, tokens).decode([index]) in '<>/"\n}], ']
+        among = likely if likely and draws.random() < 0.5 else common if common and draws.random() < 0.5 else allowed
+        written.append(draws.choice(among))
+        assert made.consume_token(written[-1])
+    assert made.is_accepting()
+    return str(tokenizer(model.file, tokens).decode(written))
+
+
+@both
+@by_name
+def test_what_a_grammar_allows_is_read_as_calls_that_obey_the_schema(model: Model, tokens: bool) -> None:
+    if model.form is families.CHANNELS and not tokens:
+        return
+    begun = model.family.reasoning is not None
+    for seed in range(4):
+        text = walk(model, tokens, seed, reasoning_begun=begun)
+        parser = model.family.parser({"f": BOUNDED, "g-h": None}, reasoning_begun=begun)
+        events = merged([*parser.feed(text), *parser.finish()])
+        assert not any(isinstance(event, Content) for event in events), text
+        assert told(events), text
+        assert not parser.in_call
+        for name, arguments in told(events):
+            jsonschema.validate(arguments, BOUNDED if name == "f" else {"type": "object"})
+
+
+@pytest.mark.parametrize(
+    ("schema", "place"),
+    [
+        ({"type": "string", "pattern": "^a"}, "f.x.*has pattern"),
+        ({"type": ["string", "integer"], "minimum": 3}, "f.x.*has minimum"),
+        ({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "integer"}}]}, "f.x.*has items"),
+        ({"enum": ["a</parameter>"]}, "f.x: a</parameter>.*must not have </parameter>"),
+    ],
+)
+def test_a_schema_that_text_cannot_be_kept_to_is_refused_by_name(schema: dict[str, Any], place: str) -> None:
+    [model] = [each for each in MODELS if each.file == "Qwen3-Coder"]
+    functions = [{"name": "f", "parameters": {"type": "object", "properties": {"x": schema}}}]
+    with pytest.raises(InvalidValueError, match=f"tools: .*{place}"):
+        matcher(model, True, functions)
+    [json_model] = [each for each in MODELS if each.file == "Qwen-Qwen3-0.6B"]
+    matcher(json_model, True, functions)
+
+
+ASKED = {
+    "regex": (Guide("regex", "[ab]+c"), ["abc", "ac"], ["ab", "abcd"]),
+    "choice": (Guide("choice", ["yes", "no"]), ["yes", "no"], ["maybe", "yesno"]),
+    "Lark": (Guide("grammar", 'start: "x" reasoning\nreasoning: /[0-9]+/'), ["x12"], ["12", "x"]),
+    "EBNF": (Guide("grammar", 'root ::= "x" thought\nthought ::= [0-9]+'), ["x12"], ["12", "x"]),
+    "schema": (Guide("json_schema", '{"type": "integer"}'), ["17"], ['"17"']),
+}
+
+
+@pytest.mark.parametrize("asked", ASKED.values(), ids=ASKED)
+@pytest.mark.parametrize("file", ["Qwen-Qwen3-0.6B", "Qwen3.5-4B", "of_kimi", "openai-gpt-oss-120b"])
+@both
+def test_whatever_is_asked_for_begins_after_the_reasoning(asked: Any, file: str, tokens: bool) -> None:
+    guide, right, wrong = asked
+    [model] = [each for each in MODELS if each.file == file]
+    reasoning = model.family.reasoning
+    assert reasoning is not None
+    channels = model.form is families.CHANNELS
+    if channels and not tokens:
+        return
+    answers = "<|channel|>final<|message|>" if channels else ""
+    rest = f"{reasoning.end}{'<|start|>assistant' if channels else chr(10) * 2}{answers}"
+    for text in (*right, *wrong):
+        for begin in (f"{reasoning.begin}hm\n{rest}", answers):
+            fits = allows(model, tokens, begin + text, [], answer=guide.grammar())
+            assert fits == (text in right), (begin, text)
+        begun = allows(model, tokens, f"hm\n{rest}{text}", [], answer=guide.grammar(), reasoning_begun=True)
+        assert begun == (text in right)
+        assert not allows(model, tokens, answers + text, [], answer=guide.grammar(), reasoning_begun=True)
+    text = f"{reasoning.begin}hm\n{rest}{right[0]}"
+    parser = model.family.parser({}, reasoning_begun=False)
+    events = merged([*parser.feed(text), *parser.finish()])
+    assert events == [Reasoning("hm\n"), Content(right[0])]
