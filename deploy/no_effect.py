@@ -62,7 +62,7 @@ NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "prediction": ((), ""),
     "prefix": ((False,), "use continue_final_message"),
     "prompt_logprobs": ((), "use /v1/completions"),
-    "reasoning_effort": ((), USE_VARIABLES),
+    "reasoning_effort": ((), "use /v1/chat/completions, which renders the model's chat template"),
     "refusal": ((), ""),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "separate_reasoning": ((True,), ""),

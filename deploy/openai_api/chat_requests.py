@@ -11,6 +11,7 @@ from pydantic import Field
 
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
+from deploy.chat.template import thinking_variables
 from deploy.client_request import MAX_MESSAGES, MAX_TOOLS, ClientRequest
 from deploy.openai_api.requests import Body, CommonRequest, Int, ListOf, at_most, checked_as, common_request_from
 from deploy.service import Service
@@ -91,6 +92,12 @@ ToolChoice = Annotated[
 ]
 
 
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+    checked_as("must be none, minimal, low, medium, high or xhigh"),
+]
+
+
 class ChatRequest(CommonRequest):
     """The body of a chat completion request: OpenAI's fields, then those of this server."""
 
@@ -109,6 +116,7 @@ class ChatRequest(CommonRequest):
         False, description="the last message is continued; with `add_generation_prompt: false` only"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
+    reasoning_effort: Effort = Field(None, description="how much to reason, for models whose chat template knows of it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +150,7 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
     service.check_model(body.model or service.model.name)
     asked = common_request_from(body, "", service.settings.speculation, service.model.sampling)
     family = Family.of(service.chat.text)
+    effort = thinking_variables(service.chat.text, body.reasoning_effort) if body.reasoning_effort else {}
     require(1 <= asked.n <= service.room, "n", asked.n, f"must be at least 1 and at most {service.room}")
     tools = offered(body, family)
     asked = replace(
@@ -160,7 +169,7 @@ def chat_from(body: ChatRequest, service: Service) -> Chat:
             described,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables={**effort, **(body.chat_template_kwargs or {})},
         )
         return replace(asked, prompt=prompt, guide=await guide_of(body, chat, described, prompt, service))
 
