@@ -92,10 +92,8 @@ class Reading:
 
     def _fed(self, parser: Parser, piece: tuple[str, int]) -> list[Event]:
         text, tokens = piece
-        before = parser.in_reasoning
         found = parser.feed(text)
-        if before or parser.in_reasoning:
-            self.reasoning_tokens += tokens
+        self.reasoning_tokens += tokens * parser.in_reasoning
         return found
 
     def _wanted(self, event: Event) -> bool:

@@ -387,6 +387,43 @@ def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
     assert (message.content, message.reasoning_content) == ('{"a": 1}', "hm")
 
 
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "[0-9]+ .C"},
+        {"guided_choice": ["3 °C", "cold"]},
+        {"guided_grammar": 'start: NUMBER " °C"\nNUMBER: /[0-9]+/'},
+        {"structured_outputs": {"grammar": 'root ::= [0-9]+ " °C"'}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_reasoning_model_reasons_before_whatever_was_asked_for(fields: dict[str, Any]) -> None:
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+
+    with answered("qwen", "<think>hm</think>3 °C") as (client, pipelines):
+        message = ask(client, extra_body=fields).choices[0].message
+        matcher = LLMatcher(from_tokenizer(tokenizer("qwen")), pipelines.requests[-1].grammar, log_level=0)
+    assert (message.content, message.reasoning_content) == ("3 °C", "hm")
+    assert matcher.try_consume_tokens(pipelines.ids) == len(pipelines.ids)
+    assert matcher.is_accepting()
+
+
+def test_how_much_to_reason_reaches_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tokenizer("qwen").chat_template
+    for word, said in (("reasoning_effort", "low"), ("enable_thinking", "True"), ("other", None)):
+        monkeypatch.setattr(tokenizer("qwen"), "chat_template", f"{template}[{{{{ {word} }}}}]")
+        with answered("qwen", "a") as (client, pipelines):
+            if said is None:
+                with pytest.raises(BadRequestError, match="reasoning_effort: 'low' is not supported"):
+                    ask(client, reasoning_effort="low")
+            else:
+                ask(client, reasoning_effort="low")
+                assert prompt_of("qwen", pipelines).endswith(f"[{said}]")
+                ask(client, reasoning_effort="low", extra_body={"chat_template_kwargs": {word: "x"}})
+                assert prompt_of("qwen", pipelines).endswith("[x]")
+
+
 def test_a_conversation_may_hold_what_other_servers_and_clients_put_into_it() -> None:
     """The prompt is that of the bare messages."""
     extras: dict[str, Any] = {"id": "1", "cache_control": {"type": "ephemeral"}, "refusal": None, "prefix": False}

@@ -248,7 +248,12 @@ TABLE: dict[str, list[Row]] = {
         ({"store": True}, "store", "is not supported"),
         ({"models": ["a", "b"]}, "models", "is not supported: leave it out or set it to []; one model"),
         ({"lora_request": {"name": "a"}}, "lora_request", "leave it out or set it to null; merge the adapter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "is not supported"),
+        (
+            {"reasoning_effort": "high"},
+            "reasoning_effort",
+            "'high' is not supported: the model's chat template knows neith",
+        ),
+        ({"reasoning_effort": "most"}, "reasoning_effort", "must be none, minimal, low, medium, high or xhigh"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "leave it out or set it to null; use /v1/comp"),
     ],
     "sdk": [  # what the client itself refuses, because it cannot be sent
