@@ -39,6 +39,8 @@ class Done:
     finish_reason: FinishReason
     completion_tokens: int
     stats: Stats
+    # When the target that ended it had the request, in seconds of `time.monotonic`; None: no target was asked.
+    reached_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
