@@ -44,15 +44,8 @@ OPERATIONS = {
     "GenerateStream": "text_completion",
 }
 CLIENT_ERROR, SERVER_ERROR = 400, 500  # HTTP statuses from here on
-CLIENT_CODES = {  # of gRPC: whoever asked is at fault, or went away
-    "OK",
-    "CANCELLED",
-    "INVALID_ARGUMENT",
-    "NOT_FOUND",
-    "UNAUTHENTICATED",
-    "FAILED_PRECONDITION",
-    "RESOURCE_EXHAUSTED",
-}
+# Of gRPC: those that OpenTelemetry takes for errors of a server, and ABORTED, which here says that an engine died.
+SERVER_CODES = {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS", "ABORTED"}
 Attributes = dict[str, Any]
 
 
@@ -283,7 +276,7 @@ def asked(call: Call, trace: Trace, operation: str, model: str) -> Attributes:
         "gen_ai.response.time_to_first_chunk": call.ttft_s,
         "gen_ai.usage.input_tokens": call.prompt_tokens,
         "gen_ai.usage.output_tokens": call.completion_tokens,
-        "gen_ai.usage.cache_read.input_tokens": sum(each.cached_tokens for each in done) if done else None,
+        "gen_ai.usage.cache_read.input_tokens": done[0].cached_tokens if len(done) == 1 else None,
         "triforce.engines_lost": len(trace.lost),
     }
 
@@ -301,7 +294,7 @@ def serious(call: Call, error: str) -> bool:
     if error == "cancelled":
         return False
     if isinstance(call.status, str):
-        return call.status not in CLIENT_CODES
+        return call.status in SERVER_CODES
     # A stream that has begun has the status 200, whatever ends it.
     return call.status is None or call.status >= SERVER_ERROR or call.status < CLIENT_ERROR
 
