@@ -12,6 +12,7 @@ from deploy.chat.parsing import FindsCalls, FindsChannels, Parser, PlainText, Re
 
 HERMES = ObjectCalls("<tool_call>", "", "", "</tool_call>", newline="\n")
 MISTRAL = ObjectCalls("[TOOL_CALLS]", "[", ",", "]")
+GRANITE3 = ObjectCalls("<|tool_call|>", "[", ",", "]")
 LLAMA3 = ObjectCalls("", "", ";", "", arguments="parameters")
 NAMED_MISTRAL = NamedCalls("[TOOL_CALLS]", (), ("[ARGS]",), (), note="[CALL_ID]")
 DEEPSEEK_R1 = NamedCalls(
@@ -105,6 +106,7 @@ TOOL_FORMS: dict[tuple[str, ...], CallForm | ChannelCalls] = {
     ("<tool_call>", "</arg_key><arg_value>"): FLAT_GLM,
     ("<tool_call>", "<arg_key>"): GLM,
     ("<tool_call>",): HERMES,
+    ("<|tool_call|>",): GRANITE3,
     ('"parameters"', "ipython"): LLAMA3,
 }
 

@@ -18,8 +18,9 @@ from deploy.chat.json_text import JsonObject, NoCall, is_object
 from deploy.chat.values import (
     TEXT,
     JsonValue,
-    Text,
+    Value,
     Words,
+    definitions_of,
     json_of,
     parameters_of,
     property_of,
@@ -185,16 +186,13 @@ class ObjectCalls:
     def read(self, text: Reading, tools: Mapping[str, Any]) -> Reads[None]:
         if self.opening:
             yield from text.literal(self.opening)
-        ends, found = [end for end in (self.separator, self.end) if end], self.separator
+        ends = [end for end in (self.separator, self.end) if end]
         while True:
             follows = JsonObject(KEYS)
             text.cut, text.closes = partial(self._call, follows, tools), False
             yield from text.object(follows)
             text.tell(self._call(follows, tools))
-            if not ends:
-                return
-            found = yield from text.literal(*ends)
-            if found != self.separator:
+            if not ends or (yield from text.literal(*ends)) != self.separator:
                 return
 
     def _call(self, follows: JsonObject, tools: Mapping[str, Any]) -> Found | None:
@@ -218,8 +216,7 @@ class ObjectCalls:
 
     def _schema(self, function: Mapping[str, Any]) -> dict[str, Any]:
         arguments = arguments_schema(function)
-        definitions = {name: arguments[name] for name in ("$defs", "definitions") if name in arguments}
-        return definitions | {  # references such as #/$defs/… are resolved from the top
+        return definitions_of(arguments, function["name"]) | {  # references are resolved from the top
             "type": "object",
             "properties": {"name": {"const": function["name"]}, self.arguments: arguments},
             "required": ["name", self.arguments],
@@ -345,9 +342,8 @@ class ParameterCalls:
 
     def _cut(self, values: Mapping[str, str], key: str, held: str, schema: Any) -> str:
         """The arguments as far as they came: whole values, and the beginning of a string."""
-        begun = (
-            {} if not held or types_of(property_of(schema, key), schema) != TEXT else {key: quoted(self._value(held))}
-        )
+        is_text = bool(held) and types_of(property_of(schema, key), schema) == TEXT
+        begun = {key: quoted(self._value(held))} if is_text else {}
         return written_out({**values, **begun})[: -2 if begun else -1]
 
     def _value(self, text: str) -> str:
@@ -379,15 +375,17 @@ class ParameterCalls:
             f"calls: {written(self.first)} one{again} {written(self.last)}",
         ]
 
-    def _rule(self, name: str, value: JsonValue | Words | Text, written: Written, more: list[str]) -> str:
+    def _rule(self, name: str, value: Value, written: Written, more: list[str]) -> str:
         """The rule of a value and what ends it; `name` is that of a terminal, which goes to `more`."""
         if isinstance(value, JsonValue):
             return f"%json {styled(value.schema)} {written(self.valued)}"
-        if isinstance(value, Words):
-            return f"({' | '.join(map(quoted, value.texts))}) {written(self.valued)}"
         space, tag, _ = self.valued.partition(self.valued.strip())
-        text = f"(/(?s:.{{{value.least},{value.most}}})/ & ~/(?s:.*){escaped(tag)}(?s:.*)/)"
         end = space if tag in written.ids else space + tag
+        if isinstance(value, Words):
+            return (
+                f"({' | '.join(quoted(text + end) for text in value.texts)}) {written(self.valued.removeprefix(end))}"
+            )
+        text = f"(/(?s:.{{{value.least},{value.most}}})/ & ~/(?s:.*){escaped(tag)}(?s:.*)/)"
         more.append(f"{name}: {text} {quoted(end) if end else ''}")
         return f"{name} {written(self.valued.removeprefix(end))}"
 

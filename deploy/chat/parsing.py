@@ -242,9 +242,13 @@ class FindsCalls:
                 self._tell(call, events)
             elif not self.reading.closes:
                 self._content("".join(self.raw), events)
-        elif self.markers is not None:
+        elif self.markers is not None and not self._ends_calls(self.markers.held):
             self._content(self.markers.held, events)
         return merged([*events, *map(Content, self.blank)])
+
+    def _ends_calls(self, held: str) -> bool:
+        """Whether this is the beginning of what stands after calls."""
+        return self.follows and any(text.startswith(held) for text in self.form.around)
 
 
 # The text before a message; its end may be missing where the output ends.

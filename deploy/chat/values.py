@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,60 +114,63 @@ class Text:
     most: int | str = ""
 
 
-def parameters_of(
-    function: Mapping[str, Any], keyed: str, valued: str
-) -> list[tuple[str, bool, JsonValue | Words | Text]]:
+Value = JsonValue | Words | Text
+
+
+def parameters_of(function: Mapping[str, Any], keyed: str, valued: str) -> list[tuple[str, bool, Value]]:
     """The parameters of a function's arguments, each with whether it is needed, and its value. `keyed` ends a key, and
     `valued` a value, so they cannot be in one.
 
     Raises `InvalidValueError` where such values, read back, could break the schema.
     """
-    root = function.get("parameters") or {}
-    schema, place = resolved(root, root), f"{function['name']}"
-    check_keywords(schema, NOTES | PARTS, place)
+    root, name = function.get("parameters") or {}, function["name"]
+    schema = resolved(root, root)
+    check_keywords(schema, NOTES | PARTS, name)
     needed = schema.get("required") or []
-    properties = {
-        **(schema.get("properties") or {}),
-        **{key: {} for key in needed if key not in (schema.get("properties") or {})},
-    }
     found = []
-    for key, each in properties.items():
-        sound = keyed not in key
-        require(
-            sound, "tools", f"{place}.{key}", f"must not have {keyed} in its name: it ends names in this model's calls"
-        )
-        found.append((key, key in needed, value_of(each, root, f"{place}.{key}", valued)))
+    for key, each in {**dict.fromkeys(needed, True), **(schema.get("properties") or {})}.items():
+        place = f"{name}.{key}"
+        require(keyed not in key, "tools", place, f"must not have {keyed}, which ends names in this model's calls")
+        found.append((key, key in needed, value_of(each, root, place, valued)))
     return found
 
 
-def value_of(schema: Any, root: Any, place: str, valued: str) -> JsonValue | Words | Text:
+def value_of(schema: Any, root: Any, place: str, valued: str) -> Value:
     schema = resolved(schema, root)
-    types = types_of(schema, root)
     if not isinstance(schema, Mapping):
+        require(schema is True, "tools", place, "can have no value")
         return Text()
+    types = types_of(schema, root)
     if "string" not in types:
-        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        return JsonValue({**definitions, **schema})
+        return JsonValue({**definitions_of(root, place), **schema})
     if types != TEXT:
         check_free(schema, root, place)
         return Text()
     if "enum" in schema or "const" in schema:
         check_keywords(schema, NOTES | {"enum", "const"}, place)
-        words = tuple(
-            word
-            for word in schema.get("enum", [schema.get("const")])
-            if "const" not in schema or word == schema["const"]
-        )
+        words = [word for word in schema.get("enum", [schema.get("const")]) if word == schema.get("const", word)]
+        rule = f"must not have {valued}, which ends values in this model's calls"
         for word in words:
-            require(
-                valued not in word,
-                "tools",
-                f"{place}: {word}",
-                f"must not have {valued}: it ends values in this model's calls",
-            )
-        return Words(words)
+            require(valued not in word, "tools", f"{place}: {word}", rule)
+        return Words(tuple(words))
     check_keywords(schema, NOTES | {"minLength", "maxLength"}, place)
-    return Text(schema.get("minLength", 0), schema.get("maxLength", ""))
+    return Text(int(schema.get("minLength", 0)), int(schema["maxLength"]) if "maxLength" in schema else "")
+
+
+def definitions_of(root: Mapping[str, Any], place: str) -> dict[str, Any]:
+    """What a part of a schema needs to stand alone. Raises `InvalidValueError` for references to another part."""
+    for reference in references(root):
+        rule = "refers to the arguments as a whole, which is not supported where calls are forced; use $defs"
+        require(reference.startswith(("#/$defs/", "#/definitions/")), "tools", f"{place}: {reference}", rule)
+    return {name: root[name] for name in ("$defs", "definitions") if name in root}
+
+
+def references(schema: Any) -> Iterator[str]:
+    if isinstance(schema, Mapping) and isinstance(schema.get("$ref"), str):
+        yield schema["$ref"]
+    parts = schema.values() if isinstance(schema, Mapping) else schema if isinstance(schema, list) else ()
+    for part in parts:
+        yield from references(part)
 
 
 def check_free(schema: Any, root: Any, place: str) -> None:
@@ -182,5 +185,5 @@ def check_free(schema: Any, root: Any, place: str) -> None:
 
 def check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:
     for keyword in schema:
-        rule = f"has {keyword}, to which calls in this model's form cannot be kept; use tool_choice auto"
+        rule = f"has {keyword}, to which forced calls in this model's form cannot be kept"
         require(keyword in known, "tools", place, rule)

@@ -8,6 +8,7 @@ from functools import cache
 import jsonschema
 import pytest
 
+from deploy.chat.families import THINK, Family, grammar
 from tests.exactness.cases import finish
 from tests.random_models import random_model, random_tokens, with_noise
 from triforce_core.building.assembly import local_engine
@@ -71,6 +72,35 @@ def test_json_validates_with_all_tiers_on() -> None:
     for value in values:
         jsonschema.validate(value, SCHEMA)
     assert len({json.dumps(value) for value in values}) > 0.9 * len(ended), "they are not all one text"
+
+
+def test_a_form_holds_where_its_beginning_lies_within_an_accepted_block() -> None:
+    """The form begins after the reasoning, whose end is a token that the tiers draft as any other."""
+    end = 300
+    text = grammar(
+        Family(None, THINK),
+        [],
+        {THINK.end: end},
+        reasoning_begun=True,
+        several=False,
+        answer=Guide("json_schema", json.dumps(SCHEMA)).grammar(),
+    )
+    likely_end = SamplingParams(logit_bias=((end, 6.0),))
+    asked = [Request(PROMPT, 150, likely_end, seed, (6, 2), stop_token_ids("demo"), grammar=text) for seed in range(40)]
+    blocks: dict[int, list[tuple[int, ...]]] = {}
+    stopped = set()
+    for output in run_to_end(engine(), asked):
+        blocks.setdefault(output.sequence_id, []).append(output.tokens)
+        if output.finish_reason is FinishReason.STOP:
+            stopped.add(output.sequence_id)
+    inside = [i for i in stopped if any(end in block[:-1] for block in blocks[i])]
+    print(f"\n{len(stopped)} of {len(asked)} outputs are complete; {len(inside)} reasonings end within a block")
+    assert len(inside) > 0.1 * len(asked)
+    for i in stopped:
+        tokens = [token for block in blocks[i] for token in block]
+        rest = tokens[tokens.index(end) + 1 :]
+        answer = load_tokenizer("demo").decode(rest, skip_special_tokens=True)
+        jsonschema.validate(json.loads(answer.strip()), SCHEMA)
 
 
 def test_masks_in_all_tiers_raise_acceptance_and_change_no_token() -> None:

@@ -207,6 +207,7 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
             "<function=f><parameter=a>True</parameter></function>",
             [Call("f"), Arguments('{"a": true}')],
         ),  # no opening marker
+        ("coder", "<function=f>\n</function>\n</tool_", [Call("f"), Arguments("{}")]),
         ("coder", "<tool_call>\n<function=f>\nNo, I ask.", [Content("<tool_call>\n<function=f>\nNo, I ask.")]),
         (
             "coder",
@@ -318,7 +319,7 @@ def test_a_long_output_takes_work_in_proportion_to_its_length(
 
     for kind in (Content, Reasoning, Arguments):
         monkeypatch.setattr(parsing, kind.__name__, counted(kind))
-    text = begin + unit * (5_000 // len(unit))
+    text = begin + unit * (3_000 // len(unit))
     events = read(family, text)
     told = "".join(event.text for event in events if not isinstance(event, Call))
     assert told in (text, text.removeprefix("<think>"), "")  # white space at the beginning of reasoning is dropped
