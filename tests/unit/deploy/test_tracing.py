@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import json
 import os
 import pkgutil
 import subprocess
@@ -11,9 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
+from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
+from google.protobuf.json_format import MessageToDict
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.semconv import attributes as stable
 from opentelemetry.semconv._incubating import attributes as incubating
 from starlette.testclient import TestClient
@@ -27,6 +32,7 @@ from deploy.openai_api.guard import guarded
 from deploy.openai_api.routes import http_app
 from deploy.service import Service
 from deploy.tracing import exporter, exporters
+from scripts.trace_figure import drawn, rows, spans
 from tests.collector import ERROR, SERVER, Collected, Collector, collecting
 from tests.command_line import Refusals
 from tests.packages import REPOSITORY
@@ -238,6 +244,31 @@ def test_grpc_calls_have_spans_too(collector: Collector) -> None:
     assert refused.attributes["error.type"] == "model_not_found"
     assert refused.span.status.code != ERROR
     assert not refused.children
+
+
+def test_the_documentation_s_picture_can_be_drawn_from_what_a_collector_writes(
+    collector: Collector, tmp_path: Path
+) -> None:
+    served = Served(*WHOLE)
+    served.http.get("/v1/models")
+    served.ask()
+    served.flushed()
+    exports = [MessageToDict(ExportTraceServiceRequest.FromString(body)) for body in collector.bodies]
+    file = tmp_path / "spans.jsonl"
+    file.write_text("\n".join(map(json.dumps, exports)))
+    shown = rows(list(spans(file)))
+    assert [(depth, span.name) for depth, span in shown] == [
+        (0, "POST /v1/completions"),
+        (1, "queue"),
+        (1, "prefill"),
+        (1, "rounds"),
+        (2, "retrieval"),
+        (2, "draft"),
+    ]
+    picture = ElementTree.fromstring(drawn(shown))
+    said = [each.text or "" for each in picture.iter("{http://www.w3.org/2000/svg}text")]
+    assert "100 ms, 3 rounds, 11 tokens: 3.7 a round" in said
+    assert "30 ms, 8 passes; 6 of 7 drafted tokens accepted" in said
 
 
 # -- calls that fail ---------------------------------------------------------------------------------------------------
