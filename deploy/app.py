@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from deploy import tracing
 from deploy.checks import CHECKS, FRONT_END_CPUS, check_models
 from deploy.ray_watch import ends_with_ray
 from deploy.remains import nothing_remains
@@ -98,6 +99,7 @@ def application_of(args: Settings, why: str = "") -> Application:
     args = agreed(args)
     limits = check_models(args)
     keys_of(args.server.api_keys)
+    tracing.check()
     variables = {**QUIET_CORES, **ONE_LOOP, **MESSAGE_LIMITS}
     options = {"num_cpus": FRONT_END_CPUS, "runtime_env": {"env_vars": variables}}
     logs = {"encoding": args.server.log.upper()}

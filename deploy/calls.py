@@ -9,13 +9,14 @@ import re
 import time
 import uuid
 from contextvars import ContextVar
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 from triforce_core.errors import require
 
 if TYPE_CHECKING:  # Serve's proxies import this module, and should not load torch
     from deploy.parts import Part
+    from deploy.tracing import Trace
 
 REQUEST_ID = "x-request-id"  # of headers and of gRPC metadata
 MAX_ID_CHARACTERS = 128
@@ -38,6 +39,7 @@ class Call:
     duration_s: float = 0.0
     finish_reason: str | None = None  # None: it did not end, or the call asked for no completion
     began: float = field(default_factory=time.monotonic)
+    trace: Trace | None = None  # where there are traces
 
     def saw(self, part: Part) -> None:
         """A part of a completion goes out."""
@@ -46,12 +48,14 @@ class Call:
             self.ttft_s = round(time.monotonic() - self.began, 4)
         if part.done:
             self.finish_reason = str(part.done.finish_reason)
+            if self.trace is not None:
+                self.trace.saw(part, part.done)
 
     def end(self, form: str) -> None:
         """Log the call: as an object of its own in a log of the form `json`, or as JSON in a line of text."""
         self.duration_s = round(time.monotonic() - self.began, 4)
-        said: dict[str, Any] = asdict(self)
-        del said["began"]
+        said: dict[str, Any] = {each.name: getattr(self, each.name) for each in fields(self)}
+        del said["began"], said["trace"]
         if form == "json":
             log.info("call", extra={"call": said})
         else:

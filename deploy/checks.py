@@ -124,8 +124,17 @@ def placement(settings: Settings) -> str:
     return names
 
 
+def traces(settings: Settings) -> str:
+    """Whether the exporters that the environment names are installed."""
+    from deploy.tracing import check
+
+    return check()
+
+
 Check = Callable[[Settings], str]
-CHECKS: dict[str, Check] = {each.__name__: each for each in (cpu, device, ports, keys, models, weights, placement)}
+CHECKS: dict[str, Check] = {
+    each.__name__: each for each in (cpu, device, ports, keys, traces, models, weights, placement)
+}
 
 
 def check_ports(settings: Settings) -> None:

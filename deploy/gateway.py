@@ -1,5 +1,6 @@
 """The ingress: the HTTP and gRPC APIs in one process, in front of the replicas."""
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
@@ -35,6 +36,11 @@ class Gateway:
 
     def __serve_build_asgi_app__(self) -> FastAPI:
         return guarded(http_app(self.service), self.service, self.keys)
+
+    async def __del__(self) -> None:
+        """Serve awaits it once the last call has ended."""
+        if hasattr(self, "service") and self.service.tracing is not None:
+            await asyncio.to_thread(self.service.tracing.close)
 
     async def drain(self, timeout_s: float) -> bool:
         """Called before the application ends; see `Service.drain`."""

@@ -22,6 +22,7 @@ from deploy.grpc_errors import status_of
 from deploy.grpc_services import parsed
 from deploy.keys import ApiKeys
 from deploy.service import Service
+from deploy.tracing import Trace
 
 
 class Guarded(Protocol):
@@ -88,6 +89,7 @@ def logged(owner: Guarded, method: str, context: RayServegRPCContext) -> Iterato
     # there is one, whatever is in it.
     given_id = dict(context.trailing_metadata()).get("request_id", "")
     call.id = given_id if SOUND_ID.fullmatch(given_id) else call.id
+    call.trace = None if owner.service.tracing is None else Trace.of(context.invocation_metadata())
     begin(call)
     try:
         yield call

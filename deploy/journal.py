@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 
 from actors.wire import finish_reason_from_proto, is_notice, request_to_proto
+from deploy import calls
 from deploy.errors import EngineCrashError, EngineLostError
 from deploy.parts import Pipelines
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -95,7 +97,8 @@ class Journal:
         """
         self.source, self.turns, self.request, self.deadline = source, turns, request, deadline
         self.claim, self.stats_in_each = claim, stats_in_each
-        self.fingerprint = ""  # of the target that was reached last
+        self.fingerprint = ""  # of the target that was reached last,
+        self.reached_at = time.monotonic()  # and when it was
         self.began = asyncio.get_running_loop().time()
         self.received: list[int] = []
         self.num_scores = 0  # prompt tokens whose logprobs the reader has
@@ -148,7 +151,8 @@ class Journal:
         attempt.saw(event)
         if self.turn:
             self.turns.reached()
-        self.fingerprint = event.fingerprint or self.fingerprint
+        if event.fingerprint:  # the first event of an attempt
+            self.fingerprint, self.reached_at = event.fingerprint, time.monotonic()
         if event.entered and self.cached_tokens is None:
             self.cached_tokens = event.cached_tokens
         self.blocked, self.failures = None, 0
@@ -196,6 +200,8 @@ class Journal:
         """
         self.again = True
         self.failures += 1
+        if (trace := calls.current().trace) is not None:
+            trace.lose(error, len(self.received))
         self.blocked = EngineLostError(
             f"the engine of this request is gone, and none took over in time ({error}); ask again, and if that fails"
             " too, see which replicas /status shows as ready, and their logs"

@@ -113,6 +113,8 @@ class Meters:
         finally:
             if watch.running:
                 self.requests.labels(self.model, status).inc()
+                if watch.call.trace is not None:
+                    watch.call.trace.error = status
 
 
 class Times(NamedTuple):

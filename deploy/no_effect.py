@@ -77,7 +77,7 @@ NO_EFFECT: dict[str, tuple[tuple[Any, ...], str]] = {
     "prefix": ((False,), "use continue_final_message"),
     "previous_response_id": ((), WHOLE_CHAT),
     "prompt_logprobs": ((), "use /v1/completions"),
-    "reasoning_effort": ((), USE_VARIABLES),
+    "reasoning_effort": ((), "use /v1/chat/completions, which renders the model's chat template"),
     "refusal": ((), ""),
     "return_tokens_as_token_ids": ((False,), "use return_token_ids"),
     "separate_reasoning": ((True,), ""),

@@ -40,6 +40,8 @@ class Done:
     completion_tokens: int
     stats: Stats
     stop: str | None = None  # the stop string that ended it
+    # When the target that ended it had the request, in seconds of `time.monotonic`; None: no target was asked.
+    reached_at: float | None = None
 
 
 @dataclass(frozen=True, slots=True)

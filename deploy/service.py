@@ -10,7 +10,7 @@ import math
 import secrets
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager, nullcontext
+from contextlib import aclosing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from deploy.journal import Journal, Turns
 from deploy.merging import merged
 from deploy.metrics import Meters, Scrape
 from deploy.parts import Done, Part, Pipelines
+from deploy.tracing import tracing
 from triforce_core.building.fingerprint import target_fingerprint
 from triforce_core.config import Settings
 from triforce_core.detokenizer import OutputText, TextDelta, TokenText, joined, spellings
@@ -60,6 +61,7 @@ MANY_CHARACTERS = 8  # per token: a text with more characters than this per toke
 # the difference is below this number.
 CUT_TOKENS = 64
 RESUMED_AT_ONCE = 64  # tokens of a resumed output that become text before the event loop serves others
+FLUSH_S = 3.0  # limit for sending the last spans, where the collector does not answer
 PROBE_S = 5.0  # limit for the probe, a completion of two tokens
 
 
@@ -118,6 +120,7 @@ class Service:
         self.why = ""  # what the machine means for where the tiers run, for /status; empty where it is not known
         self.meters = Meters(model.name, lambda: self.in_flight, lambda: self.room)
         self.scrape = Scrape(self.meters, pipelines)
+        self.tracing = tracing(model.name)
 
     async def ready(self) -> None:
         """Raise `UnavailableError` unless the server takes requests and a pipeline can serve. Decodes nothing."""
@@ -142,17 +145,22 @@ class Service:
             raise UnavailableError(f"no completion comes through: {error}") from None
 
     async def drain(self, timeout_s: float) -> bool:
-        """Refuse new requests; return whether those in flight finished within `timeout_s` seconds."""
+        """Refuse new requests, send the last spans, and return whether those in flight ended within `timeout_s` s."""
         self.draining = True
         until = asyncio.get_running_loop().time() + timeout_s
         while self.in_flight and asyncio.get_running_loop().time() < until:
             await asyncio.sleep(0.05)
+        if self.tracing is not None:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(asyncio.to_thread(self.tracing.flush), FLUSH_S)
         return not self.in_flight
 
     def ended(self, call: calls.Call) -> None:
-        """A client's call has ended: log and count it."""
+        """A client's call has ended: log and count it, and make its spans."""
         call.end(self.settings.server.log)
         self.meters.ended(call)
+        if self.tracing is not None and call.trace is not None:
+            self.tracing.ended(call, call.trace)
 
     async def complete(self, *requests: ClientRequest, counted: bool = True) -> AsyncGenerator[Part, None]:
         """The parts of the requests' completions as they are decoded; closing the generator stops the requests. Several
@@ -375,7 +383,7 @@ class Service:
         reason = FinishReason.STOP if output.stopped or finish_reason is None else finish_reason
         if asked.only_prompt:
             reason = FinishReason.LENGTH
-        done = Done(reason, output.num_tokens, stats_from_proto(event.stats), output.found)
+        done = Done(reason, output.num_tokens, stats_from_proto(event.stats), output.found, journal.reached_at)
         last = replace(last, text=echoed + last.text)
         yield replace(frame, piece=last, done=done, prompt_logprobs=scores, echoed=len(echoed))
 

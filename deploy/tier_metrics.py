@@ -57,6 +57,10 @@ def prefixes(status: pb.TierStatus) -> Values:
     return {("hit",): status.totals.prefix_hit_tokens, ("miss",): status.totals.prefix_miss_tokens}
 
 
+def kv_usage(status: pb.TierStatus) -> Values:
+    return {(): status.kv_tokens / status.kv_pool_tokens} if status.kv_pool_tokens else {}
+
+
 def mismatches(status: pb.TierStatus) -> Values:
     return {(): status.audit.mismatches} if status.HasField("audit") else {}
 
@@ -81,6 +85,11 @@ GAUGES = (
         "kv_cache_capacity_tokens",
         "Tokens for which the target's KV pool has room.",
         of_target(lambda status: status.kv_pool_tokens),
+    ),
+    Figure(
+        "kv_cache_usage_ratio",
+        "The part of the target's KV pool that requests use, from 0 to 1.",
+        kv_usage,
     ),
     Figure(
         "kv_cache_kept_tokens",

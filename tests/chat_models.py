@@ -96,16 +96,19 @@ BEGINS = {"llama": "<|begin|>", "mistral": "<s>", "none": "<s>"}
 @cache
 def tokenizer(family: str) -> Any:
     """A tokenizer whose tokens are bytes, the family's special tokens and its added ones."""
+    fast = of_bytes(SPECIAL[family], ADDED.get(family, []), BEGINS.get(family), ENDS[family])
+    fast.chat_template = TEMPLATES[family]
+    return fast
+
+
+def of_bytes(special: list[str], added: list[str], begin: str | None, end: str) -> Any:
     made = Tokenizer(BPE({character: index for index, character in enumerate(sorted(ByteLevel.alphabet()))}, []))
     made.pre_tokenizer = ByteLevel(add_prefix_space=False)
     made.decoder = ByteLevelDecoder()
-    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in SPECIAL[family]])
-    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in ADDED.get(family, [])])
-    begin = BEGINS.get(family)
+    made.add_special_tokens([AddedToken(text, special=True, normalized=False) for text in special])
+    made.add_tokens([AddedToken(text, special=False, normalized=False) for text in added])
     if begin is not None:
         made.post_processor = TemplateProcessing(
             single=f"{begin} $A", special_tokens=[(begin, made.token_to_id(begin))]
         )
-    fast = PreTrainedTokenizerFast(tokenizer_object=made, bos_token=begin, eos_token=ENDS[family])
-    fast.chat_template = TEMPLATES[family]
-    return fast
+    return PreTrainedTokenizerFast(tokenizer_object=made, bos_token=begin, eos_token=end)

@@ -129,6 +129,13 @@ def array(rng: random.Random, depth: int) -> dict[str, Any]:
     if rng.random() < 0.7:
         low = rng.randint(0, 2)
         schema |= {"minItems": low, "maxItems": low + rng.randint(0, 3)}
+    if rng.random() < 0.15:
+        schema = {
+            "type": "array",
+            "items": {"enum": rng.sample(["a", 1, True, None, 0.5, [1]], 4)},
+            "uniqueItems": True,
+        }
+        schema["maxItems"] = rng.randint(1, 4)
     return schema
 
 
@@ -145,6 +152,10 @@ def object_(rng: random.Random, depth: int) -> dict[str, Any]:
         schema["patternProperties"] = {rng.choice(["^b", "^[a-z]$", "^x-", "a", '^[^"]$', "^q"]): drawn(rng, 0)}
     if rng.random() < 0.1:
         schema["minProperties"] = rng.randint(0, 2)
+    if rng.random() < 0.1:
+        rule = rng.choice([{"enum": NAMES[:5]}, {"pattern": "^[a-z]"}, {"minLength": 2}, {"maxLength": 3}, {}])
+        free = {"properties": {}, "required": [], "additionalProperties": drawn(rng, 0)}
+        schema = {"type": "object", "propertyNames": rule, **free}
     return schema
 
 

@@ -104,10 +104,14 @@ class Detokenizer:
                 self.window, self.shown, self.boundary = self.window[start:], self.shown - len(head), 0
                 return
 
+    def held(self) -> str:
+        """The text that is held back, as it is if no token follows."""
+        return self.meaning.decode(self.window)[self.shown :]
+
     def flush(self) -> str:
         """The text that was held back. Call it when no token follows."""
-        text = self.meaning.decode(self.window)
-        delta, self.shown = text[self.shown :], max(self.shown, len(text))
+        delta = self.held()
+        self.shown += len(delta)
         return delta
 
 

@@ -6,8 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from deploy.chat.families import thinking_variables
-from deploy.chat.template import ChatTemplate
+from deploy.chat.template import ChatTemplate, thinking_variables
 from deploy.chat.turns import as_templates_take, written
 from deploy.client_request import MAX_MESSAGES, MAX_STOP_STRINGS, MAX_TOOLS
 from deploy.openai_api.chat_requests import (

@@ -1,15 +1,18 @@
 """Parses an output into reasoning, content and tool calls, while it comes.
 
 The parsers see one character at a time, so what they find does not depend on how the output was cut into chunks. Text
-that follows no form is content, as it stands: a tool call is announced once its name and the beginning of its arguments
-were read, and until then what was read may still turn out to be content.
+that follows no form is content, as it stands: a tool call is told once it is complete, because until then what was read
+may still turn out to be content. Only of an output that ends within a call is the call told as far as it came.
 """
 
-import json
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Protocol
+from typing import Any, Protocol
+
+from deploy.chat.forms import CallForm, Found, Markers, Reading, Reads
+from deploy.chat.json_text import JsonObject, NoCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +65,12 @@ class Parser(Protocol):
 
     @property
     def in_call(self) -> bool:
-        """Whether the latest call has no end yet."""
+        """Whether the output ended within a call."""
         ...
 
     @property
     def in_reasoning(self) -> bool:
-        """Whether the latest character belongs to reasoning or its markers."""
+        """Whether the latest character is known to be reasoning, or to complete a marker around it."""
         ...
 
 
@@ -83,26 +86,6 @@ class PlainText:
         return []
 
 
-class Marker:
-    """Finds one marker in a text. No marker may contain its own first character twice."""
-
-    def __init__(self, text: str) -> None:
-        assert text.count(text[0]) == 1, text
-        self.text, self.held = text, ""
-
-    def see(self, character: str) -> str | None:
-        """The text that this character shows to be no part of the marker; None if it completes the marker."""
-        self.held += character
-        if self.text == self.held:
-            self.held = ""
-            return None
-        if self.text.startswith(self.held):
-            return ""
-        kept = character if character == self.text[0] else ""
-        before, self.held = self.held.removesuffix(kept), kept
-        return before
-
-
 @dataclass(frozen=True, slots=True)
 class ReasoningForm:
     begin: str
@@ -116,22 +99,29 @@ class SplitsReasoning:
     """
 
     def __init__(self, form: ReasoningForm, inner: Parser, *, begun: bool) -> None:
-        self.inner, self.begin, self.end = inner, form.begin, Marker(form.end)
+        self.inner, self.begin, self.end = inner, form.begin, Markers(form.end)
         # begin, skip, inside, after or content; skip and after drop white space
         self.state = "skip" if begun else "begin"
         self.blank: list[str] = []  # white space before the first marker, or before content
         self.held = ""  # what may be the first marker
+        self.in_reasoning = False
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
         for index, character in enumerate(text):
             if self.state == "content":
+                self.in_reasoning = False
                 events += self.inner.feed(text[index:])
                 break
             self._see(character, events)
         return merged(events)
 
     def _see(self, character: str, events: list[Event]) -> None:
+        before = self.state
+        self._follow(character, events)
+        self.in_reasoning = self.state in ("skip", "inside") or before in ("skip", "inside")
+
+    def _follow(self, character: str, events: list[Event]) -> None:
         if self.state == "begin":
             if character.isspace() and not self.held:
                 self.blank.append(character)
@@ -168,159 +158,26 @@ class SplitsReasoning:
     def in_call(self) -> bool:
         return self.inner.in_call
 
-    @property
-    def in_reasoning(self) -> bool:
-        return self.state in ("skip", "inside")
-
-
-@dataclass(frozen=True, slots=True)
-class ToolForm:
-    """How a family of models writes tool calls: `begin`, `opening`, one or more objects, `end`."""
-
-    name: str
-    begin: str  # empty: an output with calls is nothing but calls
-    opening: str  # one character, or none
-    separator: str  # one character between two objects, or none
-    end: str
-    arguments: str  # the key of a call's arguments
-
-
-ARGUMENTS = ("arguments", "parameters")
-KEYS = ("name", "type", "id", *ARGUMENTS)  # of a call's object; an object with another key is no call
-
-
-class CallObject:
-    """Follows the JSON object of a call, one character at a time: its name and its arguments, in any order.
-
-    `names`: the tools that can be called, None for any. `bare`: a call may lack arguments.
-    """
-
-    def __init__(self, names: Collection[str] | None, *, bare: bool) -> None:
-        self.names, self.bare = names, bare
-        self.raw: list[str] = []  # what was read before the call was announced
-        self.depth = 0
-        self.in_string = self.escaped = False
-        self.key: str | None = None  # at depth 1, the key whose value follows
-        self.span: list[str] = []  # the key or value at depth 1 that is being read
-        self.name: str | None = None
-        self.arguments: list[str] = []  # what was read of them and not returned
-        self.kind = ""  # the first character of the arguments
-        self.complete = False  # whether the arguments are complete
-        self.announced = self.ended = False
-        self.wrong = False  # it is no call: its text is `raw`
-
-    def see(self, character: str, events: list[Event]) -> None:
-        """Take the next character. Look at `ended` and `wrong` afterwards."""
-        if not self.announced:
-            self.raw.append(character)
-        self._follow(character)
-        if not self.announced:
-            self._announce(events)
-        if self.announced and self.arguments:
-            events.append(Arguments("".join(self.arguments)))
-            self.arguments = []
-
-    def _announce(self, events: list[Event]) -> None:
-        if self.ended and not self.kind and self.bare:
-            self.kind, self.arguments = "{", ["{", "}"]
-        if self.ended and self.kind and self.kind != "{":
-            text = unquoted("".join(self.arguments))
-            self.kind, self.arguments, self.wrong = "{", [text], self.wrong or not is_object(text)
-        if self.wrong or self.name is None or self.kind != "{":
-            self.wrong |= self.ended
-        elif self.names is not None and self.name not in self.names:
-            self.wrong = True
-        else:
-            self.announced, self.raw = True, []
-            events.append(Call(self.name))
-
-    def _follow(self, character: str) -> None:
-        if self.in_string:
-            self._extend(character)
-            self.in_string = self.escaped or character != '"'
-            self.escaped = not self.escaped and character == "\\"
-        elif character in "{[":
-            self.depth += 1
-            if self.depth > 1:
-                self._extend(character)
-        elif character in "}]":
-            self.depth -= 1
-            if self.depth:
-                self._extend(character)
-                self.complete |= self.depth == 1 and self.key in ARGUMENTS
-            else:
-                self._end_value()
-                self.ended = True
-        elif self.depth > 1:
-            self.in_string = character == '"'
-            self._extend(character)
-        elif character == ":" and self.key is None:
-            self.key = decoded("".join(self.span))
-            self.span = []
-            self.wrong |= self.key not in KEYS
-        elif character == ",":
-            self._end_value()
-        elif not character.isspace():
-            self.in_string = character == '"'
-            self._extend(character)
-
-    def _extend(self, character: str) -> None:
-        if self.key not in ARGUMENTS:
-            self.span.append(character)
-        elif not self.complete:
-            self.kind = self.kind or character
-            self.arguments.append(character)
-
-    def _end_value(self) -> None:
-        if self.key is None:
-            self.wrong |= bool(self.span)
-        elif self.key == "name":
-            self.name = decoded("".join(self.span))
-            self.wrong |= not self.name
-        self.complete |= self.key in ARGUMENTS
-        self.key, self.span = None, []
-
-
-def decoded(text: str) -> str | None:
-    """The string that a JSON text is; None if it is none, or if it has a lone surrogate and so cannot be sent."""
-    try:
-        value = json.loads(text)
-        if isinstance(value, str):
-            value.encode()
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, str) else None
-
-
-def unquoted(arguments: str) -> str:
-    """Arguments that are not an object: some models write its JSON as a string, or null for none."""
-    text = decoded(arguments)
-    return "{}" if arguments == "null" or text == "" else arguments if text is None else text
-
-
-def is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False
-
 
 class FindsCalls:
-    """Finds tool calls in an output. White space around the calls is dropped.
+    """Finds tool calls in an output. White space around the calls is dropped, and what the form has around them.
 
-    `names`: the tools that can be called. In a form without a marker, an object that names none of them is content.
+    `tools`: the schemas of the arguments of the tools that can be called, by name.
     """
 
-    def __init__(self, form: ToolForm, names: Collection[str]) -> None:
-        self.form, self.names = form, None if form.begin else names
-        self.marker = Marker(form.begin) if form.begin else None
-        self.state = "text" if form.begin else "open"  # text, open (before an object), call, after (an object)
-        self.opening = form.opening  # what must come before the object
-        self.before: list[str] = []  # read in the state open, and perhaps content
-        self.held = ""  # read in the state after, and perhaps the form's end
-        self.blank: list[str] = []  # white space of the content, which is dropped if a call follows
-        self.follows = False  # nothing but white space came since the latest call
-        self.call = CallObject(self.names, bare=True)
+    in_reasoning = False
+
+    def __init__(self, form: CallForm, tools: Mapping[str, Any]) -> None:
+        self.form, self.tools = form, tools
+        self.markers = Markers(form.begin, *form.around) if form.begin else None
+        self.reading: Reading | None = None  # where no call is being read
+        self.reads: Reads[None]
+        self.raw: list[str] = []  # what was read since the call's beginning, or since the latest call of a list
+        self.blank: list[str] = []  # what is dropped if a call follows, and else content
+        self.follows = False  # nothing else came since the latest call
+        self.in_call = False
+        if not form.begin:
+            self._begin("")
 
     def feed(self, text: str) -> list[Event]:
         events: list[Event] = []
@@ -328,54 +185,44 @@ class FindsCalls:
             self._see(character, events)
         return merged(events)
 
+    def _begin(self, marker: str) -> None:
+        self.raw, self.reading = [marker], Reading()
+        self.reads = self.form.read(self.reading, self.tools)
+        next(self.reads)
+
     def _see(self, character: str, events: list[Event]) -> None:
-        if self.state == "text":
-            before = character if self.marker is None else self.marker.see(character)
-            if before is None:
-                self.before, self.state, self.opening = [self.form.begin], "open", self.form.opening
-            else:
-                self._content(before, events)
-        elif self.state == "open":
-            self._open(character, events)
-        elif self.state == "call":
-            self.call.see(character, events)
-            if self.call.wrong and not self.call.announced:
-                self._give_up(self.call.raw, events)
-            elif self.call.announced:
-                self.blank, self.before, self.held, self.follows = [], [], "", True
-                if self.call.ended:
-                    self.state = "after"
-        else:
-            self._after(character, events)
-
-    def _open(self, character: str, events: list[Event]) -> None:
-        if character.isspace() or (self.opening and character == self.opening):
-            self.before.append(character)
-            self.opening = self.opening if character.isspace() else ""
-        elif character == "{" and not self.opening:
-            self.state = "call"
-            self.call = CallObject(self.names, bare=bool(self.form.begin))
-            self.call.see(character, events)
-        else:
-            self._give_up([], events)
-            self._see(character, events)  # it may begin the next call
-
-    def _after(self, character: str, events: list[Event]) -> None:
-        if character.isspace() and not self.held.strip():
+        if self.reading is not None:
+            self._read(character, self.reading, events)
             return
-        self.held += character
-        if self.held == self.form.separator:
-            self.before, self.held, self.state = [self.held], "", "open"
-        elif self.held == self.form.end:
-            self.held, self.state = "", "text"
-        elif not self.form.end.startswith(self.held):
-            held, self.held, self.state = self.held, "", "text"
-            for each in held:  # it may begin the next call
+        before = character if self.markers is None else self.markers.see(character)
+        if before is not None:
+            self._content(before, events)
+        elif self.markers is not None and self.markers.found == self.form.begin:
+            self._begin(self.form.begin)
+        elif self.markers is not None and not self.follows:
+            self.blank.append(self.markers.found)
+
+    def _read(self, character: str, reading: Reading, events: list[Event]) -> None:
+        self.raw.append(character)
+        wrong: NoCall | None = None
+        try:
+            self.reads.send(character)
+        except StopIteration:
+            self.reading = None
+        except NoCall as error:
+            wrong, self.reading = error, None
+        if reading.call is not None:
+            self._tell(reading.call, events)
+            reading.call = None
+        elif wrong is not None:
+            raw, self.raw = "".join(self.raw), []
+            self._content(raw.removesuffix(wrong.rest), events)
+            for each in wrong.rest:  # it may begin the next call
                 self._see(each, events)
 
-    def _give_up(self, rest: list[str], events: list[Event]) -> None:
-        before, self.before, self.state = self.before, [], "text"
-        self._content("".join([*before, *rest]), events)
+    def _tell(self, call: Found, events: list[Event]) -> None:
+        events += [Call(call[0]), Arguments(call[1])]
+        self.raw, self.blank, self.follows = [], [], True
 
     def _content(self, text: str, events: list[Event]) -> None:
         if self.follows:
@@ -388,16 +235,117 @@ class FindsCalls:
 
     def finish(self) -> list[Event]:
         events: list[Event] = []
-        if self.state == "call" and not self.call.announced:
-            self._give_up(self.call.raw, events)
-        elif self.state == "open":
-            self._give_up([], events)
-        elif self.state == "text" and self.marker is not None:
-            self._content(self.marker.held, events)
+        if self.reading is not None:
+            call = self.reading.cut()
+            if call is not None:
+                self.in_call = True
+                self._tell(call, events)
+            elif not self.reading.closes:
+                self._content("".join(self.raw), events)
+        elif self.markers is not None:
+            self._content(self.markers.held, events)
         return merged([*events, *map(Content, self.blank)])
 
-    @property
-    def in_call(self) -> bool:
-        return self.state == "call" and self.call.announced
 
-    in_reasoning = False
+# The text before a message; its end may be missing where the output ends.
+HEADER = re.compile(
+    r"(?:<\|start\|>)?(?:assistant)?\s*(?:to=(?P<to>[^\s<]+)\s*)?"
+    r"(?:<\|channel\|>\s*(?P<channel>\w*)\s*(?:to=(?P<recipient>[^\s<]+)\s*)?(?:<\|constrain\|>\s*)?\w*)?"
+)
+HEADER_BEGINS = ("<|start|>", "<|channel|>", "assistant", "to=")
+CHANNELS = {"analysis": "reasoning", "commentary": "content", "final": "content"}
+FUNCTIONS = "functions."
+
+
+class FindsChannels:
+    """Reads an output that is a sequence of messages, each with a header that names its channel. Analysis is reasoning,
+    a message to a function is a call of it, and the others are content. What is none of these is content, its header
+    included.
+
+    `tools`: the tools that can be called. `begun`: the prompt has the header of an analysis already.
+    """
+
+    def __init__(self, tools: Mapping[str, Any], *, begun: bool) -> None:
+        self.tools = tools
+        self.markers = Markers("<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+        self.state = "reasoning" if begun else "header"  # or call, or content
+        self.raw: list[str] = []  # of a header, or of a call with its header
+        self.name = ""
+        self.arguments = JsonObject()
+        self.in_call = self.in_reasoning = False
+
+    def feed(self, text: str) -> list[Event]:
+        events: list[Event] = []
+        for character in text:
+            state, before = self.state, self.markers.see(character)
+            if before is None:
+                self._mark(self.markers.found, events)
+            else:
+                self._text(before, events)
+            self.in_reasoning = "reasoning" in (state, self.state)
+        return merged(events)
+
+    def _mark(self, marker: str, events: list[Event]) -> None:
+        if marker != "<|message|>":
+            self._give_up(events)
+            self.state, self.raw = "header", [marker] if marker == "<|start|>" else []
+        elif self.state == "header":
+            self._begin(events)
+        else:
+            self._text(marker, events)
+
+    def _begin(self, events: list[Event]) -> None:
+        """A message begins after its header."""
+        found = HEADER.fullmatch("".join(self.raw).strip())
+        to = found and (found["to"] or found["recipient"])
+        state = CHANNELS.get(found["channel"] or "") if found else None
+        self.raw.append("<|message|>")
+        if state and to and to.startswith(FUNCTIONS) and self.tools:
+            self.state, self.name, self.arguments = "call", to.removeprefix(FUNCTIONS), JsonObject()
+        elif state and not to:
+            self.state, self.raw = state, []
+        else:
+            self._give_up(events)
+
+    def _text(self, text: str, events: list[Event]) -> None:
+        if self.state == "reasoning":
+            events.append(Reasoning(text))
+        elif self.state == "content":
+            events.append(Content(text))
+        else:
+            self.raw.append(text)
+            if self.state == "call":
+                self._follow(text, events)
+            else:
+                begun = "".join(self.raw[:16]).lstrip()[: len("<|channel|>")]
+                if not any(each.startswith(begun) or begun.startswith(each) for each in HEADER_BEGINS):
+                    self._give_up(events)
+
+    def _follow(self, text: str, events: list[Event]) -> None:
+        try:
+            for character in text:
+                self.arguments.see(character)
+        except NoCall:
+            self._give_up(events)
+        if self.arguments.ended:
+            self._tell(events)
+
+    def _tell(self, events: list[Event]) -> None:
+        events += [Call(self.name), Arguments(self.arguments.text().lstrip())]
+        self.state, self.raw = "header", []
+
+    def _give_up(self, events: list[Event]) -> None:
+        """What was read and not told is content."""
+        events.append(Content("".join(self.raw)))
+        self.state, self.raw = "content", []
+
+    def finish(self) -> list[Event]:
+        events: list[Event] = []
+        self._text(self.markers.held, events)
+        raw = "".join(self.raw)
+        if self.state == "call" and self.arguments.open:
+            self.in_call = True
+            self._tell(events)
+        elif not (raw.startswith("<|") and self.state == "header" and HEADER.fullmatch(raw)):
+            self._give_up(events)
+        return merged(events)

@@ -82,7 +82,7 @@ class Reading:
         """The part's text in pieces, each with the number of tokens that end in it: token by token, to know which are
         reasoning. Where text was held back, the last piece may have no token.
         """
-        text, ends = part.piece.text[part.echoed :], [0, *accumulate(part.piece.lengths)]
+        text, ends = part.piece.text, [0, *accumulate(part.piece.lengths)]
         if self.chat.family.reasoning is None:
             yield text, len(part.piece.tokens)
             return
@@ -92,10 +92,8 @@ class Reading:
 
     def _fed(self, parser: Parser, piece: tuple[str, int]) -> list[Event]:
         text, tokens = piece
-        before = parser.in_reasoning
         found = parser.feed(text)
-        if before or parser.in_reasoning:
-            self.reasoning_tokens += tokens
+        self.reasoning_tokens += tokens * parser.in_reasoning
         return found
 
     def _wanted(self, event: Event) -> bool:

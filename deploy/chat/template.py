@@ -101,9 +101,9 @@ class ChatTemplate:
         require(not continues_calls, "continue_final_message", True, rule)
         chat, size = await asyncio.to_thread(self.prepared, messages, tools, variables)
 
-        def encoded(tokenizer: Any) -> tuple[int, ...]:
+        def rendered(tokenizer: Any, chat: list[dict[str, Any]]) -> Any:
             try:
-                ids = tokenizer.apply_chat_template(
+                return tokenizer.apply_chat_template(
                     chat,
                     tools=[*tools] or None,
                     chat_template=self.source,
@@ -114,10 +114,15 @@ class ChatTemplate:
                     **variables,
                 )
             except TEMPLATE_ERRORS as error:
+                if isinstance(error, TypeError) and (texts := with_texts(chat)) != chat:
+                    return rendered(tokenizer, texts)
                 reason = " ".join(str(error).split())
                 raise InvalidValueError(
                     "messages", f"{len(chat)} messages", f"are refused by the chat template: {reason:.500}"
                 ) from None
+
+        def encoded(tokenizer: Any) -> tuple[int, ...]:
+            ids = rendered(tokenizer, chat)
             # The plain template writes no special tokens.
             first = tokenizer("")["input_ids"] if self.plain else []
             return (*first, *ids)
@@ -146,6 +151,29 @@ class ChatTemplate:
         except UnicodeEncodeError:
             raise InvalidValueError("messages", "their text", "must be text without lone surrogates") from None
         return chat, len(text)
+
+
+def thinking_variables(template: str, effort: str | None) -> dict[str, Any]:
+    """The variables by which this template is told how much to reason: `none`, `minimal`, `low` and so on. Templates
+    that can only turn reasoning on and off turn it off for `none`; there are none for others, nor without an effort.
+    """
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template:
+        return {"reasoning_effort": effort}
+    return {"enable_thinking": effort != "none"} if "enable_thinking" in template else {}
+
+
+def with_texts(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages with the arguments of calls as texts, for templates that cannot write objects."""
+
+    def written(call: dict[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": text}}
+
+    calls = [{"tool_calls": [*map(written, each["tool_calls"])]} if "tool_calls" in each else {} for each in chat]
+    return [{**message, **texts} for message, texts in zip(chat, calls, strict=True)]
 
 
 def read(path: str) -> str:

@@ -1,6 +1,7 @@
 """The turns of a chat, made of what other APIs send, in an order that the model's template takes."""
 
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 from typing import Any
 
 from deploy.chat.template import ChatTemplate
@@ -16,27 +17,30 @@ def written(role: Any, texts: Sequence[str], **fields: Any) -> Message:
 
 
 def as_templates_take(turns: Iterable[Message], template: ChatTemplate) -> list[Message]:
-    """The turns with one system message at the beginning, and one message of the user or the assistant wherever several
-    follow each other. Later messages of the system are the user's where the template cannot have them.
+    """The turns, where those of one role that follow each other are one message, except a tool's. The system's come
+    first; later ones are the user's where the template cannot have them.
     """
-    found: list[Message] = []
+    roles: list[tuple[str, Message]] = []
+    leads = True
     for turn in turns:
-        system, leads = turn.role in ("system", "developer"), all(each.role == "system" for each in found[:2])
-        role = "system" if system and (leads or template.system_anywhere) else "user" if system else turn.role
-        if found and found[-1].role == role and (role in ("user", "assistant") or (system and leads)):
-            found[-1] = together(found[-1], turn)
-        else:
-            found.append(turn if role == turn.role else written(role, texts_of(turn)))
+        system = turn.role in ("system", "developer")
+        leads = leads and system
+        late = "system" if template.system_anywhere else "user"
+        roles.append(("system" if leads else late if system else turn.role, turn))
+    found: list[Message] = []
+    for role, group in groupby(roles, key=lambda pair: pair[0]):
+        several = [turn for _, turn in group]
+        found += several if role == "tool" else [together(role, several)]
     return found
 
 
-def together(one: Message, other: Message) -> Message:
-    """One message that says what both say, in the role of the first."""
-    thoughts = [each.reasoning_content for each in (one, other) if each.reasoning_content]
+def together(role: str, turns: Sequence[Message]) -> Message:
+    """One message that says what all say."""
+    thoughts = [each.reasoning_content for each in turns if each.reasoning_content]
     return written(
-        one.role,
-        [*texts_of(one), *texts_of(other)],
-        tool_calls=[*(one.tool_calls or ()), *(other.tool_calls or ())] or None,
+        role,
+        [text for each in turns for text in texts_of(each)],
+        tool_calls=[call for each in turns for call in each.tool_calls or ()] or None,
         reasoning_content="\n".join(thoughts) or None,
     )
 

@@ -11,6 +11,7 @@ from pydantic import Field
 
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
+from deploy.chat.template import thinking_variables
 from deploy.client_request import MAX_MESSAGES, MAX_TOOLS, ClientRequest
 from deploy.openai_api.requests import Body, CommonRequest, Int, ListOf, at_most, checked_as, common_request_from
 from deploy.service import Service
@@ -19,6 +20,7 @@ from triforce_core.sampling.guides import Guide
 
 MAX_TOP_LOGPROBS = 20
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+JSON_FORMS = ("json_schema", "json_object")  # of guides that allow for calls, too
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
 
 
@@ -90,6 +92,12 @@ ToolChoice = Annotated[
 ]
 
 
+Effort = Annotated[
+    Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None,
+    checked_as("must be none, minimal, low, medium, high or xhigh"),
+]
+
+
 class ChatRequest(CommonRequest):
     """The body of a chat completion request: OpenAI's fields, then those of this server."""
 
@@ -108,6 +116,7 @@ class ChatRequest(CommonRequest):
         False, description="the last message is continued; with `add_generation_prompt: false` only"
     )
     chat_template_kwargs: dict[str, Any] | None = Field(None, description="variables for the model's chat template")
+    reasoning_effort: Effort = Field(None, description="how much to reason, for models whose chat template knows of it")
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +125,7 @@ class Chat:
 
     asked: ClientRequest
     family: Family
-    tools: tuple[str, ...]  # names of the functions that may be called
+    tools: dict[str, Any]  # the schemas of the arguments of the functions that may be called, by name
     single_call: bool
     named: bool  # one function was forced by its name, which OpenAI's finish reasons do not call `tool_calls`
     tokenizer: Any
@@ -142,6 +151,9 @@ def chat_from(body: ChatRequest, service: Service, *, fits: bool = False) -> Cha
     service.check_model(body.model or service.model.name)
     asked = common_request_from(body, "", service.settings.speculation, service.model.sampling)
     family = Family.of(service.chat.text)
+    effort = thinking_variables(service.chat.text, body.reasoning_effort)
+    rule = "is not supported: the model's chat template knows neither reasoning_effort nor enable_thinking"
+    require(bool(effort) or body.reasoning_effort is None, "reasoning_effort", body.reasoning_effort, rule)
     require(1 <= asked.n <= service.room, "n", asked.n, f"must be at least 1 and at most {service.room}")
     tools = offered(body, family)
     asked = replace(
@@ -151,9 +163,9 @@ def chat_from(body: ChatRequest, service: Service, *, fits: bool = False) -> Cha
         logprobs=logprobs_of(body),
         shown=family.markers if tools else family.reasoning_markers,
     )
-    names = tuple(tool.function.name for tool in tools)
+    schemas = {tool.function.name: tool.function.parameters for tool in tools}
     named = isinstance(body.tool_choice, NamedTool)
-    chat = Chat(asked, family, names, body.parallel_tool_calls is False, named, service.model.tokenizer)
+    chat = Chat(asked, family, schemas, body.parallel_tool_calls is False, named, service.model.tokenizer)
 
     async def prepare() -> ClientRequest:
         messages, described = await asyncio.to_thread(plain, body.messages, tools)
@@ -162,7 +174,7 @@ def chat_from(body: ChatRequest, service: Service, *, fits: bool = False) -> Cha
             described,
             add_generation_prompt=body.add_generation_prompt,
             continue_final_message=body.continue_final_message,
-            variables=body.chat_template_kwargs,
+            variables={**effort, **(body.chat_template_kwargs or {})},
         )
         return replace(asked, prompt=prompt, guide=await guide_of(body, chat, described, prompt, service))
 
@@ -215,33 +227,33 @@ async def guide_of(
     if forced:
         require(guide is None, field, given, f"contradicts {guide and guide.name}")
         require(not chat.asked.stop, "stop", body.stop, "contradicts tool_choice: a forced call must not be cut")
-    answer: Any = None
+    answer: str | None = None
     parts: list[Guide] = []  # of the form, each by the client's name
     if guide is not None:
-        if guide.form not in ("json_schema", "json_object") or (chat.family.reasoning is None and not tools):
-            require(not tools, "tools", chat.tools, f"contradict {guide.name}")
+        if chat.family.reasoning is None and not tools:
             return guide
-        await asyncio.to_thread(guide.grammar)  # refuses what is no schema, or cannot be kept
-        answer = {"type": "object"} if guide.form == "json_object" else json.loads(guide.value)
+        require(not tools or guide.form in JSON_FORMS, "tools", [*chat.tools], f"contradict {guide.name}")
+        answer = await asyncio.to_thread(guide.grammar)  # refuses what is no schema, or cannot be kept
         field, given, parts = guide.name, guide.value, [guide]
     elif not forced:
         return None
-    for index, tool in enumerate(tools):
-        schema = tool["function"].get("parameters")
+    functions = [tool["function"] for tool in tools]
+    for index, function in enumerate(functions):
+        schema = function.get("parameters")
         if schema:
             parts.append(Guide("json_schema", json.dumps(schema), f"tools.{index}.function.parameters", schema))
             await asyncio.to_thread(parts[-1].grammar)
     if isinstance(choice, NamedTool):
-        tools = [tool for tool in tools if tool["function"]["name"] == choice.function.name]
+        functions = [function for function in functions if function["name"] == choice.function.name]
     text = grammar(
         chat.family,
-        tools,
+        functions,
         service.added_ids,
         reasoning_begun=chat.reasoning_begun(prompt),
         several=not chat.single_call and not isinstance(choice, NamedTool),
         answer=answer,
     )
-    whole = Guide("grammar", text, field, given)
+    whole = Guide("composed", text, field, given)
     try:
         await service.grammar(chat.asked, whole)  # the service keeps what it has compiled
     except InvalidValueError as error:

@@ -30,7 +30,9 @@ class Choice:
         self.scored = 0  # prompt tokens whose logprobs came
         self.logprobs = None
         if body.logprobs is not None:
-            self.logprobs = CompletionLogprobs(strings, service.meaning, body.logprobs)
+            self.logprobs = CompletionLogprobs(
+                strings, service.meaning, body.logprobs, resume=body.resume_token_ids or ()
+            )
 
     reasoning_tokens = None
 

@@ -16,6 +16,7 @@ from deploy.errors import SlowBodyError, internal_error
 from deploy.keys import ApiKeys
 from deploy.openai_api.errors import error_response
 from deploy.service import Service
+from deploy.tracing import Trace
 from triforce_core.errors import TooLargeError, TriForceError
 
 # Paths that need no key, because they tell only whether the server is there. They are asked all the time, so they are
@@ -51,6 +52,7 @@ class Guard:
             return
         headers, path = Headers(scope=scope), scope["path"]
         call = begin(Call("http", f"{scope['method']} {path}"[:256]))
+        call.trace = None if self.service.tracing is None else Trace.of(headers.items())
         given_id = headers.get(REQUEST_ID)
 
         async def tell(message: Message) -> None:
@@ -81,7 +83,12 @@ class Guard:
                 raise RuntimeError(internal_error(error)) from None  # Serve logs what is raised, with the message
         finally:
             if path not in OPEN_PATHS or call.status != 200:
-                self.service.ended(call)
+                self.ended(call, scope)
+
+    def ended(self, call: Call, scope: Scope) -> None:
+        if call.trace is not None and "route" in scope:  # FastAPI has found one
+            call.trace.route = scope["route"].path
+        self.service.ended(call)
 
 
 async def whole(receive: Receive, headers: Headers, most_bytes: int) -> bytes:

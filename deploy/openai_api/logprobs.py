@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 from llguidance import LLTokenizer
@@ -51,10 +52,12 @@ class TokenStrings:
 class CompletionLogprobs:
     """The logprobs of one choice in the form of OpenAI's completions API, as its tokens come."""
 
-    def __init__(self, strings: TokenStrings, meaning: TokenText, num_top: int) -> None:
-        self.strings, self.meaning, self.num_top = strings, meaning, num_top
+    def __init__(self, strings: TokenStrings, meaning: TokenText, num_top: int, *, resume: Sequence[int] = ()) -> None:
+        """`resume`: tokens of the output that the client has already, with their text but for what they left open."""
+        self.strings, self.meaning, self.num_top, self.resume = strings, meaning, num_top, resume
         self.detokenizer = Detokenizer(meaning)
-        self.offset = 0  # of the next token: the characters that the tokens before it complete
+        self.offset = 0  # characters that the tokens so far complete
+        self.held = ""  # what follows them if no token changes it: bytes so far that form no character, or not yet
         self.echoed = 0  # characters of the text that are the prompt's
         self.in_output = False  # whether a token of the output came
 
@@ -72,7 +75,10 @@ class CompletionLogprobs:
         if prompt:
             self.extend(found, prompt, part.prompt_logprobs)
         if part.piece.tokens and not self.in_output:
-            self.in_output, self.detokenizer, self.offset = True, Detokenizer(self.meaning), self.echoed
+            self.in_output, self.detokenizer, self.held = True, Detokenizer(self.meaning), ""
+            for token in self.resume:
+                self.place(token)
+            self.offset = self.echoed
         self.extend(found, part.piece.tokens, part.piece.logprobs)
         return found
 
@@ -81,8 +87,17 @@ class CompletionLogprobs:
             found["tokens"].append(self.strings(token))
             found["token_logprobs"].append(score.logprob)
             found["top_logprobs"].append(self.top(token, score))
-            found["text_offset"].append(self.offset)
-            self.offset += len(self.detokenizer.push(token))
+            found["text_offset"].append(self.place(token))
+
+    def place(self, token: int) -> int:
+        """Where in the text this token begins, which is the next. A token that goes on with a character begins where
+        the character does; one after bytes that form none, behind the replacement characters that stand for them.
+        """
+        completed = self.detokenizer.push(token)
+        place = self.offset + common_length(self.held, completed)
+        self.offset += len(completed)
+        self.held = self.detokenizer.held()
+        return place
 
     def top(self, token: int, score: TokenLogprobs) -> dict[str, float] | None:
         """The most probable tokens and the token itself; None where nothing predicts it. Of equal texts, the best."""
@@ -92,6 +107,11 @@ class CompletionLogprobs:
         for each, logprob in (*score.top[: self.num_top], (token, score.logprob)):
             top.setdefault(self.strings(each), logprob)
         return top
+
+
+def common_length(one: str, other: str) -> int:
+    """How many characters both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 
 def logprobs_fields() -> dict[str, list[Any]]:

@@ -130,7 +130,7 @@ class ResponseAnswer:
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
             "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
-            "tool_choice": "auto" if body.tool_choice is None else body.model_dump()["tool_choice"],
+            "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "tools": [*(body.tools or ())],
             "truncation": "disabled",
             "usage": None,

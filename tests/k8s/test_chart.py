@@ -259,6 +259,21 @@ def test_the_secret_with_the_keys_is_the_file_that_the_settings_name(tmp_path: P
     assert "api_keys" not in without["applications"][0]["args"]["server"]
 
 
+def test_variables_that_are_given_are_those_of_all_pods(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    secret = {"secretKeyRef": {"name": "collector", "key": "headers"}}
+    given = [
+        {"name": "OTEL_EXPORTER_OTLP_ENDPOINT", "value": "http://collector:4318"},
+        {"name": "OTEL_EXPORTER_OTLP_HEADERS", "valueFrom": secret},
+    ]
+    values.write_text(yaml.safe_dump({"workers": {"separate": True}, "env": given}))
+    pods = pod_templates(rendered(values))
+    assert len(pods) > 2
+    for pod in pods.values():
+        assert pod["spec"]["containers"][0]["env"][-2:] == given
+    assert not [name for name in environment(pod_templates(rendered(EXAMPLES[0]))["head"]) if "OTEL" in name]
+
+
 WRONG = {
     "settings.server.api_keys": ("settings: {server: {api_keys: /a/file}}", "apiKeysSecret"),
     "settings.target.offload": ("settings: {target: {offload: cloud}}", "offload"),
@@ -285,6 +300,7 @@ WRONG = {
     "head.resources": ("head: {resources: null}", "head: resources is required"),
     "podMonitor": ("podMonitor: null", "podMonitor is required"),
     "podMonitor.authorization": ("{apiKeysSecret: keys, podMonitor: {enabled: true}}", "podMonitor.authorization"),
+    "env": ("env: [{name: A, text: b}]", "text"),
     "image.tags": ("image: {tags: latest}", "tags"),
     "fullnameOverride": ("fullnameOverride: Upper", "fullnameOverride"),
 }

@@ -61,6 +61,11 @@ def of_ebnf(grammar: str) -> str:
     return checked("grammar", grammar, lambda: grammar_from("lark" if LARK.search(grammar) else "ebnf", grammar))
 
 
+def of_composed(grammar: str) -> str:
+    """A grammar as the library keeps it, which was composed of others."""
+    return checked("grammar", grammar, lambda: grammar)
+
+
 @dataclass(frozen=True, slots=True)
 class Guide:
     """What a client asks the output to be: a form, one of `FORMS`, with its value."""
@@ -124,4 +129,5 @@ FORMS: dict[str, Callable[[Any], str]] = {
     "regex": of_regex,
     "choice": of_choice,
     "grammar": of_ebnf,
+    "composed": of_composed,  # not for clients
 }

@@ -5,9 +5,10 @@ Whatever is rewritten allows the same texts or fewer, so that each output is val
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
-from itertools import combinations
+from functools import partial
+from itertools import combinations, permutations
 from typing import Any
 
 MAX_EXACT = 2**53  # the library reads all numbers as doubles, and integers are all different up to here
@@ -51,6 +52,9 @@ def whole(pattern: str) -> str:
 def _kept(schema: Any, root: Any, at: str) -> Any:
     if not isinstance(schema, dict):
         return schema
+    for key, rewritten in LACKING.items():
+        if key in schema:
+            schema = _at(f"{at}.{key}" if at else key, partial(rewritten, root=root), schema)
     made = {
         key: _keyword(key, value, root, f"{at}.{key}" if at else key) for key, value in schema.items() if key != OPTIONS
     }
@@ -247,6 +251,123 @@ KEYWORDS: dict[str, Callable[[Any], Any]] = {
     "multipleOf": _multiple,
     "pattern": _pattern,
     "$ref": _reference,
+}
+
+
+# -- keywords that the library lacks -----------------------------------------------------------------------------------
+
+
+MAX_ARRANGEMENTS = 500  # arrays that stand for one with uniqueItems: 5 different items in any order are 326
+ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
+
+
+def _different_items(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """The schema without `uniqueItems`: of few different items, all arrays are listed."""
+    wanted, made = schema["uniqueItems"], {key: value for key, value in schema.items() if key != "uniqueItems"}
+    if not isinstance(wanted, bool):
+        raise ValueError(f"{wanted!r} must be true or false")
+    most = schema.get("maxItems", math.inf)
+    if not wanted or most <= 1:
+        return made
+    first = schema.get("prefixItems", [])
+    if first and (schema.get("items") is False or most <= len(first)) and _exclude_each_other(first, root):
+        return made
+    items = None if first or schema.get("type") != "array" else _values(schema.get("items"), root)
+    if items is None:
+        raise ValueError(
+            "must be of an array whose items have few values (enum, const, boolean), or maxItems at most 1"
+        )
+    different = [each for place, each in enumerate(items) if not any(_equal(each, other) for other in items[:place])]
+    lengths = range(schema.get("minItems", 0), int(min(most, len(different))) + 1)
+    if not lengths:
+        raise ValueError(f"there are only {len(different)} different items")
+    count = sum(math.perm(len(different), length) for length in lengths)
+    if count > MAX_ARRANGEMENTS:
+        raise ValueError(f"{count} arrays are possible, which must be at most {MAX_ARRANGEMENTS}: lower maxItems")
+    arrays = [list(each) for length in lengths for each in permutations(different, length)]
+    kept_keys = {key: value for key, value in made.items() if key not in ("type", "items", "minItems", "maxItems")}
+    return kept_keys | {"enum": arrays}
+
+
+def _values(schema: Any, root: Any) -> list[Any] | None:
+    """All values that are valid under the schema; None where they are not listed."""
+    schema = _resolved(schema, root)
+    if not isinstance(schema, dict):
+        return None
+    said = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
+    if said.keys() == {"anyOf"}:
+        branches = [_values(each, root) for each in said["anyOf"]]
+        return None if None in branches else [value for branch in branches for value in branch or ()]
+    if said == {"type": "boolean"}:
+        return [True, False]
+    if said == {"type": "null"}:
+        return [None]
+    if said.keys() - {"type"} not in ({"enum"}, {"const"}):
+        return None
+    values = said["enum"] if "enum" in said else [said["const"]]
+    return [value for value in values if _type_of(value) in _types(said)]
+
+
+def _type_of(value: Any) -> str:
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array", dict: "object"}
+    return "integer" if isinstance(value, float) and value.is_integer() else kinds.get(type(value), "null")
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """As JSON: true is not 1."""
+    if isinstance(one, bool) or isinstance(other, bool):
+        return one is other
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(_equal(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def _named_properties(schema: dict[str, Any], root: Any) -> dict[str, Any]:
+    """The schema without `propertyNames`: names that are listed become properties, and others patterns."""
+    made = {key: value for key, value in schema.items() if key != "propertyNames"}
+    names = _resolved(schema["propertyNames"], root)
+    if (listed := _values(names, root)) is not None:
+        return _with_names(made, [name for name in listed if isinstance(name, str)])
+    if names is True:
+        return made
+    said = {key: value for key, value in names.items() if key not in ANNOTATIONS} if isinstance(names, dict) else None
+    if said in ({}, {"type": "string"}):
+        return made  # every name is a string
+    pattern = _pattern_of_names(said) if said else None
+    if pattern is None or made.get("properties") or made.get("patternProperties"):
+        raise ValueError("must be an enum; or a pattern, or lengths, where there are no properties")
+    _pattern(pattern)
+    other = made.get("additionalProperties", True)
+    return made | {"patternProperties": {pattern: other}, "additionalProperties": False}
+
+
+def _pattern_of_names(said: dict[str, Any]) -> str | None:
+    """The pattern of names of which the schema says only a pattern, or only lengths."""
+    if said.get("type", "string") != "string":
+        return None
+    if said.keys() - {"type"} == {"pattern"}:
+        return str(said["pattern"])
+    if said.keys() - {"type"} <= {"minLength", "maxLength"}:
+        return rf"^[\s\S]{{{said.get('minLength', 0):d},{said.get('maxLength', '')}}}$"
+    return None
+
+
+def _with_names(schema: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """The schema of objects whose properties have no other names than these."""
+    if "patternProperties" in schema:
+        raise ValueError("must not stand beside patternProperties")
+    declared, other = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties = {name: declared.get(name, other) for name in names if name in declared or other is not False}
+    if lacking := [name for name in schema.get("required", ()) if name not in properties]:
+        raise ValueError(f"excludes {lacking[0]!r}, which is required")
+    return schema | {"properties": properties, "additionalProperties": False}
+
+
+LACKING: dict[str, Callable[..., dict[str, Any]]] = {
+    "uniqueItems": _different_items,
+    "propertyNames": _named_properties,
 }
 
 

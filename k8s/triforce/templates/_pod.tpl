@@ -138,4 +138,7 @@ outlives a Ray that is killed, so it suits pods only.
 {{- with .Values.models.hub.tokenSecret }}
 - {name: HF_TOKEN, valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $.Values.models.hub.tokenKey | quote }}}}}
 {{- end }}
+{{- with .Values.env }}
+{{ toYaml . }}
+{{- end }}
 {{- end -}}

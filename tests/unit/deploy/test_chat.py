@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
-from collections.abc import AsyncGenerator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -22,74 +19,17 @@ from deploy.errors import OverloadedError
 from deploy.openai_api import chat
 from deploy.openai_api.chat_requests import ChatRequest, Message
 from deploy.openai_api.routes import http_app
-from deploy.service import ServedModel, Service
-from tests.chat_models import ENDS, tokenizer
+from tests.answering import ANSWERS, ARGUMENTS, CALL, TOOLS, USER, Answering, demo, service_of
+from tests.chat_models import tokenizer
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
-from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
-from triforce_core.config import load_settings
 from triforce_core.errors import DeadlineError, UnavailableError
 from triforce_core.sampling.guides import Guide
-
-USER = {"role": "user", "content": "How warm is it in Łódź?"}
-PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "…", "parameters": PARAMETERS}}]
-ARGUMENTS = '{"city": "</tool_call> Łódź"}'
-CALL = {
-    "qwen": f'{{"name": "weather", "arguments": {ARGUMENTS}}}',
-    "llama": f'{{"name": "weather", "parameters": {ARGUMENTS}}}',
-}
-ANSWERS = {
-    "qwen": f"<think>\nI look.\n</think>\n\n<tool_call>\n{CALL['qwen']}\n</tool_call>",
-    "mistral": f"[TOOL_CALLS] [{CALL['qwen']}]",
-    "llama": CALL["llama"],
-}
-
 
 TEXT = {"type": "text", "text": "a"}
 
 
 def tool(name: str, parameters: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"type": "function", "function": {"name": name, "parameters": parameters}}]
-
-
-@cache
-def demo() -> ServedModel:
-    return ServedModel.load(load_settings())
-
-
-class Answering:
-    """Answers with the tokens of a text, in blocks cut at random, and ends as a model does, or by `length`."""
-
-    def __init__(self, family: str, text: str, *, cut: int, length: bool = False) -> None:
-        self.ids = tokenizer(family).encode(text, add_special_tokens=False)
-        self.end = gen.FINISH_REASON_LENGTH if length else gen.FINISH_REASON_STOP
-        self.random = random.Random(cut)
-        self.requests: list[pb.DecodeRequest] = []
-
-    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
-        self.requests.append(request)
-        left = self.ids
-        stats = pb.DecodeStats(decoded=len(self.ids), decode_s=0.01, tallies=[pb.Tally(rounds=1)] * 3)
-        while left:
-            size = self.random.choice([1, 1, 2, 3, 7, 30, 1000])
-            block, left = left[:size], left[size:]
-            scores = [gen.TokenLogprobs(logprob=-0.5) for _ in block] if request.HasField("logprobs") else []
-            for score, token in zip(scores, block, strict=False):
-                score.top_ids.extend([token, 5])
-                score.top_logprobs.extend([-0.5, -1.5])
-            yield pb.DecodeEvent(token_ids=block, origins=bytes(len(block)), logprobs=scores, stats=stats)
-        yield pb.DecodeEvent(finish_reason=self.end, stats=stats)
-
-    async def status(self) -> dict[str, list[pb.TierStatus]]:
-        return {}
-
-    async def check(self) -> None:
-        """The pipeline can serve."""
-
-
-def service_of(family: str, pipelines: Answering) -> Service:
-    end = tokenizer(family).convert_tokens_to_ids(ENDS[family])
-    return Service(load_settings(), replace(demo(), tokenizer=tokenizer(family), stop_token_ids=(end,)), pipelines)
 
 
 @contextmanager
@@ -445,6 +385,43 @@ def test_a_reasoning_model_reasons_before_the_form_that_was_asked_for() -> None:
         message = ask(client, response_format={"type": "json_object"}).choices[0].message
         assert "thought" in pipelines.requests[-1].grammar
     assert (message.content, message.reasoning_content) == ('{"a": 1}', "hm")
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_regex": "[0-9]+ .C"},
+        {"guided_choice": ["3 °C", "cold"]},
+        {"guided_grammar": 'start: NUMBER " °C"\nNUMBER: /[0-9]+/'},
+        {"structured_outputs": {"grammar": 'root ::= [0-9]+ " °C"'}},
+    ],
+    ids=lambda fields: next(iter(fields)),
+)
+def test_a_reasoning_model_reasons_before_whatever_was_asked_for(fields: dict[str, Any]) -> None:
+    from llguidance import LLMatcher
+    from llguidance.hf import from_tokenizer
+
+    with answered("qwen", "<think>hm</think>3 °C") as (client, pipelines):
+        message = ask(client, extra_body=fields).choices[0].message
+        matcher = LLMatcher(from_tokenizer(tokenizer("qwen")), pipelines.requests[-1].grammar, log_level=0)
+    assert (message.content, message.reasoning_content) == ("3 °C", "hm")
+    assert matcher.try_consume_tokens(pipelines.ids) == len(pipelines.ids)
+    assert matcher.is_accepting()
+
+
+def test_how_much_to_reason_reaches_the_template(monkeypatch: pytest.MonkeyPatch) -> None:
+    template = tokenizer("qwen").chat_template
+    for word, said in (("reasoning_effort", "low"), ("enable_thinking", "True"), ("other", None)):
+        monkeypatch.setattr(tokenizer("qwen"), "chat_template", f"{template}[{{{{ {word} }}}}]")
+        with answered("qwen", "a") as (client, pipelines):
+            if said is None:
+                with pytest.raises(BadRequestError, match="reasoning_effort: 'low' is not supported"):
+                    ask(client, reasoning_effort="low")
+            else:
+                ask(client, reasoning_effort="low")
+                assert prompt_of("qwen", pipelines).endswith(f"[{said}]")
+                ask(client, reasoning_effort="low", extra_body={"chat_template_kwargs": {word: "x"}})
+                assert prompt_of("qwen", pipelines).endswith("[x]")
 
 
 def test_a_conversation_may_hold_what_other_servers_and_clients_put_into_it() -> None:

@@ -297,6 +297,7 @@ def test_the_tiers_figures_are_what_they_report() -> None:
     assert found["num_requests_waiting"] == {("r1",): 2}
     assert found["kv_cache_used_tokens"] == {("r1",): 300}
     assert found["kv_cache_capacity_tokens"] == {("r1",): 1000}
+    assert found["kv_cache_usage_ratio"] == {("r1",): 0.3}
     assert found["kv_cache_kept_tokens"] == {("r1",): 400}
     assert found["kv_cache_dropped_tokens_total"] == {("r1",): 250}
     assert found["prefix_tokens_total"] == {("r1", "hit"): 900, ("r1", "miss"): 700}
@@ -323,6 +324,10 @@ def test_a_tier_that_does_not_answer_is_not_ready_and_left_out() -> None:
     assert found["tier_ready"] == ready
     others = {labels for name, series in found.items() if name != "tier_ready" for labels in series}
     assert not [labels for labels in others if "r2" in labels]
+
+
+def test_a_pool_of_unknown_size_has_no_share() -> None:
+    assert "kv_cache_usage_ratio" not in scrape(tiers({"r1": replica(kv_pool_tokens=0)})[0])
 
 
 def test_where_no_tier_answers_the_gateway_s_figures_are_told() -> None:

@@ -533,10 +533,11 @@ def test_the_document_tells_every_status() -> None:
     answers = document["paths"]["/v1/completions"]["post"]["responses"]
     assert set(answers) == {"200", "400", "401", "404", "408", "413", "429", "500", "503", "504"}
     assert set(document["paths"]["/v1/models/{name}"]["get"]["responses"]) == {"200", "400", "401", "404"}
-    told = [each for path in document["paths"].values() for ask in path.values() for each in ask["responses"].items()]
-    for status, answer in told:
-        if status != "200":
-            assert answer["content"]["application/json"]["schema"] == {"$ref": "#/components/schemas/ErrorBody"}
+    for path, methods in document["paths"].items():
+        body = "AnthropicErrorBody" if path.startswith("/v1/messages") else "ErrorBody"
+        for status, answer in [each for method in methods.values() for each in method["responses"].items()]:
+            if status != "200":
+                assert answer["content"]["application/json"]["schema"] == {"$ref": f"#/components/schemas/{body}"}
     error = document["components"]["schemas"]["ErrorDetails"]
     for refused in (ask(client, n=0), ask(client, prompt=5), client.get("/v1/models/x")):
         assert set(refused.json()["error"]) == set(error["properties"]) == set(error["required"])

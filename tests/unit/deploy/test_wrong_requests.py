@@ -18,8 +18,9 @@ from deploy.bounded_json import MOST
 from deploy.grpc_errors import status_of
 from deploy.openai_api.routes import http_app
 from deploy.service import Service
+from tests.answering import TOOLS, USER, Answering, service_of
 from tests.scripted import ENDED, ids, served
-from tests.unit.deploy.test_chat import TEXT, TOOLS, USER, Answering, service_of, tool
+from tests.unit.deploy.test_chat import TEXT, tool
 from triforce_core._gen.triforce.v1 import generation_pb2 as gen
 from triforce_core._gen.triforce.v1.generation_pb2_grpc import GenerationServicer, add_GenerationServicer_to_server
 from triforce_core.client import CallError, TriForceClient
@@ -247,7 +248,12 @@ TABLE: dict[str, list[Row]] = {
         ({"store": True}, "store", "is not supported"),
         ({"models": ["a", "b"]}, "models", "is not supported: leave it out or set it to []; one model"),
         ({"lora_request": {"name": "a"}}, "lora_request", "leave it out or set it to null; merge the adapter"),
-        ({"reasoning_effort": "high"}, "reasoning_effort", "is not supported"),
+        (
+            {"reasoning_effort": "high"},
+            "reasoning_effort",
+            "'high' is not supported: the model's chat template knows neith",
+        ),
+        ({"reasoning_effort": "most"}, "reasoning_effort", "must be none, minimal, low, medium, high or xhigh"),
         ({"prompt_logprobs": 1}, "prompt_logprobs", "leave it out or set it to null; use /v1/comp"),
     ],
     "sdk": [  # what the client itself refuses, because it cannot be sent

@@ -98,7 +98,7 @@ def locked() -> dict[str, Version]:
     return {canonicalize_name(pin[1]): Version(pin[2]) for pin in pins if pin}
 
 
-@pytest.mark.parametrize("extra", ["server", "dev", "docs", "tools"])
+@pytest.mark.parametrize("extra", ["server", "tracing", "dev", "docs", "tools"])
 def test_the_lock_file_satisfies_what_is_declared(extra: str) -> None:
     pins = locked()
     ours = {"triforce-serve-demo"}  # scripts/install.py installs it from its folder

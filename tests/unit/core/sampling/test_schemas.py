@@ -160,7 +160,7 @@ def test_ordinary_fields_are_accepted_and_their_outputs_valid() -> None:
                 adapter.validate_json(output)
         assert any(outputs), f"no output of {name} is complete"
     print(refused)
-    assert set(refused) <= {"set", "frozenset"}, "uniqueItems is not supported"
+    assert set(refused) <= {"set", "frozenset"}, "uniqueItems of any items is not supported"
 
 
 # schema, texts that it allows, texts that it does not: the library has most of them wrong, or refuses the schema
@@ -215,6 +215,85 @@ KEPT = {
         ['"2024-01-01"'],
         ['"1999-01-01"', '"2"'],
     ),
+    "different items": (
+        {"type": "array", "items": {"enum": [1, "1", True]}, "uniqueItems": True},
+        ["[]", '["1"]', '[true, 1, "1"]', '["1", true]'],
+        ["[1, 1]", '["1", 1, "1"]', "[2]"],
+    ),
+    "different items of a number": (
+        {"type": "array", "items": {"enum": ["a", "b", "c", "d"]}, "uniqueItems": True, "minItems": 2, "maxItems": 2},
+        ['["d", "a"]'],
+        ['["a"]', '["a", "b", "c"]', '["a", "a"]'],
+    ),
+    "different items that are equal numbers": (
+        {"type": "array", "items": {"enum": [1, 1.0, 2]}, "uniqueItems": True},
+        ["[2, 1]"],
+        ["[1, 1.0]", "[1, 1]", "[1.0, 1]"],
+    ),
+    "different items of several kinds": (
+        {
+            "$defs": {"k": {"title": "K", "enum": ["a", "b"]}},
+            "type": "array",
+            "items": {"anyOf": [{"$ref": "#/$defs/k"}, {"type": "null"}]},
+            "uniqueItems": True,
+        },
+        ['[null, "b"]', '["a", "b", null]'],
+        ["[null, null]", '["a", "a"]', "[true]"],
+    ),
+    "items of another type than they must have": (
+        {"type": "array", "items": {"type": "string", "enum": ["a", 1, None]}, "uniqueItems": True},
+        ['["a"]', "[]"],
+        ["[1]", "[null]"],
+    ),
+    "one item at most": ({"type": "array", "uniqueItems": True, "maxItems": 1}, ["[]", "[7]"], ["[7, 8]"]),
+    "items that need not differ": ({"type": "array", "uniqueItems": False}, ["[1, 1]"], ["1"]),
+    "a tuple of different types": (
+        {
+            "type": "array",
+            "prefixItems": [{"type": "string"}, {"type": "integer"}],
+            "uniqueItems": True,
+            "maxItems": 2,
+            "minItems": 2,
+        },
+        ['["a", 1]'],
+        ['["a", "a"]', '["a", 1, 2]'],
+    ),
+    "names that are listed": (
+        {"type": "object", "propertyNames": {"enum": ["a", "b", 3]}, "additionalProperties": {"type": "integer"}},
+        ["{}", '{"b": 1}', '{"a": 1, "b": 2}'],
+        ['{"c": 1}', '{"a": "x"}', '{"a": 1, "a": 2}'],
+    ),
+    "listed names beside properties": (
+        {
+            "type": "object",
+            "properties": {"a": {"const": 1}, "z": {}},
+            "propertyNames": {"enum": ["a", "b"]},
+            "additionalProperties": False,
+            "required": ["a"],
+        },
+        ['{"a": 1}'],
+        ['{"a": 2}', '{"a": 1, "b": 2}', '{"a": 1, "z": 1}', "{}"],
+    ),
+    "names with a pattern": (
+        {"type": "object", "propertyNames": {"pattern": "^[ab]"}, "additionalProperties": {"type": "null"}},
+        ["{}", '{"ax": null}'],
+        ['{"xa": null}', '{"ax": 1}'],
+    ),
+    "names of some length": (
+        {"type": "object", "propertyNames": {"type": "string", "minLength": 2, "maxLength": 3}},
+        ['{"日本": 1}', '{"a\\n\\n": 1}'],
+        ['{"": 1}', '{"a": 1}', '{"abcd": 1}', r'{"\n": 1}'],
+    ),
+    "names of some length at least": (
+        {"type": "object", "propertyNames": {"minLength": 1}},
+        ['{"a": 1}', '{"abcdefghij": 1}'],
+        ['{"": 1}'],
+    ),
+    "names that may be any": (
+        {"type": "object", "propertyNames": {"type": "string", "title": "Name"}},
+        ['{"": 1}'],
+        ["1"],
+    ),
     "branches that exclude each other": (
         {
             "$defs": {
@@ -251,7 +330,27 @@ def test_what_the_library_would_change_is_kept(case: str) -> None:
         ({"pattern": "\\P{P}"}, "pattern: of Unicode's properties"),
         ({"pattern": "[]a]"}, "pattern: .* is empty"),
         ({"minProperties": 3, "required": ["a"]}, "minProperties: 3 must be at most 2"),
-        ({"uniqueItems": True}, "uniqueItems"),
+        ({"uniqueItems": True}, "uniqueItems: must be of"),
+        (
+            {"properties": {"a": {"type": "array", "uniqueItems": True, "items": {}}}},
+            "properties.a.uniqueItems: must be",
+        ),
+        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems: must be of"),
+        ({"type": ["array", "null"], "items": {"enum": [1, 2]}, "uniqueItems": True}, "uniqueItems: must be of"),
+        ({"type": "array", "items": {"enum": [*"abcdef"]}, "uniqueItems": True}, "1957 arrays are possible"),
+        ({"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2}, "only 1 different items"),
+        ({"type": "array", "prefixItems": [{}, {"const": 1}], "uniqueItems": True, "maxItems": 2}, "uniqueItems: must"),
+        ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "uniqueItems": True}, "uniqueItems: must"),
+        ({"uniqueItems": 1}, "uniqueItems: 1 must be true or false"),
+        ({"type": "array", "items": {"$ref": "#/items"}, "uniqueItems": True}, "uniqueItems: must"),
+        ({"propertyNames": False}, "propertyNames: must be"),
+        ({"propertyNames": {"format": "date"}}, "propertyNames: must be"),
+        ({"propertyNames": {"pattern": "a", "minLength": 2}}, "propertyNames: must be"),
+        ({"propertyNames": {"pattern": "a"}, "properties": {"b": {}}}, "propertyNames: must be"),
+        ({"propertyNames": {"pattern": r"\P{L}"}}, "propertyNames: of Unicode's properties"),
+        ({"propertyNames": {"enum": ["a"]}, "patternProperties": {"b": {}}}, "propertyNames: must not stand beside"),
+        ({"propertyNames": {"enum": ["a"]}, "required": ["b"]}, "propertyNames: excludes 'b', which is required"),
+        ({"propertyNames": {"pattern": "a"}, "minProperties": 2}, "minProperties: 2 must be at most 1"),
         ({"uniqueItems": True, "x-guidance": {"lenient": True}}, "uniqueItems"),
         ({"required": 3, "minProperties": 2}, "no JSON schema"),
         ({"minimum": "x", "exclusiveMinimum": 3}, "no JSON schema"),

@@ -11,10 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.chat import parsing
-from deploy.chat.families import BRACKETED_THINK, HERMES, LLAMA3, MISTRAL, THINK, Family
+from deploy.chat.families import (
+    ANALYSIS,
+    BRACKETED_THINK,
+    CHANNELS,
+    DEEPSEEK_R1,
+    GLM,
+    HERMES,
+    KIMI,
+    LLAMA3,
+    MISTRAL,
+    NAMED_MISTRAL,
+    QWEN_CODER,
+    THINK,
+    Family,
+)
+from deploy.chat.json_text import is_object
 from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning, merged
 
-NAMES = ("get_weather", "f")
+TOOLS: dict[str, Any] = {"get_weather": None, "f": None}
 FAMILIES = {
     "qwen": Family(HERMES, THINK),
     "hermes": Family(HERMES, None),
@@ -24,8 +39,17 @@ FAMILIES = {
     "thinking llama": Family(LLAMA3, THINK),
     "r1": Family(None, THINK),
     "none": Family(None, None),
+    "named mistral": Family(NAMED_MISTRAL, None),
+    "deepseek": Family(DEEPSEEK_R1, THINK),
+    "kimi": Family(KIMI, None),
+    "coder": Family(QWEN_CODER, None),
+    "thinking coder": Family(QWEN_CODER, THINK),
+    "glm": Family(GLM, None),
+    "channels": Family(CHANNELS, ANALYSIS),
 }
 MARKERS = ["<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "]", ";"]
+MARKERS += [*NAMED_MISTRAL.markers, *DEEPSEEK_R1.markers, *KIMI.markers, *QWEN_CODER.markers, *GLM.markers]
+MARKERS += [*CHANNELS.markers, "analysis", "commentary", "final", "assistant", "to=functions.f"]
 CALLS = [
     '{"name": "f", "arguments": {"a": "</tool_call> ] ; \\" {", "b": [1, {"c": "<tool_call>"}]}}',
     '{"arguments": {"x": 1}, "name": "get_weather"}',
@@ -37,6 +61,13 @@ CALLS = [
     '{"answer": {"name": "f", "arguments": {}}}',
     '{"name": "f", "arguments": {"a": 1} nonsense}',
     "{}",
+    'f[ARGS]{"a": 1}',
+    'function<｜tool▁sep｜>f\n```json\n{"a": 1}\n```<｜tool▁call▁end｜>',
+    'functions.f:0<|tool_call_argument_begin|>{"a": 1}',
+    "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>",
+    "<tool_call>f\n<arg_key>a</arg_key>\n<arg_value>1</arg_value>\n</tool_call>",
+    '<|channel|>commentary to=functions.f<|message|>{"a": 1}<|call|>',
+    "<|channel|>analysis<|message|>hm<|end|>",
 ]
 # Markers and calls, whole or cut off anywhere, among ordinary text.
 fragment = st.one_of(
@@ -58,7 +89,7 @@ def parsed(parser: Parser, *chunks: str) -> list[Event]:
 
 
 def read(family: str, text: str, *, begun: bool = False) -> list[Event]:
-    return parsed(FAMILIES[family].parser(NAMES, reasoning_begun=begun), text)
+    return parsed(FAMILIES[family].parser(TOOLS, reasoning_begun=begun), text)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -68,18 +99,18 @@ def test_chunks_do_not_matter(family: str, text: str, cuts: list[int], begun: bo
     chunks = [text[start:end] for start, end in itertools.pairwise(places)]
     whole = read(family, text, begun=begun)
     for cut in (chunks, [*text]):
-        assert parsed(FAMILIES[family].parser(NAMES, reasoning_begun=begun), *cut) == whole
+        assert parsed(FAMILIES[family].parser(TOOLS, reasoning_begun=begun), *cut) == whole
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @given(text=texts)
 def test_a_text_without_forms_is_content(family: str, text: str) -> None:
-    for marker in ("think", "THINK", "tool_call", "TOOL_CALLS", "{"):
+    for marker in ("think", "THINK", "tool_call", "TOOL_CALLS", "{", "function", "｜", "|"):
         text = text.replace(marker, "")
     assert read(family, text) == ([Content(text)] if text else [])
 
 
-@pytest.mark.parametrize("family", ["hermes", "mistral", "llama"])
+@pytest.mark.parametrize("family", ["hermes", "mistral", "llama", "named mistral", "kimi", "coder", "glm"])
 @given(text=texts)
 def test_nothing_but_markers_and_white_space_is_lost(family: str, text: str) -> None:
     """Where no call is found, the whole text is content, whatever looked like one; white space may end at a marker."""
@@ -139,6 +170,81 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
         ),
         ("magistral", f"[THINK]a[/THINK][TOOL_CALLS][{CALL}]", [Reasoning("a"), *FOUND]),
         ("none", hermes(CALL), [Content(hermes(CALL))]),
+        (
+            "hermes",
+            hermes('{"name": "f", "arguments": {"a": 01}}'),
+            [Content(hermes('{"name": "f", "arguments": {"a": 01}}'))],
+        ),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "f", "arguments": {{"a": tru<tool_call>{CALL}',
+            [Content('<tool_call>{"name": "f", "arguments": {"a": tru'), *FOUND],
+        ),
+        (
+            "mistral",
+            f'[TOOL_CALLS][{CALL}, {{"name": "f", "arguments": {{"b": NaN}}}}]',
+            [*FOUND, Content(', {"name": "f", "arguments": {"b": NaN}}]')],
+        ),
+        (
+            "named mistral",
+            'So.[TOOL_CALLS]f[ARGS]{"a": 1}[TOOL_CALLS]f[CALL_ID]123[ARGS]{} ',
+            [Content("So."), Call("f"), Arguments('{"a": 1}'), Call("f"), Arguments("{}")],
+        ),
+        ("named mistral", "[TOOL_CALLS]f[ARGS]1", [Content("[TOOL_CALLS]f[ARGS]1")]),
+        ("named mistral", '[TOOL_CALLS]f[ARGS]{"a"', [Call("f"), Arguments('{"a"')]),
+        (
+            "kimi",
+            "functions.f:0<|tool_call_begin|>f:1<|tool_call_argument_begin|>{}<|tool_call_end|>",
+            [Content("functions.f:0<|tool_call_begin|>f:1<|tool_call_argument_begin|>{}<|tool_call_end|>")],
+        ),
+        (
+            "coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n</function>\n</tool_call>\nso",
+            [Call("f"), Arguments('{"a": 1}'), Content("so")],
+        ),
+        (
+            "coder",
+            "<function=f><parameter=a>True</parameter></function>",
+            [Call("f"), Arguments('{"a": true}')],
+        ),  # no opening marker
+        ("coder", "<tool_call>\n<function=f>\nNo, I ask.", [Content("<tool_call>\n<function=f>\nNo, I ask.")]),
+        (
+            "coder",
+            "<tool_call>\n<function=f>\n<parameter=a>\n[1]\n</parameter>\n<parameter=b>\nx",
+            [Call("f"), Arguments('{"a": [1]')],
+        ),
+        ("coder", "use <tool_call> or <function", [Content("use <tool_call> or <function")]),
+        ("glm", "<tool_call>f</tool_call>", [Call("f"), Arguments("{}")]),
+        ("glm", "<tool_call>f is called</tool_call>", [Content("<tool_call>f is called</tool_call>")]),
+        (
+            "channels",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>yes",
+            [Reasoning("hm"), Content("yes")],
+        ),
+        (
+            "channels",
+            "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant<|channel|>commentary"
+            ' to=functions.f <|constrain|>json<|message|>{"a": 1}',
+            [Content("I look."), Call("f"), Arguments('{"a": 1}')],
+        ),
+        ("channels", ' to=functions.f<|channel|>commentary json<|message|>{"a": ', [Call("f"), Arguments('{"a": ')]),
+        (
+            "channels",
+            "<|channel|>commentary to=functions.f<|message|>a=1",
+            [Content("<|channel|>commentary to=functions.f<|message|>a=1")],
+        ),
+        (
+            "channels",
+            "<|channel|>commentary to=python<|message|>1",
+            [Content("<|channel|>commentary to=python<|message|>1")],
+        ),
+        (
+            "channels",
+            "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|chan",
+            [Reasoning("hm"), Content("<|start|>assistant<|chan")],
+        ),
+        ("channels", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", [Reasoning("hm")]),
+        ("channels", "Yes.", [Content("Yes.")]),
     ],
 )
 def test_what_is_found(family: str, text: str, expected: list[Event]) -> None:
@@ -150,11 +256,12 @@ def test_reasoning_that_the_prompt_began() -> None:
     assert read("r1", "hm", begun=True) == [Reasoning("hm")]
 
 
-def test_arguments_are_told_as_they_come() -> None:
-    parser = FAMILIES["hermes"].parser(NAMES, reasoning_begun=False)
-    assert parser.feed('<tool_call>{"name": "f", "argu') == []
-    assert parser.feed('ments": {"text": "on') == [Call("f"), Arguments('{"text": "on')]
-    assert parser.feed('ce"') == [Arguments('ce"')]
+def test_a_call_is_told_as_soon_as_it_is_known_to_be_one() -> None:
+    parser = FAMILIES["hermes"].parser(TOOLS, reasoning_begun=False)
+    assert parser.feed('<tool_call>{"name": "f", "arguments": {"text": "once"}') == []
+    assert parser.feed("}") == [Call("f"), Arguments('{"text": "once"}')]
+    broken = '<tool_call>{"name": "f", "arguments": {"text": "on\n'
+    assert parser.feed(broken) == [Content(broken.removesuffix("\n"))]  # a string in JSON has no newline
 
 
 @given(arguments=st.dictionaries(st.text(), st.recursive(st.text() | st.integers(), st.lists)))
@@ -183,12 +290,15 @@ LONG = {
     "calls begin": "<tool_call>",
     "objects begin": "<tool_call>{",
     "other calls begin": "[TOOL_CALLS] [",
+    "parameters begin": "<function=f><parameter>",
+    "messages begin": "<|start|>assistant<|message|>",
+    "named calls begin": "<|tool_call_begin|>f<|tool_call_argument_begin|>",
     "white space": "\n",
     "letters": "x",
 }
 
 
-@pytest.mark.parametrize("family", ["qwen", "mistral", "llama"])
+@pytest.mark.parametrize("family", ["qwen", "mistral", "llama", "coder", "kimi", "channels"])
 @pytest.mark.parametrize("unit", LONG.values(), ids=LONG)
 @pytest.mark.parametrize("begin", ["", '{"type": "', "<tool_call>", "<think>"])
 def test_a_long_output_takes_work_in_proportion_to_its_length(
@@ -222,6 +332,91 @@ def test_it_is_known_whether_a_call_has_its_end(family: str) -> None:
     begin = {"qwen": "<tool_call>\n", "mistral": "[TOOL_CALLS][", "llama": ""}[family]
     inside = range(call.index("{", 1) + 1, len(call))  # from the beginning of the arguments
     for end in range(len(call) + 1):
-        parser = FAMILIES[family].parser(NAMES, reasoning_begun=False)
+        parser = FAMILIES[family].parser(TOOLS, reasoning_begun=False)
         parsed(parser, begin + call[:end])
         assert parser.in_call == (end in inside), call[:end]
+
+
+@pytest.mark.parametrize(
+    ("family", "pieces"),
+    [
+        ("qwen", ["-\n ", "+<think>", "+\nhm", "+</think>", "-\n\n", "-so"]),
+        ("thinking coder", ["+<think>", "+hm</thi", "+nk>", "-<tool_call>"]),
+        (
+            "channels",
+            ["-<|channel|>analysis", "+<|message|>", "+hm", "+<|end|>", "-<|start|>assistant", "-<|channel|>final"],
+        ),
+        ("hermes", ["-<think>hm"]),
+        ("none", ["-hm"]),
+    ],
+)
+def test_it_is_known_whether_it_reasons(family: str, pieces: list[str]) -> None:
+    parser = FAMILIES[family].parser(TOOLS, reasoning_begun=False)
+    for piece in pieces:
+        parser.feed(piece[1:])
+        assert parser.in_reasoning == (piece[0] == "+"), piece
+
+
+SCHEMA: dict[str, Any] = {
+    "properties": {
+        "text": {"type": "string"},
+        "count": {"type": "integer"},
+        "either": {"anyOf": [{"type": "string"}, {"$ref": "#/$defs/none"}]},
+        "mode": {"enum": ["1", "2"]},
+        "list": {"type": "array"},
+    },
+    "$defs": {"none": {"type": "null"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "expected"),
+    [
+        ("text", "True", "True"),
+        ("text", '"quoted"', '"quoted"'),
+        ("count", " 3 ", 3),
+        ("count", "three", "three"),
+        ("count", "NaN", "NaN"),
+        ("either", "None", None),
+        ("either", "3", "3"),
+        ("mode", "1", "1"),
+        ("list", "[1, null]", [1, None]),
+        ("list", "[1,", "[1,"),
+        ("other", "False", False),
+        ("other", "a b", "a b"),
+        ("other", '"a"', '"a"'),
+    ],
+)
+def test_a_parameter_s_text_means_what_its_schema_says(key: str, text: str, expected: Any) -> None:
+    parser = FAMILIES["coder"].parser({"f": SCHEMA}, reasoning_begun=False)
+    events = parser.feed(f"<function=f>\n<parameter={key}>\n{text}\n</parameter>\n</function>")
+    [_, arguments] = events
+    assert isinstance(arguments, Arguments)
+    assert json.loads(arguments.text) == {key: expected}
+
+
+def test_a_text_that_was_cut_is_told_as_far_as_it_came() -> None:
+    parser = FAMILIES["coder"].parser({"f": SCHEMA}, reasoning_begun=False)
+    events = parsed(parser, '<function=f>\n<parameter=count>\n3\n</parameter>\n<parameter=text>\na "b')
+    assert events == [Call("f"), Arguments('{"count": 3, "text": "a \\"b')]
+    assert parser.in_call
+
+
+@given(
+    text=st.text(st.sampled_from('{}[]",:\\ \n019-+.eEtrufalsn/'), max_size=30),
+    edits=st.lists(st.integers(0, 60), max_size=2),
+)
+def test_an_object_is_what_json_says(text: str, edits: list[int]) -> None:
+    written = '{"a": [1, -2.5e+3, "x\\u00e9\\"", {}, [], null, true, {"b": {}}]}'
+    for place in edits:
+        written = written[:place] + text[:1] + written[place + len(text) % 2 :]
+
+    def refused(constant: str) -> None:
+        raise ValueError(constant)
+
+    for each in (text, written):
+        try:
+            expected = isinstance(json.loads(each, parse_constant=refused), dict)
+        except ValueError:
+            expected = False
+        assert is_object(each) == expected

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from deploy.chat.template import ChatTemplate
+from deploy.chat.template import ChatTemplate, thinking_variables
 from deploy.encoding import Encoder
 from tests.chat_models import SPECIAL, tokenizer
 from triforce_core.errors import ContextLengthError, InvalidValueError
@@ -157,3 +157,22 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
         ids("qwen", *[{"role": "user", "content": "a" * 700}] * 200)
     assert ids("qwen", {"role": "user", "content": "\n" * 90_000})  # which JSON writes with twice as many
     assert ids("qwen", {"role": "user", "content": "\x01" * 90_000})  # with six times as many
+
+
+def test_a_template_that_cannot_write_objects_gets_the_arguments_as_texts() -> None:
+    file = Path(__file__).parents[3] / "templates" / "deepseek-ai-DeepSeek-V3.1.jinja"
+    tokens = asyncio.run(template("none", str(file)).render(ROUND, TOOLS))
+    assert '<｜tool▁sep｜>{"city": "Łódź"}<｜tool▁call▁end｜>' in tokenizer("none").decode(tokens)
+
+
+@pytest.mark.parametrize(
+    ("text", "effort", "variables"),
+    [
+        ("{{ reasoning_effort }} {{ enable_thinking }}", "none", {"reasoning_effort": "none"}),
+        ("{{ enable_thinking }}", "none", {"enable_thinking": False}),
+        ("{{ enable_thinking }}", "minimal", {"enable_thinking": True}),
+        ("{{ messages }}", "low", {}),
+    ],
+)
+def test_how_much_to_reason_is_said_in_the_template_s_own_words(text: str, effort: str, variables: Any) -> None:
+    assert thinking_variables(text, effort) == variables

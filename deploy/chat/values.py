@@ -1,0 +1,186 @@
+"""What a parameter that was written as plain text means, by the JSON schema of its function's arguments."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from triforce_core.errors import require
+
+ALL_TYPES = frozenset({"null", "boolean", "integer", "number", "string", "array", "object"})
+TEXT = frozenset({"string"})
+PYTHON = {"True": "true", "False": "false", "None": "null"}  # as templates write them that do not write JSON
+NOTES = {
+    "type",
+    "title",
+    "description",
+    "default",
+    "examples",
+    "deprecated",
+    "$schema",
+}  # keywords that allow any value
+PARTS = {"properties", "required", "additionalProperties", "strict", "$defs", "definitions"}  # of the arguments' schema
+DEPTH = 16  # of schemas within schemas; what is deeper may be anything
+
+
+def property_of(schema: Any, key: str) -> Any:
+    """The schema of a property; of one that is not declared, {}."""
+    schema = resolved(schema, schema)
+    properties = schema.get("properties") if isinstance(schema, Mapping) else None
+    return properties.get(key, {}) if isinstance(properties, Mapping) else {}
+
+
+def json_of(text: str, schema: Any, key: str) -> str:
+    """The JSON of a property's value. A string stands as it is; anything else is JSON, or a constant as Python writes
+    it. What is neither is a string.
+    """
+    types = types_of(property_of(schema, key), schema)
+    if types == TEXT:
+        return quoted(text)
+    found = text.strip()
+    found = PYTHON.get(found, found)
+    try:
+        kind = type_of(json.loads(found, parse_constant=int))  # NaN and the like are no JSON, and no integers
+    except (ValueError, RecursionError):
+        return quoted(text)
+    return quoted(text) if kind == "string" or ("string" in types and kind not in types) else found
+
+
+def quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def types_of(schema: Any, root: Any, depth: int = DEPTH) -> frozenset[str]:
+    """The types that values under a schema may have."""
+    schema = resolved(schema, root)
+    if not isinstance(schema, Mapping) or not depth:
+        return ALL_TYPES
+    found = ALL_TYPES
+    if "type" in schema:
+        given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
+        found &= {*map(str, given), *(["integer"] if "number" in given else [])}
+    if isinstance(schema.get("enum"), list):
+        found &= {type_of(value) for value in schema["enum"]}
+    if "const" in schema:
+        found &= {type_of(schema["const"])}
+    for keyword in ("anyOf", "oneOf"):
+        if isinstance(schema.get(keyword), list):
+            found &= frozenset[str]().union(*(types_of(each, root, depth - 1) for each in schema[keyword]))
+    for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else []:
+        found &= types_of(each, root, depth - 1)
+    return found
+
+
+def type_of(value: Any) -> str:
+    if isinstance(value, bool):
+        return "boolean"
+    names = {type(None): "null", int: "integer", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")
+
+
+def resolved(schema: Any, root: Any) -> Any:
+    """What a schema that refers to another one in the same document refers to."""
+    for _ in range(DEPTH):
+        reference = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(reference, str) or not reference.startswith("#"):
+            return schema
+        schema = root
+        for name in filter(None, reference[1:].split("/")):
+            schema = schema.get(name) if isinstance(schema, Mapping) else None
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class JsonValue:
+    """A value that is written as JSON."""
+
+    schema: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Words:
+    """One of these texts, as it stands."""
+
+    texts: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Any text of so many characters, as it stands."""
+
+    least: int = 0
+    most: int | str = ""
+
+
+def parameters_of(
+    function: Mapping[str, Any], keyed: str, valued: str
+) -> list[tuple[str, bool, JsonValue | Words | Text]]:
+    """The parameters of a function's arguments, each with whether it is needed, and its value. `keyed` ends a key, and
+    `valued` a value, so they cannot be in one.
+
+    Raises `InvalidValueError` where such values, read back, could break the schema.
+    """
+    root = function.get("parameters") or {}
+    schema, place = resolved(root, root), f"{function['name']}"
+    check_keywords(schema, NOTES | PARTS, place)
+    needed = schema.get("required") or []
+    properties = {
+        **(schema.get("properties") or {}),
+        **{key: {} for key in needed if key not in (schema.get("properties") or {})},
+    }
+    found = []
+    for key, each in properties.items():
+        sound = keyed not in key
+        require(
+            sound, "tools", f"{place}.{key}", f"must not have {keyed} in its name: it ends names in this model's calls"
+        )
+        found.append((key, key in needed, value_of(each, root, f"{place}.{key}", valued)))
+    return found
+
+
+def value_of(schema: Any, root: Any, place: str, valued: str) -> JsonValue | Words | Text:
+    schema = resolved(schema, root)
+    types = types_of(schema, root)
+    if not isinstance(schema, Mapping):
+        return Text()
+    if "string" not in types:
+        definitions = {name: root[name] for name in ("$defs", "definitions") if name in root}
+        return JsonValue({**definitions, **schema})
+    if types != TEXT:
+        check_free(schema, root, place)
+        return Text()
+    if "enum" in schema or "const" in schema:
+        check_keywords(schema, NOTES | {"enum", "const"}, place)
+        words = tuple(
+            word
+            for word in schema.get("enum", [schema.get("const")])
+            if "const" not in schema or word == schema["const"]
+        )
+        for word in words:
+            require(
+                valued not in word,
+                "tools",
+                f"{place}: {word}",
+                f"must not have {valued}: it ends values in this model's calls",
+            )
+        return Words(words)
+    check_keywords(schema, NOTES | {"minLength", "maxLength"}, place)
+    return Text(schema.get("minLength", 0), schema.get("maxLength", ""))
+
+
+def check_free(schema: Any, root: Any, place: str) -> None:
+    """Values that may be text or something else are read back as either, so no keyword can be kept to but the type."""
+    schema = resolved(schema, root)
+    if isinstance(schema, Mapping):
+        check_keywords(schema, NOTES | {"anyOf", "oneOf"}, place)
+        for keyword in ("anyOf", "oneOf"):
+            for each in schema.get(keyword, ()):
+                check_free(each, root, place)
+
+
+def check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:
+    for keyword in schema:
+        rule = f"has {keyword}, to which calls in this model's form cannot be kept; use tool_choice auto"
+        require(keyword in known, "tools", place, rule)
