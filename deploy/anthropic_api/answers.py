@@ -1,6 +1,7 @@
 """The answer to a chat as Anthropic's API gives it: a message of blocks, whole or as events."""
 
 import json
+import sys
 import uuid
 from collections.abc import Iterator
 from typing import Any
@@ -147,10 +148,15 @@ def empty(block: Block) -> dict[str, Any]:
 def object_of(text: str) -> dict[str, Any]:
     """The input of a call; empty if the output was cut off before its end."""
     try:
-        found = json.loads(text)
+        found = json.loads(text, parse_float=in_range)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def in_range(digits: str) -> float:
+    """The number; where floats do not reach, such as for 1e999, the nearest of them: JSON cannot hold infinity."""
+    return max(-sys.float_info.max, min(sys.float_info.max, float(digits)))
 
 
 def made_by(end: Part) -> dict[str, Any]:

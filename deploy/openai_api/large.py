@@ -65,7 +65,8 @@ class Validated(Request):
 
 async def json_response(content: dict[str, Any]) -> Response:
     """The answer as JSON, written in a thread."""
-    text = await asyncio.to_thread(lambda: written(content).encode())
+    # Half a surrogate pair, which the arguments of a call may hold, becomes the escape that JSON has for it.
+    text = await asyncio.to_thread(lambda: written(content).encode(errors="backslashreplace"))
     return Response(text, media_type="application/json")
 
 

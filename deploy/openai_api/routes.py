@@ -71,11 +71,12 @@ def http_app(service: Service) -> FastAPI:
             return error_response(error)
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """Lists the served model, with the fields of OpenAI's API and of Anthropic's."""
-        name = service.model.name
-        pages = {"has_more": False, "first_id": name, "last_id": name}
-        return {"object": "list", "data": [model_card(service.model)], **pages}
+    async def models(after_id: str | None = None, before_id: str | None = None) -> dict[str, Any]:
+        """Lists the served model, with the fields of OpenAI's API and of Anthropic's. No page comes before or after."""
+        # Anthropic's SDK before 0.46 asks for pages until one is empty.
+        name = service.model.name if after_id is None and before_id is None else None
+        listed = [] if name is None else [model_card(service.model)]
+        return {"object": "list", "data": listed, "has_more": False, "first_id": name, "last_id": name}
 
     @app.get("/v1/models/{name:path}", responses=documented(404))
     async def model(name: str) -> dict[str, Any]:

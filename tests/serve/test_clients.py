@@ -1,5 +1,5 @@
-"""Clients of others against the real server: openai-python, openai-node, LangChain, lm_eval and schemathesis, unchanged
-and as their users install them.
+"""Clients of others against the real server, unchanged and as their users install them: the SDKs of OpenAI and of
+Anthropic, LangChain, pydantic-ai, LiteLLM's proxy, guidellm, lm_eval and schemathesis.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 
-from tests.chat_models import tokenizer
+from tests.chat_models import QWEN, tokenizer
 from tests.packages import REPOSITORY, empty_environment
 from tests.random_models import random_model, with_noise
 from tests.serve.conftest import Server, free_ports, start
@@ -27,8 +28,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 CLIENTS = REPOSITORY / "tests" / "clients"
 CASES, TOOLS = CLIENTS / "cases.json", CLIENTS / "tools.json"
-OLDEST, NODE = "openai==1.60.0", "openai@6.49.0"
+# The same chats as each API has them, without tools and with them.
+CHATS, CALLS = CLIENTS / "same_chats.json", CLIENTS / "same_calls.json"
+OLDEST, OLDEST_RESPONSES, OLDEST_ANTHROPIC = "openai==1.60.0", "openai==1.66.2", "anthropic==0.47.0"
+NODE = ("openai@6.49.0", "@anthropic-ai/sdk@1.14.0")
 PLAIN = {"speculation": {"lookaheads": [0, 0]}}
+KEY = "none"
 
 
 def output_of(*command: str | Path, cwd: Path = REPOSITORY, timeout_s: float = 300) -> str:
@@ -43,19 +48,30 @@ def oldest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
+def oldest_responses(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return empty_environment(tmp_path_factory.mktemp("oldest_responses"), OLDEST_RESPONSES, locked=False)
+
+
+@pytest.fixture(scope="module")
+def oldest_anthropic(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return empty_environment(tmp_path_factory.mktemp("oldest_anthropic"), OLDEST_ANTHROPIC, locked=False)
+
+
+@pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return empty_environment(tmp_path_factory.mktemp("others"), "--requirement", str(CLIENTS / "requirements.txt"))
 
 
 @pytest.fixture(scope="module")
 def node(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with openai-node and our script."""
+    """A folder with the SDKs for node and our scripts."""
     npm = shutil.which("npm")
     if npm is None:
-        pytest.skip("openai-node is installed by npm, which is not here")
+        pytest.skip("the SDKs for node are installed by npm, which is not here")
     folder = tmp_path_factory.mktemp("node")
-    output_of(npm, "install", "--silent", "--ignore-scripts", "--prefix", folder, NODE)
-    shutil.copy(CLIENTS / "ask_openai.mjs", folder)
+    output_of(npm, "install", "--silent", "--ignore-scripts", "--prefix", folder, *NODE)
+    for script in CLIENTS.glob("*.mjs"):
+        shutil.copy(script, folder)
     return folder
 
 
@@ -72,8 +88,19 @@ def ask_node(node: Path, server: Server, cases: Path = CASES) -> dict[str, Any]:
     return answers
 
 
+def ask(python: Path | str, script: str, url: str, server: Server, cases: Path, **extra: Any) -> dict[str, Any]:
+    """What a script of `tests/clients` prints; one in JavaScript lies in the folder `python`."""
+    command, folder = [str(python), str(CLIENTS / script)], REPOSITORY
+    if script.endswith(".mjs"):
+        command, folder = ["node", script], Path(python)
+    options = [json.dumps(extra)] if extra else []
+    answers: dict[str, Any] = json.loads(output_of(*command, url, model_of(server), cases, *options, cwd=folder))
+    return answers
+
+
 def model_of(server: Server) -> str:
-    return str(server.status()["target"]["model"])
+    bearer = {"authorization": f"Bearer {KEY}"}
+    return str(requests.get(f"{server.url}/v1/models", headers=bearer, timeout=10).json()["data"][0]["id"])
 
 
 def said(choice: dict[str, Any]) -> dict[str, Any]:
@@ -169,8 +196,8 @@ def test_every_field_through_openai_s_clients(
 
 @pytest.fixture(scope="module")
 def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server of a model whose template has tools. Its weights are random, but no call that is forced depends on
-    weights.
+    """A server with a key, of a model whose template has tools and thinking. Its weights are random, but no call that
+    is forced depends on weights.
     """
     folder = tmp_path_factory.mktemp("tools")
     words = tokenizer("qwen")
@@ -178,10 +205,14 @@ def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     for name, model in (("target", target), ("drafter", with_noise(target, 0.1))):
         model.save_pretrained(folder / name)
         words.save_pretrained(folder / name)
+        template = QWEN.replace("thinking", "enable_thinking")  # the name that the server knows
+        (folder / name / "chat_template.jinja").write_text(template)
+    (folder / "keys").write_text(KEY)
     config, log = folder / "config.yaml", folder / "log.txt"
     port, grpc_port = free_ports(2)
     config.write_text(
-        f"dtype: float32\nmax_sequences: 4\nserver: {{port: {port}, grpc_port: {grpc_port}}}\n"
+        f"dtype: float32\nmax_sequences: 4\n"
+        f"server: {{port: {port}, grpc_port: {grpc_port}, api_keys: {folder / 'keys'}}}\n"
         f"target: {{model: {folder / 'target'}, served_name: tools}}\ndraft: {{model: {folder / 'drafter'}}}\n"
     )
     running = Server(port, grpc_port, tried_twice(lambda: start(config, log)))
@@ -192,9 +223,9 @@ def tools_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 def test_calls_through_openai_s_clients(tools_server: Server, oldest: Path, node: Path) -> None:
     answers = check(ask_python(sys.executable, tools_server, TOOLS))
-    for name in ("required", "named"):
+    for name, reason in (("required", "tool_calls"), ("named", "stop")):
         [choice] = answers[name]["choices"]
-        assert choice["finish_reason"] == "tool_calls"
+        assert choice["finish_reason"] == reason
         for function, arguments in choice["calls"]:
             assert function == "weather"
             assert json.loads(arguments)["city"] in ("Paris", "Rome")
@@ -202,6 +233,146 @@ def test_calls_through_openai_s_clients(tools_server: Server, oldest: Path, node
     assert near(check(ask_python(sys.executable, tools_server, TOOLS, **PLAIN)), answers)
     assert near(check(ask_python(oldest, tools_server, TOOLS)), answers)
     assert near(check(ask_node(node, tools_server, TOOLS)), answers)
+
+
+def same(
+    text: str, thinking: str, calls: list[tuple[str, Any]], tokens: tuple[int, int], *, cut: bool
+) -> dict[str, Any]:
+    """What an answer says in whatever API: `calls` with their inputs, `tokens` of the prompt and of the output, and
+    whether it was cut off.
+    """
+    return {"text": text, "thinking": thinking, "calls": calls, "tokens": tokens, "cut": cut}
+
+
+def of_chat(server: Server, body: dict[str, Any]) -> dict[str, Any]:
+    bearer = {"authorization": f"Bearer {KEY}"}
+    answer = requests.post(f"{server.url}/v1/chat/completions", json=body, headers=bearer, timeout=120).json()
+    [choice], usage = answer["choices"], answer["usage"]
+    message, cut = choice["message"], choice["finish_reason"] == "length"
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [(function["name"], json.loads(function["arguments"])) for function in functions]
+    tokens = usage["prompt_tokens"], usage["completion_tokens"]
+    return same(message["content"] or "", message.get("reasoning_content", ""), calls, tokens, cut=cut)
+
+
+def of_message(answer: dict[str, Any]) -> dict[str, Any]:
+    blocks, usage = answer["content"], answer["usage"]
+    texts = {kind: "".join(block.get(kind) or "" for block in blocks) for kind in ("text", "thinking")}
+    calls = [(block["name"], block["input"]) for block in blocks if block["type"] == "tool_use"]
+    tokens = usage["input_tokens"] + usage["cache_read_input_tokens"], usage["output_tokens"]
+    return same(texts["text"], texts["thinking"], calls, tokens, cut=answer["stop_reason"] == "max_tokens")
+
+
+def of_response(answer: dict[str, Any]) -> dict[str, Any]:
+    items, usage = answer["output"], answer["usage"]
+    text, thinking = (
+        "".join(part["text"] for item in items if item["type"] == kind for part in item["content"])
+        for kind in ("message", "reasoning")
+    )
+    calls = [(item["name"], json.loads(item["arguments"])) for item in items if item["type"] == "function_call"]
+    tokens = usage["input_tokens"], usage["output_tokens"]
+    return same(text, thinking, calls, tokens, cut=answer["status"] == "incomplete")
+
+
+def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The message that the events of Anthropic's API make up."""
+    message: dict[str, Any] = events[0]["message"]
+    fields = {"text_delta": "text", "thinking_delta": "thinking", "input_json_delta": "partial_json"}
+    for event in events:
+        if event["type"] == "content_block_start":
+            message["content"].append(event["content_block"] | {"partial_json": ""})
+        elif event["type"] == "content_block_delta" and (field := fields.get(event["delta"]["type"])):
+            message["content"][event["index"]][field] += event["delta"][field]
+        elif event["type"] == "message_delta":
+            message |= event["delta"]
+            message["usage"] |= event["usage"]
+    for block in message["content"]:
+        if block["type"] == "tool_use":
+            block["input"] = json.loads(block["partial_json"])
+    return message
+
+
+def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The response that the events of OpenAI's API make up."""
+    items: list[dict[str, Any]] = []
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    for event in events:
+        if event["type"] == "response.output_item.added":
+            items.append(event["item"] | {"content": [{"text": ""}]})
+        elif event["type"] == "response.function_call_arguments.delta":
+            items[event["output_index"]]["arguments"] += event["delta"]
+        elif event["type"].endswith(".delta"):
+            items[event["output_index"]]["content"][0]["text"] += event["delta"]
+    response: dict[str, Any] = events[-1]["response"] | {"output": items}
+    return response
+
+
+READERS = {"messages": (of_message, message_of), "responses": (of_response, response_of)}
+
+
+def as_in_chats(api: str, script: str, server: Server, cases: Path, *pythons: Path | str) -> list[dict[str, Any]]:
+    """What a script prints, from each Python, and from the first also without speculation. Each answer, whole and
+    streamed, must say what that to the same chat says.
+    """
+    asked = {name: case["chat"] for name, case in json.loads(cases.read_text()).items() if api in case}
+    chats = {name: of_chat(server, chat) for name, chat in asked.items()}
+    url = f"{server.url}/v1" if api == "responses" else server.url
+    found = [ask(python, script, url, server, cases) for python in pythons]
+    found.append(ask(pythons[0], script, url, server, cases, **PLAIN))
+    read, whole_of = READERS[api]
+    for answers in (each["answers"] for each in found):
+        assert [*answers] == [*chats]
+        for name, answer in answers.items():
+            assert read(answer["whole"]) == chats[name], name
+            assert read(answer["helped"]) == chats[name], name
+            assert read(whole_of(answer["events"])) == chats[name], name
+            assert "".join(answer["texts"]) == chats[name]["text"], name
+            assert answer.get("counted", chats[name]["tokens"][0]) == chats[name]["tokens"][0], name
+    return found
+
+
+def test_messages_through_anthropic_s_clients(
+    server: Server, tools_server: Server, oldest_anthropic: Path, node: Path
+) -> None:
+    pythons = sys.executable, oldest_anthropic
+    reasons = {}
+    for each, cases in ((server, CHATS), (tools_server, CALLS)):
+        *found, _ = as_in_chats("messages", "ask_anthropic.py", each, cases, *pythons)
+        found += as_in_chats("messages", "ask_anthropic.mjs", each, cases, node)
+        for answers in found:
+            assert {*answers["models"]} == {model_of(each)}
+        reasons |= {name: answer["whole"]["stop_reason"] for name, answer in found[0]["answers"].items()}
+    expected = {"greedy": "max_tokens", "stopped": "stop_sequence", "object": "end_turn"}
+    assert expected.items() <= reasons.items()
+    for name in ("required", "single", "named", "thought_and_required"):
+        assert reasons[name] == "tool_use"
+    bad = ["BadRequestError", 400, "invalid_request_error"]
+    for answers in found[:2]:
+        assert answers["refused"] == {
+            "no tokens": bad,
+            "an unknown field": bad,
+            "an image": bad,
+            "another model": ["NotFoundError", 404, "not_found_error"],
+            "too long": bad,
+            "a wrong key": ["AuthenticationError", 401, "authentication_error"],
+        }
+
+
+def test_responses_through_openai_s_clients(server: Server, tools_server: Server, oldest_responses: Path) -> None:
+    pythons = sys.executable, oldest_responses
+    for each, cases in ((server, CHATS), (tools_server, CALLS)):
+        found = as_in_chats("responses", "ask_responses.py", each, cases, *pythons)
+        for answers in found:
+            assert answers["parsed"].keys() == {"x", "y"}
+    for answers in found:
+        assert answers["refused"] == {
+            "a stored answer": ["BadRequestError", 400, "store"],
+            "an earlier answer": ["BadRequestError", 400, "previous_response_id"],
+            "a tool of OpenAI's": ["BadRequestError", 400, "tools.0.type"],
+            "no tokens": ["BadRequestError", 400, "max_output_tokens"],
+            "another model": ["NotFoundError", 404, "model"],
+            "a wrong key": ["AuthenticationError", 401, None],
+        }
 
 
 def test_langchain_s_chats(server: Server, client: TriForceClient, others: Path) -> None:

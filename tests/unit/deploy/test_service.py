@@ -518,6 +518,15 @@ def test_only_a_body_may_leave_the_model_out() -> None:
     assert generated(service, model="").model == "demo"
 
 
+def test_the_list_of_models_ends() -> None:
+    """Anthropic's SDK before 0.46 asks for the models after the last one until there are none."""
+    client, *_ = served(ENDED)
+    assert [each["id"] for each in client.get("/v1/models", params={"limit": 20}).json()["data"]] == ["demo"]
+    for page in ({"after_id": "demo"}, {"before_id": "demo"}):
+        answer = client.get("/v1/models", params=page).json()
+        assert answer == {"object": "list", "data": [], "has_more": False, "first_id": None, "last_id": None}
+
+
 def test_the_document_tells_every_status() -> None:
     client, *_ = served(ENDED)
     document = client.get("/openapi.json").json()
