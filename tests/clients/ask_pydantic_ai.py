@@ -1,5 +1,5 @@
-"""Asks through pydantic-ai, by each of the APIs that it knows, for an output of a type, with a tool that must be called
-first. Prints what came.
+"""Asks through pydantic-ai, by each of the APIs that it knows, for an output of a type, until the model has also called
+a tool. Prints what came.
 
 python ask_pydantic_ai.py URL MODEL
 """
@@ -40,18 +40,16 @@ def asked(api: str) -> dict[str, Any]:
         called.append(city)
         return f"{city}: sunny"
 
-    settings: Any = {"max_tokens": 600, "extra_body": {"seed": 1}}
-    agent = Agent(
-        models[api],
-        output_type=ToolOutput(Forecast, name="forecast"),
-        instructions="You forecast.",
-        model_settings=settings,
-        tools=[weather],
-    )
-    found: dict[str, Any] = {"output": agent.run_sync("Rome?").output.model_dump(), "called": called}
+    for seed in range(20):  # with random weights, the tool and the output are as likely
+        settings: Any = {"max_tokens": 600, "extra_body": {"seed": seed}}
+        more: Any = {"instructions": "You forecast.", "model_settings": settings}
+        agent = Agent(models[api], output_type=ToolOutput(Forecast, name="forecast"), tools=[weather], **more)
+        found: dict[str, Any] = {"output": agent.run_sync("Rome?").output.model_dump(), "called": called}
+        if called:
+            break
     found["streamed"] = agent.run_stream_sync("Rome?").get_output().model_dump()
     if api != "messages":  # pydantic-ai has native outputs for Claude's own names only
-        native = Agent(models[api], output_type=NativeOutput(Forecast), model_settings=settings)
+        native = Agent(models[api], output_type=NativeOutput(Forecast), **more)
         found["native"] = native.run_sync("Rome?").output.model_dump()
     return found
 

@@ -5,10 +5,12 @@ Anthropic, LangChain, pydantic-ai, LiteLLM's proxy, guidellm, lm_eval and schema
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 
 import pytest
 import requests
+from openai import OpenAI
 
 from tests.chat_models import QWEN, tokenizer
 from tests.packages import REPOSITORY, empty_environment
@@ -60,6 +63,12 @@ def oldest_anthropic(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return empty_environment(tmp_path_factory.mktemp("others"), "--requirement", str(CLIENTS / "requirements.txt"))
+
+
+@pytest.fixture(scope="module")
+def apart(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    requirements = str(CLIENTS / "apart.txt")
+    return empty_environment(tmp_path_factory.mktemp("apart"), "--requirement", requirements, locked=False)
 
 
 @pytest.fixture(scope="module")
@@ -375,14 +384,86 @@ def test_responses_through_openai_s_clients(server: Server, tools_server: Server
         }
 
 
-def test_langchain_s_chats(server: Server, client: TriForceClient, others: Path) -> None:
-    found = json.loads(output_of(others, CLIENTS / "ask_langchain.py", f"{server.url}/v1", "demo"))
+def test_langchain_s_chats(tools_server: Server, others: Path) -> None:
+    found = json.loads(output_of(others, CLIENTS / "ask_langchain.py", tools_server.url, model_of(tools_server)))
     messages = [{"role": "system", "content": "Write Python."}, {"role": "user", "content": "import os"}]
-    expected = client.chat(messages, max_tokens=24, temperature=0.7, seed=5)
-    assert found["invoked"] == found["streamed"] == expected.text
-    assert found["batched"] == [expected.text] * 2
-    assert found["usage"]["output_tokens"] == 24
-    assert isinstance(found["object"]["x"], int)
+    expected = of_chat(tools_server, {"messages": messages, "max_tokens": 24, "temperature": 0.7, "seed": 5})
+    assert [*found] == ["chat", "responses", "messages"]
+    for answers in found.values():
+        assert answers["invoked"] == answers["streamed"] == expected["text"]
+        assert answers["batched"] == [expected["text"]] * 2
+        assert (answers["usage"]["input_tokens"], answers["usage"]["output_tokens"]) == expected["tokens"]
+        assert isinstance(answers["object"]["x"], int)
+        for function, arguments in answers["calls"]:
+            assert function == "weather"
+            assert arguments["city"] in ("Paris", "Rome")
+        assert answers["calls"]
+
+
+def test_pydantic_ai_s_outputs_and_tools(tools_server: Server, others: Path) -> None:
+    found = json.loads(output_of(others, CLIENTS / "ask_pydantic_ai.py", tools_server.url, model_of(tools_server)))
+    assert [*found] == ["chat", "responses", "messages"]
+    for api, answers in found.items():
+        assert {*answers["called"]} <= {"Paris", "Rome"}
+        assert answers["called"]
+        for name in ("output", "streamed") if api == "messages" else ("output", "streamed", "native"):
+            assert answers[name]["city"] in ("Paris", "Rome")
+            assert isinstance(answers[name]["sunny"], bool)
+
+
+@pytest.fixture
+def proxy(tools_server: Server, apart: Path, tmp_path: Path) -> Iterator[OpenAI]:
+    """A client of LiteLLM's proxy, which asks our server as one of OpenAI's and as one of Anthropic's."""
+    config, log, [port] = tmp_path / "config.yaml", tmp_path / "log.txt", free_ports(1)
+    key = "sk-of-this-test-0123456789abcdef"
+    template = (CLIENTS / "litellm.yaml").read_text()
+    config.write_text(template.replace("URL", tools_server.url).replace("MODEL", model_of(tools_server)))
+    command = [str(apart.with_name("litellm")), "--config", str(config), "--host", "127.0.0.1", "--port", str(port)]
+    variables = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "LITELLM_MASTER_KEY": key}  # else it asks a server for prices
+    with log.open("w") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, env=os.environ | variables)
+    try:
+        until = time.monotonic() + 120
+        while "startup complete" not in log.read_text():
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < until, log.read_text()
+            time.sleep(0.2)
+        yield OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=key, max_retries=0, timeout=120)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def test_litellm_s_proxy(tools_server: Server, proxy: OpenAI) -> None:
+    messages: Any = [{"role": "user", "content": "import os"}]
+    asked: dict[str, Any] = {"messages": messages, "max_tokens": 24, "temperature": 0}  # it sends Anthropic no seed
+    expected = of_chat(tools_server, asked)
+    forced = json.loads(TOOLS.read_text())["required"]["body"]
+    del forced["seed"]
+    for model in ("by-chat", "by-messages"):
+        whole = proxy.chat.completions.create(model=model, **asked)
+        chunks = proxy.chat.completions.create(model=model, **asked, stream=True)
+        texts = [choice.delta.content or "" for chunk in chunks for choice in chunk.choices]
+        assert whole.choices[0].message.content == "".join(texts) == expected["text"]
+        assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == expected["tokens"]
+        [choice] = proxy.chat.completions.create(model=model, **forced).choices
+        assert choice.finish_reason == "tool_calls"
+        for call in choice.message.tool_calls:
+            assert json.loads(call.function.arguments)["city"] in ("Paris", "Rome")
+
+
+def test_guidellm_s_benchmark(server: Server, apart: Path, tmp_path: Path) -> None:
+    weights = REPOSITORY / "demo_weights" / "triforce_serve_demo" / "target"
+    options = [
+        *("--backend", f"kind=openai_http,target={server.url},model={model_of(server)}"),
+        *("--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=10"),
+        *("--tokenizer", f"kind=huggingface_auto,model={weights}"),
+        *("--data", "kind=synthetic_text,prompt_tokens=64,output_tokens=16"),
+        *("--output", f"kind=json,path={tmp_path / 'found.json'}", "--disable-console-interactive"),
+    ]
+    output_of(apart.with_name("guidellm"), "run", *options, cwd=tmp_path)
+    [benchmark] = json.loads((tmp_path / "found.json").read_text())["benchmarks"]
+    assert benchmark["metrics"]["request_totals"] == {"successful": 10, "incomplete": 0, "errored": 0, "total": 10}
 
 
 def test_lm_eval_s_multiple_choice(server: Server, others: Path, tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Requests with the fields and shapes of those of coding agents, Claude Code and Codex, and calls whose arguments no float
-and no Unicode text can hold.
+"""Requests with the fields and shapes of those of Claude Code and Codex, and calls with arguments that no float and no
+Unicode text can hold.
 """
 
 from __future__ import annotations
