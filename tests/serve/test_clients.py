@@ -481,11 +481,11 @@ def test_lm_eval_s_multiple_choice(server: Server, others: Path, tmp_path: Path)
 
 
 def test_what_the_openapi_document_promises_is_kept(server: Server, others: Path, tmp_path: Path) -> None:
-    """1,000 cases and more; a 504 is possible because a case may set `timeout_s`."""
+    """3,000 cases and more; a 504 is possible because a case may set `timeout_s`."""
     document = f"{server.url}/openapi.json"
     checks = "status_code_conformance,content_type_conformance,response_schema_conformance"
     report = tmp_path / "report.ndjson"
-    options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "150", "--seed", "1"]
+    options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "400", "--seed", "1"]
     options += ["--request-timeout", "60", "--report", "ndjson", "--report-ndjson-path", str(report)]
     schemathesis = str(others.with_name("schemathesis"))
     done = subprocess.run(
@@ -499,5 +499,5 @@ def test_what_the_openapi_document_promises_is_kept(server: Server, others: Path
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     statuses = Counter(int(found) for found in re.findall(r'"status_code": ?(\d+)', report.read_text()))
     print(statuses)
-    assert statuses.total() >= 1000
+    assert statuses.total() >= 3000
     assert {status for status in statuses if status >= 500} <= {504}
