@@ -14,6 +14,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -149,6 +150,13 @@ def constructs(block: Block, server: Server, folder: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def asks_for_extras(block: Block, server: Server, tmp_path: Path) -> None:
+    """The packages are not published yet; `tests/unit/deploy/test_tracing.py` has what the variable does."""
+    [asked] = re.findall(r"triforce-serve\[([\w,]+)\]", block.text)
+    extras = tomllib.loads((REPOSITORY / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*asked.split(",")} <= {*extras}
+
+
 HANDLED: dict[tuple[str, str], Handler] = {
     ("docs/quickstart.md", "make serve"): is_what_the_tests_serve,
     ("docs/quickstart.md", "make chat"): is_what_the_tests_serve,
@@ -177,6 +185,7 @@ HANDLED: dict[tuple[str, str], Handler] = {
         """grpcurl -plaintext -d '{"text": "def fibonacci(n):", "max_tokens": 64, "seed": 1}' \\""",
     ): as_grpcurl(r"text: .+completion_tokens: 64"),
     ("docs/operations.md", "curl http://127.0.0.1:8000/health"): runs(r'^\{"status":"ok"\}.*"places":\d+'),
+    ("docs/operations.md", "pip install 'triforce-serve[server,tracing]'"): asks_for_extras,
     ("README.md", "make serve   # sets up .venv, starts three tier actors and the endpoint on 127.0.0.1:8000"): (
         is_what_the_tests_serve
     ),

@@ -568,9 +568,8 @@ def test_text_becomes_tokens_and_text_again() -> None:
     assert client.get("/v1/models").json()["data"][0]["max_model_len"] == context
 
 
-@pytest.mark.parametrize("path", ["/v1/responses", "/v1/embeddings"])
-def test_routes_that_are_not_there_are_named(path: str) -> None:
-    client, *_ = served(ENDED)
+def test_routes_that_are_not_there_are_named() -> None:
+    client, path = served(ENDED)[0], "/v1/embeddings"
     answer = client.post(path, json={"input": "text"})
     assert answer.status_code == 404
     assert answer.json()["error"] == {
