@@ -1,11 +1,11 @@
-"""Parses JSON of clients, unless it has so many objects, lists and fields that to make them would stop the process for
-seconds: Python's collector of garbage goes through them again and again while more are made.
+"""JSON of clients, within bounds. It is not parsed if it has so many objects, lists and fields that to make them would
+stop the process for seconds: Python's collector of garbage goes through them again and again while more are made.
 """
 
 import json
 from typing import Any
 
-from triforce_core.errors import require
+from triforce_core.errors import InvalidValueError, require
 
 MOST = 1 << 17  # objects, lists and fields of objects
 
@@ -18,6 +18,14 @@ def bounded_loads(content: bytes, field: str) -> Any:
         count = marks(b"".join(outside))
     require(count <= MOST, field, f"{count} objects, lists and fields", f"must be at most {MOST}")
     return json.loads(content)
+
+
+def bounded_dumps(value: Any, field: str, **options: Any) -> str:
+    """The value as JSON. Raises `InvalidValueError` for one that is nested deeper than the process can go."""
+    try:
+        return json.dumps(value, **options)
+    except RecursionError:
+        raise InvalidValueError(field, "its value", "is nested too deeply") from None
 
 
 def marks(content: bytes) -> int:

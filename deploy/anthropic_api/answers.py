@@ -148,10 +148,15 @@ def empty(block: Block) -> dict[str, Any]:
 def object_of(text: str) -> dict[str, Any]:
     """The input of a call; empty if the output was cut off before its end."""
     try:
-        found = json.loads(text, parse_float=in_range)
+        found = json.loads(text, parse_float=in_range, parse_int=whole_number)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
+
+
+def whole_number(digits: str) -> int | float:
+    """The number; as a float if it has more digits than Python reads."""
+    return int(digits) if len(digits) <= sys.get_int_max_str_digits() else in_range(digits)
 
 
 def in_range(digits: str) -> float:

@@ -161,6 +161,9 @@ def chat_request(body: CountRequest, template: ChatTemplate) -> ChatRequest:
     """The same as a chat. Raises `InvalidValueError` and `RequestValidationError`, naming the place."""
     turns = as_templates_take([*system_turns(body), *turns_of(body.messages)], template)
     last = body.messages[-1].role if body.messages else None
+    if last == "assistant":
+        place, rule = f"messages.{len(body.messages) - 1}", "must not end in tool_use: the results must follow"
+        require(not turns[-1].tool_calls, place, "a message of the assistant", rule)
     choice = body.tool_choice or ToolChoice(type="auto")
     rule = "must be given with type: tool, and only then"
     require((choice.type == "tool") == (choice.name is not None), "tool_choice.name", choice.name, rule)
@@ -204,8 +207,8 @@ def system_turns(body: CountRequest) -> Iterator[Message]:
     if body.system is None:
         return
     given = texts(body.system, "system")
-    kept = [text for text in given if not text.startswith(BILLING)]
-    if kept:
+    lasting = [text.partition("\n")[2] if text.startswith(BILLING) else text for text in given]
+    if kept := [text for text, whole in zip(lasting, given, strict=True) if text or not whole]:
         yield written("system", kept)
 
 

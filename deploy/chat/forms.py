@@ -34,10 +34,11 @@ T = TypeVar("T")
 Reads = Generator[None, str, T]
 Found = tuple[str, str]  # a call's name and its arguments in JSON
 NAME = re.compile(r"[A-Za-z0-9_.:-]")
+QUOTES = re.compile(r'\\.|"', re.DOTALL)  # of JSON, and what is escaped
 KEYS = ("name", "type", "id", "arguments", "parameters")  # of a call's object; an object with another key is no call
 
 
-class Reading:
+class Characters:
     """The characters of one or more calls as they come."""
 
     def __init__(self) -> None:
@@ -156,7 +157,7 @@ class CallForm(Protocol):
         """The texts that are special tokens of some models."""
         ...
 
-    def read(self, text: Reading, tools: Mapping[str, Any]) -> Reads[None]:
+    def read(self, text: Characters, tools: Mapping[str, Any]) -> Reads[None]:
         """Read what follows `begin`. `tools`: the schema of the arguments by the name of the tool."""
         ...
 
@@ -183,7 +184,7 @@ class ObjectCalls:
     def markers(self) -> tuple[str, ...]:
         return tuple(text for text in (self.begin, self.end) if text)
 
-    def read(self, text: Reading, tools: Mapping[str, Any]) -> Reads[None]:
+    def read(self, text: Characters, tools: Mapping[str, Any]) -> Reads[None]:
         if self.opening:
             yield from text.literal(self.opening)
         ends = [end for end in (self.separator, self.end) if end]
@@ -266,7 +267,7 @@ class NamedCalls:
         parts = (self.begin, *self.before, *self.between, *self.after, self.note, *self.around)
         return tuple(text.strip() for text in parts if text)
 
-    def read(self, text: Reading, tools: Mapping[str, Any]) -> Reads[None]:
+    def read(self, text: Characters, tools: Mapping[str, Any]) -> Reads[None]:
         yield from text.literals(self.before)
         name = yield from text.name()
         if self.number:
@@ -324,21 +325,33 @@ class ParameterCalls:
         parts = (self.begin, self.key, self.keyed, self.value, self.valued, self.end, *self.around)
         return tuple(text.strip() for text in parts if text)
 
-    def read(self, text: Reading, tools: Mapping[str, Any]) -> Reads[None]:
+    def read(self, text: Characters, tools: Mapping[str, Any]) -> Reads[None]:
         name = yield from text.name()
         if self.named.strip():
             yield from text.literal(self.named)
         schema, values, key, held = tools.get(name), dict[str, str](), list[str](), list[str]()
-        text.cut = lambda: (name, self._cut(values, "".join(key), "".join(held), schema))
         while (yield from text.literal(self.key, self.end)) == self.key:
+            if name in tools:  # otherwise it may be a text about calls that ends here
+                text.cut = lambda: (name, self._cut(values, "".join(key), "".join(held), schema))
             yield from text.until(self.keyed.strip(), key)
             if self.value:
                 yield from text.literal(self.value)
-            yield from text.until(self.valued.strip(), held)
+            yield from self._read_value(text, held, types_of(property_of(schema, "".join(key)), schema))
             values["".join(key)] = json_of(self._value("".join(held)), schema, "".join(key))
             key.clear()
             held.clear()
         text.tell((name, written_out(values)))
+
+    def _read_value(self, text: Characters, held: list[str], types: frozenset[str]) -> Reads[None]:
+        """A value up to what ends it. In a string within JSON, this is text."""
+        quotes = 0
+        while True:
+            begin = len(held)
+            yield from text.until(self.valued.strip(), held)
+            quotes += sum(mark == '"' for mark in QUOTES.findall("".join(held[begin:])))
+            if "string" in types or quotes % 2 == 0:
+                return
+            held.append(self.valued.strip())
 
     def _cut(self, values: Mapping[str, str], key: str, held: str, schema: Any) -> str:
         """The arguments as far as they came: whole values, and the beginning of a string."""
@@ -420,8 +433,7 @@ def alternatives(tools: Sequence[Mapping[str, Any]], call: Callable[[Mapping[str
 
 
 def arguments_schema(function: Mapping[str, Any]) -> dict[str, Any]:
-    schema: dict[str, Any] = function.get("parameters") or {"type": "object"}
-    return schema
+    return {**(function.get("parameters") or {}), "type": "object"}
 
 
 def styled(schema: Any) -> str:

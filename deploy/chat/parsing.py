@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, Protocol
 
-from deploy.chat.forms import CallForm, Found, Markers, Reading, Reads
+from deploy.chat.forms import CallForm, Characters, Found, Markers, Reads
 from deploy.chat.json_text import JsonObject, NoCall
 
 
@@ -170,7 +170,7 @@ class FindsCalls:
     def __init__(self, form: CallForm, tools: Mapping[str, Any]) -> None:
         self.form, self.tools = form, tools
         self.markers = Markers(form.begin, *form.around) if form.begin else None
-        self.reading: Reading | None = None  # where no call is being read
+        self.reading: Characters | None = None  # where no call is being read
         self.reads: Reads[None]
         self.raw: list[str] = []  # what was read since the call's beginning, or since the latest call of a list
         self.blank: list[str] = []  # what is dropped if a call follows, and else content
@@ -186,7 +186,7 @@ class FindsCalls:
         return merged(events)
 
     def _begin(self, marker: str) -> None:
-        self.raw, self.reading = [marker], Reading()
+        self.raw, self.reading = [marker], Characters()
         self.reads = self.form.read(self.reading, self.tools)
         next(self.reads)
 
@@ -199,10 +199,10 @@ class FindsCalls:
             self._content(before, events)
         elif self.markers is not None and self.markers.found == self.form.begin:
             self._begin(self.form.begin)
-        elif self.markers is not None and not self.follows:
+        elif self.markers is not None and not (self.follows and self.markers.found == self.form.around[-1]):
             self.blank.append(self.markers.found)
 
-    def _read(self, character: str, reading: Reading, events: list[Event]) -> None:
+    def _read(self, character: str, reading: Characters, events: list[Event]) -> None:
         self.raw.append(character)
         wrong: NoCall | None = None
         try:
@@ -244,7 +244,7 @@ class FindsCalls:
                 self._content("".join(self.raw), events)
         elif self.markers is not None and not self._ends_calls(self.markers.held):
             self._content(self.markers.held, events)
-        return merged([*events, *map(Content, self.blank)])
+        return merged([*events, *([] if self.follows else map(Content, self.blank))])
 
     def _ends_calls(self, held: str) -> bool:
         """Whether this is the beginning of what stands after calls."""
@@ -274,6 +274,7 @@ class FindsChannels:
         self.markers = Markers("<|start|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
         self.state = "reasoning" if begun else "header"  # or call, or content
         self.raw: list[str] = []  # of a header, or of a call with its header
+        self.begun = ""  # the first characters of a header
         self.name = ""
         self.arguments = JsonObject()
         self.in_call = self.in_reasoning = False
@@ -292,7 +293,8 @@ class FindsChannels:
     def _mark(self, marker: str, events: list[Event]) -> None:
         if marker != "<|message|>":
             self._give_up(events)
-            self.state, self.raw = "header", [marker] if marker == "<|start|>" else []
+            self.begun = marker if marker == "<|start|>" else ""
+            self.state, self.raw = "header", [self.begun]
         elif self.state == "header":
             self._begin(events)
         else:
@@ -321,8 +323,8 @@ class FindsChannels:
             if self.state == "call":
                 self._follow(text, events)
             else:
-                begun = "".join(self.raw[:16]).lstrip()[: len("<|channel|>")]
-                if not any(each.startswith(begun) or begun.startswith(each) for each in HEADER_BEGINS):
+                self.begun = (self.begun + text).lstrip()[: len("<|channel|>")]
+                if not any(each.startswith(self.begun) or self.begun.startswith(each) for each in HEADER_BEGINS):
                     self._give_up(events)
 
     def _follow(self, text: str, events: list[Event]) -> None:
@@ -336,7 +338,7 @@ class FindsChannels:
 
     def _tell(self, events: list[Event]) -> None:
         events += [Call(self.name), Arguments(self.arguments.text().lstrip())]
-        self.state, self.raw = "header", []
+        self.state, self.raw, self.begun = "header", [], ""
 
     def _give_up(self, events: list[Event]) -> None:
         """What was read and not told is content."""

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from deploy.bounded_json import bounded_loads
+from deploy.bounded_json import bounded_dumps, bounded_loads
 from deploy.encoding import Encoder
 from deploy.no_effect import refusal, without_effect
 from triforce_core.errors import ContextLengthError, InvalidValueError, require
@@ -32,9 +32,19 @@ RESERVED = {
     *PreTrainedTokenizerBase.SPECIAL_TOKENS_ATTRIBUTES,
     *("conversations", "messages", "raise_exception", "strftime_now"),
 }
-# Chats with a message of the system after the first, as agents send them, and its text.
-LATE_SYSTEM = (("user", "system"), ("user", "assistant", "system", "user"))
+# Chats as agents send them, whose last or second last message not every template takes, and its text.
 LATE = "a late word"
+SAID: dict[str, Any] = {"role": "user", "content": "a"}
+ANSWERED: dict[str, Any] = {"role": "assistant", "content": "a"}
+LATE_SYSTEM: dict[str, Any] = {"role": "system", "content": LATE}
+CALLED: dict[str, Any] = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"id": "a12345678", "type": "function", "function": {"name": "a", "arguments": {}}}],
+}
+RESULT: dict[str, Any] = {"role": "tool", "content": "a", "tool_call_id": "a12345678"}
+SYSTEM_LATE = ([SAID, LATE_SYSTEM], [SAID, ANSWERED, LATE_SYSTEM, SAID])
+USER_AFTER_RESULT = [SAID, CALLED, RESULT, {"role": "user", "content": LATE}]
 # What a template raises: by `raise_exception`, or because a message lacks what it expects.
 TEMPLATE_ERRORS = (
     TemplateError,
@@ -64,16 +74,19 @@ class ChatTemplate:
         if self.plain:
             self.source = PLAIN
         self.text: str = tokenizer.get_chat_template(self.source, [{}])  # the template for chats with tools
-        # Whether it writes messages of the system that are not at the beginning, rather than refuse or forget them.
-        self.system_anywhere = all(LATE in self.trial(tokenizer, roles) for roles in LATE_SYSTEM)
+        # Whether it writes messages of the system that are not at the beginning, rather than refuse or forget them;
+        # and those of the user after a tool's result.
+        self.system_anywhere = all(self.writes_late_words(tokenizer, chat) for chat in SYSTEM_LATE)
+        self.user_after_result = self.writes_late_words(tokenizer, USER_AFTER_RESULT)
 
-    def trial(self, tokenizer: Any, roles: Sequence[str]) -> str:
-        """The text of a chat with these roles; empty if the template refuses it."""
-        chat = [{"role": role, "content": LATE if role == "system" else "a"} for role in roles]
-        try:
-            return str(tokenizer.apply_chat_template(chat, chat_template=self.source, tokenize=False))
-        except TEMPLATE_ERRORS:
-            return ""
+    def writes_late_words(self, tokenizer: Any, chat: list[dict[str, Any]]) -> bool:
+        """Whether `LATE`, in one of the messages, gets into the text of this chat."""
+        for messages in (chat, with_texts(chat)):
+            try:
+                return LATE in tokenizer.apply_chat_template(messages, chat_template=self.source, tokenize=False)
+            except TEMPLATE_ERRORS:
+                continue
+        return False
 
     async def render(
         self,
@@ -101,7 +114,7 @@ class ChatTemplate:
         require(not continues_calls, "continue_final_message", True, rule)
         chat, size = await asyncio.to_thread(self.prepared, messages, tools, variables)
 
-        def rendered(tokenizer: Any, chat: list[dict[str, Any]]) -> Any:
+        def rendered(tokenizer: Any, chat: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> Any:
             try:
                 return tokenizer.apply_chat_template(
                     chat,
@@ -115,14 +128,16 @@ class ChatTemplate:
                 )
             except TEMPLATE_ERRORS as error:
                 if isinstance(error, TypeError) and (texts := with_texts(chat)) != chat:
-                    return rendered(tokenizer, texts)
+                    return rendered(tokenizer, texts, tools)
+                if (described := with_descriptions(tools)) != [*tools]:
+                    return rendered(tokenizer, chat, described)
                 reason = " ".join(str(error).split())
                 raise InvalidValueError(
                     "messages", f"{len(chat)} messages", f"are refused by the chat template: {reason:.500}"
                 ) from None
 
         def encoded(tokenizer: Any) -> tuple[int, ...]:
-            ids = rendered(tokenizer, chat)
+            ids = rendered(tokenizer, chat, tools)
             # The plain template writes no special tokens.
             first = tokenizer("")["input_ids"] if self.plain else []
             return (*first, *ids)
@@ -139,7 +154,7 @@ class ChatTemplate:
         """
         keeps_developer = "developer" in self.text
         chat = [message_for_template(each, index, keeps_developer) for index, each in enumerate(messages)]
-        text = json.dumps([chat, [*tools], variables], ensure_ascii=False)
+        text = bounded_dumps([chat, [*tools], variables], "messages", ensure_ascii=False)
         # At most the length of the texts: JSON writes some characters as an escape of two, or of six (\u00 and two
         # digits).
         texts_only = len(text) - 2 * text.count("\\") - 4 * text.count("\\u00")
@@ -174,6 +189,11 @@ def with_texts(chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
     calls = [{"tool_calls": [*map(written, each["tool_calls"])]} if "tool_calls" in each else {} for each in chat]
     return [{**message, **texts} for message, texts in zip(chat, calls, strict=True)]
+
+
+def with_descriptions(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools, each with a description, for templates that cannot do without."""
+    return [{**tool, "function": {"description": "", **tool["function"]}} for tool in tools]
 
 
 def read(path: str) -> str:

@@ -18,7 +18,8 @@ def written(role: Any, texts: Sequence[str], **fields: Any) -> Message:
 
 def as_templates_take(turns: Iterable[Message], template: ChatTemplate) -> list[Message]:
     """The turns, where those of one role that follow each other are one message, except a tool's. The system's come
-    first; later ones are the user's where the template cannot have them.
+    first; later ones are the user's where the template cannot have them. So is what the user says after a tool's
+    result the end of this result.
     """
     roles: list[tuple[str, Message]] = []
     leads = True
@@ -30,7 +31,11 @@ def as_templates_take(turns: Iterable[Message], template: ChatTemplate) -> list[
     found: list[Message] = []
     for role, group in groupby(roles, key=lambda pair: pair[0]):
         several = [turn for _, turn in group]
-        found += several if role == "tool" else [together(role, several)]
+        if role == "user" and found and found[-1].role == "tool" and not template.user_after_result:
+            said = [text for each in (found[-1], *several) for text in texts_of(each)]
+            found[-1] = written("tool", said, tool_call_id=found[-1].tool_call_id)
+        else:
+            found += several if role == "tool" else [together(role, several)]
     return found
 
 

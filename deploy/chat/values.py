@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,7 +23,8 @@ NOTES = {
     "$schema",
 }  # keywords that allow any value
 PARTS = {"properties", "required", "additionalProperties", "strict", "$defs", "definitions"}  # of the arguments' schema
-DEPTH = 16  # of schemas within schemas; what is deeper may be anything
+DEPTH = 16  # references that are followed from one to the next
+MOST_PARTS = 256  # schemas within a schema that are looked at for its types; with more, it may be anything
 
 
 def property_of(schema: Any, key: str) -> Any:
@@ -52,12 +54,16 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def types_of(schema: Any, root: Any, depth: int = DEPTH) -> frozenset[str]:
-    """The types that values under a schema may have."""
-    schema = resolved(schema, root)
-    if not isinstance(schema, Mapping) or not depth:
+def types_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = None) -> frozenset[str]:
+    """The types that values under a schema may have, or more: a schema within itself may be anything. `known`: of the
+    schemas that were looked at, by their identity, so that none is looked at twice.
+    """
+    schema, known = resolved(schema, root), {} if known is None else known
+    if not isinstance(schema, Mapping) or len(known) > MOST_PARTS:
         return ALL_TYPES
-    found = ALL_TYPES
+    if id(schema) in known:
+        return known[id(schema)]
+    found = known[id(schema)] = ALL_TYPES
     if "type" in schema:
         given = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
         found &= {*map(str, given), *(["integer"] if "number" in given else [])}
@@ -67,9 +73,10 @@ def types_of(schema: Any, root: Any, depth: int = DEPTH) -> frozenset[str]:
         found &= {type_of(schema["const"])}
     for keyword in ("anyOf", "oneOf"):
         if isinstance(schema.get(keyword), list):
-            found &= frozenset[str]().union(*(types_of(each, root, depth - 1) for each in schema[keyword]))
+            found &= frozenset[str]().union(*(types_of(each, root, known) for each in schema[keyword]))
     for each in schema["allOf"] if isinstance(schema.get("allOf"), list) else []:
-        found &= types_of(each, root, depth - 1)
+        found &= types_of(each, root, known)
+    known[id(schema)] = found
     return found
 
 
@@ -148,13 +155,17 @@ def value_of(schema: Any, root: Any, place: str, valued: str) -> Value:
         return Text()
     if "enum" in schema or "const" in schema:
         check_keywords(schema, NOTES | {"enum", "const"}, place)
-        words = [word for word in schema.get("enum", [schema.get("const")]) if word == schema.get("const", word)]
+        listed = [word for word in schema.get("enum", [schema.get("const")]) if word == schema.get("const", word)]
+        words = [word for word in listed if isinstance(word, str)]
+        require(bool(words), "tools", place, "can have no value")
         rule = f"must not have {valued}, which ends values in this model's calls"
         for word in words:
             require(valued not in word, "tools", f"{place}: {word}", rule)
         return Words(tuple(words))
     check_keywords(schema, NOTES | {"minLength", "maxLength"}, place)
-    return Text(int(schema.get("minLength", 0)), int(schema["maxLength"]) if "maxLength" in schema else "")
+    least, most = int(schema.get("minLength", 0)), float(schema.get("maxLength", math.inf))
+    require(least <= most, "tools", place, f"can have no value: minLength {least} is above maxLength")
+    return Text(least, "" if math.isinf(most) else int(most))
 
 
 def definitions_of(root: Mapping[str, Any], place: str) -> dict[str, Any]:
@@ -173,14 +184,14 @@ def references(schema: Any) -> Iterator[str]:
         yield from references(part)
 
 
-def check_free(schema: Any, root: Any, place: str) -> None:
+def check_free(schema: Any, root: Any, place: str, seen: frozenset[int] = frozenset()) -> None:
     """Values that may be text or something else are read back as either, so no keyword can be kept to but the type."""
     schema = resolved(schema, root)
     if isinstance(schema, Mapping):
         check_keywords(schema, NOTES | {"anyOf", "oneOf"}, place)
         for keyword in ("anyOf", "oneOf"):
-            for each in schema.get(keyword, ()):
-                check_free(each, root, place)
+            for each in schema.get(keyword, ()) if id(schema) not in seen else ():
+                check_free(each, root, place, seen | {id(schema)})
 
 
 def check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:

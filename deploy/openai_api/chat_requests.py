@@ -1,7 +1,6 @@
 """The body of a chat completion request: its schema, and its conversion to the service's request."""
 
 import asyncio
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -9,6 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from deploy.bounded_json import bounded_dumps
 from deploy.chat.families import Family, grammar
 from deploy.chat.parsing import Parser
 from deploy.chat.template import thinking_variables
@@ -20,7 +20,10 @@ from triforce_core.sampling.guides import Guide
 
 MAX_TOP_LOGPROBS = 20
 FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
+LISTS = ("content", "tool_calls", "output", "summary")  # of messages, in any of the APIs
 JSON_FORMS = ("json_schema", "json_object")  # of guides that allow for calls, too
+# What reading a schema raises where a keyword's value is of another type than it must be.
+MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
 
 
@@ -53,10 +56,11 @@ class Message(Body):
     reasoning: str | None = Field(None, description="the same")
 
 
-def texts_in(messages: list[Any]) -> int:
-    """The messages, the parts of their contents and their tool calls."""
-    lists = [each.get(name) for each in messages if isinstance(each, dict) for name in ("content", "tool_calls")]
-    return len(messages) + sum(len(each) for each in lists if isinstance(each, list))
+def texts_in(messages: list[Any], depth: int = 2) -> int:
+    """The messages, the parts of their contents and the parts of these, and their tool calls."""
+    lists = [each.get(name) for each in messages if isinstance(each, dict) for name in LISTS]
+    within = [each for each in lists if isinstance(each, list)] if depth else []
+    return len(messages) + sum(texts_in(each, depth - 1) for each in within)
 
 
 class Function(Body):
@@ -241,26 +245,32 @@ async def guide_of(
     for index, function in enumerate(functions):
         schema = function.get("parameters")
         if schema:
-            parts.append(Guide("json_schema", json.dumps(schema), f"tools.{index}.function.parameters", schema))
+            name, kinds = f"tools.{index}.function.parameters", schema.get("type", "object")
+            has_objects = kinds == "object" or (isinstance(kinds, list) and "object" in kinds)
+            require(has_objects, name, schema, "must be of type object")
+            parts.append(Guide("json_schema", bounded_dumps(schema, name), name, schema))
             await asyncio.to_thread(parts[-1].grammar)
     if isinstance(choice, NamedTool):
         functions = [function for function in functions if function["name"] == choice.function.name]
-    text = grammar(
-        chat.family,
-        functions,
-        service.added_ids,
-        reasoning_begun=chat.reasoning_begun(prompt),
-        several=not chat.single_call and not isinstance(choice, NamedTool),
-        answer=answer,
-    )
-    whole = Guide("composed", text, field, given)
     try:
+        text = await asyncio.to_thread(
+            grammar,
+            chat.family,
+            functions,
+            service.added_ids,
+            reasoning_begun=chat.reasoning_begun(prompt),
+            several=not chat.single_call and not isinstance(choice, NamedTool),
+            answer=answer,
+        )
+        whole = Guide("composed", text, field, given)
         await service.grammar(chat.asked, whole)  # the service keeps what it has compiled
-    except InvalidValueError as error:
-        if error.field == field:
+    except (InvalidValueError, *MALFORMED) as error:
+        if not isinstance(error, InvalidValueError) or error.field == field:
             for part in parts:
                 await service.grammar(chat.asked, part)
-        raise
+        if isinstance(error, InvalidValueError):
+            raise
+        raise InvalidValueError("tools", [*chat.tools], f"must have JSON schemas as parameters: {error}") from None
     return whole
 
 

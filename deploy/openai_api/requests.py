@@ -1,6 +1,5 @@
 """The body of a completion request: its schema, and its conversion to the service's request."""
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from functools import cache
@@ -18,6 +17,7 @@ from pydantic import (
     model_validator,
 )
 
+from deploy.bounded_json import bounded_dumps
 from deploy.client_request import (
     MAX_STOP_STRINGS,
     MAX_WORDS,
@@ -368,7 +368,7 @@ def guide(form: str, value: Any, field: str) -> Guide | None:
     if value is None:
         return None
     if form == "json_schema" and not isinstance(value, str):
-        value = json.dumps(value)
+        value = bounded_dumps(value, field)
     return Guide(form, tuple(value) if form == "choice" else value, field)
 
 

@@ -12,7 +12,7 @@ from deploy.openai_api.chat_requests import Chat
 from deploy.openai_api.errors import answer_to
 from deploy.openai_api.streaming import COMMENT, named_event
 from deploy.parts import Part
-from deploy.responses_api.requests import ResponsesRequest, namespaces_of
+from deploy.responses_api.requests import ResponsesRequest, offered
 
 
 class ResponseAnswer:
@@ -23,7 +23,7 @@ class ResponseAnswer:
 
     def __init__(self, chat: Chat, body: ResponsesRequest, model: str) -> None:
         self.reading, self.body, self.model = Reading(chat), body, model
-        self.namespaces = namespaces_of(body.tools or ())
+        self.tools = {each.name: each for each in offered(body.tools or ())}
         self.id, self.created = f"resp_{uuid.uuid4().hex}", int(time.time())
         self.items: list[dict[str, Any]] = []
         self.output_tokens = 0
@@ -38,10 +38,15 @@ class ResponseAnswer:
         yield self.event({"type": f"response.{answer['status']}", "response": answer})
 
     def failed(self, error: Exception) -> str:
+        """After the events that begin a response, if none were sent; with the last item as far as it came."""
         answer, body = answer_to(error)
-        code = "rate_limit_exceeded" if answer.status == 429 else "server_error"
+        code = answer.code if answer.code in CODES else CODES_BY_STATUS.get(answer.status, "server_error")
         failure = {"error": {"code": code, "message": body["error"]["message"]}}
-        return self.event({"type": "response.failed", "response": self.response("failed") | failure})
+        begin = [] if self.sent else [*map(self.event, self.begun())]
+        if self.reading.block is not None:
+            self.items[-1] |= self.filled(self.reading.block) | {"status": "incomplete"}
+        end = self.event({"type": "response.failed", "response": self.response("failed") | failure})
+        return "".join([*begin, end])
 
     def event(self, content: dict[str, Any]) -> str:
         self.sent += 1
@@ -54,14 +59,17 @@ class ResponseAnswer:
     def made(self, part: Part) -> Iterator[dict[str, Any]]:
         """What a part adds, as events."""
         if self.latest is None:
-            for begun in ("created", "in_progress"):
-                yield {"type": f"response.{begun}", "response": self.response("in_progress")}
+            yield from self.begun()
         self.latest = part
         self.output_tokens += len(part.piece.tokens)
         for step in self.reading.steps(part):
             yield from self.told(step)
         if part.done:
             self.output_tokens = part.done.completion_tokens
+
+    def begun(self) -> Iterator[dict[str, Any]]:
+        for kind in ("created", "in_progress"):
+            yield {"type": f"response.{kind}", "response": self.response("in_progress")}
 
     def told(self, step: Step) -> Iterator[dict[str, Any]]:
         """The events of a step."""
@@ -72,19 +80,20 @@ class ResponseAnswer:
             if not call:
                 yield {"type": "response.content_part.added", "part": part_of(step.block)} | self.within
         elif step.does == "extend":
-            told = {"type": f"response.{NAMES[step.block.kind]}.delta", "delta": step.text}
+            told = {"type": f"response.{DELTAS[step.block.kind]}.delta", "delta": step.text}
             yield told | (self.of_item if call else self.within | scores(step.block))
         else:
             text = {"arguments" if call else "text": step.block.text}
-            told = {"type": f"response.{NAMES[step.block.kind]}.done"} | text
+            told = {"type": f"response.{DELTAS[step.block.kind]}.done"} | text
             yield told | (self.of_item if call else self.within | scores(step.block))
-            self.items[-1] |= {"status": "incomplete" if step.cut else "completed"}
-            if call:
-                self.items[-1] |= text
-            else:
-                self.items[-1] |= {"content": [part_of(step.block)]}
+            self.items[-1] |= self.filled(step.block) | {"status": "incomplete" if step.cut else "completed"}
+            if not call:
                 yield {"type": "response.content_part.done", "part": part_of(step.block)} | self.within
             yield {"type": "response.output_item.done", "item": self.items[-1]} | self.at
+
+    def filled(self, block: Block) -> dict[str, Any]:
+        """What the end of an item adds to it."""
+        return {"arguments": block.text} if block.kind == "call" else {"content": [part_of(block)]}
 
     def empty(self, block: Block) -> dict[str, Any]:
         """An item as it begins."""
@@ -94,9 +103,10 @@ class ResponseAnswer:
         elif block.kind == "reasoning":
             found = {"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": [], "encrypted_content": None}
         else:
-            space, function = self.namespaces.get(block.name, (None, block.name))
+            called = self.tools.get(block.name)
+            function = block.name if called is None else called.tool.name
             found = {"id": f"fc_{name}", "type": "function_call", "call_id": name[:ID_CHARACTERS], "name": function}
-            found |= {"arguments": ""} | ({} if space is None else {"namespace": space})
+            found |= {"arguments": ""} | ({"namespace": called.space} if called and called.space else {})
         return found | {"status": "in_progress"}
 
     @property
@@ -123,13 +133,15 @@ class ResponseAnswer:
             "status": status,
             "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "metadata": body.metadata or {},
             "model": self.model,
             "output": [*self.items],
             "parallel_tool_calls": body.parallel_tool_calls is not False,
             "previous_response_id": None,
             "reasoning": {"effort": body.reasoning and body.reasoning.effort, "summary": None},
             "store": False,
-            "text": {"format": {"type": "text"}} if body.text is None else body.text.model_dump(by_alias=True),
+            "text": {"format": {"type": "text"}}
+            | (body.text.model_dump(by_alias=True, exclude_none=True) if body.text else {}),
             "tool_choice": body.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
             "tools": [*(body.tools or ())],
             "truncation": "disabled",
@@ -151,12 +163,16 @@ class ResponseAnswer:
         return self.response(status) | {"usage": usage, "triforce": extras(end)}
 
 
-NAMES = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+# What the events of a block's deltas are called.
+DELTAS = {"text": "output_text", "reasoning": "reasoning_text", "call": "function_call_arguments"}
+# The codes of OpenAI's responses, and of Codex.
+CODES = ("context_length_exceeded",)
+CODES_BY_STATUS = {400: "invalid_prompt", 429: "rate_limit_exceeded"}
 
 
 def part_of(block: Block) -> dict[str, Any]:
     """The one part of an item that is text or reasoning."""
-    found: dict[str, Any] = {"type": NAMES[block.kind], "text": block.text}
+    found: dict[str, Any] = {"type": DELTAS[block.kind], "text": block.text}
     return found | ({"annotations": [], "logprobs": []} if block.kind == "text" else {})
 
 

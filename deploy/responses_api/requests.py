@@ -1,7 +1,8 @@
 """The body of OpenAI's Responses API, and its translation to a chat."""
 
+import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
@@ -19,16 +20,16 @@ from deploy.openai_api.chat_requests import (
     ToolCall,
     texts_in,
 )
-from deploy.openai_api.items import item
+from deploy.openai_api.items import item, renamed
 from deploy.openai_api.requests import AnyRequest, Body, Int, ListOf, NamedSchema, ResponseFormat, at_most, checked_as
+from triforce_core.errors import InvalidValueError
 
 # Where the fields of chats are found in this body, for errors: patterns, and what stands in their place.
 NAMES = {
     r"^(prompt|messages)$": "input",
     r"^max_completion_tokens$": "max_output_tokens",
-    r"^response_format\.json_schema": "text.format",
-    r"^response_format": "text.format",
-    r"^(tools\.\d+|tool_choice)\.function": r"\1",
+    r"^response_format(\.json_schema)?": "text.format",
+    r"^tool_choice\.function": "tool_choice",
 }
 Content = Annotated[str | ListOf[dict[str, Any]], checked_as("must be a text or a list of parts")]
 
@@ -135,6 +136,11 @@ class TextFormat(Body):
 
 class TextConfig(Body):
     format: TextFormat | None = None
+    verbosity: Literal["low", "medium", "high"] | None = Field(None, description="advice, which is ignored")
+
+
+class StreamOptions(Body):
+    include_obfuscation: bool | None = Field(None, description="accepted and ignored: nothing is added to events")
 
 
 class ReasoningConfig(Body):
@@ -152,8 +158,9 @@ class ResponsesRequest(AnyRequest):
     """
 
     input: Annotated[
-        str | Annotated[ListOf[dict[str, Any]], at_most(MAX_MESSAGES, texts_in)],
+        str | ListOf[dict[str, Any]],
         checked_as("must be a text or a list of items"),
+        at_most(MAX_MESSAGES, texts_in),
     ] = Field(description="a text, or items of type message, reasoning, function_call and function_call_output")
     instructions: str | None = Field(None, description="a message of the system before all others")
     max_output_tokens: Int | None = Field(None, description="by default as many as the context has room for")
@@ -167,6 +174,8 @@ class ResponsesRequest(AnyRequest):
     parallel_tool_calls: bool | None = True
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
+    stream_options: StreamOptions | None = None
+    metadata: dict[str, Any] | None = Field(None, description="given back as it is")
     include: ListOf[Literal["reasoning.encrypted_content"]] | None = Field(
         None, description="accepted: reasoning is given as it is, not encrypted"
     )
@@ -175,7 +184,7 @@ class ResponsesRequest(AnyRequest):
 def chat_request(body: ResponsesRequest, template: ChatTemplate) -> ChatRequest:
     """The same as a chat. Raises `InvalidValueError` and `RequestValidationError`, naming the place."""
     instructions = [] if body.instructions is None else [written("system", [body.instructions])]
-    tools = [*tools_of(body.tools or ())]
+    tools = [*map(as_chats_have, offered(body.tools or ()))]
     choice: Any = body.tool_choice
     if isinstance(choice, NamedFunction):
         function = FunctionName.model_construct(name=qualified(choice.name, choice.namespace))
@@ -201,21 +210,40 @@ def format_of(form: TextFormat) -> ResponseFormat:
     return ResponseFormat.model_construct(type=form.type, json_schema=schema)
 
 
-def tools_of(given: Iterable[dict[str, Any]]) -> Iterator[Tool]:
+class Offered(NamedTuple):
+    """A function that the model may call, alone or in a namespace."""
+
+    place: str  # in the body
+    space: str | None
+    tool: FunctionTool
+
+    @property
+    def name(self) -> str:
+        """As the model sees it."""
+        return qualified(self.tool.name, self.space)
+
+
+def offered(given: Iterable[dict[str, Any]]) -> Iterator[Offered]:
     for index, each in enumerate(given):
-        tool = item(TOOLS, each, "tools", index)
-        found = tool.tools if isinstance(tool, Namespace) else [tool] if isinstance(tool, FunctionTool) else []
-        for one in found:
-            name = qualified(one.name, tool.name if isinstance(tool, Namespace) else None)
-            function = Function.model_construct(name=name, description=one.description, parameters=one.parameters)
-            yield Tool.model_construct(type="function", function=function)
+        place, tool = f"tools.{index}", item(TOOLS, each, "tools", index)
+        if isinstance(tool, FunctionTool):
+            yield Offered(place, None, tool)
+        elif isinstance(tool, Namespace):
+            for number, one in enumerate(tool.tools):
+                yield Offered(f"{place}.tools.{number}", tool.name, one)
 
 
-def namespaces_of(given: Iterable[dict[str, Any]]) -> dict[str, tuple[str, str]]:
-    """The namespace and the name of each function that has one, by the name that the model sees."""
-    spaces = [each for each in given if each.get("type") == "namespace"]
-    pairs = [(space["name"], tool["name"]) for space in spaces for tool in space["tools"]]
-    return {qualified(name, space): (space, name) for space, name in pairs}
+def as_chats_have(tool: Offered) -> Tool:
+    own = tool.tool
+    function = Function.model_construct(name=tool.name, description=own.description, parameters=own.parameters)
+    return Tool.model_construct(type="function", function=function)
+
+
+def renamed_to_client(error: InvalidValueError, body: ResponsesRequest) -> InvalidValueError:
+    """The same error about the field as the client calls it."""
+    places = [each.place for each in offered(body.tools or ())]
+    own = re.sub(r"^tools\.(\d+)\.function", lambda found: places[int(found[1])], error.field)
+    return renamed(type(error)(own, error.value, error.rule), NAMES)
 
 
 def qualified(name: str, namespace: str | None) -> str:
@@ -232,7 +260,8 @@ def turns_of(given: str | list[dict[str, Any]]) -> Iterator[Message]:
         if isinstance(found, InputMessage):
             yield written(found.role, texts(found.content, TEXTS, *place, "content"))
         elif isinstance(found, ReasoningItem):
-            thoughts = texts(found.content or found.summary or [], THOUGHTS, *place, "content")
+            name = "content" if found.content else "summary"
+            thoughts = texts(found.content or found.summary or [], THOUGHTS, *place, name)
             yield written("assistant", [], reasoning_content="\n".join(thoughts))
         elif isinstance(found, FunctionCall):
             name = qualified(found.name, found.namespace)

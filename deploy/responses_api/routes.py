@@ -7,11 +7,10 @@ from fastapi.responses import Response
 
 from deploy.openai_api.chat_requests import chat_from
 from deploy.openai_api.errors import ANSWERS, documented, error_response
-from deploy.openai_api.items import renamed
 from deploy.openai_api.large import LargeBodyRoute
 from deploy.openai_api.streaming import WHOLE_OR_EVENTS, sent
 from deploy.responses_api.answers import ResponseAnswer
-from deploy.responses_api.requests import NAMES, ResponsesRequest, chat_request
+from deploy.responses_api.requests import ResponsesRequest, chat_request, renamed_to_client
 from deploy.service import Service
 from triforce_core.errors import InvalidValueError, TriForceError
 
@@ -28,6 +27,6 @@ def response_routes(service: Service) -> APIRouter:
             answer = ResponseAnswer(chat, body, service.model.name)
             return await sent(answer, service.complete(chat.asked), stream=body.stream)
         except TriForceError as error:
-            return error_response(renamed(error, NAMES) if isinstance(error, InvalidValueError) else error)
+            return error_response(renamed_to_client(error, body) if isinstance(error, InvalidValueError) else error)
 
     return router

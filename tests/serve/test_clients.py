@@ -485,7 +485,7 @@ def test_what_the_openapi_document_promises_is_kept(server: Server, others: Path
     document = f"{server.url}/openapi.json"
     checks = "status_code_conformance,content_type_conformance,response_schema_conformance"
     report = tmp_path / "report.ndjson"
-    options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "400", "--seed", "1"]
+    options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "250", "--seed", "1"]
     options += ["--request-timeout", "60", "--report", "ndjson", "--report-ndjson-path", str(report)]
     schemathesis = str(others.with_name("schemathesis"))
     done = subprocess.run(

@@ -3,12 +3,13 @@
 Whatever is rewritten allows the same texts or fewer, so that each output is valid under the schema as it was given.
 """
 
+import json
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator
 from decimal import Decimal
 from functools import partial
-from itertools import combinations, permutations
+from itertools import combinations, islice, permutations
 from typing import Any
 
 MAX_EXACT = 2**53  # the library reads all numbers as doubles, and integers are all different up to here
@@ -277,16 +278,23 @@ def _different_items(schema: dict[str, Any], root: Any) -> dict[str, Any]:
         raise ValueError(
             "must be of an array whose items have few values (enum, const, boolean), or maxItems at most 1"
         )
+    if len(items) > MAX_ARRANGEMENTS:
+        raise ValueError(f"there are {len(items)} items, of which at most {MAX_ARRANGEMENTS} are allowed")
     different = [each for place, each in enumerate(items) if not any(_equal(each, other) for other in items[:place])]
     lengths = range(schema.get("minItems", 0), int(min(most, len(different))) + 1)
     if not lengths:
         raise ValueError(f"there are only {len(different)} different items")
-    count = sum(math.perm(len(different), length) for length in lengths)
-    if count > MAX_ARRANGEMENTS:
-        raise ValueError(f"{count} arrays are possible, which must be at most {MAX_ARRANGEMENTS}: lower maxItems")
-    arrays = [list(each) for length in lengths for each in permutations(different, length)]
-    kept_keys = {key: value for key, value in made.items() if key not in ("type", "items", "minItems", "maxItems")}
-    return kept_keys | {"enum": arrays}
+    every = (list(each) for length in lengths for each in permutations(different, length))
+    arrays = [*islice(every, MAX_ARRANGEMENTS + 1)]
+    if len(arrays) > MAX_ARRANGEMENTS:
+        raise ValueError(f"more than {MAX_ARRANGEMENTS} arrays are possible: lower maxItems")
+    if "enum" in made or "const" in made:
+        listed = {json.dumps(each) for each in made.get("enum", [made.get("const")])}
+        arrays = [each for each in arrays if json.dumps(each) in listed]
+    if not arrays:
+        raise ValueError("no array is possible")
+    written = ("type", "items", "minItems", "maxItems", "enum", "const")
+    return {key: value for key, value in made.items() if key not in written} | {"enum": arrays}
 
 
 def _values(schema: Any, root: Any) -> list[Any] | None:
@@ -350,7 +358,10 @@ def _pattern_of_names(said: dict[str, Any]) -> str | None:
     if said.keys() - {"type"} == {"pattern"}:
         return str(said["pattern"])
     if said.keys() - {"type"} <= {"minLength", "maxLength"}:
-        return rf"^[\s\S]{{{said.get('minLength', 0):d},{said.get('maxLength', '')}}}$"
+        bounds = [said.get("minLength", 0), said.get("maxLength", "")]
+        if any(isinstance(each, bool) or not (isinstance(each, int) or each == "") for each in bounds):
+            raise ValueError("minLength and maxLength must be whole numbers")
+        return rf"^[\s\S]{{{bounds[0]},{bounds[1]}}}$"
     return None
 
 

@@ -337,7 +337,7 @@ def test_what_the_library_would_change_is_kept(case: str) -> None:
         ),
         ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems: must be of"),
         ({"type": ["array", "null"], "items": {"enum": [1, 2]}, "uniqueItems": True}, "uniqueItems: must be of"),
-        ({"type": "array", "items": {"enum": [*"abcdef"]}, "uniqueItems": True}, "1957 arrays are possible"),
+        ({"type": "array", "items": {"enum": [*"abcdef"]}, "uniqueItems": True}, "more than 500 arrays are possible"),
         ({"type": "array", "items": {"const": 1}, "uniqueItems": True, "minItems": 2}, "only 1 different items"),
         ({"type": "array", "prefixItems": [{}, {"const": 1}], "uniqueItems": True, "maxItems": 2}, "uniqueItems: must"),
         ({"type": "array", "prefixItems": [{"const": 1}, {"const": 2}], "uniqueItems": True}, "uniqueItems: must"),
