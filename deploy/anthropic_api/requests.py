@@ -94,10 +94,10 @@ class InputMessage(Body):
 class CustomTool(Body):
     """A tool that the model may call."""
 
+    type: Literal["custom"] | None = None
     name: str = Field(description="1 to 128 letters, digits, underscores, dashes or dots")
     input_schema: dict[str, Any] = Field(description="the JSON schema of the input")
     description: str | None = None
-    type: Literal["custom"] | None = None
     strict: bool | None = Field(None, description="no effect: the input obeys the schema if tool_choice forces a call")
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Iterator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,8 +14,12 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 from starlette.testclient import TestClient
 
+from deploy.errors import OverloadedError
+from deploy.openai_api import streaming
 from deploy.openai_api.routes import http_app
 from tests.answering import ANSWERS, ARGUMENTS, CALL, PARAMETERS, TOOLS, Answering, service_of
+from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
+from triforce_core.errors import ContextLengthError, InvalidValueError
 
 USER = {"role": "user", "content": "How warm is it in Łódź?"}
 TOOL = {"type": "function", "name": "weather", "description": "…", "parameters": PARAMETERS, "strict": False}
@@ -250,6 +255,20 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type: 'input_image'"),
     ({"tools": [{"type": "file_search"}]}, "tools.0.type: 'file_search' is not supported"),
     ({"tools": [TOOL | {"name": "a b"}]}, "tools.0.name: 'a b' must be 1 to 128"),
+    (
+        {
+            "tools": [
+                {"type": "web_search"},
+                {"type": "namespace", "name": "a", "tools": [TOOL, TOOL | {"name": "a b"}]},
+            ]
+        },
+        "tools.1.tools.1.name: 'a.a b' must be 1 to 128",
+    ),
+    (
+        {"tools": [{"type": "web_search"}, TOOL | {"parameters": {"type": "x"}}], "tool_choice": "required"},
+        "tools.1.parameters: ",
+    ),
+    ({"input": [{"type": "reasoning", "summary": [{"type": "x"}]}]}, "input.0.summary.0.type: 'x' is not supported"),
     ({"tool_choice": {"type": "function", "name": "x"}, "tools": [TOOL]}, "tool_choice.name: 'x' must be the name"),
     ({"max_output_tokens": 0}, "max_output_tokens: 0 must be at least 1"),
     ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format: None must be given"),
@@ -266,3 +285,69 @@ def test_wrong_bodies_are_refused_by_name(fields: dict[str, Any], message: str) 
     body: Any = caught.value.body
     assert body["message"].startswith(message), body
     assert body["param"] == message.partition(":")[0]
+
+
+@pytest.mark.parametrize(
+    ("given", "entries"),
+    [
+        ([USER] * 17_000, 17_000),
+        ([{"type": "function_call_output", "call_id": "a", "output": [{}] * 17_000}], 17_001),
+        ([{"type": "reasoning", "summary": [{}] * 17_000}], 17_001),
+    ],
+)
+def test_too_many_parts_are_refused_as_such(given: Any, entries: int) -> None:
+    with answered() as (client, _), pytest.raises(BadRequestError, match=f"input: .* has {entries} entries"):
+        ask(client, input=given)
+
+
+def test_what_clients_send_besides() -> None:
+    """Advice is accepted, and what says something of the response is given back."""
+    more: Any = {"stream_options": {"include_obfuscation": False}, "metadata": {"a": "b"}}
+    with answered("Warm.") as (client, _):
+        empty = ask(client, text={})
+        verbose = ask(client, text={"verbosity": "low"}, **more)
+        streamed = folded([*ask(client, stream=True, **more)])
+    assert (empty.text.format.type, empty.metadata) == ("text", {})
+    assert (verbose.text.format.type, verbose.text.verbosity) == ("text", "low")
+    assert verbose.metadata == streamed["metadata"] == {"a": "b"}
+
+
+class Failing(Answering):
+    """Fails at once, or after its text."""
+
+    def __init__(self, text: str, error: Exception) -> None:
+        super().__init__("qwen", text, cut=0)
+        self.error = error
+
+    async def decode(self, request: pb.DecodeRequest) -> AsyncGenerator[pb.DecodeEvent, None]:
+        async for event in super().decode(request):
+            if event.finish_reason:
+                await asyncio.sleep(0.05)  # after the stream has begun
+                raise self.error
+            yield event
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "code"),
+    [
+        ("", RuntimeError("a defect"), "server_error"),
+        ("", OverloadedError("all places are taken"), "rate_limit_exceeded"),
+        ("", ContextLengthError("messages", "9 tokens", "must fit"), "context_length_exceeded"),
+        ("", InvalidValueError("input", 9, "must not"), "invalid_prompt"),
+        ("<think>hm</think>Warm", RuntimeError("a defect"), "server_error"),
+    ],
+)
+def test_a_stream_that_fails_is_a_response_that_failed(
+    text: str, error: Exception, code: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(streaming, "IDLE_S", 0.01)
+    with TestClient(http_app(service_of("qwen", Failing(text, error))), raise_server_exceptions=False) as http:
+        client = OpenAI(base_url="http://testserver/v1", api_key="none", http_client=http, max_retries=0)
+        found = [event.to_dict() for event in ask(client, stream=True)]
+    assert [event["sequence_number"] for event in found] == [*range(len(found))]
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    response = found[-1]["response"]
+    assert (found[-1]["type"], response["status"], response["error"]["code"]) == ("response.failed", "failed", code)
+    texts = [item["content"][0]["text"] for item in response["output"]]
+    assert texts == (["hm", "Warm"] if text else [])
+    assert [item["status"] for item in response["output"]] == (["completed", "incomplete"] if text else [])
