@@ -225,13 +225,14 @@ class FindsCalls:
         self.raw, self.blank, self.follows = [], [], True
 
     def _content(self, text: str, events: list[Event]) -> None:
-        if self.follows:
+        if self.follows and not self.blank:
             text = text.lstrip()
         dark = text.rstrip()
         if dark:
             events += [*map(Content, self.blank), Content(dark)]
             self.blank, self.follows = [], False
-        self.blank.append(text[len(dark) :])
+        if space := text[len(dark) :]:
+            self.blank.append(space)
 
     def finish(self) -> list[Event]:
         events: list[Event] = []

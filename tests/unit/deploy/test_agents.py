@@ -133,7 +133,14 @@ def test_the_request_of_an_agent_is_answered_by_a_call(path: str) -> None:
 
 def test_the_input_of_a_call_holds_what_json_holds() -> None:
     """The model writes arguments freely: numbers beyond floats and halves of surrogate pairs are JSON."""
-    arguments = '{"timeout": 1e999, "command": "\\ud800"}'
+    arguments = '{"timeout": 1e999, "more": 1' + "0" * 5000 + ', "command": "\\ud800"}'
     found, _ = answer("/v1/messages", CLAUDE_CODE | {"stream": False}, CALL.replace(ARGUMENTS, arguments))
     [block] = found.json()["content"]
-    assert block["input"] == {"timeout": 1.7976931348623157e308, "command": "\ud800"}
+    assert block["input"] == {"timeout": 1.7976931348623157e308, "more": 1.7976931348623157e308, "command": "\ud800"}
+
+
+def test_what_stands_below_the_billing_line_is_kept() -> None:
+    system = "x-anthropic-billing-header: version=1; id=abc;\nBe brief."
+    _, prompt = answer("/v1/messages", CLAUDE_CODE | {"system": system}, CALL)
+    assert "Be brief." in prompt
+    assert "billing" not in prompt

@@ -214,6 +214,15 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
             "<tool_call>\n<function=f>\n<parameter=a>\n[1]\n</parameter>\n<parameter=b>\nx",
             [Call("f"), Arguments('{"a": [1]')],
         ),
+        (
+            "coder",
+            "<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call> is a tag.",
+            [Call("f"), Arguments("{}"), Content("<tool_call> is a tag.")],
+        ),
+        ("coder", "<function=f>\n</function>\n</tool_call>\n<tool_call>\n", [Call("f"), Arguments("{}")]),
+        ("coder", "Write <function=f>", [Content("Write <function=f>")]),
+        ("coder", "Write <function=f>\n<parame", [Content("Write <function=f>\n<parame")]),
+        ("coder", "<function=g>\n<parameter=a>\n1", [Content("<function=g>\n<parameter=a>\n1")]),
         ("coder", "use <tool_call> or <function", [Content("use <tool_call> or <function")]),
         ("glm", "<tool_call>f</tool_call>", [Call("f"), Arguments("{}")]),
         ("glm", "<tool_call>f is called</tool_call>", [Content("<tool_call>f is called</tool_call>")]),
@@ -246,10 +255,15 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
         ),
         ("channels", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", [Reasoning("hm")]),
         ("channels", "Yes.", [Content("Yes.")]),
+        ("channels", f"{' ' * 40}Yes.", [Content(f"{' ' * 40}Yes.")]),
     ],
 )
 def test_what_is_found(family: str, text: str, expected: list[Event]) -> None:
     assert read(family, text) == expected
+
+
+def test_white_space_does_not_hold_back_a_text() -> None:
+    assert FAMILIES["channels"].parser(TOOLS, reasoning_begun=False).feed(" " * 40 + "Yes.")
 
 
 def test_reasoning_that_the_prompt_began() -> None:
@@ -383,6 +397,7 @@ SCHEMA: dict[str, Any] = {
         ("mode", "1", "1"),
         ("list", "[1, null]", [1, None]),
         ("list", "[1,", "[1,"),
+        ("list", '["</parameter>", "\\"</parameter>"]', ["</parameter>", '"</parameter>']),
         ("other", "False", False),
         ("other", "a b", "a b"),
         ("other", '"a"', '"a"'),

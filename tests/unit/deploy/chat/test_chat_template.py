@@ -12,10 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from deploy.chat.template import ChatTemplate, thinking_variables
+from deploy.chat.turns import as_templates_take
 from deploy.encoding import Encoder
+from deploy.openai_api.chat_requests import Message
 from tests.chat_models import SPECIAL, tokenizer
 from triforce_core.errors import ContextLengthError, InvalidValueError
 
+TEMPLATES = Path(__file__).parents[3] / "templates"
 USER = {"role": "user", "content": "How warm is it?"}
 CALLS = [{"id": "123456789", "type": "function", "function": {"name": "f", "arguments": '{"city": "Łódź"}'}}]
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
@@ -160,9 +163,31 @@ def test_a_chat_that_cannot_fit_is_refused_before_it_is_rendered() -> None:
 
 
 def test_a_template_that_cannot_write_objects_gets_the_arguments_as_texts() -> None:
-    file = Path(__file__).parents[3] / "templates" / "deepseek-ai-DeepSeek-V3.1.jinja"
+    file = TEMPLATES / "deepseek-ai-DeepSeek-V3.1.jinja"
     tokens = asyncio.run(template("none", str(file)).render(ROUND, TOOLS))
     assert '<｜tool▁sep｜>{"city": "Łódź"}<｜tool▁call▁end｜>' in tokenizer("none").decode(tokens)
+
+
+def test_a_template_that_reads_descriptions_gets_empty_ones() -> None:
+    file = TEMPLATES / "openai-gpt-oss-120b.jinja"
+    tokens = asyncio.run(template("none", str(file)).render([USER], TOOLS))
+    assert "type f = " in tokenizer("none").decode(tokens)
+
+
+LATER = {"role": "user", "content": "a reminder"}
+AGAIN = {"role": "assistant", "content": "So."}
+
+
+@pytest.mark.parametrize("file", [None, *sorted(TEMPLATES.glob("*.jinja"))], ids=lambda file: file and file.stem)
+def test_every_template_gets_what_the_user_says_after_a_result(file: Path | None) -> None:
+    made = template("mistral" if file is None else "none", file and str(file))
+    result = {**ROUND[2], "tool_call_id": "123456789"}
+    turns = [Message.model_validate(each) for each in (USER, ROUND[1], result, LATER, AGAIN, USER)]
+    chat = [turn.model_dump(exclude_none=True) for turn in as_templates_take(turns, made)]
+    parameters = {"type": "object", "properties": {"city": {"type": "string", "description": "…"}}, "required": []}
+    tools = [{"type": "function", "function": {"name": "f", "description": "…", "parameters": parameters}}]
+    found = tokenizer("none").decode(asyncio.run(made.render(chat, tools)))
+    assert 0 < found.index("3 °C") < found.index("a reminder") < found.index("So.")
 
 
 @pytest.mark.parametrize(
