@@ -94,7 +94,10 @@ class Trace:
 
 
 def exporters(variables: Mapping[str, str]) -> list[str]:
-    """The exporters that these environment variables ask for; none where they ask for no traces."""
+    """The exporters that these environment variables ask for; none where they ask for no traces.
+
+    Raises `InvalidValueError` for a protocol without an exporter.
+    """
 
     def first(*names: str) -> str:
         return next((value for name in names if (value := variables.get(name, "").strip())), "")
@@ -103,7 +106,9 @@ def exporters(variables: Mapping[str, str]) -> list[str]:
         return []
     names = [name.strip() for name in (first(EXPORTER) or "otlp").split(",")]
     protocol = first(*PROTOCOLS) or "http/protobuf"
-    return [OTLP.get(protocol, protocol) if name == "otlp" else name for name in names if name not in ("", "none")]
+    rule = f"is not supported: must be {' or '.join(OTLP)}"
+    require("otlp" not in names or protocol in OTLP, PROTOCOLS[1], protocol, rule)
+    return [OTLP[protocol] if name == "otlp" else name for name in names if name not in ("", "none")]
 
 
 def exporter(name: str) -> Any:
@@ -306,4 +311,4 @@ def check(variables: Mapping[str, str] = os.environ) -> str:
     names = exporters(variables)
     for name in names:
         exporter(name)
-    return ", ".join(names) or f"none: neither {EXPORTER} nor {ENDPOINTS[1]} is set"
+    return ", ".join(names) or f"none: {EXPORTER} and {ENDPOINTS[1]} ask for none"

@@ -461,6 +461,11 @@ def test_what_the_environment_asks_for(variables: dict[str, str], expected: list
     assert exporters(variables) == expected
 
 
+def test_a_protocol_without_an_exporter_is_refused_by_its_variable() -> None:
+    with pytest.raises(InvalidValueError, match="OTEL_EXPORTER_OTLP_PROTOCOL: 'http/json' is not supported"):
+        exporters({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"})
+
+
 def test_an_exporter_that_is_missing_is_named_with_its_package(
     monkeypatch: pytest.MonkeyPatch, refusals: Refusals
 ) -> None:
