@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import grpc
 
+from actors.admission import Address
 from actors.wire import proposal_batch_from_proto, work_batch_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
@@ -88,12 +89,12 @@ class RemoteProposer:
     """
 
     def __init__(
-        self, resolve: Callable[[], str], *, timeout_s: float, doorbell: Doorbell | None = None, peer: str = "lower"
+        self, resolve: Callable[[], Address], *, timeout_s: float, doorbell: Doorbell | None = None, peer: str = "lower"
     ) -> None:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
-        self.peer, self.address = peer, ""  # the last address tried; empty while it is unknown
+        self.peer, self.place = peer, ""  # the last one tried, `host:port`; empty while it is unknown
         self.silent_since: float | None = time.monotonic()  # None: the peer is connected and answers its work
-        self.looking_up: Future[str] = Future()  # the peer's address
+        self.looking_up: Future[Address] = Future()  # the peer's address
         self.stream: Stream | None = None  # the latest; None before the first
         self.asked: dict[int, UnansweredWork] = {}  # by sequence id
         self.arrived: queue.SimpleQueue[tuple[Stream, pb.ProposalBatch]] = queue.SimpleQueue()
@@ -207,7 +208,7 @@ class RemoteProposer:
             stream = Stream()
             try:
                 address = self._look_up()
-                with grpc.insecure_channel(address, options=CHANNEL_OPTIONS) as channel:
+                with grpc.insecure_channel(address.place, options=CHANNEL_OPTIONS) as channel:
                     self._run(stream, TierStub(channel), address)
             except Exception as error:  # after any error, try again
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else repr(error))
@@ -218,9 +219,9 @@ class RemoteProposer:
                 self.doorbell.ring()
             self.closed.wait(self.retry_s)
 
-    def _look_up(self) -> str:
+    def _look_up(self) -> Address:
         """The peer's address, by a thread of its own, because `resolve` may never return. Raises `TimeoutError`."""
-        self.looking_up = found = Future[str]()
+        self.looking_up = found = Future[Address]()
 
         def look() -> None:
             with suppress(InvalidStateError):  # the caller no longer waits
@@ -235,11 +236,11 @@ class RemoteProposer:
             threading.Thread(target=look, name="link-address", daemon=True).start()
         return found.result(timeout=LOOK_UP_S)
 
-    def _run(self, stream: Stream, stub: TierStub, address: str) -> None:
+    def _run(self, stream: Stream, stub: TierStub, address: Address) -> None:
         """Open the stream and receive batches until it ends. Raises `grpc.RpcError` if it ends in an error."""
-        if address != self.address:  # a restarted peer has missed no deadline yet
-            self.address, self.retry_s = address, RETRY_S
-        stream.call = stub.Propose(iter(stream))
+        if address.place != self.place:  # a restarted peer has missed no deadline yet
+            self.place, self.retry_s = address.place, RETRY_S
+        stream.call = stub.Propose(iter(stream), metadata=address.metadata)
         patience = threading.Timer(OPEN_S, stream.close)  # gRPC offers a deadline for a whole call only
         patience.daemon = True
         patience.start()
@@ -267,5 +268,5 @@ class RemoteProposer:
         while not self.closed.wait(SILENT_S / 10):
             if self.too_silent and time.monotonic() - told >= SILENT_S:
                 told = time.monotonic()
-                where = f"at {self.address}" if self.address else "and its address is unknown"
+                where = f"at {self.place}" if self.place else "and its address is unknown"
                 log.warning("the %s tier has not answered for %.0f s, %s", self.peer, self.silent_s, where)

@@ -15,6 +15,7 @@ import grpc.aio
 import psutil
 from ray.actor import ActorHandle
 
+from actors.admission import Address
 from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -31,6 +32,8 @@ log = logging.getLogger(__name__)
 
 DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # the method's path, as in the generated stub
 SLOTS = itertools.count()
+# The codes where the target has failed or is gone; with the last one another process has its port.
+GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +78,15 @@ def seen(pid: int) -> psutil.Process | None:
 class RunningTarget:
     """One target process that serves, from its start to its end."""
 
-    def __init__(self, address: str, pid: int, marks: Marks | None, followers: Iterable[int] = ()) -> None:
+    def __init__(self, address: Address, pid: int, marks: Marks | None, followers: Iterable[int] = ()) -> None:
         """`marks`: None if they cannot be read. `followers`: the ids of the processes that follow it."""
         self.address, self.pid, self.process, self.marks = address, pid, TargetProcess.of(pid, followers), marks
-        self.channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        self.channel = grpc.aio.insecure_channel(address.place, options=CHANNEL_OPTIONS)
 
     @classmethod
     async def started(cls, actor: ActorHandle[Any]) -> RunningTarget:
         """Load the target, which may be loaded already, and return it once it serves."""
-        address: str = await actor.start.remote()
+        address: Address = await actor.start.remote()
         pid, followers, path = await actor.identity.remote()
         try:
             marks = Marks.of(path)
@@ -98,7 +101,7 @@ class RunningTarget:
         """
         method = self.channel.unary_stream(DECODE, request_serializer=None, response_deserializer=None)
         slot = next(SLOTS)
-        call = method(request, metadata=((SLOT, str(slot)),))
+        call = method(request, metadata=((SLOT, str(slot)), *self.address.metadata))
         try:
             async for event in call:
                 yield event
@@ -117,7 +120,9 @@ class RunningTarget:
     async def status(self, timeout_s: float) -> pb.TierStatus:
         """Raises `UnavailableError` if the target does not report within `timeout_s` seconds."""
         try:
-            status: pb.TierStatus = await TargetStub(self.channel).Status(pb.StatusRequest(), timeout=timeout_s)
+            status: pb.TierStatus = await TargetStub(self.channel).Status(
+                pb.StatusRequest(), timeout=timeout_s, metadata=self.address.metadata
+            )
         except grpc.aio.AioRpcError as error:
             raise unavailable(error) from None
         except asyncio.CancelledError:
@@ -155,10 +160,8 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Excepti
         return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(details)
-    # UNAVAILABLE and CANCELLED mean that the target has failed or is gone. With any other code the target has answered
-    # this request with an error, so the request counts as the cause.
-    gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-    return unavailable(error, suspect=suspect if gone else True)
+    # With any other code than these the target has answered this request with an error, so the request is the cause.
+    return unavailable(error, suspect=suspect if error.code() in GONE else True)
 
 
 def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool | None = None) -> UnavailableError:

@@ -13,6 +13,7 @@ from typing import Any
 
 import grpc
 
+from actors.admission import Address, LinkAdmission
 from actors.links import CHANNEL_OPTIONS
 from actors.wire import ANY_TIER, Bounds, proposal_batch_to_proto, work_batch_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -50,9 +51,16 @@ class LinkServer:
     """
 
     def __init__(self, host: str, tier_server: TierServer) -> None:
-        self.server = grpc.server(LinkThreads(), options=CHANNEL_OPTIONS, maximum_concurrent_rpcs=MAX_LINKS)
+        self.admission = LinkAdmission()
+        self.server = grpc.server(
+            LinkThreads(),
+            interceptors=[self.admission],
+            options=CHANNEL_OPTIONS,
+            maximum_concurrent_rpcs=MAX_LINKS,
+        )
         add_TierServicer_to_server(tier_server, self.server)
-        self.address = f"{host}:{self.server.add_insecure_port(f'{host}:0')}"
+        port = self.server.add_insecure_port(f"{host}:0")
+        self.address = Address(f"{host}:{port}", self.admission.secret)
         self.server.start()
 
     def stop(self, grace_s: float = 1.0) -> None:

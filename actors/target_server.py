@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 
+from actors.admission import Address, TargetAdmission
 from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from actors.pass_times import PassTimes
@@ -254,6 +255,7 @@ class AsyncServer:
         self.thread = threading.Thread(target=self.loop.run_forever, name="grpc", daemon=True)
         self.thread.start()
         try:
+            self.admission = TargetAdmission()
             self.server, self.address = self._run(self._start())
         except Exception:
             self._end()
@@ -262,12 +264,12 @@ class AsyncServer:
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(timeout=30)
 
-    async def _start(self) -> tuple[grpc.aio.Server, str]:
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+    async def _start(self) -> tuple[grpc.aio.Server, Address]:
+        server = grpc.aio.server(interceptors=[self.admission], options=SERVER_OPTIONS)
         add_TargetServicer_to_server(self.target_server, server)
         port = server.add_insecure_port(f"{self.host}:0")
         await server.start()
-        return server, f"{self.host}:{port}"
+        return server, Address(f"{self.host}:{port}", self.admission.secret)
 
     def stop(self, grace_s: float = 1.0) -> None:
         self._run(self.server.stop(grace_s))

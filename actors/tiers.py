@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 import ray
 
+from actors.admission import Address
 from actors.links import LOOK_UP_S, RemoteProposer
 from actors.marks import Marks
 from actors.rank_actors import lead
@@ -51,9 +52,9 @@ CONNECT_TIMEOUT_S = 30.0
 LOOPBACK = "127.0.0.1"
 
 
-def address_of(name: str) -> str:
+def address_of(name: str) -> Address:
     """The current address of the tier actor of this name. Waits up to `LOOK_UP_S` seconds if it restarts or loads."""
-    return str(ray.get(ray.get_actor(name).start.remote(LOOK_UP_S), timeout=LOOK_UP_S))
+    return Address(*ray.get(ray.get_actor(name).start.remote(LOOK_UP_S), timeout=LOOK_UP_S))
 
 
 class TierActor(ABC):
@@ -73,7 +74,7 @@ class TierActor(ABC):
         self.starting = threading.Lock()
         self.undo = ExitStack()  # ends everything that a start has made so far
 
-    def start(self, patience_s: float = -1) -> str:
+    def start(self, patience_s: float = -1) -> Address:
         """Load the models, serve, and return the address, whose port is new after every restart; later calls return the
         same. A call during another waits for it, at most `patience_s` seconds (-1: no limit). A start that fails leaves
         nothing behind. Raises `UnavailableError` if the other call takes too long.
@@ -134,8 +135,9 @@ class TierActor(ABC):
         if self.server is None:
             return [pb.TierStatus(tier=name).SerializeToString() for name in self.group.tiers]
         own = self.tier_status()
+        own.refused_calls = self.server.admission.refused
         if (link := self.link) is not None and link.too_silent:
-            own.silent.MergeFrom(pb.SilentPeer(tier=link.peer, address=link.address, silent_s=link.silent_s))
+            own.silent.MergeFrom(pb.SilentPeer(tier=link.peer, address=link.place, silent_s=link.silent_s))
         statuses = {self.tier: own} | {
             tier: pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
             for tier, held in self.inner.items()
@@ -145,7 +147,7 @@ class TierActor(ABC):
             statuses[tier].passes, statuses[tier].pass_s = runner.passes, runner.seconds
             statuses[tier].kernels.MergeFrom(pb.Kernels(**kernels_of(runner)))
         for status in statuses.values():
-            status.address = self.server.address
+            status.address = self.server.address.place
         return [status.SerializeToString() for status in statuses.values()]
 
     def load(self, name: str, role: str, ranks: Leader | None = None) -> PreTrainedModel:

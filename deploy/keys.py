@@ -6,8 +6,10 @@ import hmac
 import logging
 import re
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from deploy.errors import UnauthenticatedError
 from triforce_core.errors import InvalidValueError, require
@@ -96,6 +98,16 @@ class ApiKeys:
     def _hold(self, keys: dict[str, str]) -> None:
         self.owners = {hashed(key): owner for key, owner in keys.items()}
         self.read_at, self.complaint = time.monotonic(), ""
+
+
+def single(name: str, values: Iterable[Any]) -> str | None:
+    """The value of a header or metadata that may hold a key; None if there is none, or none that is text. Raises
+    `UnauthenticatedError` for several: a proxy before the server might have checked another one than the server does.
+    """
+    given = [*values]
+    if len(given) > 1:
+        raise UnauthenticatedError(f"{name} was given {len(given)} times: send it once")
+    return given[0] if given and isinstance(given[0], str) else None
 
 
 def key_in(authorization: str) -> str:

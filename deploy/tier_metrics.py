@@ -152,6 +152,12 @@ COUNTERS = (
         ("tier",),
     ),
     Figure(
+        "tier_refused_calls",
+        "Calls to the tier's process that lacked its secret.",
+        lambda status: {(status.tier,): status.refused_calls},
+        ("tier",),
+    ),
+    Figure(
         "target_restarts",
         "Times that the target's process died or hung and was replaced.",
         of_target(lambda status: status.restarts),

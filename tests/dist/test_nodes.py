@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from actors import links, tiers
+from actors.admission import Address
 from actors.pipeline import Pipeline
 from actors.placement import ACTORS, place_tiers, reserve
 from actors.serving import LinkServer
@@ -109,7 +110,7 @@ class LostDraftActor(DraftActor):
 
     def serve(self, host: str) -> LinkServer:
         server = super().serve(host)
-        server.address = NOWHERE
+        server.address = Address(NOWHERE, "")
         return server
 
 

@@ -13,6 +13,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from actors import tiers
+from actors.admission import Address
 from actors.tiers import DraftActor, RetrievalActor, TargetActor, TierActor
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings, load_settings
@@ -41,7 +42,7 @@ def statuses(actor: TierActor) -> dict[str, pb.TierStatus]:
 
 @pytest.fixture
 def no_draft_tier(monkeypatch: pytest.MonkeyPatch) -> None:
-    def nowhere(name: str) -> str:
+    def nowhere(name: str) -> Address:
         raise UnavailableError("the draft tier is elsewhere")
 
     monkeypatch.setattr(tiers, "address_of", nowhere)
@@ -78,11 +79,11 @@ def test_of_a_start_that_fails_nothing_stays(
     actor.settings = settings(colocate)
     try:
         address = actor.start()
-        assert address.startswith("127.0.0.1:")
+        assert address.place.startswith("127.0.0.1:")
         assert actor.start() == address, "it is started once"
         assert loaded_models() > models
         assert statuses(actor).keys() == held
-        assert all(status.ready and status.address == address for status in statuses(actor).values())
+        assert all(status.ready and status.address == address.place for status in statuses(actor).values())
     finally:
         actor.server.stop(0.0)
         actor.undo.close()

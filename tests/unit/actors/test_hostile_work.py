@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from actors.admission import Address
 from actors.tiers import DraftActor, LinkedActor, RetrievalActor
 from actors.wire import work_batch_to_proto
 from tests.random_models import random_pair
@@ -36,10 +37,12 @@ def honest(sequence_id: int = 7, **fields: Any) -> pb.Work:
 class Peer:
     """The upper end of a link, by hand."""
 
-    def __init__(self, address: str) -> None:
-        self.channel = grpc.insecure_channel(address)
+    def __init__(self, address: Address) -> None:
+        self.channel = grpc.insecure_channel(address.place)
         self.sent: queue.SimpleQueue[pb.WorkBatch | None] = queue.SimpleQueue()
-        self.answers = TierStub(self.channel).Propose(iter(self.sent.get, None), timeout=AT_ONCE_S)
+        self.answers = TierStub(self.channel).Propose(
+            iter(self.sent.get, None), timeout=AT_ONCE_S, metadata=address.metadata
+        )
 
     def ask(self, *work: pb.Work, release: tuple[int, ...] = ()) -> pb.ProposalBatch:
         self.sent.put(pb.WorkBatch(work=work, release=release))

@@ -18,6 +18,7 @@ import grpc
 import pytest
 
 from actors import links
+from actors.admission import Address
 from actors.links import CHANNEL_OPTIONS, RETRY_S, RemoteProposer
 from actors.serving import LinkServer, TierServer
 from actors.wire import Bounds, proposal_batch_to_proto
@@ -28,7 +29,7 @@ from triforce_core.doorbell import Doorbell
 from triforce_core.messages import GREEDY, Proposal, SequenceSpec, Span, Tier, Work
 
 SPEC = SequenceSpec(GREEDY, seed=0, prompt_length=1, max_length=100)
-NOBODY = "127.0.0.1:1"
+NOBODY = Address("127.0.0.1:1", "")
 
 
 def work(start: int, *tokens: int) -> Work:
@@ -114,7 +115,7 @@ class NoProposer:
     def release(self, sequence_ids): ...
 
 server = LinkServer("127.0.0.1", TierServer(NoProposer(), Tier.DRAFT, Tier.RETRIEVAL))
-print(server.address, flush=True)
+print(*server.address, flush=True)
 sys.stdin.readline()
 sys.exit(3)
 """
@@ -151,7 +152,7 @@ def with_pings_every(milliseconds: int) -> list[tuple[str, int]]:
 def test_a_tier_process_exits_though_a_link_is_open() -> None:
     """If the process went on serving, Ray would start its successor beside it."""
     with process(SERVE_UNTIL_TOLD) as (server, address):
-        link = RemoteProposer(lambda: address, timeout_s=5.0)
+        link = RemoteProposer(lambda: Address(*address.split()), timeout_s=5.0)
         assert link.wait_ready(10.0)
         server.communicate("exit\n", timeout=10)
         assert server.returncode == 3
@@ -164,7 +165,7 @@ def test_a_peer_that_takes_the_connection_and_says_nothing_is_given_up(monkeypat
     with serving() as (server, _), socket.socket() as mute:
         mute.bind(("127.0.0.1", 0))
         mute.listen()
-        addresses = [f"127.0.0.1:{mute.getsockname()[1]}", server.address]
+        addresses = [Address(f"127.0.0.1:{mute.getsockname()[1]}", ""), server.address]
         link = RemoteProposer(lambda: addresses.pop(0), timeout_s=60.0)
         link.retry_s = 0.01
         assert link.wait_ready(10.0), "it hangs at the first"
@@ -211,7 +212,7 @@ def test_a_hung_peer_is_noticed_though_nobody_asks_it_anything(monkeypatch: pyte
     monkeypatch.setattr(links, "CHANNEL_OPTIONS", with_pings_every(200))
     monkeypatch.setattr(links, "OPEN_S", 0.3)
     with process(SERVE_UNTIL_TOLD) as (server, address):
-        link = RemoteProposer(lambda: address, timeout_s=60.0)
+        link = RemoteProposer(lambda: Address(*address.split()), timeout_s=60.0)
         assert link.wait_ready(10.0)
         assert link.silent_s == 0
         os.kill(server.pid, signal.SIGSTOP)
@@ -240,10 +241,11 @@ def test_an_idle_link_stays_up_through_its_pings(monkeypatch: pytest.MonkeyPatch
 
 ASK_AND_WAIT = """
 import sys
+from actors.admission import Address
 from actors.links import RemoteProposer
 from triforce_core.messages import GREEDY, SequenceSpec, Span, Work
 
-link = RemoteProposer(lambda: sys.argv[1], timeout_s=60.0)
+link = RemoteProposer(lambda: Address(*sys.argv[1:]), timeout_s=60.0)
 assert link.wait_ready(10.0)
 link.submit([Work(Span(1, 0, (7, 8), SequenceSpec(GREEDY, 0, 1, 100)), (4, 2))])
 link.collect(10.0)
@@ -254,7 +256,7 @@ sys.stdin.readline()
 
 def test_a_tier_forgets_what_a_hung_tier_above_had_it_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("actors.serving.CHANNEL_OPTIONS", with_pings_every(200))
-    with serving() as (server, tier), process(ASK_AND_WAIT, server.address) as (client, said):
+    with serving() as (server, tier), process(ASK_AND_WAIT, *server.address) as (client, said):
         assert said == "asked"
         assert tier.status().live_sequences == 1
         os.kill(client.pid, signal.SIGSTOP)
@@ -346,7 +348,7 @@ def test_a_peer_that_was_started_anew_is_taken_to_be_well() -> None:
         server.address = other.address
         wait_until(lambda: link.silent_s == 0)
         assert link.retry_s == RETRY_S
-        assert link.address == other.address
+        assert link.place == other.address.place
 
 
 def test_a_silent_peer_is_told_of_again_and_again(
@@ -354,7 +356,7 @@ def test_a_silent_peer_is_told_of_again_and_again(
 ) -> None:
     monkeypatch.setattr(links, "SILENT_S", 0.2)
     link = RemoteProposer(lambda: NOBODY, timeout_s=1.0, peer="draft")
-    wait_until(lambda: caplog.text.count(f"the draft tier has not answered for 0 s, at {NOBODY}") >= 2)
+    wait_until(lambda: caplog.text.count(f"the draft tier has not answered for 0 s, at {NOBODY.place}") >= 2)
     assert link.silent_s >= 0.4
     link.close()
 
@@ -375,8 +377,8 @@ def test_a_fault_of_ours_ends_the_link_as_one(
 
     monkeypatch.setattr("actors.serving.work_batch_from_proto", fail)
     with serving() as (server, _):
-        with grpc.insecure_channel(server.address) as channel:
-            call = TierStub(channel).Propose(iter([pb.WorkBatch()]))
+        with grpc.insecure_channel(server.address.place) as channel:
+            call = TierStub(channel).Propose(iter([pb.WorkBatch()]), metadata=server.address.metadata)
             with pytest.raises(grpc.RpcError):
                 list(call)
             assert call.code() == grpc.StatusCode.INTERNAL
@@ -388,8 +390,9 @@ def test_more_links_than_there_may_be_are_refused(monkeypatch: pytest.MonkeyPatc
     with serving() as (server, _):
         link = RemoteProposer(lambda: server.address, timeout_s=1.0)
         assert link.wait_ready(10.0)
-        with grpc.insecure_channel(server.address) as channel, pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
-            TierStub(channel).Status(pb.StatusRequest(), timeout=5.0)
+        place, ours = server.address.place, server.address.metadata
+        with grpc.insecure_channel(place) as channel, pytest.raises(grpc.RpcError, match="RESOURCE_EXHAUSTED"):
+            TierStub(channel).Status(pb.StatusRequest(), timeout=5.0, metadata=ours)
         link.close()
 
 
@@ -437,7 +440,7 @@ class Broken:
             raise RuntimeError("nor can it be given up")
 
 server = LinkServer("127.0.0.1", TierServer(Broken(), Tier.DRAFT, Tier.RETRIEVAL))
-print(server.address, flush=True)
+print(*server.address, flush=True)
 time.sleep(60)
 """
 
@@ -448,7 +451,7 @@ def test_a_tier_whose_rounds_all_fail_ends_its_process(broken: str, rounds: int)
     holds.
     """
     with process(SERVE_BROKEN, broken) as (server, address):
-        link = RemoteProposer(lambda: address, timeout_s=60.0)
+        link = RemoteProposer(lambda: Address(*address.split()), timeout_s=60.0)
         assert link.wait_ready(10.0)
         for _ in range(rounds):
             with pytest.raises(subprocess.TimeoutExpired):  # it goes on

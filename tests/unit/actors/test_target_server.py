@@ -14,6 +14,7 @@ import grpc
 import pytest
 
 from actors import pass_times
+from actors.admission import Address
 from actors.links import RemoteProposer
 from actors.marks import SLOT
 from actors.running_target import RunningTarget
@@ -74,7 +75,7 @@ def served(
         target.stop()
 
 
-def check(address: str, timeout_s: float = 5.0) -> None:
+def check(address: Address, timeout_s: float = 5.0) -> None:
     """Check the target as the owner of a pipeline does."""
 
     async def connected() -> None:
@@ -142,7 +143,7 @@ def test_waiting_for_the_tier_below_is_no_hang(monkeypatch: pytest.MonkeyPatch) 
     tier.stop()
 
 
-def stream(address: str, **fields: Any) -> list[pb.DecodeEvent]:
+def stream(address: Address, **fields: Any) -> list[pb.DecodeEvent]:
     """Send a request as the owner of a pipeline does, and return its events."""
 
     async def events() -> list[pb.DecodeEvent]:
@@ -160,7 +161,7 @@ def test_a_closed_connection_is_no_cancellation_and_the_other_way_round() -> Non
     """Whoever cancels a request gets no error of ours, also where its connection is closed at the same time."""
     verifier = Hanging()
 
-    async def ended(address: str, *, cancelled: bool) -> BaseException | None:
+    async def ended(address: Address, *, cancelled: bool) -> BaseException | None:
         target = RunningTarget(address, os.getpid(), None)
         asked = pb.DecodeRequest(prompt_token_ids=[1, 2, 3], sampling=sampling_to_proto(GREEDY), max_tokens=20)
 
@@ -238,11 +239,14 @@ def test_a_value_out_of_range_is_refused(fields: dict[str, Any], message: str) -
 @pytest.mark.parametrize("slot", ["", "x", "-1", "1.5", "9" * 5000])
 def test_a_slot_that_is_no_number_is_refused(slot: str) -> None:
     request = pb.DecodeRequest(prompt_token_ids=[1], sampling=sampling_to_proto(GREEDY), max_tokens=1)
-    with served(NoProposer(), Counting()) as (_, server), grpc.insecure_channel(server.address) as channel:
+    with served(NoProposer(), Counting()) as (_, server), grpc.insecure_channel(server.address.place) as channel:
+        stub, ours = TargetStub(channel), server.address.metadata
         with pytest.raises(grpc.RpcError) as refusal:
-            list(TargetStub(channel).Decode(request, metadata=((SLOT, slot),), timeout=10))
+            list(stub.Decode(request, metadata=((SLOT, slot), *ours), timeout=10))
         assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-        assert list(TargetStub(channel).Decode(request, metadata=((SLOT, "7"),), timeout=10))[-1].finish_reason
+        assert list(TargetStub(channel).Decode(request, metadata=((SLOT, "7"), *server.address.metadata), timeout=10))[
+            -1
+        ].finish_reason
 
 
 def test_a_target_that_reports_too_late_is_unavailable() -> None:
@@ -297,10 +301,10 @@ def test_a_request_is_told_its_way_to_the_first_pass_and_the_fingerprint_of_the_
     )
     verifier = Hanging()
     verifier.may_end.clear()
-    with served(NoProposer(), verifier) as (target, server), grpc.insecure_channel(server.address) as channel:
+    with served(NoProposer(), verifier) as (target, server), grpc.insecure_channel(server.address.place) as channel:
         target.fingerprint = "fp_1"
-        stub = TargetStub(channel)
-        events = stub.Decode(request)
+        stub, ours = TargetStub(channel), server.address.metadata
+        events = stub.Decode(request, metadata=ours)
         assert next(events) == pb.DecodeEvent(fingerprint="fp_1")
         assert next(events) == pb.DecodeEvent(entered=True), "before the pass ends, which may be never"
         verifier.may_end.set()
@@ -309,8 +313,8 @@ def test_a_request_is_told_its_way_to_the_first_pass_and_the_fingerprint_of_the_
         assert not any(event.entered or event.fingerprint for event in rest)
         assert not target.engine_thread.entering
         request.fingerprint = "fp_1"
-        assert len(list(stub.Decode(request))) >= 3
+        assert len(list(stub.Decode(request, metadata=ours))) >= 3
         request.fingerprint = "fp_2"
         with pytest.raises(grpc.RpcError, match="fingerprint: 'fp_2' is not what is served here, 'fp_1'") as refused:
-            list(stub.Decode(request))
+            list(stub.Decode(request, metadata=ours))
         assert refused.value.code() is grpc.StatusCode.FAILED_PRECONDITION

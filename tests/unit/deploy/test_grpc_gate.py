@@ -97,6 +97,7 @@ def test_without_a_key_no_message_is_read() -> None:
             # Where the message is read, its length is found first.
             assert await code(once(bytes(LIMIT + 1), metadata=KEY)) == "RESOURCE_EXHAUSTED"
             assert await code(once(bytes(LIMIT + 1))) == "UNAUTHENTICATED"
+            assert await code(once(b"", metadata=(*KEY, *KEY))) == "UNAUTHENTICATED"
         assert await channel.unary_unary("/a/Once")(b"abc", metadata=KEY) == b"answer"
         assert await code(channel.unary_unary("/a/Other")(b"")) == "UNIMPLEMENTED"
         assert service.got == [3]

@@ -315,6 +315,22 @@ def test_with_a_key_it_answers(file: Path) -> None:
     assert refused.value.code == "invalid_api_key"
 
 
+@pytest.mark.parametrize("name", ["authorization", "x-api-key"])
+def test_two_keys_are_refused_whichever_is_right(file: Path, name: str) -> None:
+    """A proxy before the server might have checked the other one."""
+    client, scheme = http(gateway(file)), "Bearer " if name == "authorization" else ""
+    for keys in (
+        ("alice-key", "wrong"),
+        ("wrong", "alice-key"),
+        ("alice-key", "alice-key"),
+        ("bob-key-2", "alice-key"),
+    ):
+        answer = client.get("/v1/models", headers=[(name, f"{scheme}{key}") for key in keys])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert f"{name} was given 2 times" in answer.json()["error"]["message"]
+    assert client.get("/v1/models", headers={"x-api-key": "wrong", **bearer("alice-key")}).status_code == 200
+
+
 def test_without_the_setting_no_key_is_needed() -> None:
     client = http(gateway(None))
     assert client.post("/v1/completions", json={"prompt": "a"}).status_code == 200
@@ -653,6 +669,15 @@ def test_no_grpc_method_answers_without_a_key(file: Path, method: str, caplog: p
     assert (lines[-1]["route"], lines[-1]["key"]) == (method, "alice")
     assert lines[-1]["finish_reason"] == ("stop" if method.startswith("Generate") else None)
     assert PROMPT not in caplog.text
+
+
+def test_two_keys_over_grpc_are_refused(file: Path) -> None:
+    context = Context(**bearer("alice-key"))
+    context.metadata.append(("authorization", "Bearer alice-key"))
+    [empty] = called(gateway(file), "ListModels", context)
+    assert not empty.ListFields()
+    assert context.status is not None
+    assert context.status[0] is grpc.StatusCode.UNAUTHENTICATED
 
 
 @pytest.mark.parametrize("given", ["x" * 6000, "caf\xe9", "", "two\nlines"])

@@ -31,15 +31,13 @@ def test_figures_of_an_answer() -> None:
     assert answer.longest_gap_ms(since_s=6.0) == 500, "of those that end after that moment"
 
 
-def test_rows_are_medians_and_ratios_within_a_turn() -> None:
+def test_rows_are_medians() -> None:
     turns = [Turn(10, 100, 5), Turn(30, 300, 50), Turn(60, 200, 7)]
-    engine = [Turn(10, 0, None), Turn(10, 0, None), Turn(40, 0, None)]
-    assert row_of(("http", "plain", "long-prompts"), turns, engine) == {
+    assert row_of(("http", "plain", "long-prompts"), turns) == {
         "door": "http",
         "mode": "plain",
         "beside": "long-prompts",
         "ms_per_token": 30,
-        "over_engine": 1.5,
         "longest_gap_ms": 200,
         "short_prompt_first_text_ms": 7,
     }

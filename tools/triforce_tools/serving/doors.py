@@ -1,4 +1,4 @@
-"""The doors of a running server: HTTP, gRPC, and its target's own process, which the server's replica asks."""
+"""The doors of a running server: HTTP and gRPC."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ from typing import Any
 import grpc
 from openai import AsyncOpenAI, BadRequestError, OpenAIError
 
-from actors.wire import request_to_proto
-from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TargetStub
 from triforce_core.client.aio import AsyncTriForceClient
 from triforce_core.client.calls import KEY_VARIABLE
 from triforce_core.client.errors import from_rpc_error
-from triforce_core.engine.sequence import Request
 from triforce_core.errors import TriForceError, require
-from triforce_core.messages import SamplingParams
 from triforce_tools.bench.prompts import HELD_OUT, held_out_path
 
 # For the tiers that a server has: left to itself, it might decode each answer differently.
@@ -118,13 +114,12 @@ async def open_server(url: str, grpc_address: str) -> AsyncIterator[Server]:
         async with AsyncOpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0) as client, ours:
             status: Any = await client.get(f"{url}/status", cast_to=object)
             tiers = {tier["tier"] for tier in status["tiers"]}
-            targets = [tier["address"] for tier in status["tiers"] if tier["tier"] == "target"]
-            require(len(targets) == 1, "url", url, f"must be a server of one replica; it has {len(targets)} targets")
+            targets = [tier["tier"] for tier in status["tiers"]].count("target")
+            require(targets == 1, "url", url, f"must be a server of one replica; it has {targets} targets")
             model = status["target"]["model"]
-            async with grpc.aio.insecure_channel(targets[0]) as channel:
-                doors = {"engine": engine_door(channel), "grpc": grpc_door(ours), "http": http_door(client, model)}
-                lookaheads = RETRIEVAL_LOOKAHEAD * ("retrieval" in tiers), DRAFT_LOOKAHEAD * ("draft" in tiers)
-                yield Server(url, client, doors, model, lookaheads)
+            doors = {"grpc": grpc_door(ours), "http": http_door(client, model)}
+            lookaheads = RETRIEVAL_LOOKAHEAD * ("retrieval" in tiers), DRAFT_LOOKAHEAD * ("draft" in tiers)
+            yield Server(url, client, doors, model, lookaheads)
     except OpenAIError as error:
         raise TriForceError(f"{url}: {' '.join(str(error).split())[:300]}") from None
     except grpc.RpcError as error:
@@ -167,22 +162,5 @@ def grpc_door(client: AsyncTriForceClient) -> Ask:
                 answer.tokens += chunk.token_ids
             if chunk.stats:
                 answer.acceptance = chunk.stats.acceptance.retrieval
-
-    return ask
-
-
-def engine_door(channel: grpc.aio.Channel) -> Ask:
-    async def ask(question: Question, answer: Answer) -> None:
-        request = Request(
-            question.prompt,
-            max_tokens=question.max_tokens,
-            sampling=SamplingParams(temperature=question.temperature),
-            seed=question.seed,
-            lookaheads=question.lookaheads,
-            cache_salt=question.cache_salt,
-        )
-        async for event in TargetStub(channel).Decode(request_to_proto(request)):
-            if event.token_ids:  # the first events tell of the request's beginning
-                answer.arrived(len(event.token_ids))
 
     return ask

@@ -1,4 +1,4 @@
-"""What the way to a server adds to a token's time, and how long a stream waits while others load the server."""
+"""A token's time at each door of a server, and how long a stream waits while others load the server."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ async def measure_streams(
             report(f"{turn + 1} of {repeats}: {door}, {mode}" + (f", beside {what}" if what else ""))
             asked = [replace(question, lookaheads=modes[mode], seed=turn) for question in questions]
             turns[way].append(await one_turn(server, server.doors[door], asked, what, others, load.output))
-    return [row_of(way, turns[way], turns["engine", *way[1:]]) for way in ways]
+    return [row_of(way, turns[way]) for way in ways]
 
 
 async def one_turn(
@@ -110,15 +110,13 @@ async def ask_beside(ask: Ask, streams: list[Answer], prompts: list[Prompt]) -> 
     return await together(ask, [Question(prompt, SHORT_OUTPUT, cache_salt=salt) for prompt in prompts])
 
 
-def row_of(way: Way, turns: list[Turn], engine: list[Turn]) -> Row:
+def row_of(way: Way, turns: list[Turn]) -> Row:
     short_ms = [turn.short_prompt_ms for turn in turns if turn.short_prompt_ms is not None]
-    over_engine = [turn.ms_per_token / direct.ms_per_token for turn, direct in zip(turns, engine, strict=True)]
     return {
         "door": way[0],
         "mode": way[1],
         "beside": way[2],
         "ms_per_token": round(median(turn.ms_per_token for turn in turns), 2),
-        "over_engine": round(median(over_engine), 3),
         "longest_gap_ms": round(median(turn.longest_gap_ms for turn in turns)),
         "short_prompt_first_text_ms": round(median(short_ms)) if short_ms else None,
     }

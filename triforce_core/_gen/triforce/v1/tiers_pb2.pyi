@@ -213,7 +213,7 @@ class StatusRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class TierStatus(_message.Message):
-    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels", "fingerprint", "inexact", "restarts", "kept_tokens", "dropped_tokens")
+    __slots__ = ("tier", "ready", "live_sequences", "links", "threads", "address", "silent", "audit", "least_stall_ms", "kv_tokens", "controller", "passes", "pass_s", "kv_pool_tokens", "waiting_sequences", "totals", "kernels", "fingerprint", "inexact", "restarts", "kept_tokens", "dropped_tokens", "refused_calls")
     TIER_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     LIVE_SEQUENCES_FIELD_NUMBER: _ClassVar[int]
@@ -236,6 +236,7 @@ class TierStatus(_message.Message):
     RESTARTS_FIELD_NUMBER: _ClassVar[int]
     KEPT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     DROPPED_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    REFUSED_CALLS_FIELD_NUMBER: _ClassVar[int]
     tier: str
     ready: bool
     live_sequences: int
@@ -258,7 +259,8 @@ class TierStatus(_message.Message):
     restarts: int
     kept_tokens: int
     dropped_tokens: int
-    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., fingerprint: _Optional[str] = ..., inexact: _Optional[str] = ..., restarts: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ...) -> None: ...
+    refused_calls: int
+    def __init__(self, tier: _Optional[str] = ..., ready: _Optional[bool] = ..., live_sequences: _Optional[int] = ..., links: _Optional[_Iterable[_Union[LinkCounters, _Mapping]]] = ..., threads: _Optional[int] = ..., address: _Optional[str] = ..., silent: _Optional[_Union[SilentPeer, _Mapping]] = ..., audit: _Optional[_Union[Audit, _Mapping]] = ..., least_stall_ms: _Optional[float] = ..., kv_tokens: _Optional[int] = ..., controller: _Optional[_Union[ControllerStatus, _Mapping]] = ..., passes: _Optional[int] = ..., pass_s: _Optional[float] = ..., kv_pool_tokens: _Optional[int] = ..., waiting_sequences: _Optional[int] = ..., totals: _Optional[_Union[Totals, _Mapping]] = ..., kernels: _Optional[_Union[Kernels, _Mapping]] = ..., fingerprint: _Optional[str] = ..., inexact: _Optional[str] = ..., restarts: _Optional[int] = ..., kept_tokens: _Optional[int] = ..., dropped_tokens: _Optional[int] = ..., refused_calls: _Optional[int] = ...) -> None: ...
 
 class Kernels(_message.Message):
     __slots__ = ("fused", "shapes")
