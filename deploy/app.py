@@ -9,8 +9,10 @@ import logging
 import math
 import os
 import secrets
+import shutil
 import signal
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -238,8 +240,30 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 
 @contextmanager
+def private_folder() -> Iterator[Path]:
+    """A folder for Ray's sockets and logs that only this user can enter: Ray's own can be entered by all. It is removed
+    when the server was stopped, and stays, for its logs, when the server failed.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="triforce-", dir=os.environ.get("RAY_TMPDIR") or "/tmp"))
+    try:
+        yield folder
+    except KeyboardInterrupt:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    except Exception:
+        tell(f"Ray's logs stay in {folder}")
+        raise
+
+
+@contextmanager
 def local_ray(settings: Settings) -> Iterator[Path]:
     """A private Ray on this machine, for this process and its children only. Yields the folder of its logs."""
+    with private_folder() as folder, ray_in(folder, settings) as logs:
+        yield logs
+
+
+@contextmanager
+def ray_in(folder: Path, settings: Settings) -> Iterator[Path]:
     prepare_environment()
     import ray
 
@@ -253,6 +277,7 @@ def local_ray(settings: Settings) -> Iterator[Path]:
     try:
         context: Any = ray.init(
             address="local",
+            _temp_dir=str(folder),
             num_cpus=max(os.cpu_count() or 1, cpus),
             include_dashboard=False,
             namespace=APPLICATION,

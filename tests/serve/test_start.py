@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from deploy.app import prepare_environment
+from deploy.app import prepare_environment, private_folder
 from deploy.checks import check_models
 from tests.random_models import random_model
 from tests.serve.conftest import free_ports
 from triforce_core.config import Settings
-from triforce_core.errors import InvalidValueError
+from triforce_core.errors import InvalidValueError, UnavailableError
 
 
 def refusal(tmp_path: Path, config: str) -> str:
@@ -84,6 +84,27 @@ def test_heads_that_flash_attention_does_not_take(tmp_path: Path) -> None:
     settings = Settings(target={"model": str(tmp_path / "odd")}, draft={"model": str(tmp_path / "odd")}, device="cuda")
     with pytest.raises(InvalidValueError, match=r"heads of a multiple of 8 .* have 20: set attention: blocked"):
         check_models(settings)
+
+
+@pytest.mark.parametrize(("end", "stays"), [(KeyboardInterrupt(), False), (UnavailableError("no tiers"), True)])
+def test_rays_files_are_in_a_folder_of_the_user_s_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: BaseException, stays: bool
+) -> None:
+    """It is removed when the server was stopped; where the server failed, its logs stay."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    found: list[Path] = []
+
+    def fail() -> None:
+        with private_folder() as folder:
+            assert folder.parent == tmp_path
+            assert folder.stat().st_mode & 0o777 == 0o700
+            found.append(folder / "log")
+            found[0].touch()
+            raise end
+
+    with pytest.raises(type(end)):
+        fail()
+    assert found[0].exists() == stays
 
 
 @pytest.mark.slow
