@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import logging
 import secrets
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ log = logging.getLogger(__name__)
 
 SECRET = "triforce-secret"  # the metadata of a call that has it
 SECRET_BYTES = 32
+TELL_S = 10.0  # between two warnings of refused calls
 
 
 class Address(NamedTuple):
@@ -41,13 +43,17 @@ class Admission:
     def __init__(self) -> None:
         self.secret = secrets.token_hex(SECRET_BYTES)
         self.refused = 0
+        self.told_at = -TELL_S
 
     def admits(self, details: grpc.HandlerCallDetails) -> bool:
         given = [value for name, value in details.invocation_metadata or () if name == SECRET]
         admitted = len(given) == 1 and hmac.compare_digest(str(given[0]).encode(), self.secret.encode())
         if not admitted:
             self.refused += 1
-            log.warning("a call of %s without this process's secret was refused", details.method)
+            if time.monotonic() - self.told_at >= TELL_S:
+                self.told_at = time.monotonic()
+                method = str(details.method)[:100]
+                log.warning("%d calls without this process's secret were refused, the last of %r", self.refused, method)
         return admitted
 
 

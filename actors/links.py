@@ -92,7 +92,7 @@ class RemoteProposer:
         self, resolve: Callable[[], Address], *, timeout_s: float, doorbell: Doorbell | None = None, peer: str = "lower"
     ) -> None:
         self.resolve, self.timeout_s, self.doorbell = resolve, timeout_s, doorbell or Doorbell()
-        self.peer, self.place = peer, ""  # the last one tried, `host:port`; empty while it is unknown
+        self.peer, self.address = peer, Address("", "")  # the last one tried; empty while it is unknown
         self.silent_since: float | None = time.monotonic()  # None: the peer is connected and answers its work
         self.looking_up: Future[Address] = Future()  # the peer's address
         self.stream: Stream | None = None  # the latest; None before the first
@@ -238,8 +238,8 @@ class RemoteProposer:
 
     def _run(self, stream: Stream, stub: TierStub, address: Address) -> None:
         """Open the stream and receive batches until it ends. Raises `grpc.RpcError` if it ends in an error."""
-        if address.place != self.place:  # a restarted peer has missed no deadline yet
-            self.place, self.retry_s = address.place, RETRY_S
+        if address != self.address:  # a restarted peer has missed no deadline yet
+            self.address, self.retry_s = address, RETRY_S
         stream.call = stub.Propose(iter(stream), metadata=address.metadata)
         patience = threading.Timer(OPEN_S, stream.close)  # gRPC offers a deadline for a whole call only
         patience.daemon = True
@@ -268,5 +268,5 @@ class RemoteProposer:
         while not self.closed.wait(SILENT_S / 10):
             if self.too_silent and time.monotonic() - told >= SILENT_S:
                 told = time.monotonic()
-                where = f"at {self.place}" if self.place else "and its address is unknown"
+                where = f"at {self.address.place}" if self.address.place else "and its address is unknown"
                 log.warning("the %s tier has not answered for %.0f s, %s", self.peer, self.silent_s, where)

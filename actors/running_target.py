@@ -32,8 +32,6 @@ log = logging.getLogger(__name__)
 
 DECODE = f"/{pb.DESCRIPTOR.services_by_name['Target'].full_name}/Decode"  # the method's path, as in the generated stub
 SLOTS = itertools.count()
-# The codes where the target has failed or is gone; with the last one another process has its port.
-GONE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED, grpc.StatusCode.UNAUTHENTICATED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,8 +158,12 @@ def from_status(error: grpc.aio.AioRpcError, *, suspect: bool | None) -> Excepti
         return FingerprintError(details)
     if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineError(details)
-    # With any other code than these the target has answered this request with an error, so the request is the cause.
-    return unavailable(error, suspect=suspect if error.code() in GONE else True)
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:  # another process has its port, and never saw the request
+        return unavailable(error, suspect=False)
+    # UNAVAILABLE and CANCELLED mean that the target has failed or is gone. With any other code the target has answered
+    # this request with an error, so the request counts as the cause.
+    gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+    return unavailable(error, suspect=suspect if gone else True)
 
 
 def unavailable(error: grpc.aio.AioRpcError, *, suspect: bool | None = None) -> UnavailableError:

@@ -137,7 +137,7 @@ class TierActor(ABC):
         own = self.tier_status()
         own.refused_calls = self.server.admission.refused
         if (link := self.link) is not None and link.too_silent:
-            own.silent.MergeFrom(pb.SilentPeer(tier=link.peer, address=link.place, silent_s=link.silent_s))
+            own.silent.MergeFrom(pb.SilentPeer(tier=link.peer, address=link.address.place, silent_s=link.silent_s))
         statuses = {self.tier: own} | {
             tier: pb.TierStatus(tier=tier.name.lower(), ready=own.ready, live_sequences=len(held))
             for tier, held in self.inner.items()

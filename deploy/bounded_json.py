@@ -21,11 +21,15 @@ def bounded_loads(content: bytes, field: str) -> Any:
 
 
 def bounded_dumps(value: Any, field: str, **options: Any) -> str:
-    """The value as JSON. Raises `InvalidValueError` for one that is nested deeper than the process can go."""
+    """The value as JSON. Raises `InvalidValueError` for one that is nested deeper than the process can go, or has a
+    number beyond floats.
+    """
     try:
-        return json.dumps(value, **options)
+        return json.dumps(value, allow_nan=False, **options)
     except RecursionError:
         raise InvalidValueError(field, "its value", "is nested too deeply") from None
+    except ValueError:
+        raise InvalidValueError(field, "its value", "must hold no number that is infinite or none") from None
 
 
 def marks(content: bytes) -> int:

@@ -17,7 +17,7 @@ import grpc
 from deploy.calls import REQUEST_ID
 from deploy.errors import OverloadedError
 from deploy.grpc_errors import status_of
-from deploy.keys import keys_of, single
+from deploy.keys import keys_of
 from triforce_core.errors import DeadlineError, InvalidValueError, TriForceError
 
 KEYS = "TRIFORCE_API_KEYS"  # an environment variable with the value of `server.api_keys`, for the proxies
@@ -75,7 +75,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
         else:
             pairs = context.invocation_metadata() or ()
             found = (value for name, value in pairs if name == "authorization")
-            caller = self.keys.owner(single("authorization", found))
+            caller = self.keys.owner(self.keys.single("authorization", found))
             most = MAX_CALLS_PER_KEY if caller else MAX_CALLS
         if self.calls[caller] >= most or self.calls.total() >= MAX_CALLS:
             raise OverloadedError(f"{self.calls[caller]} calls of this caller are open; try again later")

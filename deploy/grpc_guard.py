@@ -20,7 +20,7 @@ from ray.serve.grpc_util import RayServegRPCContext
 from deploy.calls import REQUEST_ID, SOUND_ID, Call, begin, checked_id
 from deploy.grpc_errors import status_of
 from deploy.grpc_services import parsed
-from deploy.keys import ApiKeys, single
+from deploy.keys import ApiKeys
 from deploy.service import Service
 from deploy.tracing import Trace
 
@@ -119,4 +119,4 @@ def admit(call: Call, keys: ApiKeys, context: RayServegRPCContext) -> None:
     if REQUEST_ID in metadata:
         call.id = checked_id(metadata[REQUEST_ID])
     context.set_trailing_metadata([(REQUEST_ID, call.id)])  # Serve has no way to set the initial metadata
-    call.key = keys.owner(single("authorization", (value for name, value in pairs if name == "authorization")))
+    call.key = keys.owner(keys.single("authorization", (value for name, value in pairs if name == "authorization")))

@@ -83,6 +83,15 @@ class ApiKeys:
             raise UnauthenticatedError("the API key is not valid")
         return owners[0]
 
+    def single(self, name: str, values: Iterable[Any]) -> str | None:
+        """The value of a header or metadata that may hold a key; None if there is none, or none that is text. Raises
+        `UnauthenticatedError` for several: a proxy before the server might have checked another one.
+        """
+        given = [*values]
+        if len(given) > 1 and self.path is not None:
+            raise UnauthenticatedError(f"{name} was given {len(given)} times: send it once")
+        return given[0] if given and isinstance(given[0], str) else None
+
     def _renew(self, path: Path) -> None:
         """Read the file again if that was long ago: its content, because two changes may have the same time."""
         if time.monotonic() - self.read_at < MOST_AGE_S:
@@ -98,16 +107,6 @@ class ApiKeys:
     def _hold(self, keys: dict[str, str]) -> None:
         self.owners = {hashed(key): owner for key, owner in keys.items()}
         self.read_at, self.complaint = time.monotonic(), ""
-
-
-def single(name: str, values: Iterable[Any]) -> str | None:
-    """The value of a header or metadata that may hold a key; None if there is none, or none that is text. Raises
-    `UnauthenticatedError` for several: a proxy before the server might have checked another one than the server does.
-    """
-    given = [*values]
-    if len(given) > 1:
-        raise UnauthenticatedError(f"{name} was given {len(given)} times: send it once")
-    return given[0] if given and isinstance(given[0], str) else None
 
 
 def key_in(authorization: str) -> str:

@@ -156,7 +156,8 @@ def object_of(text: str) -> dict[str, Any]:
 
 def whole_number(digits: str) -> int | float:
     """The number; as a float if it has more digits than Python reads."""
-    return int(digits) if len(digits) <= sys.get_int_max_str_digits() else in_range(digits)
+    most = sys.get_int_max_str_digits()
+    return int(digits) if most == 0 or len(digits) <= most else in_range(digits)
 
 
 def in_range(digits: str) -> float:

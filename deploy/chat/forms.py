@@ -34,7 +34,6 @@ T = TypeVar("T")
 Reads = Generator[None, str, T]
 Found = tuple[str, str]  # a call's name and its arguments in JSON
 NAME = re.compile(r"[A-Za-z0-9_.:-]")
-QUOTES = re.compile(r'\\.|"', re.DOTALL)  # of JSON, and what is escaped
 KEYS = ("name", "type", "id", "arguments", "parameters")  # of a call's object; an object with another key is no call
 
 
@@ -343,21 +342,30 @@ class ParameterCalls:
         text.tell((name, written_out(values)))
 
     def _read_value(self, text: Characters, held: list[str], types: frozenset[str]) -> Reads[None]:
-        """A value up to what ends it. In a string within JSON, this is text."""
-        quotes = 0
+        """A value up to what ends it. In a string within a list or an object, this is text."""
+        seen, follows = 0, JsonObject()
+        for character in '{"":':
+            follows.see(character)
         while True:
-            begin = len(held)
             yield from text.until(self.valued.strip(), held)
-            quotes += sum(mark == '"' for mark in QUOTES.findall("".join(held[begin:])))
-            if "string" in types or quotes % 2 == 0:
+            if "string" in types:
                 return
+            try:
+                for character in "".join(held[seen:]):
+                    follows.see(character)
+            except NoCall:
+                return
+            if not follows.string or len(follows.open) == 1:
+                return
+            seen = len(held)
             held.append(self.valued.strip())
 
     def _cut(self, values: Mapping[str, str], key: str, held: str, schema: Any) -> str:
         """The arguments as far as they came: whole values, and the beginning of a string."""
         is_text = bool(held) and types_of(property_of(schema, key), schema) == TEXT
         begun = {key: quoted(self._value(held))} if is_text else {}
-        return written_out({**values, **begun})[: -2 if begun else -1]
+        whole = {name: value for name, value in values.items() if name not in begun}
+        return written_out(whole | begun)[: -2 if begun else -1]
 
     def _value(self, text: str) -> str:
         """The text without the newlines that the template writes around it."""

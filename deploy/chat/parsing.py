@@ -262,6 +262,12 @@ CHANNELS = {"analysis": "reasoning", "commentary": "content", "final": "content"
 FUNCTIONS = "functions."
 
 
+def begins_message(raw: str) -> bool:
+    """Whether this is a header, which has its end, or a known channel, still to come."""
+    found = HEADER.fullmatch(raw)
+    return found is not None and any(name.startswith(found["channel"] or "") for name in CHANNELS)
+
+
 class FindsChannels:
     """Reads an output that is a sequence of messages, each with a header that names its channel. Analysis is reasoning,
     a message to a function is a call of it, and the others are content. What is none of these is content, its header
@@ -353,6 +359,6 @@ class FindsChannels:
         if self.state == "call" and self.arguments.open:
             self.in_call = True
             self._tell(events)
-        elif not (raw.startswith("<|") and self.state == "header" and HEADER.fullmatch(raw)):
+        elif not (raw.startswith("<|") and self.state == "header" and begins_message(raw)):
             self._give_up(events)
         return merged(events)

@@ -13,7 +13,7 @@ from typing import Any
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from deploy.bounded_json import bounded_dumps, bounded_loads
+from deploy.bounded_json import bounded_loads
 from deploy.encoding import Encoder
 from deploy.no_effect import refusal, without_effect
 from triforce_core.errors import ContextLengthError, InvalidValueError, require
@@ -154,7 +154,10 @@ class ChatTemplate:
         """
         keeps_developer = "developer" in self.text
         chat = [message_for_template(each, index, keeps_developer) for index, each in enumerate(messages)]
-        text = bounded_dumps([chat, [*tools], variables], "messages", ensure_ascii=False)
+        try:
+            text = json.dumps([chat, [*tools], variables], ensure_ascii=False)
+        except RecursionError:
+            raise InvalidValueError("messages", "their content", "is nested too deeply") from None
         # At most the length of the texts: JSON writes some characters as an escape of two, or of six (\u00 and two
         # digits).
         texts_only = len(text) - 2 * text.count("\\") - 4 * text.count("\\u00")

@@ -59,6 +59,8 @@ def types_of(schema: Any, root: Any, known: dict[int, frozenset[str]] | None = N
     schemas that were looked at, by their identity, so that none is looked at twice.
     """
     schema, known = resolved(schema, root), {} if known is None else known
+    if schema is False:
+        return frozenset()
     if not isinstance(schema, Mapping) or len(known) > MOST_PARTS:
         return ALL_TYPES
     if id(schema) in known:
@@ -132,30 +134,36 @@ def parameters_of(function: Mapping[str, Any], keyed: str, valued: str) -> list[
     """
     root, name = function.get("parameters") or {}, function["name"]
     schema = resolved(root, root)
+    check_keywords(root, {"$ref", "$defs", "definitions"} if "$ref" in root else NOTES | PARTS, name)
     check_keywords(schema, NOTES | PARTS, name)
     needed = schema.get("required") or []
+    others = schema.get("additionalProperties", True)
     found = []
-    for key, each in {**dict.fromkeys(needed, True), **(schema.get("properties") or {})}.items():
+    for key, each in {**dict.fromkeys(needed, others), **(schema.get("properties") or {})}.items():
         place = f"{name}.{key}"
         require(keyed not in key, "tools", place, f"must not have {keyed}, which ends names in this model's calls")
         found.append((key, key in needed, value_of(each, root, place, valued)))
     return found
 
 
-def value_of(schema: Any, root: Any, place: str, valued: str) -> Value:
-    schema = resolved(schema, root)
+def value_of(given: Any, root: Any, place: str, valued: str) -> Value:
+    schema, known = resolved(given, root), dict[int, frozenset[str]]()
     if not isinstance(schema, Mapping):
         require(schema is True, "tools", place, "can have no value")
         return Text()
-    types = types_of(schema, root)
+    types = types_of(schema, root, known)
+    require(len(known) <= MOST_PARTS, "tools", place, f"has more than {MOST_PARTS} parts")
     if "string" not in types:
-        return JsonValue({**definitions_of(root, place), **schema})
+        return JsonValue({**(definitions_of(root, place) if any(references(given)) else {}), **given})
     if types != TEXT:
-        check_free(schema, root, place)
+        check_free(given, root, place, set())
         return Text()
+    check_reference(given, place)
     if "enum" in schema or "const" in schema:
         check_keywords(schema, NOTES | {"enum", "const"}, place)
-        listed = [word for word in schema.get("enum", [schema.get("const")]) if word == schema.get("const", word)]
+        given = schema.get("enum", [schema.get("const")])
+        require(isinstance(given, list), "tools", place, "must have a list as its enum")
+        listed = [word for word in given if word == schema.get("const", word)]
         words = [word for word in listed if isinstance(word, str)]
         require(bool(words), "tools", place, "can have no value")
         rule = f"must not have {valued}, which ends values in this model's calls"
@@ -184,14 +192,27 @@ def references(schema: Any) -> Iterator[str]:
         yield from references(part)
 
 
-def check_free(schema: Any, root: Any, place: str, seen: frozenset[int] = frozenset()) -> None:
-    """Values that may be text or something else are read back as either, so no keyword can be kept to but the type."""
-    schema = resolved(schema, root)
-    if isinstance(schema, Mapping):
-        check_keywords(schema, NOTES | {"anyOf", "oneOf"}, place)
-        for keyword in ("anyOf", "oneOf"):
-            for each in schema.get(keyword, ()) if id(schema) not in seen else ():
-                check_free(each, root, place, seen | {id(schema)})
+def check_free(given: Any, root: Any, place: str, seen: set[int]) -> None:
+    """Values that may be text or something else are read back as either, so no keyword can be kept to but the type.
+    `seen`: the schemas that were checked, by their identity.
+    """
+    check_reference(given, place)
+    schema = resolved(given, root)
+    if isinstance(schema, bool) or id(schema) in seen:
+        return
+    require(isinstance(schema, Mapping), "tools", place, "refers to no schema")
+    seen.add(id(schema))
+    check_keywords(schema, NOTES | {"anyOf", "oneOf"}, place)
+    kinds = [kind for each in schema.get("oneOf", ()) for kind in types_of(each, root)]
+    require(len({*kinds}) == len(kinds), "tools", place, "has oneOf, of which values can be of two kinds")
+    for keyword in ("anyOf", "oneOf"):
+        for each in schema.get(keyword, ()):
+            check_free(each, root, place, seen)
+
+
+def check_reference(schema: Any, place: str) -> None:
+    if isinstance(schema, Mapping) and "$ref" in schema:
+        check_keywords(schema, (NOTES - {"type"}) | {"$ref"}, place)
 
 
 def check_keywords(schema: Mapping[str, Any], known: set[str], place: str) -> None:

@@ -23,7 +23,7 @@ FUNCTION_NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 LISTS = ("content", "tool_calls", "output", "summary")  # of messages, in any of the APIs
 JSON_FORMS = ("json_schema", "json_object")  # of guides that allow for calls, too
 # What reading a schema raises where a keyword's value is of another type than it must be.
-MALFORMED = (AttributeError, LookupError, RecursionError, TypeError, ValueError)
+MALFORMED = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
 TAIL = 16  # tokens of a prompt in which the beginning of reasoning is looked for
 
 

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deploy.calls import REQUEST_ID, Call, begin, checked_id
 from deploy.errors import SlowBodyError, internal_error
-from deploy.keys import ApiKeys, single
+from deploy.keys import ApiKeys
 from deploy.openai_api.errors import error_response
 from deploy.service import Service
 from deploy.tracing import Trace
@@ -66,7 +66,9 @@ class Guard:
             try:
                 call.id = call.id if given_id is None else checked_id(given_id)
                 if path not in OPEN_PATHS:
-                    bearer, api_key = (single(name, headers.getlist(name)) for name in ("authorization", "x-api-key"))
+                    bearer, api_key = (
+                        self.keys.single(name, headers.getlist(name)) for name in ("authorization", "x-api-key")
+                    )
                     call.key = self.keys.owner(bearer, api_key)
                     if scope["method"] == "POST":
                         with self.service.placed():  # whoever sends slowly holds no more than waiting requests do

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
+from deploy.bounded_json import bounded_dumps
 from deploy.chat.template import ChatTemplate, thinking_variables
 from deploy.chat.turns import as_templates_take, written
 from deploy.client_request import MAX_MESSAGES, MAX_TOOLS
@@ -183,6 +184,9 @@ class ResponsesRequest(AnyRequest):
 
 def chat_request(body: ResponsesRequest, template: ChatTemplate) -> ChatRequest:
     """The same as a chat. Raises `InvalidValueError` and `RequestValidationError`, naming the place."""
+    for name in ("metadata", "text", "tools"):  # which the response repeats
+        given = getattr(body, name)
+        bounded_dumps(given.model_dump() if isinstance(given, Body) else given, name)
     instructions = [] if body.instructions is None else [written("system", [body.instructions])]
     tools = [*map(as_chats_have, offered(body.tools or ()))]
     choice: Any = body.tool_choice

@@ -258,6 +258,7 @@ KEYWORDS: dict[str, Callable[[Any], Any]] = {
 # -- keywords that the library lacks -----------------------------------------------------------------------------------
 
 
+MAX_LISTED = 4000  # values of one enumeration, and schemas that it is made of
 MAX_ARRANGEMENTS = 500  # arrays that stand for one with uniqueItems: 5 different items in any order are 326
 ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly", "$comment"}
 
@@ -278,8 +279,6 @@ def _different_items(schema: dict[str, Any], root: Any) -> dict[str, Any]:
         raise ValueError(
             "must be of an array whose items have few values (enum, const, boolean), or maxItems at most 1"
         )
-    if len(items) > MAX_ARRANGEMENTS:
-        raise ValueError(f"there are {len(items)} items, of which at most {MAX_ARRANGEMENTS} are allowed")
     different = [each for place, each in enumerate(items) if not any(_equal(each, other) for other in items[:place])]
     lengths = range(schema.get("minItems", 0), int(min(most, len(different))) + 1)
     if not lengths:
@@ -297,22 +296,25 @@ def _different_items(schema: dict[str, Any], root: Any) -> dict[str, Any]:
     return {key: value for key, value in made.items() if key not in written} | {"enum": arrays}
 
 
-def _values(schema: Any, root: Any) -> list[Any] | None:
-    """All values that are valid under the schema; None where they are not listed."""
+def _values(schema: Any, root: Any, left: Iterator[int] | None = None) -> list[Any] | None:
+    """All values that are valid under the schema; None where they are not listed, or too many. `left`: counts the
+    schemas and values that may still be looked at.
+    """
+    left = iter(range(MAX_LISTED)) if left is None else left
     schema = _resolved(schema, root)
-    if not isinstance(schema, dict):
+    if not isinstance(schema, dict) or next(left, None) is None:
         return None
     said = {key: value for key, value in schema.items() if key not in ANNOTATIONS}
     if said.keys() == {"anyOf"}:
-        branches = [_values(each, root) for each in said["anyOf"]]
+        branches = [_values(each, root, left) for each in said["anyOf"]]
         return None if None in branches else [value for branch in branches for value in branch or ()]
-    if said == {"type": "boolean"}:
-        return [True, False]
-    if said == {"type": "null"}:
-        return [None]
+    if said in ({"type": "boolean"}, {"type": "null"}):
+        return [True, False] if said["type"] == "boolean" else [None]
     if said.keys() - {"type"} not in ({"enum"}, {"const"}):
         return None
     values = said["enum"] if "enum" in said else [said["const"]]
+    if any(next(left, None) is None for _ in values):
+        return None
     return [value for value in values if _type_of(value) in _types(said)]
 
 

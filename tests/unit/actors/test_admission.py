@@ -102,5 +102,15 @@ def test_a_target_with_another_secret_is_gone() -> None:
     assert not error.value.suspect
 
 
+def test_refusals_do_not_fill_the_log(caplog: pytest.LogCaptureFixture) -> None:
+    with link_server() as server, grpc.insecure_channel(server.address.place) as channel:
+        for _ in range(20):
+            with pytest.raises(grpc.RpcError):
+                channel.unary_unary(f"/{'a' * 5000}")(b"", timeout=5)
+        assert server.admission.refused == 20
+    [line] = [record.getMessage() for record in caplog.records if record.name == "actors.admission"]
+    assert len(line) < 300
+
+
 def test_an_address_can_be_logged() -> None:
     assert "hidden" not in f"{Address('127.0.0.1:1', 'hidden')!r} {Address('127.0.0.1:1', 'hidden')}"

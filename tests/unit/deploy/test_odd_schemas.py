@@ -18,6 +18,13 @@ from deploy.openai_api.routes import http_app
 from tests.answering import ANSWERS, Answering, service_of
 from tests.chat_models import tokenizer
 
+
+def doubling(last: dict[str, Any]) -> dict[str, Any]:
+    """Definitions that each name the next one twice: whoever follows all ways never ends."""
+    defs: dict[str, Any] = {f"d{i}": {"anyOf": [{"$ref": f"#/$defs/d{i + 1}"}] * 2} for i in range(40)}
+    return defs | {"d40": last}
+
+
 ODD: list[Any] = [
     {"$ref": "#"},
     {"$ref": "#/$defs/missing"},
@@ -38,6 +45,14 @@ ODD: list[Any] = [
     {"type": "string"},
     {"type": 3},
     {"properties": {"x": {"const": {"$ref": 5}}}},
+    {"properties": {"x": {"type": "string", "minLength": float("inf")}}},
+    {"properties": {"x": {"type": "string", "default": float("nan")}}},
+    {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": doubling({"type": ["string", "integer"]})},
+    {"properties": {"x": {"$ref": "#/$defs/d0"}}, "$defs": doubling({"type": "string"})},
+    {
+        "properties": {"x": {"type": "array", "uniqueItems": True, "items": {"$ref": "#/$defs/d0"}}},
+        "$defs": doubling({"enum": [1]}),
+    },
 ]
 TEMPLATES = Path(__file__).parents[2] / "templates"
 CODER = "Qwen3-Coder.jinja"  # whose calls have parameters as text
@@ -135,3 +150,20 @@ def test_deep_values_are_refused_or_answered(path: str, depth: int) -> None:
                 quoted = value.replace('"', '\\"') if "arguments" in body else value
                 status = status_of(http, path, '{"model": "demo", ' + body.replace("%s", quoted) + "}")
                 assert status in (200, 400), (body, value[:20])
+
+
+INFINITE = [
+    '"input": "a", "metadata": {"x": 1e999}',
+    '"input": "a", "tools": [{"type": "function", "name": "f", "parameters": {"default": NaN}}]',
+    '"input": "a", "text": {"format": {"type": "json_schema", "name": "n", "schema": {"default": 1e999}}}',
+]
+
+
+@pytest.mark.parametrize("body", INFINITE)
+@pytest.mark.parametrize("stream", ["true", "false"])
+def test_a_response_repeats_no_number_that_json_cannot_hold(body: str, stream: str) -> None:
+    with http_of("qwen") as http:
+        content = f'{{"model": "demo", "stream": {stream}, {body}}}'
+        answer = http.post("/v1/responses", content=content, headers={"content-type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] in ("metadata", "tools", "text")

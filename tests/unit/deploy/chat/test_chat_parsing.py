@@ -28,6 +28,8 @@ from deploy.chat.families import (
 )
 from deploy.chat.json_text import is_object
 from deploy.chat.parsing import Arguments, Call, Content, Event, Parser, Reasoning, merged
+from deploy.chat.values import JsonValue, Text, parameters_of
+from triforce_core.errors import InvalidValueError
 
 TOOLS: dict[str, Any] = {"get_weather": None, "f": None}
 FAMILIES = {
@@ -254,6 +256,8 @@ FOUND: list[Event] = [Call("f"), Arguments('{"a": "</tool_call>", "b": "<think>"
             [Reasoning("hm"), Content("<|start|>assistant<|chan")],
         ),
         ("channels", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant", [Reasoning("hm")]),
+        ("channels", "<|channel|>hello", [Content("<|channel|>hello")]),
+        ("channels", "<|channel|>fin", []),
         ("channels", "Yes.", [Content("Yes.")]),
         ("channels", f"{' ' * 40}Yes.", [Content(f"{' ' * 40}Yes.")]),
     ],
@@ -397,6 +401,10 @@ SCHEMA: dict[str, Any] = {
         ("mode", "1", "1"),
         ("list", "[1, null]", [1, None]),
         ("list", "[1,", "[1,"),
+        ("count", '5" pipe', '5" pipe'),
+        ("list", "['6\" pipe']", "['6\" pipe']"),
+        ("list", '["a\\"]', '["a\\"]'),
+        ("list", '5, "b', '5, "b'),
         ("list", '["</parameter>", "\\"</parameter>"]', ["</parameter>", '"</parameter>']),
         ("other", "False", False),
         ("other", "a b", "a b"),
@@ -409,6 +417,7 @@ def test_a_parameter_s_text_means_what_its_schema_says(key: str, text: str, expe
     [_, arguments] = events
     assert isinstance(arguments, Arguments)
     assert json.loads(arguments.text) == {key: expected}
+    assert parser.feed("\nAnd so on.") == [Content("And so on.")]
 
 
 def test_a_text_that_was_cut_is_told_as_far_as_it_came() -> None:
@@ -416,6 +425,59 @@ def test_a_text_that_was_cut_is_told_as_far_as_it_came() -> None:
     events = parsed(parser, '<function=f>\n<parameter=count>\n3\n</parameter>\n<parameter=text>\na "b')
     assert events == [Call("f"), Arguments('{"count": 3, "text": "a \\"b')]
     assert parser.in_call
+
+
+def test_a_text_that_is_given_again_and_cut_replaces_the_first() -> None:
+    parser = FAMILIES["coder"].parser({"f": SCHEMA}, reasoning_begun=False)
+    first = "<parameter=text>\nold\n</parameter>\n<parameter=count>\n1\n</parameter>\n"
+    events = parsed(parser, f"<function=f>\n{first}<parameter=text>\nnew te")
+    assert events == [Call("f"), Arguments('{"count": 1, "text": "new te')]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"anyOf": [{"type": "integer"} for _ in range(300)]}, "has more than 256 parts"),
+    ({"$ref": "#/$defs/s", "maxLength": 2}, "has maxLength"),
+    ({"$ref": "#/$defs/s", "enum": ["a"]}, "has enum"),
+    ({"anyOf": [{"$ref": "#/$defs/gone"}, {"type": "integer"}]}, "refers to no schema"),
+    ({"oneOf": [{"type": "string"}, {"type": "integer"}, {"type": "number"}]}, "values can be of two kinds"),
+    ({"type": "string", "enum": "abc"}, "must have a list"),
+    (False, "can have no value"),  # type: ignore[list-item]
+]
+
+
+@pytest.mark.parametrize(("schema", "rule"), REFUSED)
+def test_values_that_read_back_could_break_their_schema_are_refused(schema: Any, rule: str) -> None:
+    parameters = {"type": "object", "properties": {"x": schema}, "$defs": {"s": {"type": "string"}}}
+    with pytest.raises(InvalidValueError, match=rule):
+        parameters_of({"name": "f", "parameters": parameters}, ">", "</parameter>")
+
+
+def test_what_parameters_are_written_as() -> None:
+    parameters = {
+        "$ref": "#/$defs/whole",
+        "$defs": {
+            "n": {"type": "integer"},
+            "whole": {
+                "properties": {
+                    "ref": {"$ref": "#/$defs/n", "maximum": 5},
+                    "some": {"anyOf": [False, {"type": "integer"}]},
+                    "one": {"oneOf": [{"type": "string"}, {"type": "null"}]},
+                },
+                "required": ["other"],
+                "additionalProperties": {"type": "integer"},
+            },
+        },
+    }
+    found = {key: value for key, _, value in parameters_of({"name": "f", "parameters": parameters}, ">", "</p>")}
+    assert found == {
+        "other": JsonValue({"type": "integer"}),
+        "ref": JsonValue({"$defs": parameters["$defs"], "$ref": "#/$defs/n", "maximum": 5}),
+        "some": JsonValue({"anyOf": [False, {"type": "integer"}]}),
+        "one": Text(),
+    }
+    more = {"name": "f", "parameters": {**parameters, "required": ["b"]}}
+    with pytest.raises(InvalidValueError, match="has required"):
+        parameters_of(more, ">", "</p>")
 
 
 @given(
