@@ -23,7 +23,7 @@ from openai import OpenAI
 from tests.chat_models import QWEN, tokenizer
 from tests.packages import REPOSITORY, empty_environment
 from tests.random_models import random_model, with_noise
-from tests.serve.conftest import Server, free_ports, start
+from tests.serve.conftest import Server, free_ports, start, stop
 from tests.starting import tried_twice
 from triforce_core.client import TriForceClient
 
@@ -480,9 +480,20 @@ def test_lm_eval_s_multiple_choice(server: Server, others: Path, tmp_path: Path)
     assert all(float(score) < 0 for each in scores for score, _ in each)
 
 
-def test_what_the_openapi_document_promises_is_kept(server: Server, others: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def brief(tmp_path: Path) -> Iterator[Server]:
+    """A server of a short context: an answer that nothing limits ends within seconds."""
+    config, log = tmp_path / "config.yaml", tmp_path / "log.txt"
+    port, grpc_port = free_ports(2)
+    config.write_text(f"target: {{context_length: 1024}}\nserver: {{port: {port}, grpc_port: {grpc_port}}}\n")
+    running = Server(port, grpc_port, tried_twice(lambda: start(config, log)))
+    yield running
+    stop(running, log)
+
+
+def test_what_the_openapi_document_promises_is_kept(brief: Server, others: Path, tmp_path: Path) -> None:
     """3,000 cases and more; a 504 is possible because a case may set `timeout_s`."""
-    document = f"{server.url}/openapi.json"
+    document = f"{brief.url}/openapi.json"
     checks = "status_code_conformance,content_type_conformance,response_schema_conformance"
     report = tmp_path / "report.ndjson"
     options = ["--checks", checks, "--phases", "examples,coverage,fuzzing", "--max-examples", "250", "--seed", "1"]
