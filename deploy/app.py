@@ -241,12 +241,12 @@ def interrupt(signum: int, frame: FrameType | None) -> None:
 
 @contextmanager
 def private_folder() -> Iterator[Path]:
-    """A folder for Ray's sockets and logs that only this user can enter: Ray's own can be entered by all. It is removed
-    when the server was stopped, and stays, for its logs, when the server failed.
+    """A folder for Ray's sockets and logs that only this user can reach. Ray gives its own to all, so it is within one
+    of mode 0700. That is removed when the server was stopped, and stays, for its logs, when the server failed.
     """
     folder = Path(tempfile.mkdtemp(prefix="triforce-", dir=os.environ.get("RAY_TMPDIR") or "/tmp"))
     try:
-        yield folder
+        yield folder / "ray"
     except KeyboardInterrupt:
         shutil.rmtree(folder, ignore_errors=True)
         raise

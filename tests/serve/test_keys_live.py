@@ -67,11 +67,14 @@ def started(tmp_path_factory: pytest.TempPathFactory, local_ray: LocalRay) -> It
     process = tried_twice(lambda: start(config, log))
     [logs] = [line.split()[1] for line in log.read_text().splitlines() if line.split()[:1] == ["logs"]]
     server = KeyedServer(port, grpc_port, process)
-    assert Path(logs).parents[1].stat().st_mode & 0o777 == 0o700
     yield Started(server, keys, Path(logs))
     stop(server, log)
-    assert not Path(logs).parents[1].exists()
+    assert not Path(logs).parents[2].exists()
     assert "Traceback" not in log.read_text()
+
+
+def test_nobody_else_reaches_rays_sockets_and_logs(started: Started) -> None:
+    assert started.logs.parents[2].stat().st_mode & 0o777 == 0o700
 
 
 def test_without_a_key_nothing_of_ours_is_reached(started: Started) -> None:
