@@ -13,9 +13,11 @@ from torch import Tensor
 from triforce_core.attention.base import Partial
 
 BLOCK = 512  # keys; PyTorch's operator takes as many in one step, so it does not split a block again
-# The query heads of a KV head and their queries are rows, a multiple of this number of them. PyTorch's operator takes a
-# multiple of 32 rows at a time and computes the rest in another way if they are less than 4.
-ROWS = 4
+# The query heads of a KV head and their queries are rows, a multiple of this number of them: in bfloat16, and in other
+# dtypes. PyTorch's operator takes a multiple of 32 rows at a time, and computes the rest in another way if they are
+# few: less than 4; and where its products are float32, on Intel's processors with AMX, 4 with heads of 96 or 128, and 8
+# with heads of 256.
+ROWS, MORE_ROWS = 4, 16
 MOST_MERGED = 1 << 19  # elements of the blocks' results that a CPU merges at once: they fit its caches
 MOST_RESULTS = 1 << 25  # elements of the blocks' results at one time
 
@@ -30,7 +32,7 @@ def most_queries(heads: int, head_dim: int, blocks: int, *, together: bool = Fal
 def in_rows(query: Tensor, kv_heads: int) -> Tensor:
     """[..., heads, queries, n] → [..., kv_heads, rows, n], with rows of zeros behind the last query."""
     rows = query.reshape(*query.shape[:-3], kv_heads, -1, query.shape[-1])
-    padding = -rows.shape[-2] % ROWS
+    padding = -rows.shape[-2] % (ROWS if rows.dtype is torch.bfloat16 else MORE_ROWS)
     if not padding:
         return rows
     return torch.cat([rows, rows.new_zeros(*rows.shape[:-2], padding, rows.shape[-1])], dim=-2)

@@ -224,11 +224,11 @@ TABLE: dict[str, list[Row]] = {
         ),
         (REQUIRED | {"guided_regex": "a"}, "tool_choice", "contradicts guided_regex"),
         (REQUIRED | {"stop": "\n"}, "stop", r"'\n' contradicts tool_choice"),
-        (REQUIRED | {"tools": tool("f", NOTHING)}, "tools.0.function.parameters", "cannot be compiled"),
+        (REQUIRED | {"tools": tool("f", NOTHING)}, "tools.0.function.parameters", "must be of type object"),
         (
             {"tools": TOOLS + tool("f", NOTHING), "response_format": {"type": "json_object"}},
             "tools.1.function.parameters",
-            "cannot be compiled",
+            "must be of type object",
         ),
         (
             {"response_format": {"type": "json_schema", "json_schema": {"schema": NOTHING}}},

@@ -25,7 +25,7 @@ from triforce_core.attention.blocks import (
 from triforce_core.attention.reference import reference
 
 LENGTH, SCALE = 2 * BLOCK + 300, 0.1
-HEADS = [(8, 8, 64), (9, 3, 64), (7, 1, 96), (4, 2, 80)]
+HEADS = [(8, 8, 64), (9, 3, 64), (7, 1, 96), (4, 2, 80), (4, 1, 128), (3, 1, 256)]
 
 
 @cache
