@@ -29,10 +29,12 @@ def most_queries(heads: int, head_dim: int, blocks: int, *, together: bool = Fal
     return (4 if together else 1) * MOST_RESULTS // (heads * head_dim * max(1, blocks))
 
 
-def in_rows(query: Tensor, kv_heads: int) -> Tensor:
-    """[..., heads, queries, n] → [..., kv_heads, rows, n], with rows of zeros behind the last query."""
+def in_rows(query: Tensor, kv_heads: int, dtype: torch.dtype | None = None) -> Tensor:
+    """[..., heads, queries, n] → [..., kv_heads, rows, n], with rows of zeros behind the last query. `dtype`: the
+    queries', where this is another tensor for the same rows.
+    """
     rows = query.reshape(*query.shape[:-3], kv_heads, -1, query.shape[-1])
-    padding = -rows.shape[-2] % (ROWS if rows.dtype is torch.bfloat16 else MORE_ROWS)
+    padding = -rows.shape[-2] % (ROWS if (dtype or rows.dtype) is torch.bfloat16 else MORE_ROWS)
     if not padding:
         return rows
     return torch.cat([rows, rows.new_zeros(*rows.shape[:-2], padding, rows.shape[-1])], dim=-2)

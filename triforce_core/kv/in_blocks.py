@@ -147,7 +147,8 @@ def attend_in_blocks(query: Tensor, keys: Tensor, values: Tensor, scoring: Scori
             masked = zip(ends, reading.masks[index, start], strict=True)
             *edge, own = [over_blocks(rows, *end, scale, mask) for end, mask in masked]
             sinks = [
-                in_rows(part.lse.unsqueeze(-1), kv_heads).squeeze(-1)[None] for part in scoring.sink(query[:, some])
+                in_rows(part.lse.unsqueeze(-1), kv_heads, query.dtype).squeeze(-1)[None]
+                for part in scoring.sink(query[:, some])
             ]
             result = merged([*edge, *whole, own], sinks)
             output[some] = of_heads(result, heads, queries).transpose(0, 1)
@@ -174,7 +175,9 @@ def over_shared(query: Tensor, keys: Tensor, values: Tensor, scale: float, group
     lses = of_heads(found.lse.unsqueeze(-1), *queries.shape[:2])
     counts = [each.stop - each.start for each in slices]
     pieces = zip(outputs.split(counts, dim=2), lses.split(counts, dim=2), strict=True)
-    return [Partial(in_rows(output, kv_heads), in_rows(lse, kv_heads).squeeze(-1)) for output, lse in pieces]
+    return [
+        Partial(in_rows(output, kv_heads), in_rows(lse, kv_heads, output.dtype).squeeze(-1)) for output, lse in pieces
+    ]
 
 
 def is_view(slots: list[Range]) -> bool:
