@@ -161,10 +161,9 @@ def value_of(given: Any, root: Any, place: str, valued: str) -> Value:
     check_reference(given, place)
     if "enum" in schema or "const" in schema:
         check_keywords(schema, NOTES | {"enum", "const"}, place)
-        given = schema.get("enum", [schema.get("const")])
-        require(isinstance(given, list), "tools", place, "must have a list as its enum")
-        listed = [word for word in given if word == schema.get("const", word)]
-        words = [word for word in listed if isinstance(word, str)]
+        listed = schema.get("enum", [schema.get("const")])
+        require(isinstance(listed, list), "tools", place, "must have a list as its enum")
+        words = [word for word in listed if isinstance(word, str) and word == schema.get("const", word)]
         require(bool(words), "tools", place, "can have no value")
         rule = f"must not have {valued}, which ends values in this model's calls"
         for word in words:

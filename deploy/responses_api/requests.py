@@ -245,8 +245,11 @@ def as_chats_have(tool: Offered) -> Tool:
 
 def renamed_to_client(error: InvalidValueError, body: ResponsesRequest) -> InvalidValueError:
     """The same error about the field as the client calls it."""
-    places = [each.place for each in offered(body.tools or ())]
-    own = re.sub(r"^tools\.(\d+)\.function", lambda found: places[int(found[1])], error.field)
+
+    def place(found: re.Match[str]) -> str:
+        return [*offered(body.tools or ())][int(found[1])].place
+
+    own = re.sub(r"^tools\.(\d+)\.function", place, error.field)
     return renamed(type(error)(own, error.value, error.rule), NAMES)
 
 
