@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy import tracing
 from deploy.checks import CHECKS, FRONT_END_CPUS, check_models
+from deploy.front import LOOPBACK, Behind, before_local_serve, front
 from deploy.ray_watch import ends_with_ray
 from deploy.remains import nothing_remains
 from triforce_core.config import Settings, load_settings
@@ -51,7 +52,7 @@ ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "SPT_NOENV": "1",  # titles that Ray gives to its processes do not overwrite the mark by which remains.py finds them
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",  # events pass between processes over gRPC, not as Ray objects
-    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.headers.middlewares",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "deploy.serve_setup.middlewares",
     "TOKENIZERS_PARALLELISM": "false",
 }
 # On one machine. What Ray does ten times a second in each of its processes, to report on itself, took a quarter of a
@@ -179,7 +180,7 @@ def run(settings: Settings) -> None:
     """
     from actors.colocation import arranged
     from deploy.choices import fitted, line
-    from deploy.directions import check_endpoint, directions, open_ports, tiers_found
+    from deploy.directions import check_endpoint, directions, tiers_found
     from deploy.grpc_gate import KEYS
     from triforce_core.engine.limits import target_limits
     from triforce_core.models import generation
@@ -189,6 +190,7 @@ def run(settings: Settings) -> None:
     settings = arranged(resolved(settings))
     began = time.monotonic()
     port_limit_given = PORT_LIMIT in os.environ
+    behind = before_local_serve()
     prepare_environment()  # before the check of the placement, which imports Ray
     for check in CHECKS.values():
         check(settings)
@@ -208,11 +210,12 @@ def run(settings: Settings) -> None:
             nothing_remains(),
             local_ray(settings) as logs,
             on_signals(interrupt),
-            application(settings),
+            front(settings.server, behind, logs / "front.log"),
+            application(settings, behind),
         ):
             check_endpoint(settings)
             took = time.monotonic() - began
-            said = directions(settings, logs, tiers_found(settings), open_ports())
+            said = directions(settings, logs, tiers_found(settings))
             tell(f"ready after {took:.0f} s\n\n{said}\n")
             while True:
                 signal.pause()
@@ -305,16 +308,17 @@ def prepare_environment() -> None:
     for name, value in (ENVIRONMENT | QUIET).items():
         os.environ.setdefault(name, value)
     if "ray" not in sys.modules:
-        # Anyone who reaches Ray's ports, two of which Serve opens on all interfaces, can run code. A token known to our
-        # processes alone keeps others out.
+        # Anyone who reaches Ray's ports can run code. A token known to our processes alone keeps others out.
         mode, rule = os.environ.setdefault("RAY_AUTH_MODE", "token"), "must be token, or unset: without it anyone can"
         require(mode.lower() == "token", "RAY_AUTH_MODE", mode, f"{rule} run code through Ray's ports")
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
 
 
 @contextmanager
-def application(settings: Settings) -> Iterator[None]:
-    """The application on Ray Serve, ready inside the context. Raises `UnavailableError` if it does not start."""
+def application(settings: Settings, behind: Behind) -> Iterator[None]:
+    """The application on Ray Serve, ready inside the context; Serve's proxy listens where `behind` says. Raises
+    `UnavailableError` if it does not start.
+    """
     from ray import serve
 
     from actors.colocation import why
@@ -325,9 +329,9 @@ def application(settings: Settings) -> Iterator[None]:
     logging.getLogger("ray.serve").setLevel(logging.WARNING)  # in this process
     serve.start(
         proxy_location="HeadOnly",
-        http_options={"host": server.host, "port": server.port},
+        http_options={"host": LOOPBACK, "port": behind.http},
         grpc_options={
-            "port": server.grpc_port,
+            "port": behind.grpc,
             "grpc_servicer_functions": SERVICERS,
             "enable_reflection": server.api_keys is None,  # the proxy answers it itself, without asking for a key
         },

@@ -49,7 +49,17 @@ def device(settings: Settings) -> str:
 def ports(settings: Settings) -> str:
     check_ports(settings)
     server = settings.server
-    return f"{server.port} (HTTP) on {server.host} and {server.grpc_port} (gRPC) are free"
+    return f"{server.port} (HTTP) and {server.grpc_port} (gRPC) are free on {server.host}"
+
+
+def certificate(settings: Settings) -> str:
+    from deploy.front import certificate_files, read_certificate
+
+    files = certificate_files(settings.server)
+    if files is None:
+        return "none: HTTP and gRPC are not encrypted"
+    read_certificate(*files)
+    return str(files[0])
 
 
 def keys(settings: Settings) -> str:
@@ -133,7 +143,7 @@ def traces(settings: Settings) -> str:
 
 Check = Callable[[Settings], str]
 CHECKS: dict[str, Check] = {
-    each.__name__: each for each in (cpu, device, ports, keys, traces, models, weights, placement)
+    each.__name__: each for each in (cpu, device, ports, certificate, keys, traces, models, weights, placement)
 }
 
 
@@ -141,7 +151,8 @@ def check_ports(settings: Settings) -> None:
     """Raise `InvalidValueError` unless both ports can be bound."""
     server = settings.server
     require(server.grpc_port != server.port, "server.grpc_port", server.grpc_port, "must not be server.port")
-    for field, host, port in (("port", server.host, server.port), ("grpc_port", "0.0.0.0", server.grpc_port)):
+    host = server.host
+    for field, port in (("port", server.port), ("grpc_port", server.grpc_port)):
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

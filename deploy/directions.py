@@ -1,12 +1,12 @@
 """The text that `triforce serve` prints once it is ready: what runs where, and how to call it."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
-import psutil
 import requests
+import urllib3
 
 from actors.colocation import why
 from deploy.keys import own_headers
@@ -22,7 +22,8 @@ Tiers = list[dict[str, Any]]  # as in the answer of /status
 def base_url(settings: Settings) -> str:
     """The server's URL for clients on this machine."""
     host = "127.0.0.1" if settings.server.host in ("0.0.0.0", "::") else settings.server.host
-    return f"http://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
+    scheme = "http" if settings.server.certificate is None else "https"
+    return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.server.port}"
 
 
 def direct(settings: Settings) -> requests.Session:
@@ -30,6 +31,9 @@ def direct(settings: Settings) -> requests.Session:
     session = requests.Session()
     session.trust_env = False
     session.headers.update(own_headers(settings.server.api_keys))
+    if settings.server.certificate is not None:  # the name in it need not be the loopback's
+        session.verify = False
+        urllib3.disable_warnings(urllib3.exceptions.InsecureRequestWarning)
     return session
 
 
@@ -53,13 +57,6 @@ def tiers_found(settings: Settings) -> Tiers:
         return []
 
 
-def open_ports() -> list[int]:
-    """The ports on which the processes that this one has started listen on all interfaces."""
-    ours = {each.pid for each in psutil.Process().children(recursive=True)}
-    addresses = [each.laddr for each in psutil.net_connections("tcp") if each.pid in ours and each.status == "LISTEN"]
-    return sorted(address.port for address in addresses if address and address.ip in ("::", "0.0.0.0"))
-
-
 def longer_stall(settings: Settings, tiers: Tiers) -> dict[str, str]:
     """A row that says by how much prompts may delay other requests, if that is more than the settings allow."""
     max_stall_ms = settings.target.max_stall_ms
@@ -70,16 +67,15 @@ def longer_stall(settings: Settings, tiers: Tiers) -> dict[str, str]:
     return {"stall": f"in a full context a prompt delays other requests by {least_ms:.0f} ms a pass, {why}"}
 
 
-def directions(settings: Settings, logs: Path, tiers: Tiers, ports: Iterable[int] = ()) -> str:
-    """The text: what is served, how to call it, and where the logs are. `ports`: those open on all interfaces."""
+def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
+    """The text: what is served, how to call it, and where the logs are."""
     server, url, name = settings.server, base_url(settings), served_name(settings)
-    host = url.removeprefix("http://").rpartition(":")[0]
+    host = url.partition("://")[2].rpartition(":")[0]
     keyed = server.api_keys is not None
     key = " -H 'authorization: Bearer <key>'" if keyed else ""
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
     threads = {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
-    own = ", ".join(str(port) for port in ports if port not in (server.port, server.grpc_port))
     rows = {
         "model": f"{name}, {settings.dtype}, on {device}",
         **({"LOSSY": settings.target.lossy} if settings.target.lossy else {}),
@@ -88,8 +84,6 @@ def directions(settings: Settings, logs: Path, tiers: Tiers, ports: Iterable[int
         "page": f"{url}/ in a browser{', with any name and an API key as the password' if keyed else ''}",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client)",
-        "ports": f"{server.grpc_port} (gRPC) and Ray Serve's own {own} (closed without Ray's token) listen on all"
-        " interfaces, whatever server.host is: keep others out by a firewall",
         "try": f"curl -N {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
         "logs": str(logs),
         **longer_stall(settings, tiers),

@@ -20,6 +20,7 @@ from deploy.grpc_errors import status_of
 from deploy.keys import keys_of
 from triforce_core.errors import DeadlineError, InvalidValueError, TriForceError
 
+PEER = "x-triforce-peer"  # metadata with the client's address, from the front
 KEYS = "TRIFORCE_API_KEYS"  # an environment variable with the value of `server.api_keys`, for the proxies
 MAX_CALLS = 1024
 MAX_CALLS_PER_KEY = MAX_CALLS // 2
@@ -71,7 +72,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
     def admitted(self, context: Context) -> str:
         """Who calls. Raises `UnauthenticatedError` or `OverloadedError`."""
         if self.is_open:
-            caller, most = context.peer().rpartition(":")[0], MAX_OPEN_CALLS_PER_HOST
+            caller, most = given(context, PEER) or context.peer().rpartition(":")[0], MAX_OPEN_CALLS_PER_HOST
         else:
             pairs = context.invocation_metadata() or ()
             found = (value for name, value in pairs if name == "authorization")

@@ -22,6 +22,7 @@ from actors.wire import is_notice
 from deploy.circuit_breaker import NONE, Avoid, CircuitBreaker
 from deploy.errors import OtherFingerprintError, ReplicaError
 from deploy.routing import Route
+from deploy.serve_setup import stay_on_loopback
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core.config import Settings
 from triforce_core.errors import FingerprintError, TriForceError, UnavailableError
@@ -36,6 +37,7 @@ class PipelineReplica:
     """The Serve deployment of one pipeline. Messages pass as bytes: Ray cannot pickle protobuf's."""
 
     async def __init__(self, settings: Settings) -> None:  # type: ignore[misc]  # Serve awaits it
+        stay_on_loopback()
         group = get_current_placement_group()
         assert group is not None, "deployed with a bundle for each of the pipeline's processes"
         self.pipeline = await Pipeline.start(settings, group)

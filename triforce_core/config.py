@@ -445,6 +445,15 @@ class ServerSettings(Strict):
     host: str = Field("127.0.0.1", description="address to listen on; 0.0.0.0 accepts other machines")
     port: int = Field(8000, ge=1, le=65535, description="port of the HTTP API")
     grpc_port: int = Field(9000, ge=1, le=65535, description="port of the gRPC API")
+    certificate: str | None = Field(
+        None,
+        description="a file with the server's certificate, and those between it and the root, in PEM: HTTP and gRPC are"
+        " then served over TLS; it is read again when it changes",
+    )
+    certificate_key: str | None = Field(None, description="a file with the certificate's private key, in PEM")
+    connections_per_peer: int = Field(
+        1024, ge=1, description="connections that one address may have open; all together have at most 4096"
+    )
     max_queued: int = Field(
         64,
         ge=1,
@@ -490,6 +499,12 @@ class ServerSettings(Strict):
             if origin != "*" and not ORIGIN.fullmatch(origin):
                 raise ValueError(f"{origin!r} must be * or an origin such as https://app.example.com, without a path")
         return given
+
+    @model_validator(mode="after")
+    def _certified(self) -> ServerSettings:
+        if (self.certificate is None) != (self.certificate_key is None):
+            raise ValueError("certificate and certificate_key must be given together")
+        return self
 
     @property
     def drain_s(self) -> float:

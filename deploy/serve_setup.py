@@ -1,17 +1,29 @@
-"""What Serve's HTTP server needs before it serves: limits for its connections, and headers that it can read."""
+"""What Serve's own servers need before they serve: headers that Serve can read, and addresses that are not public."""
 
+from typing import Any
+
+from grpc.aio._server import Server
+from ray.util import get_node_ip_address
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Receive, Scope, Send
-from uvicorn.config import HTTP_PROTOCOLS
+
+from deploy.front import LOOPBACK
 
 
 def middlewares() -> list[Middleware]:
-    """Serve calls this where its HTTP server starts: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it.
-
-    Serve has no setting for the class of the server's connections, so the default is changed where uvicorn looks it up.
-    """
-    HTTP_PROTOCOLS["auto"] = "deploy.connection:Connection"
+    """Serve calls this where its HTTP server starts: `RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH` names it."""
+    stay_on_loopback()
     return [Middleware(ReadableHeaders)]
+
+
+def stay_on_loopback() -> None:
+    """Serve's gRPC servers listen on all interfaces. Where Ray is on the loopback, those that this process makes from
+    now on are too. Serve has no setting for it.
+    """
+    server: Any = Server
+    add = server.add_insecure_port
+    if get_node_ip_address() == LOOPBACK:
+        server.add_insecure_port = lambda self, address: add(self, address.replace("[::]", LOOPBACK))
 
 
 class ReadableHeaders:
