@@ -103,7 +103,8 @@ def application_of(args: Settings, why: str = "") -> Application:
     limits = check_models(args)
     keys_of(args.server.api_keys)
     tracing.check()
-    variables = {**QUIET_CORES, **ONE_LOOP, **MESSAGE_LIMITS}
+    limits_here = {name: os.environ.get(name, limit) for name, limit in MESSAGE_LIMITS.items()}
+    variables = {**QUIET_CORES, **ONE_LOOP, **limits_here}
     options = {"num_cpus": FRONT_END_CPUS, "runtime_env": {"env_vars": variables}}
     logs = {"encoding": args.server.log.upper()}
     places = args.places

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 import requests
 
-from deploy.directions import directions, open_ports, tiers_found
+from deploy.directions import directions, tiers_found
 from tests.serve.conftest import Server
 from triforce_core.config import load_settings
 
@@ -27,13 +28,13 @@ def tiers(**threads: int) -> list[dict[str, Any]]:
 
 def test_ten_lines_say_what_runs_where_and_how_to_call_it() -> None:
     settings = load_settings(dtype="bfloat16", server={"port": 8123})
-    said = directions(settings, LOGS, tiers(target=2, retrieval=1, draft=1), [9000, 41001, 41002])
+    said = directions(settings, LOGS, tiers(target=2, retrieval=1, draft=1))
     assert len(said.splitlines()) <= 10
     assert "demo, bfloat16, on " in said
     assert "draft (1 thread); retrieval (1 thread); target (2 threads)" in said
     assert "http://127.0.0.1:8123/v1" in said
     assert str(LOGS) in said
-    assert "9000 (gRPC) and Ray Serve's own 41001, 41002 (closed without Ray's token) listen on all interfaces" in said
+    assert "127.0.0.1:9000 (triforce_core.client)" in said
 
 
 @pytest.mark.parametrize(
@@ -46,6 +47,7 @@ def test_ten_lines_say_what_runs_where_and_how_to_call_it() -> None:
         ),
         ({"server": {"host": "::1"}}, "http://[::1]:8000/v1"),
         ({"server": {"host": "0.0.0.0"}}, "http://127.0.0.1:8000/v1"),
+        ({"server": {"certificate": "c.pem", "certificate_key": "k.pem"}}, "https://127.0.0.1:8000/v1"),
         ({"device": "cuda", "dtype": "bfloat16"}, "demo, bfloat16, on cuda\n"),
     ],
     ids=str,
@@ -97,16 +99,20 @@ def test_the_request_to_try_is_one_that_works(server: Server) -> None:
     assert json.loads(events[0].removeprefix("data: "))["choices"][0]["text"]
 
 
-def test_what_listens_on_all_interfaces_is_named_and_wants_ray_s_token(server: Server) -> None:
-    """Besides gRPC's port these are Ray Serve's own, one in the gateway and one in the replica."""
-    ports = open_ports()
-    own = [port for port in ports if port != server.grpc_port]
-    assert len(own) == len(ports) - 1 == 2
-    settings = load_settings(server={"port": server.port, "grpc_port": server.grpc_port})
-    assert f"{server.grpc_port} (gRPC) and Ray Serve's own {own[0]}, {own[1]} " in directions(settings, LOGS, [], ports)
-    for port in own:
-        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+def test_the_front_alone_has_the_server_s_address(server: Server) -> None:
+    """Everything else listens on the loopback, and Serve's own port of a replica wants Ray's token."""
+    ours = [psutil.Process(server.process.pid), *psutil.Process(server.process.pid).children(recursive=True)]
+    links = [(each.name(), link) for each in ours for link in each.net_connections("tcp")]
+    found = [(name, link.laddr) for name, link in links if link.status == "LISTEN"]
+    assert {address.ip.removeprefix("::ffff:") for _, address in found} == {"127.0.0.1"}
+    public = {address.port for name, address in found if name == "haproxy"}
+    assert public == {server.port, server.grpc_port}
+    assert not public & {address.port for name, address in found if name != "haproxy"}
+    refusals = []
+    for _, address in found:
+        with grpc.insecure_channel(f"127.0.0.1:{address.port}") as channel:
             call = channel.unary_unary("/ray.serve.ASGIService/HandleRequest")
             with pytest.raises(grpc.RpcError) as refusal:
-                call(b"", timeout=10)
-            assert refusal.value.code() is grpc.StatusCode.UNAUTHENTICATED
+                call(b"", timeout=5)
+            refusals.append(refusal.value.code())
+    assert refusals.count(grpc.StatusCode.UNAUTHENTICATED) >= 2, "the gateway's and the replica's"

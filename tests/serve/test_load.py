@@ -26,7 +26,7 @@ LONG = {"prompt": "def main():", "max_tokens": 6000, "temperature": 0.0}  # runs
 def silent_client(server: Server, **fields: Any) -> Iterator[None]:
     """A client that sends a request and reads nothing. It hangs up at the end of the context."""
     body = json.dumps({**LONG, **fields}).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: {server.url}\r\nContent-Type: application/json\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         yield

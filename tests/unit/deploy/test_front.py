@@ -10,10 +10,12 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import grpc
 import psutil
 import pytest
 import uvicorn
@@ -22,6 +24,7 @@ from starlette.types import Receive, Scope, Send
 
 import deploy.front
 from deploy.front import Behind, front
+from deploy.grpc_gate import PEER
 from tests.serve.conftest import free_ports
 from triforce_core.config import ServerSettings
 from triforce_core.errors import InvalidValueError, UnavailableError
@@ -393,3 +396,39 @@ def test_the_key_is_in_no_file(behind: int, tmp_path: Path) -> None:
         assert [each.name for each in folder.iterdir()] == ["admin"]
         assert folder.stat().st_mode & 0o777 == 0o700
     assert not folder.exists()
+
+
+def test_a_call_of_grpc_may_wait_and_names_its_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its answer comes long after the time that a client has for sending. Nobody else can say where a call came from."""
+    shorter = tmp_path / "haproxy.cfg"
+    shorter.write_text(deploy.front.CONFIGURATION.read_text().replace("timeout client 75s", "timeout client 1s"))
+    monkeypatch.setattr(deploy.front, "CONFIGURATION", shorter)
+
+    def wait(message: bytes, context: grpc.ServicerContext) -> bytes:
+        time.sleep(3)
+        return str([value for name, value in context.invocation_metadata() if name == PEER]).encode()
+
+    handler = grpc.method_handlers_generic_handler("a", {"wait": grpc.unary_unary_rpc_method_handler(wait)})
+    behind = grpc.server(ThreadPoolExecutor(), handlers=[handler])
+    behind_port = behind.add_insecure_port("127.0.0.1:0")
+    behind.start()
+    files = certify(tmp_path)
+    try:
+        port, grpc_port = free_ports(2)
+        server = ServerSettings(port=port, grpc_port=grpc_port, **files)
+        with front(server, Behind(1, behind_port), tmp_path / "log"):
+            trusted = grpc.ssl_channel_credentials(Path(files["certificate"]).read_bytes())
+            with grpc.secure_channel(f"localhost:{grpc_port}", trusted) as channel:
+                answer = channel.unary_unary("/a/wait")(b"", timeout=20, metadata=((PEER, "forged"),))
+    finally:
+        behind.stop(0).wait()
+    assert answer == b"['127.0.0.1']"
+
+
+def test_an_address_of_ipv6(behind: int, tmp_path: Path) -> None:
+    with (
+        running(behind, tmp_path / "log", host="::1") as server,
+        socket.create_connection(("::1", server.port)) as client,
+    ):
+        client.sendall(b"GET /early HTTP/1.1\r\nhost: a\r\n\r\n")
+        assert answer(client)[0] == 200
