@@ -399,7 +399,7 @@ def test_the_key_is_in_no_file(behind: int, tmp_path: Path) -> None:
 
 
 def test_a_call_of_grpc_may_wait_and_names_its_peer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its answer comes long after the time that a client has for sending. Nobody else can say where a call came from."""
+    """Its answer comes after the time that a client has for sending, and nobody else can say where a call came from."""
     shorter = tmp_path / "haproxy.cfg"
     shorter.write_text(deploy.front.CONFIGURATION.read_text().replace("timeout client 75s", "timeout client 1s"))
     monkeypatch.setattr(deploy.front, "CONFIGURATION", shorter)
