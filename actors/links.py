@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import grpc
 
 from actors.admission import Address
+from actors.encryption import channel
 from actors.wire import proposal_batch_from_proto, work_batch_to_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
 from triforce_core._gen.triforce.v1.tiers_pb2_grpc import TierStub
@@ -208,8 +209,8 @@ class RemoteProposer:
             stream = Stream()
             try:
                 address = self._look_up()
-                with grpc.insecure_channel(address.place, options=CHANNEL_OPTIONS) as channel:
-                    self._run(stream, TierStub(channel), address)
+                with channel(grpc, address.place, CHANNEL_OPTIONS) as opened:
+                    self._run(stream, TierStub(opened), address)
             except Exception as error:  # after any error, try again
                 log.info("link down: %s", error.code() if isinstance(error, grpc.RpcError) else repr(error))
             self.ready.clear()

@@ -16,6 +16,7 @@ import psutil
 from ray.actor import ActorHandle
 
 from actors.admission import Address
+from actors.encryption import channel
 from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -79,7 +80,7 @@ class RunningTarget:
     def __init__(self, address: Address, pid: int, marks: Marks | None, followers: Iterable[int] = ()) -> None:
         """`marks`: None if they cannot be read. `followers`: the ids of the processes that follow it."""
         self.address, self.pid, self.process, self.marks = address, pid, TargetProcess.of(pid, followers), marks
-        self.channel = grpc.aio.insecure_channel(address.place, options=CHANNEL_OPTIONS)
+        self.channel = channel(grpc.aio, address.place, CHANNEL_OPTIONS)
 
     @classmethod
     async def started(cls, actor: ActorHandle[Any]) -> RunningTarget:

@@ -14,6 +14,7 @@ from typing import Any
 import grpc
 
 from actors.admission import Address, LinkAdmission
+from actors.encryption import serve_on
 from actors.links import CHANNEL_OPTIONS
 from actors.wire import ANY_TIER, Bounds, proposal_batch_to_proto, work_batch_from_proto
 from triforce_core._gen.triforce.v1 import tiers_pb2 as pb
@@ -59,8 +60,7 @@ class LinkServer:
             maximum_concurrent_rpcs=MAX_LINKS,
         )
         add_TierServicer_to_server(tier_server, self.server)
-        port = self.server.add_insecure_port(f"{host}:0")
-        self.address = Address(f"{host}:{port}", self.admission.secret)
+        self.address = Address(serve_on(self.server, host), self.admission.secret)
         self.server.start()
 
     def stop(self, grace_s: float = 1.0) -> None:

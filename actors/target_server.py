@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 
 from actors.admission import Address, TargetAdmission
+from actors.encryption import serve_on
 from actors.links import CHANNEL_OPTIONS
 from actors.marks import SLOT, Marks
 from actors.pass_times import PassTimes
@@ -267,9 +268,9 @@ class AsyncServer:
     async def _start(self) -> tuple[grpc.aio.Server, Address]:
         server = grpc.aio.server(interceptors=[self.admission], options=SERVER_OPTIONS)
         add_TargetServicer_to_server(self.target_server, server)
-        port = server.add_insecure_port(f"{self.host}:0")
+        place = serve_on(server, self.host)
         await server.start()
-        return server, Address(f"{self.host}:{port}", self.admission.secret)
+        return server, Address(place, self.admission.secret)
 
     def stop(self, grace_s: float = 1.0) -> None:
         self._run(self.server.stop(grace_s))

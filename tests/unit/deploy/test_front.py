@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 import deploy.front
 from deploy.front import Behind, front
 from deploy.grpc_gate import PEER
+from tests.certificates import certify
 from tests.serve.conftest import free_ports
 from triforce_core.config import ServerSettings
 from triforce_core.errors import InvalidValueError, UnavailableError
@@ -235,15 +236,9 @@ def test_a_pause_of_the_application_is_no_fault_of_the_client(port: int) -> None
         assert answer(client) == (200, b"0\r\n\r\n")
 
 
-def certify(folder: Path, name: str = "localhost") -> dict[str, str]:
-    """The settings of a certificate that signs itself, as docs/security.md makes one."""
-    certificate, key = folder / "certificate.pem", folder / "key.pem"
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1"]
-    names = ["-nodes", "-days", "2", "-subj", f"/CN={name}", "-addext", f"subjectAltName=DNS:{name},IP:127.0.0.1"]
-    new = [folder / "new-certificate", folder / "new-key"]
-    subprocess.run([*command, "-out", new[0], "-keyout", new[1], *names], check=True, capture_output=True)
-    new[1].replace(key)  # between these two the files are no pair, which must not matter
-    new[0].replace(certificate)
+def certified(folder: Path, name: str = "localhost") -> dict[str, str]:
+    """The settings of a new certificate."""
+    certificate, key = certify(folder, name)
     return {"certificate": str(certificate), "certificate_key": str(key)}
 
 
@@ -261,7 +256,7 @@ def eventually(check: Callable[[], bool], within_s: float = 10.0) -> None:
 
 
 def test_tls_and_a_certificate_that_changes_while_a_stream_runs(behind: int, tmp_path: Path) -> None:
-    files = certify(tmp_path)
+    files = certified(tmp_path)
     with running(behind, tmp_path / "log", **files) as server:
         trusting = ssl.create_default_context(cafile=files["certificate"])
         with (
@@ -282,7 +277,7 @@ def test_tls_and_a_certificate_that_changes_while_a_stream_runs(behind: int, tmp
 
 
 def test_http_2(behind: int, tmp_path: Path) -> None:
-    with running(behind, tmp_path / "log", **certify(tmp_path)) as server:
+    with running(behind, tmp_path / "log", **certified(tmp_path)) as server:
         for port, expected in ((server.port, "h2"), (server.grpc_port, "h2")):
             context = ssl.create_default_context(cafile=tmp_path / "certificate.pem")
             context.set_alpn_protocols(["h2", "http/1.1"])
@@ -298,11 +293,11 @@ def test_http_2(behind: int, tmp_path: Path) -> None:
 
 
 def test_files_that_are_no_pair_are_refused(behind: int, tmp_path: Path) -> None:
-    files = certify(tmp_path)
+    files = certified(tmp_path)
     other = tmp_path / "other"
     other.mkdir()
     wrong = [
-        ({**files, "certificate_key": certify(other)["certificate_key"]}, "key"),
+        ({**files, "certificate_key": certified(other)["certificate_key"]}, "key"),
         ({**files, "certificate": str(tmp_path / "absent")}, "No such file"),
         ({**files, "certificate": str(tmp_path / "log")}, "PEM"),
     ]
@@ -390,7 +385,7 @@ def test_without_anything_behind_the_answer_is_503(tmp_path: Path) -> None:
 
 
 def test_the_key_is_in_no_file(behind: int, tmp_path: Path) -> None:
-    files = certify(tmp_path)
+    files = certified(tmp_path)
     with running(behind, tmp_path / "log", **files):
         folder = Path(child("haproxy").environ()["FRONT_FOLDER"])
         assert [each.name for each in folder.iterdir()] == ["admin"]
@@ -412,7 +407,7 @@ def test_a_call_of_grpc_may_wait_and_names_its_peer(tmp_path: Path, monkeypatch:
     behind = grpc.server(ThreadPoolExecutor(), handlers=[handler])
     behind_port = behind.add_insecure_port("127.0.0.1:0")
     behind.start()
-    files = certify(tmp_path)
+    files = certified(tmp_path)
     try:
         port, grpc_port = free_ports(2)
         server = ServerSettings(port=port, grpc_port=grpc_port, **files)
