@@ -1,9 +1,13 @@
 """What clients reach: HAProxy, before Ray Serve. It alone listens on `server.host`, ends TLS, and holds the limits for
 connections that Serve lacks. haproxy.cfg is its configuration. docs/decisions/0035-front.md
+
+`triforce serve` starts it. In a cluster it stands before the Serve of each node, as a process of its own:
+`python -m deploy.front SETTINGS PORT GRPC_PORT`, with the section `server` of the settings as JSON, and Serve's ports.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import resource
@@ -20,8 +24,8 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from triforce_core.config import ServerSettings
-from triforce_core.errors import InvalidValueError, UnavailableError
+from triforce_core.config import ServerSettings, load_settings
+from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError
 
 LOOPBACK = "127.0.0.1"
 CONFIGURATION = Path(__file__).with_name("haproxy.cfg")
@@ -217,3 +221,17 @@ def free_pair() -> int:
             one.bind((LOOPBACK, first))
             other.bind((LOOPBACK, first + 1))
             return first
+
+
+def main() -> None:
+    server, port, grpc_port = sys.argv[1:]
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    try:
+        with front(load_settings(None, server=json.loads(server)).server, Behind(int(port), int(grpc_port))):
+            signal.pause()
+    except TriForceError as error:
+        sys.exit(str(error))
+
+
+if __name__ == "__main__":
+    main()

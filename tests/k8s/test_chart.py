@@ -7,12 +7,17 @@ from __future__ import annotations
 import json
 import math
 import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import jsonschema
 import kubernetes_validate
 import pytest
+import requests
 import yaml
 
 from deploy.app import ENVIRONMENT
@@ -31,8 +36,9 @@ from tests.charts import (
     serve_config,
     template,
 )
+from tests.serve.conftest import free_ports
 from triforce_core import __version__
-from triforce_core.config import Settings, load_settings
+from triforce_core.config import ServerSettings, Settings, load_settings
 
 # The schema of KubeRay's RayService v1, without its descriptions: https://github.com/ray-project/kuberay, Apache-2.0.
 RAYSERVICE = Path(__file__).with_name("rayservice-v1.json")
@@ -133,8 +139,6 @@ def test_the_application_gets_the_settings_that_were_given(values: Path) -> None
     given = load_settings(None, **(yaml.safe_load(values.read_text()).get("settings") or {}))
     got = settings_of(values)
     assert got.server.host == "0.0.0.0"
-    config = serve_config(rendered(values))
-    assert (config["http_options"]["port"], config["grpc_options"]["port"]) == (got.server.port, got.server.grpc_port)
     for name in ("target", "retrieval", "draft", "speculation", "device", "max_sequences"):
         assert getattr(got, name) == getattr(given, name)
     assert got.server.drain_s == given.server.drain_s
@@ -259,6 +263,69 @@ def test_the_secret_with_the_keys_is_the_file_that_the_settings_name(tmp_path: P
     assert "api_keys" not in without["applications"][0]["args"]["server"]
 
 
+def front_of(pod: dict[str, Any]) -> dict[str, Any]:
+    [front] = [each for each in pod["spec"]["initContainers"] if each["name"] == "front"]
+    return front
+
+
+@each_example
+def test_clients_reach_the_front_of_each_pod_and_it_reaches_serve(values: Path) -> None:
+    objects, server = rendered(values), settings_of(values).server
+    config = serve_config(objects)
+    behind = [config["http_options"]["port"], config["grpc_options"]["port"]]
+    service = rayservice(objects)["spec"]["serveService"]["spec"]["ports"]
+    assert [(each["port"], each["targetPort"]) for each in service] == [
+        (server.port, "front"),
+        (server.grpc_port, "front-grpc"),
+    ]
+    for pod in pod_templates(objects).values():
+        front = front_of(pod)
+        assert front["restartPolicy"] == "Always", "it ends after Ray's container"
+        named = [*front["ports"], *pod["spec"]["containers"][0]["ports"]]
+        ports = {each["name"]: each["containerPort"] for each in named}
+        assert (ports["front"], ports["front-grpc"]) == (server.port, server.grpc_port)
+        assert [ports["serve"], ports["serve-grpc"]] == behind == [int(each) for each in front["args"][1:]]
+        given = ServerSettings(**json.loads(front["args"][0]))
+        assert (given.host, given.port, given.grpc_port) == ("0.0.0.0", server.port, server.grpc_port)
+        assert given.request_timeout_s == server.request_timeout_s
+
+
+def test_the_front_of_a_pod_starts_as_the_chart_says() -> None:
+    """With other ports, since those of the chart may be taken here."""
+    port, grpc_port = free_ports(2)
+    front = front_of(pod_templates(rendered(EXAMPLES[0]))["head"])
+    own = {"host": "127.0.0.1", "port": port, "grpc_port": grpc_port}
+    settings = json.dumps(json.loads(front["args"][0]) | own)
+    with subprocess.Popen([sys.executable, *front["command"][1:], settings, *front["args"][1:]]) as running:
+        try:
+            until = time.monotonic() + 60
+            while time.monotonic() < until:
+                with suppress(requests.ConnectionError):
+                    answer = requests.get(f"http://127.0.0.1:{port}/health", timeout=10)
+                    break
+            assert answer.status_code == 503, "Serve is not there"
+        finally:
+            running.terminate()
+        assert running.wait(20) == 0
+
+
+def test_the_secret_with_the_certificate_is_the_front_s(tmp_path: Path) -> None:
+    values = tmp_path / "values.yaml"
+    values.write_text("tlsSecret: certificate\npodMonitor: {enabled: true}")
+    objects = rendered(values)
+    for pod in pod_templates(objects).values():
+        [volume] = [v for v in pod["spec"]["volumes"] if v.get("secret", {}).get("secretName") == "certificate"]
+        front = front_of(pod)
+        [mount] = [each for each in front["volumeMounts"] if each["name"] == volume["name"]]
+        assert "subPath" not in mount, "such a mount is never updated"
+        given = json.loads(front["args"][0])
+        assert given["certificate"] == f"{mount['mountPath']}/tls.crt"
+        assert given["certificate_key"] == f"{mount['mountPath']}/tls.key"
+        assert volume["name"] not in {each["name"] for each in pod["spec"]["containers"][0]["volumeMounts"]}
+    [monitor] = [each for each in of_kind(objects, "PodMonitor") if each["metadata"]["name"].endswith("-server")]
+    assert monitor["spec"]["podMetricsEndpoints"][0]["scheme"] == "https"
+
+
 def test_variables_that_are_given_are_those_of_all_pods(tmp_path: Path) -> None:
     values = tmp_path / "values.yaml"
     secret = {"secretKeyRef": {"name": "collector", "key": "headers"}}
@@ -275,6 +342,8 @@ def test_variables_that_are_given_are_those_of_all_pods(tmp_path: Path) -> None:
 
 
 WRONG = {
+    "settings.server.certificate": ("settings: {server: {certificate: /a, certificate_key: /b}}", "tlsSecret"),
+    "settings.server.port of Serve": ("settings: {server: {port: 28000}}", "settings.server.port"),
     "settings.server.api_keys": ("settings: {server: {api_keys: /a/file}}", "apiKeysSecret"),
     "settings.target.offload": ("settings: {target: {offload: cloud}}", "offload"),
     "settings.targets": ("settings: {targets: {model: x}}", "targets"),

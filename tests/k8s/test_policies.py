@@ -14,6 +14,7 @@ import yaml
 from tests.charts import CHART, EXAMPLES, environment, of_kind, pod_templates, rayservice, rendered
 from tests.k8s.test_chart import ALL, each_example, settings_of
 
+SERVE_PORTS = (28000, 29000)  # its own, behind the front
 DOCKERFILE = CHART.parents[1] / "deploy" / "Dockerfile"
 
 
@@ -89,7 +90,7 @@ def test_others_reach_the_apis_alone(values: Path) -> None:
         elif ports == {server.port, server.grpc_port}:
             pass
         else:
-            assert (ports, bool(senders)) in (({8265}, True), ({8080}, True))
+            assert (ports, bool(senders)) in (({8265, SERVE_PORTS[0]}, True), ({8080}, True))
 
 
 CLIENTS = "networkPolicy.clients[0].podSelector.matchLabels.app=edge"
@@ -124,16 +125,20 @@ def test_one_pod_is_scraped_for_the_server_s_metrics_and_each_for_ray_s() -> Non
     for monitor in of_kind(objects, "PodMonitor"):
         wanted = monitor["spec"]["selector"]["matchLabels"]
         pods = {
-            name: {port["name"] for container in pod["spec"]["containers"] for port in container["ports"]}
+            name: {
+                port["name"]
+                for container in (*pod["spec"]["containers"], *pod["spec"]["initContainers"])
+                for port in container.get("ports", ())
+            }
             for name, pod in pod_templates(objects).items()
             if wanted.items() <= pod["metadata"]["labels"].items()
         }
         [endpoint] = monitor["spec"]["podMetricsEndpoints"]
         assert all(endpoint["port"] in ports for ports in pods.values())
         scraped[endpoint["port"]] = set(pods), endpoint
-    assert scraped["serve"][0] == {"head"} < scraped["metrics"][0] == set(pod_templates(objects))
-    assert scraped["serve"][1]["path"] == "/metrics"
-    assert scraped["serve"][1]["authorization"] == {"credentials": {"name": "scraper", "key": "api_key"}}
+    assert scraped["front"][0] == {"head"} < scraped["metrics"][0] == set(pod_templates(objects))
+    assert scraped["front"][1]["path"] == "/metrics"
+    assert scraped["front"][1]["authorization"] == {"credentials": {"name": "scraper", "key": "api_key"}}
 
 
 @each_example

@@ -129,6 +129,19 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- toYaml $settings -}}
 {{- end -}}
 
+{{/* Serve's own ports in pods, behind the front. */}}
+{{- define "triforce.servePort" -}}28000{{- end -}}
+{{- define "triforce.serveGrpcPort" -}}29000{{- end -}}
+
+{{/* The settings of the front: those of settings.server. */}}
+{{- define "triforce.front" -}}
+{{- $server := merge (dict "host" "0.0.0.0") (deepCopy (.Values.settings.server | default dict)) -}}
+{{- if .Values.tlsSecret }}{{ $server = merge $server (dict "certificate" "/etc/triforce-tls/tls.crt" "certificate_key" "/etc/triforce-tls/tls.key") }}{{ end -}}
+{{- toJson $server -}}
+{{- end -}}
+
+{{- define "triforce.scheme" -}}{{ ternary "https" "http" (not (empty .Values.tlsSecret)) }}{{- end -}}
+
 {{/* The rules that a schema cannot state. */}}
 {{- define "triforce.check" -}}
 {{- $settings := .Values.settings -}}
@@ -137,8 +150,8 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- $grpc := $server.grpc_port | default 9000 | int -}}
 {{- if eq $port $grpc }}{{ fail (printf "settings.server.grpc_port: %d must not be settings.server.port" $grpc) }}{{ end -}}
 {{- range $name, $number := dict "port" $port "grpc_port" $grpc -}}
-  {{/* Ports of Ray (head, agents, workers from 10002 on) and of HAProxy (statistics, metrics, its replicas). */}}
-  {{- if or (has $number (list 6379 8080 8265 8404 9101 52365)) (and (ge $number 10001) (le $number 19999)) (ge $number 30000) -}}
+  {{/* Ports of Ray (head, agents, workers from 10002 on) and of Serve (itself, statistics, metrics, its replicas). */}}
+  {{- if or (has $number (list 6379 8080 8265 8404 9101 28000 29000 52365)) (and (ge $number 10001) (le $number 19999)) (ge $number 30000) -}}
     {{- fail (printf "settings.server.%s: %d is a port that Ray uses in pods" $name $number) -}}
   {{- end -}}
 {{- end -}}
@@ -170,6 +183,9 @@ whether it has the target. Mirrors COLOCATED and DeviceGroup of triforce_core/co
 {{- end -}}
 {{- if ($settings.server | default dict).api_keys -}}
 {{- fail "settings.server.api_keys: must not be set in a cluster: apiKeysSecret names the secret with the keys" -}}
+{{- end -}}
+{{- if or ($settings.server | default dict).certificate ($settings.server | default dict).certificate_key -}}
+{{- fail "settings.server.certificate: must not be set in a cluster: tlsSecret names the secret with certificate and key" -}}
 {{- end -}}
 {{- if and .Values.podMonitor.enabled .Values.apiKeysSecret (not .Values.podMonitor.authorization) -}}
 {{- fail "podMonitor.authorization: must name a secret with an API key where apiKeysSecret is set, or else the server answers every scrape with 401" -}}

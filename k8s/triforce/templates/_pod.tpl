@@ -38,11 +38,35 @@ spec:
   {{ $field }}: {{- if kindIs "string" . }} {{ . | quote }}{{ else }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- end }}
   {{- end }}
+  initContainers:
+    # What clients reach. It ends after the other containers, when their last request has.
+    - name: front
+      image: {{ include "triforce.image" $root | quote }}
+      imagePullPolicy: {{ $values.image.pullPolicy }}
+      restartPolicy: Always
+      securityContext: {{- include "triforce.restricted" $root | nindent 8 }}
+      command: [python, -m, deploy.front]
+      args:
+        - {{ include "triforce.front" $root | quote }}
+        - {{ include "triforce.servePort" $root | quote }}
+        - {{ include "triforce.serveGrpcPort" $root | quote }}
+      ports:
+        - {name: front, containerPort: {{ $server.port | default 8000 | int }}}
+        - {name: front-grpc, containerPort: {{ $server.grpc_port | default 9000 | int }}}
+      startupProbe:
+        tcpSocket: {port: front}
+        periodSeconds: 1
+        failureThreshold: 60
+      resources: {{- toYaml $values.front.resources | nindent 8 }}
+      volumeMounts:
+        - {name: tmp, mountPath: /tmp}
+        {{- if $values.tlsSecret }}
+        - {name: tls, mountPath: /etc/triforce-tls, readOnly: true}
+        {{- end }}
   {{- if and $head $values.models.claim.size }}
   {{- with ($values.settings.target | default dict).model | default "" }}
   {{- if hasPrefix "/models/" . }}
-  # The claim is new: the application would fail until somebody has copied the models into it.
-  initContainers:
+    # The claim is new: the application would fail until somebody has copied the models into it.
     - name: wait-for-models
       image: {{ include "triforce.image" $root | quote }}
       imagePullPolicy: {{ $values.image.pullPolicy }}
@@ -68,8 +92,8 @@ spec:
         - {name: dashboard, containerPort: 8265}
         {{- end }}
         - {name: metrics, containerPort: 8080}
-        - {name: serve, containerPort: {{ $server.port | default 8000 | int }}}
-        - {name: serve-grpc, containerPort: {{ $server.grpc_port | default 9000 | int }}}
+        - {name: serve, containerPort: {{ include "triforce.servePort" $root }}}
+        - {name: serve-grpc, containerPort: {{ include "triforce.serveGrpcPort" $root }}}
       resources:
         {{- $limits := deepCopy (.pod.resources.limits | default dict) }}
         {{- if .gpus }}{{ $_ := set $limits "nvidia.com/gpu" (.gpus | int) }}{{ end }}
@@ -105,6 +129,9 @@ spec:
     {{- with $values.apiKeysSecret }}
     - {name: api-keys, secret: {secretName: {{ . }}, items: [{key: api_keys, path: api_keys}], defaultMode: 0440}}
     {{- end }}
+    {{- if $values.tlsSecret }}
+    - {name: tls, secret: {secretName: {{ $values.tlsSecret | quote }}, defaultMode: 0440}}
+    {{- end }}
     {{- if and $offload (not $head) }}
     - {name: offload, emptyDir: {}}
     {{- end }}
@@ -124,8 +151,8 @@ capabilities: {drop: [ALL]}
 
 {{/*
 What `triforce serve` sets for Ray and Serve before it starts them (but for QUIET, since operators read Ray's reports), and
-HAProxy in place of Serve's own proxy, which takes milliseconds for each request. HAProxy's ports are fixed, and it
-outlives a Ray that is killed, so it suits pods only.
+a HAProxy of Serve's own, behind the front, in place of its proxy, which takes milliseconds for each request: it knows
+on which node the gateway is. Its ports are fixed, and it outlives a Ray that is killed, so it suits pods only.
 */}}
 {{- define "triforce.env" -}}
 {{ .Files.Get "files/environment.yaml" | trim }}

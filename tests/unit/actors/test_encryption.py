@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -16,13 +15,13 @@ from triforce_core.errors import UnavailableError
 
 
 @pytest.fixture(autouse=True)
-def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[bytes]:
+def certificate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
     """One for both ends and, as it signs itself, also their authority's."""
     found, key = certify(tmp_path)
     variables = {"RAY_USE_TLS": "1", "RAY_TLS_SERVER_CERT": found, "RAY_TLS_SERVER_KEY": key, "RAY_TLS_CA_CERT": found}
     for name, value in variables.items():
         monkeypatch.setenv(name, str(value))
-    yield found.read_bytes()
+    return found.read_bytes()
 
 
 def test_a_link() -> None:
