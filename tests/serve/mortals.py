@@ -26,6 +26,7 @@ TITLES = {
     "draft": "DraftActor",
     "replica": "ServeReplica:triforce:pipeline",
     "gateway": "ServeReplica:triforce:gateway",
+    "front": "haproxy",
 }
 REFRESH_EVERY = 24  # tokens
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string"}, "age": {"type": "integer"}}}
