@@ -142,8 +142,8 @@ def odd_element(prompt: Any) -> str:
     return ""
 
 
-def prompts_in(prompt: list[Any]) -> int:
-    return 1 if prompt and type(prompt[0]) is int else len(prompt)
+def prompts_in(prompt: list[Any] | dict[str, Any]) -> int:
+    return 1 if isinstance(prompt, list) and prompt and type(prompt[0]) is int else len(prompt)
 
 
 Prompt = Annotated[

@@ -452,6 +452,7 @@ def test_each_row_is_wrong_by_what_it_changes() -> None:
         (b'{"prompt": "a"}', "text/plain", "content-type: application/json"),
         (b"\xff\xfe{", "application/json", "body"),
         (b"{}", "application/json", "prompt: is required"),
+        (b'{"prompt": {"a": 1}}', "application/json", "prompt: {'a': 1} is refused: must be a text or a list"),
         (b'{"prompt": "a", "\\ud800": 1}', "application/json", "body"),
         (b'{"prompt": "a", "timeout_s": -Infinity}', "application/json", "timeout_s: -inf must be above 0 and finite"),
         (b'{"prompt": "a", "timeout_s": 1e400}', "application/json", "timeout_s: inf must be above 0 and finite"),
