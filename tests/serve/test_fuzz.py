@@ -128,17 +128,24 @@ def value(chance: random.Random, depth: int = 0) -> Any:
     return {chance.choice(names): value(chance, depth + 1) for _ in range(chance.randrange(5))}
 
 
-def body(chance: random.Random) -> bytes:
-    fields: dict[str, Any] = {chance.choice(FIELDS): value(chance) for _ in range(chance.randrange(6))}
-    good = {
-        "prompt": "def f():",
-        "input": "hello",
-        "tokens": [5, 6],
-        "messages": [{"role": "user", "content": "hello"}],
-    }
-    fields |= {name: good[name] for name in good if chance.random() < 0.6}
+CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 2}
+SOUND: dict[str, dict[str, Any]] = {
+    "/v1/completions": {"prompt": "def f():", "max_tokens": 2},
+    "/v1/chat/completions": CHAT,
+    "/v1/messages": CHAT,
+    "/v1/messages/count_tokens": {"messages": CHAT["messages"]},
+    "/v1/responses": {"input": "hello", "max_output_tokens": 2, "store": False},
+    "/tokenize": {"prompt": "def f():"},
+    "/detokenize": {"tokens": [5, 6]},
+}
+
+
+def body(chance: random.Random, path: str) -> bytes:
+    """A sound body with some fields changed, or bytes that are none."""
+    sound = SOUND.get(path, {})
+    fields = sound | {chance.choice([*sound, *FIELDS]): value(chance) for _ in range(chance.randrange(4))}
     # The point is not to decode.
-    fields |= dict.fromkeys(("max_tokens", "max_output_tokens", "max_completion_tokens"), 2)
+    fields |= {name: chance.choice([2, 0, -1, "2"]) for name in sound if "max" in name and chance.random() < 0.1}
     fields |= {"n": chance.randrange(3)} if "n" in fields else {}
     text = json.dumps(fields).encode()
     match chance.randrange(8):
@@ -166,7 +173,8 @@ def test_the_live_server_survives_http_requests(server: Server, client: TriForce
         connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
         for _ in range(INPUTS):
             method = chance.choice(METHOD)
-            path, sent, given_headers = chance.choice(PATHS), body(chance), headers(chance)
+            path, given_headers = chance.choice(PATHS), headers(chance)
+            sent = body(chance, path)
             asked = f"{method} {path} {given_headers} {sent!r}"
             try:
                 connection.request(method, path, sent, given_headers)  # type: ignore[arg-type]
