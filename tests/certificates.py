@@ -1,7 +1,10 @@
 """Certificates that sign themselves, as docs/security.md makes one."""
 
+import ssl
 import subprocess
 from pathlib import Path
+
+from cryptography import x509
 
 OPENSSL = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
 
@@ -16,3 +19,9 @@ def certify(folder: Path, name: str = "localhost") -> tuple[Path, Path]:
     new[1].replace(key)  # between these two the files are no pair, which must not matter
     new[0].replace(certificate)
     return certificate, key
+
+
+def name_of(port: int) -> str:
+    """The common name in the certificate of the server."""
+    pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
+    return x509.load_pem_x509_certificate(pem.encode()).subject.rfc4514_string().removeprefix("CN=")

@@ -19,13 +19,12 @@ import grpc
 import psutil
 import pytest
 import uvicorn
-from cryptography import x509
 from starlette.types import Receive, Scope, Send
 
 import deploy.front
 from deploy.front import Behind, front
 from deploy.grpc_gate import PEER
-from tests.certificates import certify
+from tests.certificates import certify, name_of
 from tests.serve.conftest import free_ports
 from triforce_core.config import ServerSettings
 from triforce_core.errors import InvalidValueError, UnavailableError
@@ -240,12 +239,6 @@ def certified(folder: Path, name: str = "localhost") -> dict[str, str]:
     """The settings of a new certificate."""
     certificate, key = certify(folder, name)
     return {"certificate": str(certificate), "certificate_key": str(key)}
-
-
-def name_of(port: int) -> str:
-    """The common name in the certificate of the server."""
-    pem = ssl.get_server_certificate(("127.0.0.1", port), timeout=10)
-    return x509.load_pem_x509_certificate(pem.encode()).subject.rfc4514_string().removeprefix("CN=")
 
 
 def eventually(check: Callable[[], bool], within_s: float = 10.0) -> None:
