@@ -84,7 +84,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
         "page": f"{url}/ in a browser{', with any name and an API key as the password' if keyed else ''}",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client)",
-        "try": f"curl -N {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
+        "try": f"curl {'-N' if server.certificate is None else '-kN'} {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
         "logs": str(logs),
         **longer_stall(settings, tiers),
         "stop": "Ctrl-C",
