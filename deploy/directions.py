@@ -73,6 +73,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
     host = url.partition("://")[2].rpartition(":")[0]
     keyed = server.api_keys is not None
     key = " -H 'authorization: Bearer <key>'" if keyed else ""
+    trusting = f" --cacert {server.certificate}" if server.certificate else ""
     body = f'{{"model": "{name}", "prompt": "def main():", "max_tokens": 64, "stream": true}}'
     threads = {tier["tier"]: tier["threads"] for tier in tiers if tier.get("threads")}
     device = cpu_summary() if settings.device_type == "cpu" else settings.device
@@ -84,7 +85,7 @@ def directions(settings: Settings, logs: Path, tiers: Tiers) -> str:
         "page": f"{url}/ in a browser{', with any name and an API key as the password' if keyed else ''}",
         "HTTP": f"{url}/v1 (OpenAI's completions), {url}/health, {url}/status",
         "gRPC": f"{host}:{server.grpc_port} (triforce_core.client)",
-        "try": f"curl {'-N' if server.certificate is None else '-kN'} {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
+        "try": f"curl -N{trusting} {url}/v1/completions{key} -H 'content-type: application/json' -d '{body}'",
         "logs": str(logs),
         **longer_stall(settings, tiers),
         "stop": "Ctrl-C",

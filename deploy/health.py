@@ -35,14 +35,13 @@ class Health:
         status = await self.status("")
         return HealthListResponse(statuses=dict.fromkeys(SERVICES, status))
 
-    async def watch(self, request: HealthCheckRequest, peer: str) -> AsyncGenerator[HealthCheckResponse, None]:
+    async def watch(self, request: HealthCheckRequest, host: str) -> AsyncGenerator[HealthCheckResponse, None]:
         """The status now, and again whenever it has changed, until the server shuts down or `MAX_WATCH_S` have passed.
-        `peer` is gRPC's name of the client: its host, a colon and its port. Raises `OverloadedError`.
+        `host` is the client's address. Raises `OverloadedError`.
         """
         if request.service not in SERVICES:
             yield await self.status(request.service)  # it never changes
             return
-        host = peer.rpartition(":")[0]
         if self.watches[host] >= MAX_WATCHES_PER_HOST:
             raise OverloadedError(f"this host has {MAX_WATCHES_PER_HOST} watches already; use Check")
         if self.watches.total() >= MAX_WATCHES:

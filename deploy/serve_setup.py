@@ -21,9 +21,10 @@ def stay_on_loopback() -> None:
     now on are too. Serve has no setting for it.
     """
     server: Any = Server
-    add = server.add_insecure_port
+    insecure, secure = server.add_insecure_port, server.add_secure_port
     if get_node_ip_address() == LOOPBACK:
-        server.add_insecure_port = lambda self, address: add(self, address.replace("[::]", LOOPBACK))
+        server.add_insecure_port = lambda self, address: insecure(self, address.replace("[::]", LOOPBACK))
+        server.add_secure_port = lambda self, address, *given: secure(self, address.replace("[::]", LOOPBACK), *given)
 
 
 class ReadableHeaders:

@@ -28,6 +28,7 @@ class Failure:
     code: grpc.StatusCode
     after: int = 0
     done: Callable[[], object] = lambda: None  # called first
+    details: str = "the replica is gone"
 
 
 def token_at(prompt: str, seed: int, index: int) -> int:
@@ -83,7 +84,7 @@ class Generation(GenerationServicer):
                 failure.done()
                 if failure.code is grpc.StatusCode.OK:  # it just ends
                     return
-                context.abort(failure.code, "the replica is gone")
+                context.abort(failure.code, failure.details)
             token = token_at(prompt, seed + nth, index)
             text = text_at(token, index)
             chunk = pb.GenerateChunk(

@@ -30,7 +30,7 @@ def doctor(settings: Settings, as_json: JsonOption = False) -> None:
         problems += status == "problem"
         checks.append({"name": name, "status": status, "found": found})
         if not as_json:
-            typer.echo(f"{status:9}{name:11}{found}")
+            typer.echo(f"{status:9}{name:12}{found}")
     if as_json:
         typer.echo(json.dumps({"problems": problems, "checks": checks}))
     raise typer.Exit(1 if problems else 0)

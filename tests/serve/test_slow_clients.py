@@ -50,6 +50,7 @@ def p99_under_attack(server: Server, ports: list[int]) -> float:
             with ThreadPoolExecutor(CLIENTS) as pool:
                 found = [pool.submit(asked, server, until) for _ in range(CLIENTS)]
                 times = [each for one in found for each in one.result()]
+            assert held == 5 * EACH
             print(attacking.communicate(timeout=60)[0], f"open after 10 s: {held}; {len(times)} requests")
         finally:
             attacking.kill()

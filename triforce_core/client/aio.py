@@ -11,7 +11,7 @@ import grpc
 
 from triforce_core._gen.triforce.v1 import generation_pb2 as pb
 from triforce_core.client.calls import CHANNEL_OPTIONS, GENERATION, Call, Client, Result
-from triforce_core.client.errors import broken_off, client_closed, from_rpc_error, typed_if
+from triforce_core.client.errors import RESET, broken_off, client_closed, from_rpc_error, typed_if
 from triforce_core.client.progress import Progress
 from triforce_core.client.request import CallArguments, Message, chat_messages
 from triforce_core.client.results import Chunk, Completion, Model
@@ -144,10 +144,15 @@ class AsyncChunkStream(AsyncIterator[Chunk]):
                     break
                 await self._resume(error)
             except asyncio.CancelledError:
-                if self._closed.is_set() and not being_cancelled():
+                if being_cancelled():
+                    raise
+                if self._closed.is_set():
                     break
-                raise_if_channel_closed()
-                raise
+                if RESET not in (await self._call.details() or ""):
+                    raise client_closed() from None
+                if self._progress.ended:
+                    break
+                await self._resume(None)
             else:
                 if not isinstance(message, pb.GenerateChunk):  # the end
                     if self._closed.is_set() or self._progress.ended:

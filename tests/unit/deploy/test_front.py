@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 import socket
 import ssl
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -350,24 +353,86 @@ def test_a_port_that_is_taken_is_an_error(behind: int, tmp_path: Path) -> None:
 
 
 def test_a_gateway_goes_before_the_proxy_of_serve(behind: int, tmp_path: Path) -> None:
-    """And where it ends before it answers, the request goes to the proxy."""
-    server = ServerSettings(**dict(zip(("port", "grpc_port"), free_ports(2), strict=True)))
-    gateway = deploy.front.free_pair()
-    with front(server, Behind(behind, 1, gateway, gateway), tmp_path / "log"):
-        with connected(server.port) as client:
-            client.sendall(POST + b"content-length: 2\r\n\r\nhi")
-            assert answer(client)[0] == 200, "the proxy answers where there is no gateway"
-        with socket.create_server(("127.0.0.1", gateway)) as listening:
-            eventually(lambda: "http/gateway1 is UP" in (tmp_path / "log").read_text())
-            with connected(server.port) as client:
-                client.sendall(POST + b"content-length: 2\r\n\r\nhi")
-                while True:
-                    asked, _ = listening.accept()
-                    with asked:
-                        if asked.recv(1000):  # else a check of HAProxy's
-                            listening.close()
-                            break
-                assert answer(client)[0] == 200
+    """One that does not listen any more loses no request, and none is sent twice."""
+    port, grpc_port = free_ports(2)
+    server = ServerSettings(port=port, grpc_port=grpc_port)
+    first = deploy.front.free_ports(2 * deploy.front.GATEWAYS)
+    with front(server, Behind(behind, 1, first, first + deploy.front.GATEWAYS), tmp_path / "log"):
+        assert posted(port) == 200, "the proxy answers where there is no gateway"
+        received = []
+        with socket.create_server(("127.0.0.1", first + deploy.front.GATEWAYS - 1)) as listening:
+            eventually(lambda: f"http/gateway{deploy.front.GATEWAYS} is UP" in (tmp_path / "log").read_text())
+
+            def take() -> None:
+                with suppress(OSError):
+                    while True:
+                        asked, _ = listening.accept()
+                        with asked:
+                            received.append(asked.recv(1000))
+
+            taking = threading.Thread(target=take)
+            taking.start()
+            assert posted(port) == 502, "it ended before it answered"
+            assert len([each for each in received if each]) == 1
+            listening.shutdown(socket.SHUT_RDWR)
+            taking.join()
+        assert posted(port) == 200
+
+
+def posted(port: int) -> int:
+    with connected(port) as client:
+        client.sendall(POST + b"content-length: 2\r\nconnection: close\r\n\r\nhi")
+        return answer(client)[0]
+
+
+def test_an_interrupt_of_the_terminal_ends_no_request(behind: int, tmp_path: Path) -> None:
+    """It goes to all processes of the group; the server then lets requests in flight end."""
+    port, grpc_port = free_ports(2)
+    log = str(tmp_path / "log")
+    program = (
+        "import signal, sys, time; from pathlib import Path; from deploy.front import *\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        f"with front(ServerSettings(port={port}, grpc_port={grpc_port}), Behind({behind}, 1), Path({log!r})):\n"
+        "    print('ready', flush=True); sys.stdin.read()\n"
+    )
+    options: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True, **options) as running_front:
+        assert running_front.stdout.readline() == "ready\n"
+        [found] = psutil.Process(running_front.pid).children()
+        with connected(port) as client:
+            client.sendall(b"GET /pause HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
+            time.sleep(0.3)
+            os.killpg(running_front.pid, signal.SIGINT)
+            assert answer(client)[0] == 200
+        running_front.stdin.close()
+        assert running_front.wait(20) == 0
+    assert not found.is_running()
+
+
+@pytest.mark.parametrize("pause_s", [0.0, 0.002, 0.02, 0.2])
+def test_a_front_that_ends_as_it_is_stopped_leaves_nothing(behind: int, tmp_path: Path, pause_s: float) -> None:
+    with running(behind, tmp_path / "log"):
+        child("haproxy").kill()
+        time.sleep(pause_s)
+    assert not [each for each in psutil.Process().children() if each.name() == "haproxy"]
+
+
+def test_it_knows_no_secret(behind: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "hidden")
+    with running(behind, tmp_path / "log"):
+        known = child("haproxy").environ()
+    assert {name for name in known if not name.startswith("FRONT_")} <= {"PATH", "TRIFORCE_RUN"}
+
+
+def test_a_peer_has_only_so_many_requests(behind: int, tmp_path: Path) -> None:
+    """Over one connection of HTTP/2, each of them would take a connection to the gateway."""
+    with running(behind, tmp_path / "log", connections_per_peer=10, **certified(tmp_path)) as server:
+        url = f"https://localhost:{server.port}/pause?[1-30]"
+        command = ["curl", "-s", "--http2", "--parallel", "--parallel-max", "30", "-o", "/dev/null"]
+        command += ["--cacert", str(tmp_path / "certificate.pem"), "-w", "%{http_code}\n", url]
+        statuses = subprocess.check_output(command, text=True, timeout=60).split()
+    assert statuses.count("200") == 10
+    assert statuses.count("429") == 20
 
 
 def test_without_anything_behind_the_answer_is_503(tmp_path: Path) -> None:

@@ -61,11 +61,11 @@ def test_the_list_has_every_service() -> None:
     assert {name: each.status for name, each in statuses.items()} == dict.fromkeys(health.SERVICES, NOT_SERVING)
 
 
-PEER = "ipv4:10.0.0.1:40000"
+HOST = "10.0.0.1"
 
 
-async def statuses(found: Health, name: str = "", peer: str = PEER) -> list[int]:
-    async with aclosing(found.watch(HealthCheckRequest(service=name), peer)) as watch:
+async def statuses(found: Health, name: str = "", host: str = HOST) -> list[int]:
+    async with aclosing(found.watch(HealthCheckRequest(service=name), host)) as watch:
         return [response.status async for response in watch]
 
 
@@ -96,18 +96,16 @@ def test_a_watch_ends_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_watches_are_limited_and_give_their_places_back() -> None:
     found, _ = switched()
     hosts = health.MAX_WATCHES // health.MAX_WATCHES_PER_HOST
-    peers = [
-        f"ipv4:10.0.0.{host}:{port}" for host in range(1, hosts + 1) for port in range(health.MAX_WATCHES_PER_HOST)
-    ]
+    each_of = [f"10.0.0.{host}" for host in range(hosts) for _ in range(health.MAX_WATCHES_PER_HOST)]
 
     async def main() -> None:
-        watches = [found.watch(HealthCheckRequest(), peer) for peer in peers]
+        watches = [found.watch(HealthCheckRequest(), host) for host in each_of]
         for watch in watches:
             await anext(watch)
         with pytest.raises(OverloadedError, match="16 watches already"):
-            await statuses(found, peer="ipv6:[::1]:40000")
+            await statuses(found, host="::1")
         await watches[0].aclose()
-        another = found.watch(HealthCheckRequest(), "ipv6:[::1]:40000")
+        another = found.watch(HealthCheckRequest(), "::1")
         assert (await anext(another)).status == SERVING
         for watch in (*watches, another):
             await watch.aclose()
@@ -120,12 +118,12 @@ def test_one_host_cannot_take_the_watches_of_others() -> None:
     found, _ = switched()
 
     async def main() -> None:
-        watches = [found.watch(HealthCheckRequest(), f"ipv4:10.0.0.1:{port}") for port in range(4)]
+        watches = [found.watch(HealthCheckRequest(), "10.0.0.1") for _ in range(4)]
         for watch in watches:
             await anext(watch)
         with pytest.raises(OverloadedError, match="this host has 4 watches already"):
-            await statuses(found, peer="ipv4:10.0.0.1:4")
-        other = found.watch(HealthCheckRequest(), "ipv4:10.0.0.2:1")
+            await statuses(found, host="10.0.0.1")
+        other = found.watch(HealthCheckRequest(), "10.0.0.2")
         assert (await anext(other)).status == SERVING
         for watch in (*watches, other):
             await watch.aclose()

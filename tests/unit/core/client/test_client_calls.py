@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -235,6 +236,18 @@ def test_a_stream_that_just_ends_goes_on(kind: str) -> None:
         served.generation.failures.append(Failure(grpc.StatusCode.OK, 2))
         with pytest.raises(UnavailableError, match="the stream ended before its last chunk"):
             call(kind, served.address, "stream", "abc", max_tokens=9, seed=5, client={"retries": 0})
+
+
+def test_a_stream_that_a_proxy_resets_goes_on(kind: str) -> None:
+    """HAProxy's end of a stream whose server has died, in gRPC's words. A server that cancels says something else."""
+    details = "Stream removed (RST_STREAM (Received RST_STREAM with error code 8))"
+    cancelled = Failure(grpc.StatusCode.CANCELLED, 2)
+    reset = replace(cancelled, details=details)
+    with serving(Generation(reset, reset, cancelled)) as served:
+        chunks = call(kind, served.address, "stream", "abc", max_tokens=4, seed=5, client={"retries": 2})
+        assert (tokens_of(chunks), text_of(chunks)) == expected("abc", 5, 4)
+        with pytest.raises(CallCancelledError):
+            call(kind, served.address, "stream", "abc", max_tokens=9, seed=5)
 
 
 def test_a_stream_that_gets_on_is_tried_as_often_as_it_needs(kind: str) -> None:
