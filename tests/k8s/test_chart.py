@@ -275,8 +275,8 @@ def test_clients_reach_the_front_of_each_pod_and_it_reaches_serve(values: Path) 
     behind = [config["http_options"]["port"], config["grpc_options"]["port"]]
     service = rayservice(objects)["spec"]["serveService"]["spec"]["ports"]
     assert [(each["port"], each["targetPort"]) for each in service] == [
-        (server.port, "front"),
-        (server.grpc_port, "front-grpc"),
+        (server.port, server.port),
+        (server.grpc_port, server.grpc_port),
     ]
     for pod in pod_templates(objects).values():
         front = front_of(pod)

@@ -61,7 +61,7 @@ def test_the_command_serves_on_the_ports_that_are_exposed_whatever_the_settings_
     [settings] = served
     assert (settings.server.host, settings.max_sequences) == ("0.0.0.0", 3)
     assert [settings.server.port, settings.server.grpc_port] == built.ports
-    assert f"http://127.0.0.1:{settings.server.port}/health" in built.health_command
+    assert f"http://127.0.0.1:{settings.server.port}/health" in " ".join(built.health_command)
 
 
 @each_variant
