@@ -94,7 +94,8 @@ def test_a_slow_tokenizer_is_refused_by_name() -> None:
 
 PYTHON = "/usr/bin/python3"  # of the system: another user may not read ours
 ASK = """
-import socket, sys
+import os, socket, sys
+os.setuid(int(sys.argv[3]))
 with socket.socket(socket.AF_UNIX) as asked:
     asked.connect(sys.argv[1].replace("@", chr(0)))
     try:
@@ -111,6 +112,7 @@ def test_other_users_get_no_answer_and_no_file_stays(vetting: Vetting) -> None:
     asyncio.run(vetting.error(SMALL))
     assert vetting.address.startswith("\0"), "no file"
     for user, answer in ((0, b"b'\"\"'\n"), (65534, b"b''\n")):
-        ask = [PYTHON, "-c", ASK, vetting.address.replace("\0", "@"), SMALL]
-        said = subprocess.run(ask, user=user, capture_output=True, check=False, cwd="/")
+        ask = [PYTHON, "-c", ASK, vetting.address.replace("\0", "@"), SMALL, str(user)]
+        # Not `user=user`, for which Python would fork, and gRPC's threads of other tests may end a fork.
+        said = subprocess.run(ask, capture_output=True, check=False, cwd="/")
         assert (said.stdout, said.stderr) == (answer, b"")
