@@ -37,8 +37,9 @@ START_S, STOP_S = 10.0, 8.0  # until HAProxy listens; until it has ended, which 
 RETRY_S = 1.0  # between starts that fail
 WATCH_S = 300.0  # most seconds in which a call of gRPC may say nothing: `Watch` of the health service
 MAX_TIMEOUT_S = 1_000_000  # of HAProxy, which counts milliseconds in 31 bits
-GATEWAYS = 5  # places for one gateway: it dies and comes back less often than that within the next time
-QUARANTINE_S = 61  # Linux keeps a port for a minute whose server was killed, and Serve gives up one that is taken
+# Linux keeps the port of a killed server for a minute, and Serve gives up a port that is taken. The gateway has more
+# places than it can die within that time.
+GATEWAYS, QUARANTINE_S = 5, 61
 PORTS = range(20_000, 32_000, 20)  # below those that Linux gives to whoever asks for any
 
 
@@ -192,7 +193,8 @@ class Front:
                 return
             try:
                 self.process.send_signal(signal.SIGUSR1)
-                self.process.wait(STOP_S)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(STOP_S)
             finally:
                 self.process.kill()  # also where another signal ends the wait
                 self.process.wait()
