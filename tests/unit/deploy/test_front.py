@@ -391,7 +391,7 @@ def test_an_interrupt_of_the_terminal_ends_no_request(behind: int, tmp_path: Pat
     log = str(tmp_path / "log")
     program = (
         "import signal, sys, time; from pathlib import Path; from deploy.front import *\n"
-        "signal.signal(signal.SIGINT, signal.SIG_IGN)\n"
+        "signal.signal(signal.SIGINT, lambda *_: None)\n"
         f"with front(ServerSettings(port={port}, grpc_port={grpc_port}), Behind({behind}, 1), Path({log!r})):\n"
         "    print('ready', flush=True); sys.stdin.read()\n"
     )
